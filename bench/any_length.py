@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from bench.any_length_picture import Curve, draw
 from bench.common import Better, Figure, report, seconds, show_in
-from bench.minilm import workshop
+from bench.minilm import problem_factory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
 LENGTHS = (6, 17, 64, 256)
 LONGEST = LENGTHS[-1]
@@ -51,32 +51,32 @@ class Region:
     radius: Tensor
 
 
-def models() -> dict[str, tuple[Workshop, list[int]]]:
+def models() -> dict[str, tuple[ProblemFactory, list[int]]]:
     """Return both models with the tokens of the sentence."""
     import torch
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
-    mini = workshop(INFER)
+    mini = problem_factory(INFER)
     assert mini.model.tokenizer_source is not None
     ref = ModelRef("model.safetensors", architecture="llama", config="config.json")
     loaded = load_model(ref, TINY)
     train, infer = resolve({"preset": "torch-eager"}), resolve(INFER)
-    tiny = Workshop(loaded, train, infer, torch.device("cpu"))
+    tiny = ProblemFactory(loaded, train, infer, torch.device("cpu"))
     return {
         "MiniLM": (mini, list(mini.model.tokenizer_source.encode(SENTENCE))),
         "tiny LM": (tiny, list(SENTENCE.encode())),
     }
 
 
-def regions(shop: Workshop, ids: list[int]) -> Iterator[Region]:
+def regions(factory: ProblemFactory, ids: list[int]) -> Iterator[Region]:
     """Yield the balls around one state, and the hull of all of the sentence."""
     import torch
 
-    states = shop.centre(BLOCK, tuple(ids))
+    states = factory.centre(BLOCK, tuple(ids))
     assert states is not None
     one = states[TOKEN : TOKEN + 1]
     for radius in RADII:
@@ -86,16 +86,16 @@ def regions(shop: Workshop, ids: list[int]) -> Iterator[Region]:
     yield Region("hull of a sentence", middle, torch.maximum(high - middle, middle - low))
 
 
-def measure(model: str, shop: Workshop, region: Region) -> Curve:
+def measure(model: str, factory: ProblemFactory, region: Region) -> Curve:
     """Bound and attack one region at every length.
 
     Raises:
         AssertionError: a run leaves a bound.
     """
-    whole = worst(shop.sequences(BLOCK, LONGEST).bound(region.centre, region.radius))
+    whole = worst(factory.sequences(BLOCK, LONGEST).bound(region.centre, region.radius))
     exact, attacked = {}, {}
     for rows in LENGTHS:
-        problem = shop.problem(BLOCK, tuple(range(rows)))
+        problem = factory.problem(BLOCK, tuple(range(rows)))
         shape = (rows, region.centre.shape[-1])
         centre = region.centre.expand(shape).contiguous()
         radius = region.radius.expand(shape).contiguous()
@@ -167,12 +167,12 @@ def main() -> int:
     known = models()
     rows: list[Figure] = []
     measured = []
-    for name, (shop, ids) in known.items():
-        for region in regions(shop, ids):
-            measured.append(measure(name, shop, region))
+    for name, (factory, ids) in known.items():
+        for region in regions(factory, ids):
+            measured.append(measure(name, factory, region))
             rows += figures(measured[-1])
             print(f"{name}, {region.name}: done", file=sys.stderr, flush=True)
-        problem, box = shop.sequences(BLOCK, LONGEST), next(regions(shop, ids))
+        problem, box = factory.sequences(BLOCK, LONGEST), next(regions(factory, ids))
         taken = seconds(partial(problem.bound, box.centre, box.radius), repeat=3)
         rows.append(Figure(f"{name}: seconds of a bound", taken, Better.LOWER, 2.0))
     assert all(math.isfinite(one.any_length) for one in measured)

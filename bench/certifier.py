@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import Better, Figure, forget_peak, peak_bytes, report, seconds
-from bench.minilm import workshop
+from bench.minilm import problem_factory
 from kcdsl.verdict.quantities import quantity
 
 SHORT = "A cat sleeps."
@@ -39,8 +39,8 @@ LONG = (
 )
 SAMPLES = 2000
 """Inputs drawn from a ball, where casts to nearest leave few slopes for an attack to follow."""
-HERDS = 8
-"""Herds of an attack there; `kcdsl verify` has one."""
+BATCHES = 8
+"""Batches of an attack there; `kcdsl verify` has one."""
 FARTHER = 10.0
 """How many times tighter than the interval domain, where a run leaves room for that."""
 TIMED = 17
@@ -80,7 +80,7 @@ class Case:
     sentences: tuple[str, ...] = (SHORT, MIDDLE, LONG)
     radius: float = 0.0
     samples: int = 0
-    herds: int = 1
+    batches: int = 1
     train: dict[str, Any] | None = field(default=None, hash=False)
 
 
@@ -116,7 +116,7 @@ CASES = (
             (SHORT,),
             radius,
             SAMPLES,
-            HERDS,
+            BATCHES,
         )
         for name, radius, limit in (("1e-4", 1e-4, 2.0), ("1e-3", 1e-3, 4.0))
     ),
@@ -168,7 +168,7 @@ class Measured:
 def drawn(seed: int) -> list[Case]:
     """Return cases on deeper blocks of MiniLM and sentences of 4 to 36 tokens, by a seed."""
     draw = random.Random(seed)
-    tokenizer = workshop({"preset": "torch-eager"}).model.tokenizer
+    tokenizer = problem_factory({"preset": "torch-eager"}).model.tokenizer
     lines = TEXTS.read_text(encoding="utf-8").splitlines()
     texts = [str(json.loads(line)["text"]) for line in lines]
     known = [t for t in texts if LEAST <= len(tokenizer.encode(t)) <= MOST]
@@ -219,7 +219,7 @@ def _figures(case: Case, found: list[Measured]) -> Iterator[Figure]:
     worst = max(found, key=lambda m: m.bound / m.attack)
     where = ", ".join(f"{m.tokens} tokens: {m.bound:.3g} / {m.attack:.3g}" for m in found)
     if case.samples:
-        where += f"; attack: {case.samples:,} samples, {case.herds} herds"
+        where += f"; attack: {case.samples:,} samples, {case.batches} batches"
     yield Figure(case.name, worst.bound / worst.attack, Better.LOWER, case.limit, where)
     if case.name == STACK:
         taken, where = max(m.seconds for m in found), f"{os.cpu_count()} cores"
@@ -244,9 +244,9 @@ def measure(case: Case, text: str) -> Measured:
     from kcdsl_backends.interval.errors import NoBound
     from kcdsl_backends.interval.functionals import drift_bound
 
-    shop = workshop(case.numerics, case.train)
-    tokens = tuple(shop.model.tokenizer.encode(text))
-    problem, centre = shop.problem(case.block, tokens), shop.centre(case.block, tokens)
+    factory = problem_factory(case.numerics, case.train)
+    tokens = tuple(factory.model.tokenizer.encode(text))
+    problem, centre = factory.problem(case.block, tokens), factory.centre(case.block, tokens)
     radius = torch.full((1, 1), case.radius, dtype=torch.float64)
     started = time.perf_counter()
     try:
@@ -266,7 +266,7 @@ def measure(case: Case, text: str) -> Measured:
         radius,
         places=places,
         samples=case.samples,
-        herds=case.herds,
+        batches=case.batches,
     )
     if found.value > min(bound, interval):
         raise SystemExit(f"{case.name}: a run of drift {found.value} exceeds its bound {bound}")
@@ -279,11 +279,11 @@ def cost() -> list[Figure]:
 
     from kcdsl_backends.affine.pair import drift
 
-    shop = workshop(CASES[0].numerics)
-    tokens = tuple(shop.model.tokenizer.encode(MIDDLE))
+    factory = problem_factory(CASES[0].numerics)
+    tokens = tuple(factory.model.tokenizer.encode(MIDDLE))
     if len(tokens) != TIMED:
         raise SystemExit(f"the sentence has {len(tokens)} tokens, not {TIMED}")
-    problem, centre = shop.problem("attn_0", tokens), shop.centre("attn_0", tokens)
+    problem, centre = factory.problem("attn_0", tokens), factory.centre("attn_0", tokens)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     forget_peak()
     taken = seconds(
@@ -302,12 +302,12 @@ def growth() -> Figure:
 
     from kcdsl_backends.affine.pair import drift
 
-    shop = workshop(CASES[0].numerics)
-    tokens = tuple(shop.model.tokenizer.encode(LONG))
+    factory = problem_factory(CASES[0].numerics)
+    tokens = tuple(factory.model.tokenizer.encode(LONG))
     zero, times = torch.zeros(1, 1, dtype=torch.float64), []
     for count in LENGTHS:
         part = (tokens * 2)[:count]
-        problem, centre = shop.problem("attn_0", part), shop.centre("attn_0", part)
+        problem, centre = factory.problem("attn_0", part), factory.centre("attn_0", part)
 
         def work(problem: Any = problem, centre: Any = centre) -> object:
             return drift(problem.graph, problem.train, problem.infer, centre, zero)

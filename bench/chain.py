@@ -27,8 +27,8 @@ from bench.common import Better, Figure, report
 if TYPE_CHECKING:
     from kcdsl.route.goals import Goal
     from kcdsl_backends.certifier.cases import Case as Region
-    from kcdsl_backends.certifier.problems import Workshop
-    from kcdsl_backends.certifier.tasks import Station
+    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.tasks import WorkerContext
 
 SENTENCE = (101, 7592, 2088, 2003, 2204, 102)
 """[CLS] hello world is good [SEP]."""
@@ -87,15 +87,15 @@ def measured(line: Line) -> list[Figure]:
     """Return the figures of one line."""
     from kcdsl_backends.affine.functionals import functional_bound
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.certifier.composition import ChainTask, Plan
+    from kcdsl_backends.certifier.composition import CompositionTask, Plan
     from kcdsl_backends.certifier.problems import claim_margin
 
-    shop, tokens = _shop(line.model)
-    station, goal, region = _stand(shop, line.block, tokens, line.radius)
-    problem = shop.problem(line.block, tokens)
+    factory, tokens = _shop(line.model)
+    context, goal, region = _stand(factory, line.block, tokens, line.radius)
+    problem = factory.problem(line.block, tokens)
     started = time.perf_counter()
     forms = problem.forms(region.centre, region.radius)
-    margin = claim_margin(shop.train, shop.infer)
+    margin = claim_margin(factory.train, factory.infer)
     whole = margin * functional_bound(forms, forms.box(), "inf", lambda value: False)
     seconds = time.perf_counter() - started
     train, infer = problem.simulators()
@@ -110,7 +110,7 @@ def measured(line: Line) -> list[Figure]:
     for count, ellipsoids in line.plans:
         started = time.perf_counter()
         plan = Plan(count, ellipsoids)
-        outcome = ChainTask(goal, region, plan).run(station)[0].bounded.outcome
+        outcome = CompositionTask(goal, region, plan).run(context)[0].bounded.outcome
         seconds = time.perf_counter() - started
         if outcome.bound < run:
             raise SystemExit(f"{line.name}: a run attains {run}, the bound is {outcome.bound}")
@@ -131,7 +131,7 @@ def measured(line: Line) -> list[Figure]:
 def after_a_step() -> list[Figure]:
     """Return what the tiny model's layer costs again after its second half changed, and its first
     by little: the links that are known, and the seconds."""
-    from kcdsl_backends.certifier.composition import ChainTask, Plan
+    from kcdsl_backends.certifier.composition import CompositionTask, Plan
 
     figures = []
     prompt = no_flip.prompts(1)[0][:PROMPT]
@@ -142,11 +142,13 @@ def after_a_step() -> list[Figure]:
             ("after a step of the MLP by 1e-2", "mlp.up_proj", 1e-2),
             ("after a step of the attention by 1e-6", "self_attn.o_proj", 1e-6),
         ):
-            shop = _stepped(folder, key, by)
-            station, goal, region = _stand(shop, "layer_1", prompt, 1e-3, folder / "cache")
+            factory = _stepped(folder, key, by)
+            context, goal, region = _stand(factory, "layer_1", prompt, 1e-3, folder / "cache")
             started = time.perf_counter()
             outcome = (
-                ChainTask(goal, region, Plan(2, ellipsoids=False)).run(station)[0].bounded.outcome
+                CompositionTask(goal, region, Plan(2, ellipsoids=False))
+                .run(context)[0]
+                .bounded.outcome
             )
             seconds = time.perf_counter() - started
             known = ", ".join(link.name for link in outcome.links if link.cached) or "none"
@@ -155,13 +157,13 @@ def after_a_step() -> list[Figure]:
     return figures
 
 
-def _shop(model: str) -> tuple[Workshop, tuple[int, ...]]:
+def _shop(model: str) -> tuple[ProblemFactory, tuple[int, ...]]:
     if model == "minilm":
-        return minilm.workshop(_FREE, _EXACT), SENTENCE
-    return no_flip.workshop(_FLASH), no_flip.prompts(1)[0][:PROMPT]
+        return minilm.problem_factory(_FREE, _EXACT), SENTENCE
+    return no_flip.problem_factory(_FLASH), no_flip.prompts(1)[0][:PROMPT]
 
 
-def _stepped(folder: Path, key: str, by: float) -> Workshop:
+def _stepped(folder: Path, key: str, by: float) -> ProblemFactory:
     """Return the tiny model, one tensor of its second layer scaled by 1 + `by`; steps add up."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -169,7 +171,7 @@ def _stepped(folder: Path, key: str, by: float) -> Workshop:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
     path = folder / "model.safetensors"
     state = load_file(path if path.is_file() else no_flip.EXAMPLE / "model.safetensors")
@@ -180,32 +182,36 @@ def _stepped(folder: Path, key: str, by: float) -> Workshop:
     (folder / "config.json").write_bytes((no_flip.EXAMPLE / "config.json").read_bytes())
     files = ModelRef("model.safetensors", architecture="llama", config="config.json")
     train = resolve({"preset": "torch-eager", "compute": "float32"})
-    return Workshop(load_model(files, folder), train, resolve(_FLASH), torch.device("cpu"))
+    return ProblemFactory(load_model(files, folder), train, resolve(_FLASH), torch.device("cpu"))
 
 
 def _stand(
-    shop: Workshop,
+    factory: ProblemFactory,
     block: str,
     tokens: tuple[int, ...],
     radius: float,
     cache: Path | None = None,
-) -> tuple[Station, Goal, Region]:
-    """Return what a chain needs: a station, a goal with a limit that nothing meets, and a case."""
+) -> tuple[WorkerContext, Goal, Region]:
+    """Return what a chain needs: a context, a goal with a limit that nothing meets, and a case."""
     import torch
 
     from kcdsl.check.compile import load_contract
     from kcdsl.route.goals import goals
     from kcdsl_backends.certifier.cache import rules_version
     from kcdsl_backends.certifier.cases import Case as Region
-    from kcdsl_backends.certifier.tasks import Setting, Station
+    from kcdsl_backends.certifier.tasks import RunSettings, WorkerContext
 
     program, _ = load_contract(no_flip.EXAMPLE / "contract.yaml")
     goal = next(goal for goal in goals(program) if goal.functional == "inf")
     goal = replace(goal, block=block, threshold=Fraction(1, 10**30))
-    sha256 = shop.model.checkpoint.sha256
-    setting = Setting(program, no_flip.EXAMPLE, "cpu", 2, sha256, rules_version(), cache)
+    sha256 = factory.model.checkpoint.sha256
+    setting = RunSettings(program, no_flip.EXAMPLE, "cpu", 2, sha256, rules_version(), cache)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    return Station(setting, shop), goal, Region(block, tokens, shop.centre(block, tokens), spread)
+    return (
+        WorkerContext(setting, factory),
+        goal,
+        Region(block, tokens, factory.centre(block, tokens), spread),
+    )
 
 
 if __name__ == "__main__":

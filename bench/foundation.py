@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.common import Better, Figure, forget_peak, peak_bytes, report, seconds
-from bench.minilm import workshop
+from bench.minilm import problem_factory
 
 SENTENCE = "The quick brown fox jumps over the lazy dog near the big river bank."
 TOKENS = 17
@@ -92,12 +92,12 @@ def measure(name: str) -> Measured:
     from kcdsl_backends.interval.functionals import drift_bound
 
     torch.set_num_threads(1)
-    shop = workshop(NUMERICS[name])
-    model = shop.model
+    factory = problem_factory(NUMERICS[name])
+    model = factory.model
     tokens = tuple(model.tokenizer.encode(SENTENCE))
     if len(tokens) != TOKENS:
         raise SystemExit(f"the sentence has {len(tokens)} tokens, not {TOKENS}")
-    problem, centre = shop.problem("attn_0", tokens), shop.centre("attn_0", tokens)
+    problem, centre = factory.problem("attn_0", tokens), factory.centre("attn_0", tokens)
     assert centre is not None
     x, block = centre.float(), model.block("attn_0")
     zero = torch.zeros(1, 1, dtype=torch.float64)

@@ -28,7 +28,7 @@ from bench.no_flip import EXAMPLE
 from kcdsl.verdict.quantities import quantity
 
 if TYPE_CHECKING:
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
 WIDTHS = (96, 192, 384, 768)
 TOKENS = 16
@@ -92,8 +92,8 @@ def _cost(size: int) -> tuple[float, float]:
     from kcdsl_backends.affine.pair import drift
 
     with tempfile.TemporaryDirectory() as folder:
-        shop = _random(size, Path(folder))
-        problem = shop.problem("attn_0", tuple(range(TOKENS)))
+        factory = _random(size, Path(folder))
+        problem = factory.problem("attn_0", tuple(range(TOKENS)))
         generator = torch.Generator().manual_seed(size)
         centre = torch.randn(TOKENS, size, generator=generator).double()
         zero = torch.zeros(1, 1, dtype=torch.float64)
@@ -106,7 +106,7 @@ def _cost(size: int) -> tuple[float, float]:
     return taken, peak_bytes() - before
 
 
-def _random(size: int, folder: Path) -> Workshop:
+def _random(size: int, folder: Path) -> ProblemFactory:
     """Return an encoder of one layer with random weights of the size that training begins with."""
     import torch
     from safetensors.torch import save_file
@@ -115,7 +115,7 @@ def _random(size: int, folder: Path) -> Workshop:
     from kcdsl.model.architecture import load_model
     from kcdsl.model.bert import build
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
     config: dict[str, Any] = {
         "model_type": "bert", "hidden_size": size, "intermediate_size": 4 * size,
@@ -131,7 +131,7 @@ def _random(size: int, folder: Path) -> Workshop:
     (folder / "config.json").write_text(json.dumps(config))
     files = ModelRef("model.safetensors", architecture="bert", config="config.json")
     train = resolve({"preset": "torch-eager", "compute": "float32"})
-    return Workshop(load_model(files, folder), train, resolve(_FLASH), torch.device("cpu"))
+    return ProblemFactory(load_model(files, folder), train, resolve(_FLASH), torch.device("cpu"))
 
 
 def jobs() -> list[Figure]:

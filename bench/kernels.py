@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kcdsl.ir.terms import KernelRef
     from kcdsl.model.architecture import Model
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "real-kernels.svg"
@@ -186,13 +186,13 @@ def _measured(
 
     started, key = time.perf_counter(), _key(share)
     waiting = {}
-    with Processes(jobs, 1) as crew:
+    with Processes(jobs, 1) as pool:
         for number, case in enumerate(cases):
             kept = _kept(case, key) if resume else None
             if kept is not None:
                 yield kept
             else:
-                waiting[crew.submit(_measure, CASES.index(case), share, key)] = number
+                waiting[pool.submit(_measure, CASES.index(case), share, key)] = number
         for done in as_completed(waiting):
             part = done.result()
             worst = max(part, key=lambda c: c.ratio)
@@ -297,16 +297,16 @@ def compare(case: Case, models: Iterable[str] = MODELS, share: float = 1.0) -> I
     for name in models:
         model = loaded(name)
         running, started = load_kernel(case.ref(), model, "cpu"), eager(name)
-        shop = workshop(model, case)
+        factory = problem_factory(model, case)
         places: Counter[str] = Counter()
         for block, x in inputs(name, share):
             drift = (running.block(block, x) - started.block(block, x)).abs()
-            asked = _worth_while(name, places[block], block, x, shop)
+            asked = _worth_while(name, places[block], block, x, factory)
             places[block] += 1
-            yield _compared(case.name, name, block, drift, bound(shop, block, x, asked))
+            yield _compared(case.name, name, block, drift, bound(factory, block, x, asked))
 
 
-def _worth_while(name: str, place: int, block: str, x: Tensor, shop: Workshop) -> bool:
+def _worth_while(name: str, place: int, block: str, x: Tensor, factory: ProblemFactory) -> bool:
     """Say whether the affine domain is asked of the input at this place among those of a block.
 
     It takes seconds for MiniLM, and more for its layers.
@@ -314,24 +314,24 @@ def _worth_while(name: str, place: int, block: str, x: Tensor, shop: Workshop) -
     if len(x) > LONGEST_AFFINE[name]:
         return False
     if name == "MiniLM" and block == "layer_0":
-        return place < 2 and shop.infer.preset in LAYERS
-    if name == "MiniLM" and shop.infer.activations.format != "none":
+        return place < 2 and factory.infer.preset in LAYERS
+    if name == "MiniLM" and factory.infer.activations.format != "none":
         return False
     return place % AFFINE[name] == 0
 
 
-def bound(shop: Workshop, block: str, x: Tensor, affine: bool) -> Tensor:
+def bound(factory: ProblemFactory, block: str, x: Tensor, affine: bool) -> Tensor:
     """Return the certified bound of every element: the smaller of both domains'."""
     import torch
 
     from kcdsl_backends.certifier.problems import certified_block_drift
     from kcdsl_backends.interval.errors import NoBound
 
-    found = certified_block_drift(shop.model, block, x, shop.train, shop.infer, shop)
+    found = certified_block_drift(factory.model, block, x, factory.train, factory.infer, factory)
     interval = torch.from_numpy(found.drift_bound)
     if not affine:
         return interval
-    problem = shop.problem(block, tuple(range(len(x))))
+    problem = factory.problem(block, tuple(range(len(x))))
     try:
         forms = problem.affine(x.double(), torch.zeros(1, 1, dtype=torch.float64))
     except NoBound:
@@ -363,14 +363,14 @@ def _compared(case: str, model: str, block: str, drift: Tensor, bounds: Tensor) 
     )
 
 
-def workshop(model: Model, case: Case) -> Workshop:
+def problem_factory(model: Model, case: Case) -> ProblemFactory:
     """Return what bounds the blocks of a model between eager float32 and a kernel."""
     import torch
 
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
-    return Workshop(model, resolve(TRAIN.ref()), resolve(case.ref()), torch.device("cpu"))
+    return ProblemFactory(model, resolve(TRAIN.ref()), resolve(case.ref()), torch.device("cpu"))
 
 
 @cache

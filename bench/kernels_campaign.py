@@ -162,7 +162,7 @@ def examine(seed: int) -> list[Run]:
 
     from kcdsl.diagnostics import Refusal
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
     from kcdsl_backends.empirical.kernels import load_kernel
 
     torch.set_num_threads(1)
@@ -179,11 +179,11 @@ def examine(seed: int) -> list[Run]:
         return [Run(seed, case.name, refused=_reason(refusal)) for case in cases_of(seed)]
     for case in cases_of(seed):
         numerics = resolve(train.ref()), resolve(case.ref())
-        shop = Workshop(model, *numerics, torch.device("cpu"), graphs)
+        factory = ProblemFactory(model, *numerics, torch.device("cpu"), graphs)
         try:
-            shop.problem(block, tuple(range(rows)))
+            factory.problem(block, tuple(range(rows)))
             running = load_kernel(case.ref(), model, "cpu")
-            found.append(_compared(seed, case, running, shop, block, given))
+            found.append(_compared(seed, case, running, factory, block, given))
         except Refusal as refusal:
             found.append(Run(seed, case.name, refused=_reason(refusal)))
     return found
@@ -194,7 +194,7 @@ def _reason(refusal: Any) -> str:
     return f"{getattr(diagnostic, 'code', '')} {str(refusal)[:160]}".strip()
 
 
-def _compared(seed: int, case: Case, running: Any, shop: Any, block: str, given: Any) -> Run:
+def _compared(seed: int, case: Case, running: Any, factory: Any, block: str, given: Any) -> Run:
     import torch
 
     from bench.kernels import bound
@@ -202,7 +202,7 @@ def _compared(seed: int, case: Case, running: Any, shop: Any, block: str, given:
     worst, bounded, watch = 0.0, 0, running.interception
     for x, wanted in given:
         affine = seed % AFFINE == 3 and x.numel() <= FEW
-        bounds = bound(shop, block, x, affine)
+        bounds = bound(factory, block, x, affine)
         if not bool(torch.isfinite(bounds).any()):
             continue
         drift = (running.block(block, x) - wanted).abs()
@@ -255,12 +255,12 @@ def _examine(seeds: Sequence[int], jobs: int, seconds: float) -> None:
 
     started, waiting, left = time.perf_counter(), {}, iter(seeds)
     FOUND.parent.mkdir(parents=True, exist_ok=True)
-    with Processes(jobs, 1) as crew, FOUND.open("a", encoding="utf-8") as file:
+    with Processes(jobs, 1) as pool, FOUND.open("a", encoding="utf-8") as file:
 
         def more() -> None:
             seed = next(left, None)
             if seed is not None and time.perf_counter() - started < seconds:
-                waiting[crew.submit(examine, seed)] = seed
+                waiting[pool.submit(examine, seed)] = seed
 
         for _ in range(2 * jobs):
             more()

@@ -116,10 +116,10 @@ def measure(model: Model, case: Case, block: str) -> Measured:
 
     running = load_kernel(case.ref(), model, "cuda")
     started = load_kernel(kernels.TRAIN.ref(), model, "cuda")
-    shop, worst, runs, told = kernels.workshop(model, case), 0.0, 0, 0
+    factory, worst, runs, told = kernels.problem_factory(model, case), 0.0, 0, 0
     for x in inputs(case.run):
         drift = (running.block(block, x) - started.block(block, x)).abs()
-        bounds = kernels.bound(shop, block, x, affine=len(x) <= LONGEST_AFFINE)
+        bounds = kernels.bound(factory, block, x, affine=len(x) <= LONGEST_AFFINE)
         worst = max(worst, float(kernels.quotients(drift, bounds).max()))
         told += math.isfinite(float(bounds.max()))
         runs += 1

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from bench.common import Better, Figure, forget_peak, peak_bytes, report
 
 if TYPE_CHECKING:
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
@@ -109,8 +109,8 @@ def _cost(block: str, tokens: int, device: str) -> Cost:
     from kcdsl_backends.affine.pair import drift
 
     with tempfile.TemporaryDirectory() as folder:
-        shop = layer(Path(folder), device)
-        problem = shop.problem(block, tuple(range(tokens)))
+        factory = layer(Path(folder), device)
+        problem = factory.problem(block, tuple(range(tokens)))
         generator = torch.Generator().manual_seed(7)
         centre = torch.randn(tokens, CONFIG["hidden_size"], generator=generator).double()
         zero = torch.zeros(1, 1, dtype=torch.float64, device=device)
@@ -141,7 +141,7 @@ def _peak(device: str) -> int:
     return peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated()
 
 
-def layer(folder: Path, device: str) -> Workshop:
+def layer(folder: Path, device: str) -> ProblemFactory:
     """Write a layer with random weights to `folder`; return it under both numerics."""
     import torch
     from safetensors.torch import save_file
@@ -150,7 +150,7 @@ def layer(folder: Path, device: str) -> Workshop:
     from kcdsl.model.architecture import load_model
     from kcdsl.model.llama import build
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
     generator = torch.Generator().manual_seed(7)
     with torch.device("meta"):
@@ -162,7 +162,7 @@ def layer(folder: Path, device: str) -> Workshop:
     save_file(state, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     files = ModelRef("model.safetensors", architecture="llama", config="config.json")
-    return Workshop(
+    return ProblemFactory(
         load_model(files, folder), resolve(_TRAIN), resolve(_INFER), torch.device(device)
     )
 

@@ -18,7 +18,7 @@ import torch
 
 from bench.certifier import MIDDLE, SHORT
 from bench.common import Better, Figure, report, show_in
-from bench.minilm import workshop
+from bench.minilm import problem_factory
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
@@ -59,9 +59,9 @@ def _cases() -> Iterator[tuple[str, str, dict[str, str], tuple[str, ...]]]:
 
 
 def _line(name: str, block: str, numerics: dict[str, str], sentence: str) -> Line:
-    shop = workshop(numerics)
-    tokens = tuple(shop.model.tokenizer.encode(sentence))
-    problem, centre = shop.problem(block, tokens), shop.centre(block, tokens)
+    factory = problem_factory(numerics)
+    tokens = tuple(factory.model.tokenizer.encode(sentence))
+    problem, centre = factory.problem(block, tokens), factory.centre(block, tokens)
     assert centre is not None
     worst, likely = (_bound(problem, centre, alpha) for alpha in (None, ALPHA))
     generator = torch.Generator().manual_seed(0)

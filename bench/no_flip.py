@@ -23,7 +23,7 @@ from bench.common import Better, Figure, report
 
 if TYPE_CHECKING:
     from kcdsl_backends.attack.simulation import Simulator
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_lm"
 LONGEST = 24
@@ -68,9 +68,9 @@ def main() -> int:
     figures: list[Figure] = []
     for kernel in KERNELS:
         found: list[Position] = []
-        shop = workshop(kernel.numerics)
+        factory = problem_factory(kernel.numerics)
         for tokens in prompts(kernel.prompts):
-            found += positions(shop, tokens)
+            found += positions(factory, tokens)
             some = sum(p.proved for p in found)
             print(kernel.name, f"{some} of {len(found)} proved", file=sys.stderr, flush=True)
         figures += _figures(kernel, found)
@@ -95,18 +95,18 @@ def _figures(kernel: Kernel, found: Sequence[Position]) -> list[Figure]:
     ]
 
 
-def workshop(infer: dict[str, Any]) -> Workshop:
+def problem_factory(infer: dict[str, Any]) -> ProblemFactory:
     """Return the model between float32 torch eager and a kernel of these numerics."""
     import torch
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
     files = ModelRef("model.safetensors", architecture="llama", config="config.json")
     train = resolve({"preset": "torch-eager", "compute": "float32"})
-    return Workshop(load_model(files, EXAMPLE), train, resolve(infer), torch.device("cpu"))
+    return ProblemFactory(load_model(files, EXAMPLE), train, resolve(infer), torch.device("cpu"))
 
 
 def prompts(count: int) -> list[tuple[int, ...]]:
@@ -117,7 +117,7 @@ def prompts(count: int) -> list[tuple[int, ...]]:
     return [tuple(text.encode("utf-8")[:LONGEST]) for text in chosen]
 
 
-def positions(shop: Workshop, tokens: tuple[int, ...]) -> list[Position]:
+def positions(factory: ProblemFactory, tokens: tuple[int, ...]) -> list[Position]:
     """Return every position of a prompt."""
     import torch
 
@@ -125,10 +125,12 @@ def positions(shop: Workshop, tokens: tuple[int, ...]) -> list[Position]:
     from kcdsl_backends.certifier.problems import claim_margin
     from kcdsl_backends.interval.errors import NoBound
 
-    problem = shop.problem("model", tokens)
+    problem = factory.problem("model", tokens)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     try:
-        shown = margins(problem.forms(None, zero), 1, None, claim_margin(shop.train, shop.infer))
+        shown = margins(
+            problem.forms(None, zero), 1, None, claim_margin(factory.train, factory.infer)
+        )
     except NoBound:
         shown = torch.full((len(tokens),), -math.inf, dtype=torch.float64)
     kernels = problem.simulators()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bench.common import Better, Figure, report
-from bench.minilm import workshop
+from bench.minilm import problem_factory
 
 if TYPE_CHECKING:
     from kcdsl.model.graph import BlockGraph, Node
@@ -98,13 +98,13 @@ def measure(case: Case) -> list[Figure]:
     from kcdsl_backends.interval.errors import NoBound
     from kcdsl_backends.planes.propagate import drift
 
-    shop = workshop(case.numerics)
-    tokens = tuple(shop.model.tokenizer.encode(SENTENCE))
+    factory = problem_factory(case.numerics)
+    tokens = tuple(factory.model.tokenizer.encode(SENTENCE))
     block = "mlp_0" if case.block == FEED else case.block
-    problem, centre = shop.problem(block, tokens), shop.centre(block, tokens)
+    problem, centre = factory.problem(block, tokens), factory.centre(block, tokens)
     if case.block == FEED:
-        after = shop.problem("mlp_1", tokens)
-        problem = shop.problem_of_graph(feed_forward(problem.graph, after.graph))
+        after = factory.problem("mlp_1", tokens)
+        problem = factory.problem_of_graph(feed_forward(problem.graph, after.graph))
     radius = torch.full((1, 1), case.radius, dtype=torch.float64)
 
     def timed(work: Callable[[], Box]) -> tuple[Box | None, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import Better, Figure, report
-from bench.minilm import workshop as minilm
+from bench.minilm import problem_factory as minilm
 
 RHOS = ("1e-6", "1e-5", "1e-4", "1e-3")
 SENTENCE = "The quick brown fox jumps over the lazy dog near the big river bank."
@@ -73,11 +73,11 @@ def tiny_lm(infer: dict[str, Any], train: dict[str, Any]) -> Any:
     from kcdsl.check.compile import load_program
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
 
     program = load_program(TINY / "contract.yaml")
     model = load_model(program.model, TINY)
-    return Workshop(model, resolve(train), resolve(infer), torch.device("cpu"))
+    return ProblemFactory(model, resolve(train), resolve(infer), torch.device("cpu"))
 
 
 def measure(case: Case) -> list[Figure]:
@@ -85,12 +85,12 @@ def measure(case: Case) -> list[Figure]:
     import torch
 
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.certifier.problems import NearbyProblem
+    from kcdsl_backends.certifier.problems import WeightBallProblem
 
     make = tiny_lm if case.tiny else minilm
-    shop = make(case.numerics, case.train)
-    tokens = tuple(shop.model.tokenizer.encode(PROMPT if case.tiny else SENTENCE))
-    problem, centre = shop.problem(case.block, tokens), shop.centre(case.block, tokens)
+    factory = make(case.numerics, case.train)
+    tokens = tuple(factory.model.tokenizer.encode(PROMPT if case.tiny else SENTENCE))
+    problem, centre = factory.problem(case.block, tokens), factory.centre(case.block, tokens)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     known, alone, output = bounds(problem, centre, zero)
     places = output.mag().flatten().topk(3).indices.tolist()
@@ -98,7 +98,7 @@ def measure(case: Case) -> list[Figure]:
     run = attack(train, infer, "inf", centre, zero, candidates=1, rounds=2, places=places)
     figures = []
     for rho in RHOS:
-        near = NearbyProblem(problem, shop.neighbourhood(case.block, Fraction(rho)))
+        near = WeightBallProblem(problem, factory.neighbourhood(case.block, Fraction(rho)))
         started = time.perf_counter()
         bound, interval, _ = bounds(near, centre, zero)
         took = time.perf_counter() - started

@@ -19,14 +19,14 @@ def test_real_kernels_stay_inside(case: kernels.Case) -> None:
     """Attention and feed-forward: two prompts and every odd input, by the tighter domain."""
     model = kernels_inputs.loaded("tiny LM")
     running, started = load_kernel(case.ref(), model, "cpu"), kernels.eager("tiny LM")
-    shop, drifted = kernels.workshop(model, case), 0
+    factory, drifted = kernels.problem_factory(model, case), 0
     for block in ("attn_0", "mlp_1"):
         real = [model.block_inputs(tokens, block) for tokens in kernels_inputs.texts("tiny LM")[:2]]
         finite = 0
         for x in (*real, *kernels_inputs.odd(96)):
             assert x is not None
             drift = (running.block(block, x) - started.block(block, x)).abs()
-            bounds = kernels.bound(shop, block, x, affine=len(x) <= 32)
+            bounds = kernels.bound(factory, block, x, affine=len(x) <= 32)
             worst = float(kernels.quotients(drift, bounds).max())
             assert worst <= 1, (block, len(x), float(x.abs().max()))
             finite += math.isfinite(float(bounds.max()))

@@ -56,9 +56,9 @@ def inside(case: Case, model: str, block: str, x: Tensor, out: Tensor, affine: b
 def stays_inside(
     case: Case, model: Model, block: str, x: Tensor, out: Tensor, train: TorchKernel, affine: bool
 ) -> None:
-    shop = kernels.workshop(model, case)
+    factory = kernels.problem_factory(model, case)
     drift = (out - train.block(block, x)).abs()
-    bounds = kernels.bound(shop, block, x, affine)
+    bounds = kernels.bound(factory, block, x, affine)
     assert bool(torch.isfinite(bounds).any())
     assert float(kernels.quotients(drift, bounds).max()) <= 1
 
@@ -79,12 +79,12 @@ def test_large_scores_that_are_freely_cast_have_no_bound() -> None:
     where scores are large, exp of what is between them has no bound. No batch is needed.
     """
     model = kernels_inputs.loaded("tiny LM")
-    shop = kernels.workshop(model, FREE)
+    factory = kernels.problem_factory(model, FREE)
     small, _, large = states("tiny LM", "attn_0", 3, 7)
-    told = certified_block_drift(model, "attn_0", small, shop.train, shop.infer, shop)
+    told = certified_block_drift(model, "attn_0", small, factory.train, factory.infer, factory)
     assert told.reason is None
     assert bool(torch.isfinite(torch.from_numpy(told.drift_bound)).all())
-    refused = certified_block_drift(model, "attn_0", large, shop.train, shop.infer, shop)
+    refused = certified_block_drift(model, "attn_0", large, factory.train, factory.infer, factory)
     assert refused.reason == "softmax:0: a bound is not finite"
 
 

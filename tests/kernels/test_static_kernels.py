@@ -16,7 +16,7 @@ from kcdsl.diagnostics.codes import KERNEL_NUMERICS
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 
@@ -74,14 +74,14 @@ def static(
 def test_the_kernel_stays_inside(compute: str, weights: str) -> None:
     model, ref = tiny(), static(compute, weights)
     running, plain = load_kernel(ref, model, "cpu"), load_kernel(EAGER, model, "cpu")
-    shop = Workshop(model, resolve(EAGER), resolve(ref), torch.device("cpu"))
+    factory = ProblemFactory(model, resolve(EAGER), resolve(ref), torch.device("cpu"))
     for block in ("attn_0", "mlp_0"):
         for prompt in ([7, 11, 5, 3], [250, 1, 99]):
             x = model.block_inputs(prompt, block)
             assert x is not None
             drift = (running.block(block, x).float() - plain.block(block, x)).double()
             assert float(drift.abs().amax()) > 1e-4
-            problem = shop.problem(block, tuple(prompt))
+            problem = factory.problem(block, tuple(prompt))
             box = problem.bound(x.double(), POINT).output.drift
             assert bool((box.lo <= drift).all() & (drift <= box.hi).all())
             try:
@@ -93,11 +93,11 @@ def test_the_kernel_stays_inside(compute: str, weights: str) -> None:
 
 def test_a_scale_that_is_too_small_has_no_bound() -> None:
     model, ref = tiny(), static("float32", "per_tensor", wider=0.01)
-    shop = Workshop(model, resolve(EAGER), resolve(ref), torch.device("cpu"))
+    factory = ProblemFactory(model, resolve(EAGER), resolve(ref), torch.device("cpu"))
     x = model.block_inputs([7, 11, 5, 3], "mlp_0")
     assert x is not None
     with pytest.raises(NoBound, match=r"overflow reachable: element \[\d, \d+\]"):
-        shop.problem("mlp_0", (7, 11, 5, 3)).bound(x.double(), POINT)
+        factory.problem("mlp_0", (7, 11, 5, 3)).bound(x.double(), POINT)
 
 
 def test_what_the_product_cannot_do_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from bench import kernels, kernels_inputs
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import cut_to
-from kcdsl_backends.certifier.problems import Workshop, certified_block_drift
+from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
 from tests.support.truncating import cut_off, run
 
 CUT: dict[str, Any] = {"format": "bfloat16", "rounding": "toward_zero"}
@@ -20,14 +20,14 @@ BLOCKS = {"MiniLM": ("attn_0", "mlp_0"), "tiny LM": ("attn_0", "mlp_1")}
 COUNTS = {"MiniLM": 24, "tiny LM": 48}
 
 
-def shop_of(name: str, **numerics: Any) -> Workshop:
+def shop_of(name: str, **numerics: Any) -> ProblemFactory:
     model = kernels_inputs.loaded(name)
     train, infer = resolve({"preset": "torch-eager"}), resolve({**BFLOAT, **numerics})
-    return Workshop(model, train, infer, torch.device("cpu"))
+    return ProblemFactory(model, train, infer, torch.device("cpu"))
 
 
-def graph_of(shop: Workshop, block: str, x: torch.Tensor) -> Any:
-    return shop.problem(block, tuple(range(len(x)))).graph
+def graph_of(factory: ProblemFactory, block: str, x: torch.Tensor) -> Any:
+    return factory.problem(block, tuple(range(len(x)))).graph
 
 
 def inputs(name: str, block: str, count: int) -> list[torch.Tensor]:
@@ -65,8 +65,10 @@ def test_a_kernel_that_masks_bits_stays_inside(name: str, weights: bool) -> None
             assert math.isfinite(float(bounds.max()))
             assert float(kernels.quotients(drift, bounds).max()) <= 1, (block, len(x))
             quotients.append(float(drift.max() / bounds.max()))
-            for shop in coarse if turn % 4 == 0 else ():
-                found = certified_block_drift(shop.model, block, x, shop.train, shop.infer, shop)
+            for factory in coarse if turn % 4 == 0 else ():
+                found = certified_block_drift(
+                    factory.model, block, x, factory.train, factory.infer, factory
+                )
                 wide = torch.from_numpy(found.drift_bound)
                 assert float(kernels.quotients(drift, wide).max()) <= 1, (block, len(x))
                 assert bool((wide >= bounds).all())
@@ -75,10 +77,10 @@ def test_a_kernel_that_masks_bits_stays_inside(name: str, weights: bool) -> None
 
 def test_it_is_no_kernel_that_rounds_to_nearest() -> None:
     """The runs of the mask are outside of what `nearest` admits: the words mean other kernels."""
-    shop, outside = shop_of("tiny LM", casts="nearest"), 0
+    factory, outside = shop_of("tiny LM", casts="nearest"), 0
     for x in inputs("tiny LM", "mlp_1", 8):
-        graph = graph_of(shop, "mlp_1", x)
-        output = run(graph, shop.model.checkpoint.tensors, x, weights=False)
+        graph = graph_of(factory, "mlp_1", x)
+        output = run(graph, factory.model.checkpoint.tensors, x, weights=False)
         drift = (output - kernels.eager("tiny LM").block("mlp_1", x)).abs().double()
-        outside += not bool((drift <= kernels.bound(shop, "mlp_1", x, affine=False)).all())
+        outside += not bool((drift <= kernels.bound(factory, "mlp_1", x, affine=False)).all())
     assert outside == 8

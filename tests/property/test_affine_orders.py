@@ -16,7 +16,7 @@ from kcdsl_backends.affine.functionals import contrasts, functional_bound
 from kcdsl_backends.affine.order import margins
 from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop, claim_margin
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
@@ -68,10 +68,10 @@ class Case:
 
     def __init__(self, kind: str, block: str, radius: float, pair: str, folder: Path) -> None:
         train, infer = (resolve(settings) for settings in PAIRS[pair])
-        self.shop = Workshop(model(kind, folder), train, infer, torch.device("cpu"))
+        self.factory = ProblemFactory(model(kind, folder), train, infer, torch.device("cpu"))
         self.block = block
-        self.problem: BlockProblem = self.shop.problem(block, TOKENS)
-        self.centre = self.shop.centre(block, TOKENS)
+        self.problem: BlockProblem = self.factory.problem(block, TOKENS)
+        self.centre = self.factory.centre(block, TOKENS)
         self.radius = torch.full((1, 1), radius, dtype=torch.float64)
         self.forms: Both = self.problem.forms(self.centre, self.radius)
         self.margin = claim_margin(train, infer)
@@ -86,8 +86,10 @@ class Case:
 
     def proof(self, functional: str, claim: float, k: int = 1) -> bytes:
         """Return a proof with this claim, whether it follows or not."""
-        shop = self.shop
-        builder = ProofBuilder(shop.model, self.block, shop.train, shop.infer, functional, k)
+        factory = self.factory
+        builder = ProofBuilder(
+            factory.model, self.block, factory.train, factory.infer, functional, k
+        )
         where = (
             token_region(TOKENS)
             if self.centre is None
@@ -101,7 +103,7 @@ class Case:
 
     def checked(self, functional: str, claim: float, k: int = 1) -> str:
         """Return what the independent checker says of a claim."""
-        outcome = recheck(self.proof(functional, claim, k), self.shop.model.checkpoint.path)
+        outcome = recheck(self.proof(functional, claim, k), self.factory.model.checkpoint.path)
         return outcome.reason
 
     def runs(self, count: int) -> list[tuple[Tensor, Tensor]]:

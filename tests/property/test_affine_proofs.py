@@ -16,7 +16,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.affine import reaches as prover_reaches
 from kcdsl_backends.affine.energy import norm
 from kcdsl_backends.affine.functionals import functional_bound
-from kcdsl_backends.certifier.problems import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
@@ -168,9 +168,9 @@ def model(kind: str, folder: Path) -> Model:
 
 
 @cache
-def workshop(kind: str, pair: str, folder: Path) -> Workshop:
+def problem_factory(kind: str, pair: str, folder: Path) -> ProblemFactory:
     train, infer = (resolve(settings) for settings in PAIRS[pair])
-    return Workshop(model(kind, folder), train, infer, torch.device("cpu"))
+    return ProblemFactory(model(kind, folder), train, infer, torch.device("cpu"))
 
 
 def region(kind: str, centre: Tensor | None) -> Tensor:
@@ -183,10 +183,10 @@ def region(kind: str, centre: Tensor | None) -> Tensor:
 
 
 def prove(
-    shop: Workshop, block: str, kind: str, functional: str, factor: float = 1.0
+    factory: ProblemFactory, block: str, kind: str, functional: str, factor: float = 1.0
 ) -> bytes | None:
     """Return a proof with its claim times `factor`; None without a bound."""
-    problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
+    problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     radius = region(kind, centre)
     try:
         forms = problem.forms(centre, radius)
@@ -198,9 +198,9 @@ def prove(
     except NoBound:
         assert block not in BLOCKS
     found = functional_bound(forms, box, functional, lambda bound: False)
-    margin = claim_margin(shop.train, shop.infer, problem.graph)
-    assert (margin == 4) is (shop.train.compute == "float64" and not shop.infer.results)
-    builder = ProofBuilder(shop.model, block, shop.train, shop.infer, functional, 1)
+    margin = claim_margin(factory.train, factory.infer, problem.graph)
+    assert (margin == 4) is (factory.train.compute == "float64" and not factory.infer.results)
+    builder = ProofBuilder(factory.model, block, factory.train, factory.infer, functional, 1)
     where = token_region(TOKENS) if centre is None else box_region(kind, centre, radius)
     claim = found * margin * factor
     builder.add("a", problem.graph, where, claim, forms.witness(), "affine", forms.passes)
@@ -217,9 +217,9 @@ DEEP = ("identical", "float32 fused", "float16 twice", "float64")
 def test_what_is_proved_of_a_part_is_confirmed(
     kind: str, block: str, pair: str, folder: Path
 ) -> None:
-    shop = workshop(kind, pair, folder)
+    factory = problem_factory(kind, pair, folder)
     for where, functional in (("points", "inf"), ("ball", "2"), ("hull", "span")):
-        assert confirmed(shop, block, where, functional)
+        assert confirmed(factory, block, where, functional)
 
 
 @pytest.mark.sample(3)
@@ -229,17 +229,17 @@ def test_what_is_proved_of_a_part_is_confirmed(
 def test_what_is_proved_of_a_model_is_confirmed(
     kind: str, block: str, pair: str, folder: Path
 ) -> None:
-    shop = workshop(kind, pair, folder)
-    found = confirmed(shop, block, "points", "inf")
+    factory = problem_factory(kind, pair, folder)
+    found = confirmed(factory, block, "points", "inf")
     assert found or pair == "float16 twice"
 
 
-def confirmed(shop: Workshop, block: str, where: str, functional: str) -> bool:
+def confirmed(factory: ProblemFactory, block: str, where: str, functional: str) -> bool:
     """Return whether there is a bound, which must then be confirmed."""
-    proof = prove(shop, block, where, functional)
+    proof = prove(factory, block, where, functional)
     if proof is None:
         return False
-    outcome = recheck(proof, shop.model.checkpoint.path)
+    outcome = recheck(proof, factory.model.checkpoint.path)
     assert outcome.ok, (where, functional, outcome.reason, outcome.detail)
     return True
 
@@ -277,17 +277,17 @@ def test_large_errors_are_bounded_by_norms(
 
     monkeypatch.setattr(f"{prover_reaches.__name__}.norm", counted("prover", norm))
     monkeypatch.setattr(f"{checker_reaches.__name__}.length", counted("checker", length))
-    shop = workshop(kind, pair, folder)
-    problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
+    factory = problem_factory(kind, pair, folder)
+    problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     assert centre is not None
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     forms = problem.forms(centre, spread)
     found = forms.box()
-    claim = drift_bound(found, "inf") * claim_margin(shop.train, shop.infer)
-    builder = ProofBuilder(shop.model, block, shop.train, shop.infer, "inf", 1)
+    claim = drift_bound(found, "inf") * claim_margin(factory.train, factory.infer)
+    builder = ProofBuilder(factory.model, block, factory.train, factory.infer, "inf", 1)
     where = box_region("ball", centre, spread)
     builder.add("a", problem.graph, where, claim, forms.witness(), "affine", forms.passes)
-    outcome = recheck(builder.document(), shop.model.checkpoint.path)
+    outcome = recheck(builder.document(), factory.model.checkpoint.path)
     assert outcome.ok, (outcome.reason, outcome.detail)
     assert calls["prover"] > 0
     assert calls["checker"] > 0
@@ -304,10 +304,10 @@ def test_large_errors_are_bounded_by_norms(
 @pytest.mark.parametrize("pair", ["float32 fused", "bfloat16 any", "bfloat16 nearest", "int8"])
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1"])
 def test_a_lower_claim_is_not(block: str, pair: str, folder: Path, follows: Any) -> None:
-    shop = workshop("bert", pair, folder)
+    factory = problem_factory("bert", pair, folder)
     for where in ("points", "ball", "hull"):
-        proof = prove(shop, block, where, "2", 0.995)
+        proof = prove(factory, block, where, "2", 0.995)
         assert proof is not None
         follows(json.loads(proof))
-        outcome = recheck(proof, shop.model.checkpoint.path)
+        outcome = recheck(proof, factory.model.checkpoint.path)
         assert (outcome.ok, outcome.reason) == (False, "claim/too-small")

@@ -22,7 +22,7 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.interval.errors import NoBound
 
 CONFIGS = {
@@ -60,8 +60,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1", "layer_0"])
 @pytest.mark.parametrize("radius", [1e-6, 1e-3, 2e-2, 1e-1])
 def test_no_input_of_the_region_leaves_the_bounds(model: Model, block: str, radius: float) -> None:
-    shop = Workshop(model, EXACT, EXACT, torch.device("cpu"))
-    problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
+    factory = ProblemFactory(model, EXACT, EXACT, torch.device("cpu"))
+    problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     assert centre is not None
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     try:

@@ -16,7 +16,7 @@ from kcdsl.model.bert import build as build_bert
 from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack
-from kcdsl_backends.certifier.problems import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, rows_region
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
@@ -79,16 +79,16 @@ LAYERS = [(kind, "layer_0", "float32 fused") for kind in ("llama", "bert")]
 @pytest.mark.parametrize(("model", "block", "name"), [*CASES, *LAYERS], indirect=["model"])
 def test_attacks_of_every_length_stay_inside(model: Model, block: str, name: str) -> None:
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
-    shop = Workshop(model, train, infer, torch.device("cpu"))
-    states = shop.centre(block, TOKENS)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    states = factory.centre(block, TOKENS)
     assert states is not None
     wide = 0.0 if block == "layer_0" else 2.0**-6
     centre, radius = states[2:3], torch.full((1, 1), wide).double()
-    problem = shop.sequences(block, LONGEST)
+    problem = factory.sequences(block, LONGEST)
     bounds = problem.bound(centre, radius)
     found = drift_bound(bounds.output.drift, "inf")
     for rows in LENGTHS:
-        exact = shop.problem(block, tuple(range(rows)))
+        exact = factory.problem(block, tuple(range(rows)))
         shape = (rows, centre.shape[-1])
         one = attack(
             *exact.simulators(),
@@ -98,7 +98,7 @@ def test_attacks_of_every_length_stay_inside(model: Model, block: str, name: str
             candidates=2,
             rounds=3,
             restarts=1,
-            herds=1 if rows == 2 else 0,
+            batches=1 if rows == 2 else 0,
         )
         assert 0 < one.value <= found, rows
     builder = ProofBuilder(model, block, train, infer, "inf", 1)

@@ -23,7 +23,7 @@ from kcdsl.model.llama import build
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.quantiser import cached
-from kcdsl_backends.certifier.problems import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.cache import coded
@@ -107,8 +107,8 @@ def test_a_module_with_a_cache_is_inside(model: Model, kind: str, compute: str, 
     composed = casts == "nearest" or compute == "float16"
     preset = "torch-eager" if composed else "torch-sdpa-math"
     train, infer = resolve({"preset": "torch-eager"}), resolve({**kernel, "preset": preset})
-    shop = Workshop(model, train, infer, torch.device("cpu"))
-    problem = shop.problem("attn_0", TOKENS)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    problem = factory.problem("attn_0", TOKENS)
     assert [node.op for node in problem.graph.nodes].count("cache") == 2
     name = "model.layers.0.self_attn."
     sources = [n.attrs["source"] for n in problem.graph.nodes if n.op == "cache"]
@@ -212,15 +212,17 @@ def test_a_number_beyond_a_static_scale_has_no_bound(model: Model) -> None:
         {"format": "int8", "scale": "static", "key_scale": 1.0, "value_scale": 1e-4},
     ):
         infer: Numerics = resolve({"preset": "torch-eager", "kv_cache": given})
-        shop = Workshop(model, resolve({"preset": "torch-eager"}), infer, torch.device("cpu"))
+        factory = ProblemFactory(
+            model, resolve({"preset": "torch-eager"}), infer, torch.device("cpu")
+        )
         x = torch.randn(len(TOKENS), 32, generator=torch.Generator().manual_seed(1)).double()
         with pytest.raises(Exception, match="overflow reachable: element"):
-            shop.problem("attn_0", TOKENS).bound(x, POINT)
+            factory.problem("attn_0", TOKENS).bound(x, POINT)
 
 
 def test_graphs_are_those_without_a_cache_where_there_is_none(model: Model) -> None:
     plain = resolve({"preset": "torch-eager"})
-    graph = Workshop(model, plain, plain, torch.device("cpu")).problem("attn_0", TOKENS).graph
+    graph = ProblemFactory(model, plain, plain, torch.device("cpu")).problem("attn_0", TOKENS).graph
     assert with_caches(graph, (plain, plain)) is graph
     none = resolve({"preset": "torch-eager", "kv_cache": {"format": "none"}})
     assert none.to_json() == plain.to_json()

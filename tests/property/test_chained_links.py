@@ -24,7 +24,7 @@ from kcdsl_backends.affine.outgoing import around
 from kcdsl_backends.attack.runs import functional
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier import interfaces
-from kcdsl_backends.certifier.interfaces import LinkProblem
+from kcdsl_backends.certifier.interfaces import StageProblem
 from kcdsl_backends.certifier.problems import LEAST_CLAIM
 from kcdsl_backends.certifier.stages import until
 from kcdsl_backends.interval import propagate as interval
@@ -174,7 +174,7 @@ def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> No
     """What a search finds at the end of each link is below what the link claims."""
     found = chained(folder, kind, pair)
     for link, outcome in zip(found.links, found.found.bounded.outcome.links, strict=True):
-        train, infer = found.station.shop.problem_of_graph(
+        train, infer = found.context.factory.problem_of_graph(
             until(found.whole, link.output)
         ).simulators()
         best = attack(train, infer, "inf", None, found.case.radius, seed=1, rounds=6)
@@ -223,13 +223,13 @@ def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
 def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rational arithmetic confirms a chain of operations that it knows, with no larger bound."""
 
-    def none(self: LinkProblem, centre: Any, radius: Any, *_: Any) -> Any:
+    def none(self: StageProblem, centre: Any, radius: Any, *_: Any) -> Any:
         raise NoBound("test", "intervals alone")
 
     with_forms = chained(folder, "plain", "float32 nearest")
     refused = recheck_exactly(with_forms.document, with_forms.checkpoint)
     assert refused.reason == "document/domain"
-    monkeypatch.setattr(LinkProblem, "forms", none)
+    monkeypatch.setattr(StageProblem, "forms", none)
     found = chained(folder, "plain", "float32 nearest")
     assert [link.block for link in found.links] == ["model[0]", "model[1]", "model[2]"]
     assert leaving(found, 24) == []

@@ -14,8 +14,8 @@ from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
 from kcdsl_backends.certifier.bounds import bound_case
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.problems import LEAST_CLAIM, Claims, Workshop
-from kcdsl_backends.certifier.tasks import Setting, Station
+from kcdsl_backends.certifier.problems import LEAST_CLAIM, Claims, ProblemFactory
+from kcdsl_backends.certifier.tasks import RunSettings, WorkerContext
 from kcdsl_certs.recheck import recheck
 from tests.support.chains import PAIRS, chained, small
 from tests.support.small_models import write_contract
@@ -86,15 +86,15 @@ def test_coarse_results_that_say_nothing_in_the_end(
     model, _ = small(tmp_path, kind)
     program = write_contract(tmp_path / f"{kind}-17", f"forall x in {clause} <= 0.000000000000001")
     kernel = resolve({**EXACT, **FP8[coarse]})
-    shop = Workshop(model, kernel, kernel, torch.device("cpu"))
-    station = Station(
-        Setting(program, tmp_path, "cpu", 1, model.checkpoint.sha256, "test", None), shop
+    factory = ProblemFactory(model, kernel, kernel, torch.device("cpu"))
+    context = WorkerContext(
+        RunSettings(program, tmp_path, "cpu", 1, model.checkpoint.sha256, "test", None), factory
     )
     (goal,) = goals(program)
     radius = torch.full((1, 1), float(goal.region.radius), dtype=torch.float64)
-    builder = station.builder(goal)
-    case = Case("case", tokens, shop.centre(goal.block, tokens), radius)
-    bounded = bound_case(shop, goal, case, builder)
+    builder = context.builder(goal)
+    case = Case("case", tokens, factory.centre(goal.block, tokens), radius)
+    bounded = bound_case(factory, goal, case, builder)
     assert 0 < bounded.outcome.bound < 1e-7
     outcome = recheck(builder.document(), model.checkpoint.path)
     assert outcome.ok, outcome

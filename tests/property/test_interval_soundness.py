@@ -17,7 +17,7 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack, functional
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
@@ -72,12 +72,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(ref, folder)
 
 
-def workshop(model: Model, infer: str) -> Workshop:
-    return Workshop(model, resolve(EAGER), resolve(EAGER | NUMERICS[infer]), torch.device("cpu"))
+def problem_factory(model: Model, infer: str) -> ProblemFactory:
+    return ProblemFactory(
+        model, resolve(EAGER), resolve(EAGER | NUMERICS[infer]), torch.device("cpu")
+    )
 
 
 def problem_of(model: Model, block: str, infer: str) -> BlockProblem:
-    return workshop(model, infer).problem(block, TOKENS)
+    return problem_factory(model, infer).problem(block, TOKENS)
 
 
 def bound_or_none(
@@ -111,7 +113,7 @@ def test_no_attacked_run_leaves_the_bounds(
     model: Model, block: str, infer: str, radius: float
 ) -> None:
     problem = problem_of(model, block, infer)
-    centre = workshop(model, infer).centre(block, TOKENS)
+    centre = problem_factory(model, infer).centre(block, TOKENS)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     output = bound_or_none(problem, centre, spread)
     forms = forms_or_none(problem, centre, spread)
@@ -123,8 +125,10 @@ def test_no_attacked_run_leaves_the_bounds(
     train, infer_run = problem.simulators()
     generator = torch.Generator().manual_seed(0)
     for kind in ("inf", "2" if block in ("attn_0", "norm_1") else "span"):
-        herds = 1 if kind == "inf" else 0
-        found = attack(train, infer_run, kind, centre, spread, candidates=2, rounds=2, herds=herds)
+        batches = 1 if kind == "inf" else 0
+        found = attack(
+            train, infer_run, kind, centre, spread, candidates=2, rounds=2, batches=batches
+        )
         assert all(0 < found.value <= drift_bound(box, kind) for box in boxes)
     for _ in range(6):
         x = centre if centre is None else (centre + spread * _signs(centre.shape, generator))
@@ -153,8 +157,8 @@ def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.sample(1)
 def test_whole_model_on_token_ids(model: Model) -> None:
     """Float32 against another float32 program: the whole model has a finite bound that holds."""
-    shop = workshop(model, "float32 fused")
-    problem = shop.problem("model", TOKENS)
+    factory = problem_factory(model, "float32 fused")
+    problem = factory.problem("model", TOKENS)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     drift = problem.bound(None, zero).output.drift
     found = attack(*problem.simulators(), "inf", None, zero, candidates=2, rounds=2)
@@ -163,8 +167,8 @@ def test_whole_model_on_token_ids(model: Model) -> None:
 
 
 def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
-    shop = workshop(model, "bfloat16 any")
-    problem, centre = shop.problem("attn_0", TOKENS), shop.centre("attn_0", TOKENS)
+    factory = problem_factory(model, "bfloat16 any")
+    problem, centre = factory.problem("attn_0", TOKENS), factory.centre("attn_0", TOKENS)
     bounds = [
         drift_bound(problem.bound(centre, spread).output.drift, "inf")
         for spread in (torch.full((1, 1), r, dtype=torch.float64) for r in RADII)
@@ -175,9 +179,9 @@ def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
 def test_drift_vanishes_only_with_the_perturbation(model: Model) -> None:
     """A float64 kernel against itself: the bound is of the order of its own roundings."""
     exact: Numerics = resolve(EAGER | {"compute": "float64", "accumulate": "float64"})
-    shop = Workshop(model, exact, exact, torch.device("cpu"))
-    centre = shop.centre("attn_0", TOKENS)
+    factory = ProblemFactory(model, exact, exact, torch.device("cpu"))
+    centre = factory.centre("attn_0", TOKENS)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    problem = shop.problem("attn_0", TOKENS)
+    problem = factory.problem("attn_0", TOKENS)
     assert 0 < drift_bound(problem.bound(centre, zero).output.drift, "inf") < 1e-11
     assert 0 < drift_bound(problem.affine(centre, zero).box, "inf") < 1e-11

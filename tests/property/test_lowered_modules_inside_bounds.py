@@ -15,7 +15,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.attention import composed_attention
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 from tests.support.random_modules import model_of
@@ -98,7 +98,7 @@ def test_a_module_is_inside_of_its_bounds(name: str, format: str) -> None:
     """A module has bounds in every domain that reach what its runs are apart, or none."""
     part = Part(MODULES[name]).eval().requires_grad_(False)
     train, infer = (resolve({"preset": "torch-eager", "compute": f}) for f in ("float32", format))
-    shop = Workshop(model_of(part, WIDTH), train, infer, torch.device("cpu"))
+    factory = ProblemFactory(model_of(part, WIDTH), train, infer, torch.device("cpu"))
     drawn = torch.Generator().manual_seed(3)
     for scale in (1.0, 40.0):
         x = scale * torch.randn(ROWS, WIDTH, generator=drawn)
@@ -106,14 +106,14 @@ def test_a_module_is_inside_of_its_bounds(name: str, format: str) -> None:
         halved: nn.Module = copy.deepcopy(part).to(HALVES[format])
         narrow = halved(x.to(HALVES[format]))
         real = (wide.double() - narrow.double()).abs().nan_to_num(nan=torch.inf)
-        for bound in bounds(shop, x.double()):
+        for bound in bounds(factory, x.double()):
             assert bool((real <= bound * claim_margin(train, infer)).all())
 
 
-def bounds(shop: Workshop, x: Tensor) -> list[Tensor]:
+def bounds(factory: ProblemFactory, x: Tensor) -> list[Tensor]:
     """Return the bounds of the domains at a point."""
     try:
-        problem = shop.problem("part", tuple(range(ROWS)))
+        problem = factory.problem("part", tuple(range(ROWS)))
     except Refusal:
         return []
     radius = torch.zeros(1, 1, dtype=torch.float64)
@@ -138,12 +138,12 @@ def test_what_can_be_followed_is_lowered(name: str) -> None:
         resolve({"preset": "torch-eager", "compute": f}) for f in ("float32", "bfloat16")
     )
     part = Part(MODULES[name]).eval().requires_grad_(False)
-    shop = Workshop(model_of(part, WIDTH), train, infer, torch.device("cpu"))
+    factory = ProblemFactory(model_of(part, WIDTH), train, infer, torch.device("cpu"))
     if name in ("a random table", "a table from a buffer"):
         with pytest.raises(Refusal):
-            shop.problem("part", tuple(range(ROWS)))
+            factory.problem("part", tuple(range(ROWS)))
     else:
-        assert shop.problem("part", tuple(range(ROWS))).graph.block == "part"
+        assert factory.problem("part", tuple(range(ROWS))).graph.block == "part"
 
 
 SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -169,8 +169,8 @@ def test_a_sum_may_start_with_what_is_added_to_it(name: str) -> None:
     wide, narrow = (
         resolve({"preset": "torch-eager", "compute": f}) for f in ("float64", "float32")
     )
-    shop = Workshop(model_of(part, terms), wide, narrow, torch.device("cpu"))
-    problem, point = shop.problem("part", (0, 1, 2)), torch.zeros(1, 1, dtype=torch.float64)
+    factory = ProblemFactory(model_of(part, terms), wide, narrow, torch.device("cpu"))
+    problem, point = factory.problem("part", (0, 1, 2)), torch.zeros(1, 1, dtype=torch.float64)
     real, margin = (started.double() - exact).abs(), claim_margin(wide, narrow)
     assert bool((real > 2.0**-22).all())
     assert bool((real <= problem.bound(x.double(), point).output.drift.mag() * margin).all())
@@ -199,8 +199,11 @@ def test_a_compiled_sum_does_not_start_with_what_a_product_is_added_to() -> None
     claims = (("torch.eager", "float64"), ("torch.compile", "float32"))
     refs = [KernelRef(run, (("compute", compute),)) for run, compute in claims]
     wide, compiled = (load_kernel(ref, model, "cpu") for ref in refs)
-    shop = Workshop(model, wide.numerics, compiled.numerics, torch.device("cpu"))
+    factory = ProblemFactory(model, wide.numerics, compiled.numerics, torch.device("cpu"))
     x = torch.ones(64, 64)
     real = (compiled.block("part", x) - wide.block("part", x)).abs()
-    problem, point = shop.problem("part", tuple(range(64))), torch.zeros(1, 1, dtype=torch.float64)
+    problem, point = (
+        factory.problem("part", tuple(range(64))),
+        torch.zeros(1, 1, dtype=torch.float64),
+    )
     assert bool((real <= problem.bound(x.double(), point).output.drift.mag()).all())

@@ -1,4 +1,4 @@
-"""Real blocks: many runs beside each other, and herds against the search without them."""
+"""Real blocks: many runs beside each other, and batches against the search without them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.bert import build as build_bert
 from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
+from kcdsl_backends.attack.gradient_ascent import Ascent
 from kcdsl_backends.attack.runs import attack_of, record_run, run_of
-from kcdsl_backends.attack.search import Ascent, attack
+from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from tests.support.directed import DIRECTED
 
 LLAMA = {
@@ -59,10 +60,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def problem_of(model: Model, block: str, kernel: str) -> tuple[BlockProblem, torch.Tensor]:
     train, infer = resolve({"preset": "torch-eager"}), resolve(KERNELS[kernel])
-    shop = Workshop(model, train, infer, torch.device("cpu"))
-    centre = shop.centre(block, TOKENS)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    centre = factory.centre(block, TOKENS)
     assert centre is not None
-    return shop.problem(block, TOKENS), centre
+    return factory.problem(block, TOKENS), centre
 
 
 @pytest.mark.sample(8)
@@ -88,8 +89,8 @@ def test_many_runs_are_what_each_is_alone(model: Model, kernel: str) -> None:
 
 def test_matrix_units_are_simulated_alone(model: Model) -> None:
     unit = {"preset": "torch-eager", "compute": "bfloat16", "tensor_core": "ampere_16"}
-    shop = Workshop(model, resolve(KERNELS["mxfp8"]), resolve(unit), torch.device("cpu"))
-    problem = shop.problem("mlp_0", TOKENS)
+    factory = ProblemFactory(model, resolve(KERNELS["mxfp8"]), resolve(unit), torch.device("cpu"))
+    problem = factory.problem("mlp_0", TOKENS)
     assert [simulator.beside for simulator in problem.simulators()] == [True, False]
 
 
@@ -98,15 +99,15 @@ def test_matrix_units_are_simulated_alone(model: Model) -> None:
     ("attn_0", "fp8 w8a8"), ("mlp_0", "bfloat16 nearest"), ("attn_0", "mxfp8"),
     ("mlp_0", "fp8 per tensor"), ("mlp_0", "uint8"),
 ])  # fmt: skip
-def test_a_herd_only_adds_and_what_it_finds_is_replayed(
+def test_a_batch_only_adds_and_what_it_finds_is_replayed(
     model: Model, block: str, kernel: str
 ) -> None:
     problem, centre = problem_of(model, block, kernel)
     train, infer = problem.simulators()
     radius = torch.full((1, 1), 1e-2, dtype=torch.float64)
     alone, found = (
-        attack(train, infer, "inf", centre, radius, candidates=2, rounds=4, seed=3, herds=herds)
-        for herds in (0, 1)
+        attack(train, infer, "inf", centre, radius, candidates=2, rounds=4, seed=3, batches=batches)
+        for batches in (0, 1)
     )
     assert found.value > alone.value
     assert found.run is not None

@@ -16,7 +16,7 @@ from kcdsl.model.bert import build as build_bert
 from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
@@ -86,8 +86,8 @@ CASES = [
 @pytest.mark.parametrize(("model", "block", "infer"), CASES, indirect=["model"])
 def test_no_attacked_run_leaves_the_planes(model: Model, block: str, infer: str) -> None:
     numerics = resolve(EAGER | NUMERICS[infer])
-    shop = Workshop(model, resolve(EAGER), numerics, torch.device("cpu"))
-    problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
+    factory = ProblemFactory(model, resolve(EAGER), numerics, torch.device("cpu"))
+    problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     assert centre is not None
     bounded = 0
     for radius in (0.0, 1e-3):
@@ -109,8 +109,8 @@ def test_no_attacked_run_leaves_the_planes(model: Model, block: str, infer: str)
 def test_nothing_of_the_size_of_the_box_squared_is_left(model: Model) -> None:
     """Drifts much smaller than the box, where both kernels by themselves leave its square."""
     fused = resolve(EAGER | NUMERICS["float32 fused"])
-    shop = Workshop(model, resolve(EAGER), fused, torch.device("cpu"))
-    problem, centre = shop.problem("attn_0", TOKENS), shop.centre("attn_0", TOKENS)
+    factory = ProblemFactory(model, resolve(EAGER), fused, torch.device("cpu"))
+    problem, centre = factory.problem("attn_0", TOKENS), factory.centre("attn_0", TOKENS)
     assert centre is not None
     spread = torch.full((1, 1), 1e-2, dtype=torch.float64)
     planes, apart = bounds(problem, centre, spread)

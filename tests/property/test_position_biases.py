@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.functionals import drift_bound
@@ -103,7 +103,7 @@ class Alibi(nn.Module):
         return self.o(found.reshape(ROWS, self.heads * SIZE))
 
 
-def shop_of(part: Alibi, numerics: dict[str, str], folder: Path | None = None) -> Workshop:
+def shop_of(part: Alibi, numerics: dict[str, str], folder: Path | None = None) -> ProblemFactory:
     model = model_of(part, part.heads * SIZE)
     if folder is not None:
         path = folder / "model.safetensors"
@@ -111,7 +111,7 @@ def shop_of(part: Alibi, numerics: dict[str, str], folder: Path | None = None) -
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         model = replace(model, checkpoint=replace(model.checkpoint, path=path, sha256=digest))
     sides = resolve({"preset": "torch-eager"}), resolve(numerics)
-    return Workshop(model, *sides, torch.device("cpu"))
+    return ProblemFactory(model, *sides, torch.device("cpu"))
 
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)
@@ -132,10 +132,10 @@ def test_a_module_with_biases_is_inside_of_its_bounds(way: str, format: str) -> 
             continue
         for preset in ("torch-eager", "torch-sdpa-math"):
             numerics = {"preset": preset, "compute": format}
-            shop = shop_of(part, numerics)
-            problem = shop.problem(*BLOCK)
+            factory = shop_of(part, numerics)
+            problem = factory.problem(*BLOCK)
             real = (part(x).double() - narrow(x.to(FORMATS[format])).double()).abs()
-            margin = claim_margin(shop.train, shop.infer)
+            margin = claim_margin(factory.train, factory.infer)
             assert bool(
                 (real <= problem.bound(x.double(), POINT).output.drift.mag() * margin).all()
             )
@@ -184,8 +184,8 @@ def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, forma
     names = [("torch.eager", {}), ("torch.sdpa.math", claims)]
     refs = [KernelRef(run, tuple(sorted(said.items()))) for run, said in names]
     train, infer = (load_kernel(ref, model, "cpu") for ref in refs)
-    shop = Workshop(model, train.numerics, infer.numerics, torch.device("cpu"))
-    problem = shop.problem(*BLOCK)
+    factory = ProblemFactory(model, train.numerics, infer.numerics, torch.device("cpu"))
+    problem = factory.problem(*BLOCK)
     roles = [(node.op, node.role) for node in problem.graph.nodes if node.role]
     assert roles == [
         ("matmul", "scores"), ("scale", "scores"), ("add", "scores"),
@@ -195,7 +195,7 @@ def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, forma
         x = torch.randn(ROWS, 4 * SIZE, generator=torch.Generator().manual_seed(seed))
         real = (infer.block("part", x) - train.block("part", x)).abs()
         bound = problem.bound(x.double(), POINT).output.drift.mag()
-        assert bool((real <= bound * claim_margin(shop.train, shop.infer)).all()), seed
+        assert bool((real <= bound * claim_margin(factory.train, factory.infer)).all()), seed
 
 
 @pytest.mark.sample(8)
@@ -204,17 +204,17 @@ def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, forma
 def test_the_checker_confirms_biases(way: str, radius: float, tmp_path: Path) -> None:
     part = Alibi((WAYS | COMPUTED)[way], 4, 1).eval().requires_grad_(False)
     preset = "torch-sdpa-math" if way in COMPUTED else "torch-eager"
-    shop = shop_of(part, {"preset": preset, "compute": "bfloat16"}, tmp_path)
-    problem = shop.problem(*BLOCK)
+    factory = shop_of(part, {"preset": preset, "compute": "bfloat16"}, tmp_path)
+    problem = factory.problem(*BLOCK)
     x = torch.randn(ROWS, 4 * SIZE, generator=torch.Generator().manual_seed(2)).double()
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     bounds = problem.bound(x, spread)
-    claim = drift_bound(bounds.output.drift, "inf") * claim_margin(shop.train, shop.infer)
-    builder = ProofBuilder(shop.model, "part", shop.train, shop.infer, "inf", 1)
+    claim = drift_bound(bounds.output.drift, "inf") * claim_margin(factory.train, factory.infer)
+    builder = ProofBuilder(factory.model, "part", factory.train, factory.infer, "inf", 1)
     region = box_region("ball" if radius else "points", x, spread)
     builder.add("a", problem.graph, region, claim, bounds.witness)
-    outcome = recheck(builder.document(), shop.model.checkpoint.path)
+    outcome = recheck(builder.document(), factory.model.checkpoint.path)
     assert outcome.ok, (outcome.reason, outcome.detail)
-    builder = ProofBuilder(shop.model, "part", shop.train, shop.infer, "inf", 1)
+    builder = ProofBuilder(factory.model, "part", factory.train, factory.infer, "inf", 1)
     builder.add("a", problem.graph, region, claim / 2, bounds.witness)
-    assert recheck(builder.document(), shop.model.checkpoint.path).reason == "claim/too-small"
+    assert recheck(builder.document(), factory.model.checkpoint.path).reason == "claim/too-small"

@@ -34,7 +34,11 @@ from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.attack import batched_search, search
 from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.problems import NearbyProblem, Workshop, certified_block_drift
+from kcdsl_backends.certifier.problems import (
+    ProblemFactory,
+    WeightBallProblem,
+    certified_block_drift,
+)
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import Bounds
 from kcdsl_backends.planes.search import Effort
@@ -117,11 +121,11 @@ def plain(value: Any) -> Any:
     return value.hex() if isinstance(value, float) else value
 
 
-def said(shop: Workshop, block: str, radius: float, wide: bool) -> list[Any]:
+def said(factory: ProblemFactory, block: str, radius: float, wide: bool) -> list[Any]:
     """Return what each domain says of a ball around some states; why, where it says nothing."""
-    problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
+    problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     assert centre is not None
-    spread = torch.full((1, 1), radius, dtype=torch.float64, device=shop.device)
+    spread = torch.full((1, 1), radius, dtype=torch.float64, device=factory.device)
 
     def boxes(found: Bounds) -> list[Any]:
         return [found.output.drift.lo, found.output.drift.hi, found.witness]
@@ -138,7 +142,7 @@ def said(shop: Workshop, block: str, radius: float, wide: bool) -> list[Any]:
 
     def block_alone() -> Any:
         found = certified_block_drift(
-            shop.model, block, centre.cpu().float(), shop.train, shop.infer, shop
+            factory.model, block, centre.cpu().float(), factory.train, factory.infer, factory
         )
         return [found.reason, found.bound_inf, found.drift_bound.tolist()]
 
@@ -148,13 +152,13 @@ def said(shop: Workshop, block: str, radius: float, wide: bool) -> list[Any]:
         lambda: read(problem.forms(centre, spread)),
     ]
     if wide:
-        near = NearbyProblem(problem, shop.neighbourhood(block, Fraction(1, 10**4)))
+        near = WeightBallProblem(problem, factory.neighbourhood(block, Fraction(1, 10**4)))
         asked += [
             lambda: read(problem.forms(centre, spread, Fraction(1, 10**9))),
             planes,
             lambda: boxes(near.bound(centre, spread)),
             lambda: read(near.forms(centre, spread)),
-            lambda: boxes(shop.sequences(block, 9).bound(centre[:1], spread)),
+            lambda: boxes(factory.sequences(block, 9).bound(centre[:1], spread)),
         ]
     return [plain(_answer(one)) for one in asked]
 
@@ -176,8 +180,8 @@ def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> N
     graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = {}
     for device in DEVICES:
         with on(device):
-            shop = Workshop(model, train, infer, torch.device(device), graphs)
-            answers.append([said(shop, b, r, wide=name in WIDE and r > 0) for b, r in blocks])
+            factory = ProblemFactory(model, train, infer, torch.device(device), graphs)
+            answers.append([said(factory, b, r, wide=name in WIDE and r > 0) for b, r in blocks])
     assert answers[0] == answers[1]
     assert all(isinstance(part, list) for part in answers[0][0][:3]), "a domain has no bound"
 
@@ -207,7 +211,7 @@ def contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pro
 
 @pytest.fixture
 def stepped(contract: tuple[Path, Program]) -> tuple[Path, Program]:
-    """Return the same contract about a kernel that rounds to nearest: herds search there."""
+    """Return the same contract about a kernel that rounds to nearest: batches search there."""
     steps = write_contract(contract[0], *CLAUSES.values(), compute="bfloat16, casts: nearest")
     return contract[0], steps
 

@@ -17,7 +17,7 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model import bert, llama
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import Workshop, certified_block_drift
+from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 
@@ -114,32 +114,32 @@ def test_real_kernels_stay_inside(weights: str, tmp_path: Path) -> None:
         if (turn + place // 2) % 2:
             continue
         running = load_kernel(ref, model, "cpu")
-        shop = Workshop(model, resolve(train), resolve(ref), torch.device("cpu"))
+        factory = ProblemFactory(model, resolve(train), resolve(ref), torch.device("cpu"))
         block = BLOCKS[(turn + place) % len(BLOCKS)]
         length = (1, 2, 17, 3, 64)[turn % 5]
         for i, x in enumerate(inputs(model, block, length, generator)):
             measured = (running.block(block, x) - started.block(block, x)).abs().numpy()
-            found = certified_block_drift(model, block, x, shop.train, shop.infer, shop)
+            found = certified_block_drift(model, block, x, factory.train, factory.infer, factory)
             compared += 1
             if length < 64 and (i + turn) % 3 == 0:
                 drift = running.block(block, x) - started.block(block, x)
-                _assert_inside_forms(shop, block, x, drift)
+                _assert_inside_forms(factory, block, x, drift)
             finite += np.isfinite(found.bound_inf)
             inside = (measured <= found.drift_bound + FLUSHED) | np.isinf(found.drift_bound)
             assert bool(inside.all()), (name, block, float(x.abs().max()))
     assert finite > compared / 3, "bounds that are infinite show nothing"
 
 
-def _assert_inside_forms(shop: Workshop, block: str, x: Tensor, measured: Tensor) -> None:
+def _assert_inside_forms(factory: ProblemFactory, block: str, x: Tensor, measured: Tensor) -> None:
     """The same of the box of affine forms, where there is one."""
-    problem = shop.problem(block, tuple(range(x.shape[0])))
+    problem = factory.problem(block, tuple(range(x.shape[0])))
     try:
         forms = problem.affine(x.double(), torch.zeros(1, 1, dtype=torch.float64))
     except NoBound:
         return
     drift = measured.double()
     inside = (forms.box.lo - FLUSHED <= drift) & (drift <= forms.box.hi + FLUSHED)
-    assert bool(inside.all()), (block, shop.infer, float(x.abs().max()))
+    assert bool(inside.all()), (block, factory.infer, float(x.abs().max()))
 
 
 def test_a_kernel_that_does_more_than_it_claims_is_outside(tmp_path: Path) -> None:

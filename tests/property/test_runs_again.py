@@ -22,7 +22,7 @@ from kcdsl_backends.attack.accumulation_order import ORDERS
 from kcdsl_backends.attack.runs import Run, Unusable, attack_of, functional, record_run, run_of
 from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.interval.errors import NoBound
 from tests.support.directed import DIRECTED
 
@@ -61,9 +61,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @cache
-def shop_of(model_id: int, infer: str) -> Workshop:
+def shop_of(model_id: int, infer: str) -> ProblemFactory:
     train, inference = resolve({"preset": "torch-eager"}), resolve(KERNELS[infer])
-    return Workshop(MODELS[model_id], train, inference, torch.device("cpu"))
+    return ProblemFactory(MODELS[model_id], train, inference, torch.device("cpu"))
 
 
 MODELS: dict[int, Model] = {}
@@ -71,10 +71,10 @@ MODELS: dict[int, Model] = {}
 
 def problem_of(model: Model, block: str, infer: str) -> tuple[BlockProblem, torch.Tensor]:
     MODELS[id(model)] = model
-    shop = shop_of(id(model), infer)
-    centre = shop.centre(block, TOKENS)
+    factory = shop_of(id(model), infer)
+    centre = factory.centre(block, TOKENS)
     assert centre is not None
-    return shop.problem(block, TOKENS), centre
+    return factory.problem(block, TOKENS), centre
 
 
 def again(run: Run, simulators: tuple[Simulator, Simulator]) -> Run:
@@ -175,8 +175,8 @@ def test_the_sum_symbols_of_an_order_lie_inside(model: Model, infer: str) -> Non
 
 def test_a_value_beyond_its_format_is_no_run(model: Model) -> None:
     numerics = resolve({"preset": "torch-eager", "compute": "float16"})
-    shop = Workshop(model, numerics, numerics, torch.device("cpu"))
-    problem = shop.problem("mlp_0", TOKENS)
+    factory = ProblemFactory(model, numerics, numerics, torch.device("cpu"))
+    problem = factory.problem("mlp_0", TOKENS)
     train, infer = problem.simulators()
     x = torch.full((len(TOKENS), 16), 1e6, dtype=torch.float64)
     with pytest.raises(Overflowed, match="float16"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.pair import Both
-from kcdsl_backends.certifier.problems import BlockProblem, NearbyProblem
+from kcdsl_backends.certifier.problems import BlockProblem, WeightBallProblem
 from kcdsl_backends.interval.neighbourhood import Neighbourhood
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.recheck.affine.pair import Pair, pair
@@ -39,7 +39,7 @@ def forms(graph: Any, records: tuple[Any, Any], centre: Floats | None, rho: Frac
     problem = BlockProblem(prover.block(graph), one, one.under(two.numerics))
     around = Neighbourhood(rho, one.tensors, one.numerics, two.numerics, one.device)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    return NearbyProblem(problem, around).forms(
+    return WeightBallProblem(problem, around).forms(
         None if centre is None else torch.from_numpy(centre), zero
     )
 

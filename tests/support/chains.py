@@ -20,10 +20,10 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.composition import ChainTask, Plan
-from kcdsl_backends.certifier.problems import Workshop
-from kcdsl_backends.certifier.stages import links_of, partitions, until
-from kcdsl_backends.certifier.tasks import BoundedCase, Setting, Station
+from kcdsl_backends.certifier.composition import CompositionTask, Plan
+from kcdsl_backends.certifier.problems import ProblemFactory
+from kcdsl_backends.certifier.stages import partitions, stages_of, until
+from kcdsl_backends.certifier.tasks import BoundedCase, RunSettings, WorkerContext
 from tests.support.small_models import write_contract, write_model
 
 EAGER: dict[str, Any] = {"preset": "torch-eager"}
@@ -89,7 +89,7 @@ CLAUSES = (
 class Chained:
     """A case of a goal, the graph of its block and its links, and what the prover found."""
 
-    station: Station
+    context: WorkerContext
     goal: Goal
     case: Case
     whole: BlockGraph
@@ -99,7 +99,7 @@ class Chained:
     @property
     def document(self) -> bytes:
         """Return the proof."""
-        builder = self.station.builder(self.goal)
+        builder = self.context.builder(self.goal)
         assert self.found.contents is not None
         builder.absorb(self.found.contents)
         return builder.document()
@@ -107,15 +107,15 @@ class Chained:
     @property
     def checkpoint(self) -> Path:
         """Return the file of the weights."""
-        return self.station.shop.model.checkpoint.path
+        return self.context.factory.model.checkpoint.path
 
     def runs(self, count: int, seed: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yield admitted runs: what both kernels have behind every link."""
         generator = torch.Generator().manual_seed(seed)
-        problem = self.station.shop.problem_of_graph(self.whole)
+        problem = self.context.factory.problem_of_graph(self.whole)
         sides = problem.simulators()
         ends = [until(self.whole, link.output) for link in self.links]
-        ready = [self.station.shop.problem_of_graph(end).simulators() for end in ends]
+        ready = [self.context.factory.problem_of_graph(end).simulators() for end in ends]
         for trial in range(count):
             x = _input(self.case, trial, generator)
             symbols = [
@@ -143,19 +143,19 @@ def chained(
     """
     model, program = small(folder, kind, seed)
     train, infer = (resolve(numerics) for numerics in PAIRS[pair])
-    shop = Workshop(model, train, infer, torch.device("cpu"))
-    setting = Setting(program, folder, "cpu", 1, model.checkpoint.sha256, "test", cache)
-    station, goal = Station(setting, shop), goals(program)[clause]
-    centre = shop.centre(goal.block, tokens)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    setting = RunSettings(program, folder, "cpu", 1, model.checkpoint.sha256, "test", cache)
+    context, goal = WorkerContext(setting, factory), goals(program)[clause]
+    centre = factory.centre(goal.block, tokens)
     radius = torch.full((1, 1), float(goal.region.radius), dtype=torch.float64)
     case = Case("case", tokens, centre, radius)
-    whole = shop.problem(goal.block, tokens).graph
-    links = links_of(model, whole)
+    whole = factory.problem(goal.block, tokens).graph
+    links = stages_of(model, whole)
     if count is not None:
         links = next(some for some in partitions(whole, links) if len(some) == count)
     plan = Plan(len(links), ellipsoids) if len(links) > 1 else None
-    found, _ = ChainTask(goal, case, plan).run(station)
-    return Chained(station, goal, case, whole, links, found)
+    found, _ = CompositionTask(goal, case, plan).run(context)
+    return Chained(context, goal, case, whole, links, found)
 
 
 def small(folder: Path, kind: str, seed: int = 17) -> tuple[Model, Program]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl_backends.certifier.tasks import Checked, Station
+from kcdsl_backends.certifier.tasks import Checked, WorkerContext
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Say:
     seconds: float = 0.0
     own: bool = False
 
-    def run(self, station: Station) -> tuple[Checked, None]:
+    def run(self, context: WorkerContext) -> tuple[Checked, None]:
         time.sleep(self.seconds)
         return Checked(f"{self.text} {os.getpid()}" if self.own else self.text), None
 
@@ -30,7 +30,7 @@ class Say:
 class Die:
     """End the worker as the system does when memory runs out."""
 
-    def run(self, station: Station) -> tuple[Any, None]:
+    def run(self, context: WorkerContext) -> tuple[Any, None]:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("still alive")
 
@@ -41,7 +41,7 @@ class DieOnce:
 
     marker: Path
 
-    def run(self, station: Station) -> tuple[Checked, None]:
+    def run(self, context: WorkerContext) -> tuple[Checked, None]:
         if not self.marker.exists():
             self.marker.touch()
             os._exit(7)
@@ -54,7 +54,7 @@ class Fail:
 
     kind: str
 
-    def run(self, station: Station) -> tuple[Any, None]:
+    def run(self, context: WorkerContext) -> tuple[Any, None]:
         match self.kind:
             case "memory":
                 raise MemoryError("no room")

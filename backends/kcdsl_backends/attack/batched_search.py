@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kcdsl_backends.attack.search import Ascent, Symbols, ends_of, in_parts
+from kcdsl_backends.attack.gradient_ascent import Ascent, Symbols, ends_of, in_parts
 from kcdsl_backends.attack.simulation import Overflowed, Step, Through
 
 Widths = Mapping[str, Tensor]
@@ -18,7 +18,7 @@ Widths = Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
-class Reaches:
+class ValueRanges:
     """Carries values through roundings as they are, and keeps the least and the largest of each.
 
     The first run must stand alone, so that the shape of every value is known.
@@ -44,7 +44,7 @@ class Reaches:
 
 
 @dataclass(frozen=True, slots=True)
-class Secants:
+class SmoothedGradient:
     """Carries values through roundings; the gradient is the slope of secants.
 
     `factor`, a number for each of many runs or one for a run alone, multiplies all widths: wide
@@ -81,7 +81,7 @@ _Work = Callable[[Symbols, _Chosen], Symbols]
 
 
 @dataclass(slots=True)
-class Herd:
+class Batch:
     """Members: symbols [n, ...], what each pushes at, and how high each is (-inf: overflow).
 
     `widths` says how far rounded values move in the training and in the inference kernel.
@@ -99,15 +99,15 @@ class Herd:
         ascent: Ascent,
         widths: tuple[Widths, Widths],
         members: Sequence[tuple[Symbols, Target]],
-    ) -> Herd:
-        """Return a herd of these members, at least one."""
+    ) -> Batch:
+        """Return a batch of these members, at least one."""
         keys = members[0][0]
         symbols = {key: torch.stack([start[key] for start, _ in members]) for key in keys}
         device = next(iter(symbols.values())).device
         heights = torch.full((len(members),), -math.inf, dtype=torch.float64, device=device)
-        herd = cls(ascent, widths, symbols, [target for _, target in members], heights)
-        herd.keep(symbols)
-        return herd
+        batch = cls(ascent, widths, symbols, [target for _, target in members], heights)
+        batch.keep(symbols)
+        return batch
 
     def slopes(self, symbols: Symbols, factors: Tensor) -> tuple[Symbols, Tensor]:
         """Return the slopes at some symbols of all members, 0 where a run has none, and how high
@@ -120,7 +120,7 @@ class Herd:
         def work(symbols: Symbols, chosen: _Chosen) -> Symbols:
             leaves = {key: value.clone().requires_grad_(True) for key, value in symbols.items()}
             own = factors[chosen].to(self.heights.device)
-            drift = self._drift(leaves, [Secants(half, own) for half in self.widths])
+            drift = self._drift(leaves, [SmoothedGradient(half, own) for half in self.widths])
             high = self._objectives(drift, chosen)
             found = torch.autograd.grad(high.sum(), list(leaves.values()), allow_unused=True)
             slopes = {
@@ -204,7 +204,7 @@ class Herd:
 
 def widths_of(ascent: Ascent, generator: torch.Generator) -> tuple[Widths, Widths]:
     """Return how far rounded values move in both kernels, as runs with random signs show."""
-    train, infer = Reaches(), Reaches()
+    train, infer = ValueRanges(), ValueRanges()
     for symbols in (ascent.zero(), *(ascent.signs(generator) for _ in range(_RECORDED))):
         with torch.no_grad(), suppress(Overflowed):
             _drift(ascent, symbols, (train, infer))
@@ -237,7 +237,7 @@ _PACE = 1.0
 _MOMENTUM, _MEMORY = 0.8, 0.95
 """Shares of the past in the mean of slopes, and in that of their squares."""
 _MOVES = 24
-"""Slopes that a herd moves by; so many for each of the others in the last herd."""
+"""Slopes that a batch moves by; so many for each of the others in the last batch."""
 _TRIES = 2
 """Moves for each slope."""
 _WIDEST = 8.0
@@ -249,31 +249,31 @@ _WHOLE = 0.3
 _SELECTED = 6
 """Strides, or slopes of moves, from one selection to the next."""
 _SELECTIONS = 6
-"""At most so many there are while a herd moves: the last one keeps its members for longer."""
+"""At most so many there are while a batch moves: the last one keeps its members for longer."""
 _KEPT = 2
-"""Members of every herd that are in the last one."""
+"""Members of every batch that are in the last one."""
 _POLISHED = 3
-"""Members of a herd that climb by themselves in the end, the best first."""
+"""Members of a batch that climb by themselves in the end, the best first."""
 
 
-def climb_together(
+def batched_ascent(
     ascent: Ascent,
     targets: Sequence[Target],
-    herds: int,
+    batches: int,
     rounds: int,
     generator: torch.Generator,
 ) -> None:
     """Climb at some places of the output at once; `ascent` keeps what is found.
 
-    Members start without roundings and from random signs, in turn. The first herd pushes at all
+    Members start without roundings and from random signs, in turn. The first batch pushes at all
     targets, every other one at half as many as the one before: those where that got highest. The
-    best members of all, and the best run of before, make a last herd. Nothing is done where
+    best members of all, and the best run of before, make a last batch. Nothing is done where
     `ascent` has no run.
 
     Args:
         ascent: the search space.
         targets: where to push, the most promising first.
-        herds: how many there are before the last; of a single one there is no last.
+        batches: how many there are before the last; of a single one there is no last.
         rounds: steps of the ascents in the end.
         generator: of all random numbers, on the CPU wherever the runs are.
     """
@@ -281,41 +281,41 @@ def climb_together(
         return
     widths, count = widths_of(ascent, generator), _members(ascent)
     chosen, best = list(targets), [(ascent.leader, ascent.place())]
-    for _ in range(herds):
+    for _ in range(batches):
         starts = (
             ascent.signs(generator) if index // len(chosen) % 2 else ascent.zero()
             for index in range(count)
         )
         members = [(start, chosen[index % len(chosen)]) for index, start in enumerate(starts)]
-        herd = Herd.of(ascent, widths, members)
-        _stride(herd)
-        _move(herd, _MOVES, generator)
-        _polish(herd, rounds)
-        best += herd.best(_KEPT)
-        chosen = _paying(herd, chosen)
-    if herds > 1:
-        herd = Herd.of(ascent, widths, [best[index % len(best)] for index in range(count)])
-        _move(herd, herds * _MOVES, generator)
-        _polish(herd, rounds)
+        batch = Batch.of(ascent, widths, members)
+        _stride(batch)
+        _move(batch, _MOVES, generator)
+        _polish(batch, rounds)
+        best += batch.best(_KEPT)
+        chosen = _paying(batch, chosen)
+    if batches > 1:
+        batch = Batch.of(ascent, widths, [best[index % len(best)] for index in range(count)])
+        _move(batch, batches * _MOVES, generator)
+        _polish(batch, rounds)
 
 
-def _paying(herd: Herd, targets: Sequence[Target]) -> list[Target]:
+def _paying(batch: Batch, targets: Sequence[Target]) -> list[Target]:
     """Return half of the targets, and the highest member's first: selection leaves what pays."""
-    found = [target for _, target in herd.best(len(herd.targets))]
+    found = [target for _, target in batch.best(len(batch.targets))]
     return list(dict.fromkeys([*found, *targets]))[: max(1, len(targets) // 2)]
 
 
-def _stride(herd: Herd) -> None:
+def _stride(batch: Batch) -> None:
     """Let members run along the mean of their slopes; each keeps the best place where it was."""
-    now = herd.symbols
+    now = batch.symbols
     mean = {key: torch.zeros_like(value) for key, value in now.items()}
     square = mean
     for stride in range(_STRIDES):
         share = stride / _STRIDES
-        factors = torch.full((len(herd.targets),), _FIRST * (_LAST / _FIRST) ** share)
+        factors = torch.full((len(batch.targets),), _FIRST * (_LAST / _FIRST) ** share)
         at = {key: in_parts(value) for key, value in now.items()}
-        slopes, heights = herd.slopes(at, factors.double())
-        herd.replace(at, heights)
+        slopes, heights = batch.slopes(at, factors.double())
+        batch.replace(at, heights)
         mean = _mixed(mean, slopes, _MOMENTUM)
         square = _mixed(square, {key: slope.square() for key, slope in slopes.items()}, _MEMORY)
         pace = _PACE * 0.1**share / (1 - _MOMENTUM ** (stride + 1))
@@ -324,7 +324,7 @@ def _stride(herd: Herd) -> None:
             key: _ahead(value, pace * mean[key], square[key] / size) for key, value in now.items()
         }
         if (stride + 1) % _SELECTED == 0:
-            source = herd.select()
+            source = batch.select()
             now, mean, square = (
                 {key: value[source] for key, value in kept.items()} for kept in (now, mean, square)
             )
@@ -340,16 +340,16 @@ def _ahead(value: Tensor, by: Tensor, square: Tensor) -> Tensor:
     return (value + torch.nan_to_num(unit, 0.0, 0.0, 0.0)).clamp(-1, 1)
 
 
-def _move(herd: Herd, slopes: int, generator: torch.Generator) -> None:
+def _move(batch: Batch, slopes: int, generator: torch.Generator) -> None:
     """Let members move where they do not lose, `_TRIES` times for each of their slopes."""
     pause = max(_SELECTED, slopes // _SELECTIONS)
     for index in range(1, slopes + 1):
-        drawn = torch.rand(len(herd.targets), generator=generator, dtype=torch.float64) * 2 - 1
-        found, _ = herd.slopes(herd.symbols, torch.exp(drawn * math.log(_WIDEST)))
+        drawn = torch.rand(len(batch.targets), generator=generator, dtype=torch.float64) * 2 - 1
+        found, _ = batch.slopes(batch.symbols, torch.exp(drawn * math.log(_WIDEST)))
         for _ in range(_TRIES):
-            herd.keep(_moved(herd.symbols, found, generator))
+            batch.keep(_moved(batch.symbols, found, generator))
         if index % pause == 0:
-            herd.select()
+            batch.select()
 
 
 def _moved(symbols: Symbols, slopes: Symbols, generator: torch.Generator) -> Symbols:
@@ -370,9 +370,9 @@ def _moved(symbols: Symbols, slopes: Symbols, generator: torch.Generator) -> Sym
     return moved
 
 
-def _polish(herd: Herd, rounds: int) -> None:
-    for symbols, (position, sign) in herd.best(_POLISHED):
-        herd.ascent.climb(symbols, position, sign, rounds)
+def _polish(batch: Batch, rounds: int) -> None:
+    for symbols, (position, sign) in batch.best(_POLISHED):
+        batch.ascent.climb(symbols, position, sign, rounds)
 
 
 def _members(ascent: Ascent) -> int:

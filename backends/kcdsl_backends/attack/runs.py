@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kcdsl_backends.attack.accumulation_order import ORDERS
-from kcdsl_backends.attack.search import STEPS
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 
 SIDES = ("train", "infer")
+STEPS = 64
+"""Parts of 1 that symbols are rounded to where an ascent goes part of the way."""
 _ROUNDED = 1 - 2.0**-30
 """More than the roundings of a functional of a drift take off."""
 
@@ -53,7 +54,7 @@ class Attack:
     `value` is the functional of its drift, rounded down: a true lower bound of the supremum. `row`
     is where that is attained, `column` the largest element there, and `train_value` and
     `infer_value` what both kernels return in it. `run` is the run itself, `record` the same as
-    plain data (recording.py): one of them, or none where nobody will ask for it.
+    plain data: one of them, or none where nobody will ask for it.
     """
 
     value: float

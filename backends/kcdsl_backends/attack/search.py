@@ -1,273 +1,26 @@
-"""Search for runs with a large drift: places of the output, starts, gradient ascents."""
+"""Search for runs with a large drift: places of the output, starts, ascents (gradient_ascent.py).
+
+Deterministic: the same arguments give the same runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kcdsl_backends.attack.accumulation_order import ORDERS
-from kcdsl_backends.attack.batched_search import climb_together
+from kcdsl_backends.attack.batched_search import batched_ascent
+from kcdsl_backends.attack.gradient_ascent import Ascent, Symbols
 from kcdsl_backends.attack.runs import SIDES, Attack, Run, functional, measured
-from kcdsl_backends.attack.simulation import WITHIN, Overflowed, Simulator
-
-Key = tuple[str, str]
-"""A kernel with the name of one of its symbols; ("x", "x") for the input."""
-Symbols = dict[Key, Tensor]
-_SHARES = (0.5, 0.25, 0.0625)
-"""Shares of the promised gain that the signs to be changed make up, where all are too many."""
-_REDRAWN = 0.03
-"""Share of the numbers of an input that a walk draws again at a time."""
-STEPS = 64
-"""Parts of 1 that steps part of the way are rounded to."""
-_WORTH = 1e-6
-"""Relative gain below which an ascent ends."""
-
-
-@dataclass(slots=True)
-class Ascent:
-    """The search space of one block and region, and the best run found in it.
-
-    `seen` is the largest magnitude of the drift of every output element over all runs, `leader` the
-    symbols of the best run.
-    """
-
-    train: Simulator
-    infer: Simulator
-    kind: str
-    centre: Tensor | None
-    radius: Tensor
-    shapes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
-    seen: Tensor = field(init=False)
-    leader: Symbols | None = None
-    _best: Attack | None = None
-
-    def __post_init__(self) -> None:
-        self.seen = torch.zeros((), device=self.train.parameters.device)
-        for side, simulator in zip(SIDES, (self.train, self.infer), strict=True):
-            self.shapes |= {(side, n): shape for n, shape in simulator.symbol_shapes().items()}
-        if self.centre is not None and bool((self.radius > 0).any()):
-            self.shapes["x", "x"] = tuple(self.centre.shape)
-
-    @property
-    def moves(self) -> bool:
-        """Say whether the input may move: whether the region is more than a point."""
-        return ("x", "x") in self.shapes
-
-    def zero(self) -> Symbols:
-        """Return symbols without any rounding, at the centre of the region."""
-        device = self.train.parameters.device
-        return {
-            key: torch.zeros(shape, dtype=torch.float64, device=device)
-            for key, shape in self.shapes.items()
-        }
-
-    def signs(self, generator: torch.Generator) -> Symbols:
-        """Return random signs."""
-        device = self.train.parameters.device
-        return {
-            key: torch.randint(0, 2, shape, generator=generator).to(device).double() * 2 - 1
-            for key, shape in self.shapes.items()
-        }
-
-    def best(self) -> Attack:
-        """Return the strongest of all runs so far."""
-        if self._best is None:
-            raise Overflowed("no run that was tried stays inside of its formats")
-        return self._best
-
-    def place(self) -> tuple[int, float]:
-        """Return where the best run has its largest drift, and in which direction."""
-        best = self.best()
-        row = 0
-        for index, size in zip(best.row, self.seen.shape, strict=False):
-            row = row * size + index
-        sign = 1.0 if best.infer_value >= best.train_value else -1.0
-        return row * self.seen.shape[-1] + best.column, sign
-
-    def drift_of(self, symbols: Symbols) -> Tensor:
-        """Simulate, keep the run if it is the best so far, return the drift; 0 on overflow."""
-        run = self.run_of(symbols)
-        with torch.no_grad():
-            try:
-                outputs = run.outputs(self.train, self.infer)
-            except Overflowed:
-                return torch.zeros_like(self.seen)
-            found = measured(run, *outputs, self.kind)
-            drift = outputs[1] - outputs[0]
-        if found is None:
-            return torch.zeros_like(drift)
-        if self._best is None or found.value > self._best.value:
-            self._best, self.leader = found, symbols
-        self.seen = torch.maximum(drift.abs(), self.seen.expand_as(drift))
-        return drift
-
-    def promise(self, samples: int, generator: torch.Generator) -> Tensor:
-        """Return for every output element about how far its drift may go, to first order.
-
-        That is |drift| + Σ|slopes|, from the origin. The sum is estimated for all elements at once:
-        a sum of slopes times independent Cauchy numbers is Cauchy with that scale, which is the
-        median of its magnitude.
-        """
-        leaves = {key: value.requires_grad_(True) for key, value in self.zero().items()}
-        try:
-            out_train, out_infer = self.run_of(leaves).outputs(self.train, self.infer)
-        except Overflowed:
-            return self.seen
-        at = torch.zeros_like(out_infer, requires_grad=True)
-        # Jᵀ·at, as a function of `at` whose derivative in a direction is J times that direction
-        pulled = torch.autograd.grad(
-            out_infer - out_train, list(leaves.values()), at, create_graph=True, allow_unused=True
-        )
-        used = [part for part in pulled if part is not None and part.requires_grad]
-        found = []
-        for _ in range(samples if used else 0):
-            directions = [
-                torch.empty(part.shape, dtype=torch.float64).cauchy_(generator=generator)
-                for part in used
-            ]
-            onto = [direction.to(at.device) for direction in directions]
-            (slope,) = torch.autograd.grad(used, at, onto, retain_graph=True)
-            found.append(slope.abs())
-        if not found:
-            return self.seen
-        return torch.nan_to_num(torch.stack(found).median(0).values) + self.seen
-
-    def climb(self, symbols: Symbols, position: int, sign: float, rounds: int) -> float:
-        """Push the drift of the output element `position` in one direction; return how far."""
-        height = self._height(self.drift_of(symbols), position, sign)
-        for _ in range(rounds):
-            gradient = self._gradient(symbols, position, sign)
-            if gradient is None:
-                break
-            for moved in _steps(symbols, gradient, height):
-                reached = self._height(self.drift_of(moved), position, sign)
-                if reached > height + _WORTH * abs(height):
-                    symbols, height = moved, reached
-                    break
-            else:
-                break
-        return height
-
-    def sample(self, count: int, generator: torch.Generator) -> None:
-        """Try inputs of the region, without roundings but those that are sure.
-
-        `count` drawn evenly, a quarter as many at corners; then as many as at first on a walk from
-        the best, which moves some numbers of the input to other ends at a time.
-        """
-        if not self.moves:
-            return
-        shape, device = self.shapes["x", "x"], self.train.parameters.device
-        best, height = self.zero(), -torch.inf
-        for tried in range(2 * count + count // 4):
-            if tried < count:
-                drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
-            else:
-                drawn = torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
-            drawn = drawn.to(device)
-            if tried >= count + count // 4:
-                some = (torch.rand(shape, generator=generator) < _REDRAWN).to(device)
-                drawn = torch.where(some, drawn, best["x", "x"])
-            symbols = {**self.zero(), ("x", "x"): drawn}
-            reached = float(functional(self.drift_of(symbols), self.kind).amax())
-            if reached >= height:
-                best, height = symbols, reached
-
-    def jump(self, symbols: Symbols, position: int, sign: float) -> Symbols:
-        """Return the signs of the slopes, wherever they lead: a start on the other side of what
-        would not gain at once."""
-        gradient = self._gradient(symbols, position, sign)
-        if gradient is None:
-            return symbols
-        return ends_of(symbols, gradient)
-
-    def run_of(self, symbols: Mapping[Key, Tensor]) -> Run:
-        """Return the run of these symbols; with one more dimension in front, of many runs."""
-        x = self.centre
-        if x is not None and ("x", "x") in symbols:
-            x = _float32_inside(x + self.radius * WITHIN * symbols["x", "x"], x, self.radius)
-        per_side = {
-            side: {name: value for (s, name), value in symbols.items() if s == side}
-            for side in SIDES
-        }
-        return Run(x, per_side)
-
-    def _gradient(self, symbols: Symbols, position: int, sign: float) -> Symbols | None:
-        leaves = {key: value.clone().requires_grad_(True) for key, value in symbols.items()}
-        try:
-            out_train, out_infer = self.run_of(leaves).outputs(self.train, self.infer)
-        except Overflowed:
-            return None
-        objective = self.objective(out_infer - out_train, position, sign)
-        found = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
-        return {
-            key: torch.zeros_like(leaf) if part is None else torch.nan_to_num(part)
-            for (key, leaf), part in zip(leaves.items(), found, strict=True)
-        }
-
-    def _height(self, drift: Tensor, position: int, sign: float) -> float:
-        return float(self.objective(drift, position, sign))
-
-    def objective(self, drift: Tensor, position: int, sign: float) -> Tensor:
-        """Return what an ascent at this place makes large."""
-        if self.kind == "inf":
-            return sign * drift.flatten()[position]
-        row = drift.reshape(-1, drift.shape[-1])[position // drift.shape[-1]]
-        element = sign * row[position % row.numel()]
-        if self.kind == "2":
-            return row.square().sum() + 1e-3 * row.detach().abs().amax() * element
-        other = (sign * row).detach().argmin()
-        return element - sign * row[other]
-
-
-def _steps(symbols: Symbols, gradient: Symbols, height: float) -> Iterator[Symbols]:
-    """Yield where to go from here, the boldest first; nothing where nothing is promised."""
-    ends = ends_of(symbols, gradient)
-    gains = {key: (ends[key] - symbols[key]) * gradient[key] for key in ends}
-    ordered = torch.cat([gain.flatten() for gain in gains.values()]).sort(descending=True).values
-    reached = ordered.cumsum(0)
-    promised = float(reached[-1])
-    if not promised > _WORTH * abs(height):
-        return
-    yield ends
-    for share in _SHARES:
-        place = int((reached < share * promised).sum())
-        least = ordered[min(place, ordered.numel() - 1)]
-        yield {key: torch.where(gains[key] >= least, ends[key], symbols[key]) for key in ends}
-        yield {key: in_parts(symbols[key] + (ends[key] - symbols[key]) * share / 2) for key in ends}
-
-
-def ends_of(symbols: Symbols, gradient: Symbols) -> Symbols:
-    """Return the signs of the slopes; what has none stays."""
-    return {
-        key: torch.where(slope == 0, symbols[key], torch.sign(slope))
-        for key, slope in gradient.items()
-    }
-
-
-def in_parts(value: Tensor) -> Tensor:
-    """Return symbols in whole parts of 1, which a record keeps in one byte."""
-    return torch.round(value * STEPS) / STEPS
-
-
-def _float32_inside(x: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
-    """Return the nearest float32 values, or the centre where rounding would leave the region.
-
-    Gradients pass through unchanged.
-    """
-    still = x.detach()
-    rounded = still.float().double()
-    inside = (rounded - centre).abs() <= radius
-    return x + (torch.where(inside, rounded, centre) - still)
-
+from kcdsl_backends.attack.simulation import Overflowed, Simulator
 
 _SAMPLES = 24
 """Random directions from which the promise of every output element is estimated."""
 _TARGETS = 4
-"""Places of the output that herds push at."""
+"""Places of the output that batches push at."""
 __all__ = ["Attack", "attack", "functional", "with_orders"]
 
 
@@ -284,7 +37,7 @@ def attack(
     seed: int = 0,
     places: Sequence[int] = (),
     samples: int = 0,
-    herds: int = 1,
+    batches: int = 1,
 ) -> Attack:
     """Search for admissible runs of both kernels whose drift is large.
 
@@ -300,8 +53,8 @@ def attack(
         places: places to push at before those, as indices of the flattened output: where a bound
             is largest, for instance.
         samples: how many inputs of the region to draw, and to walk on from the best of them.
-        herds: how many herds of runs climb beside that (together.py) where a kernel rounds to
-            nearest and the input may move: the effort of the search there.
+        batches: how many batches of runs climb beside that (batched_search.py) where a kernel
+            rounds to nearest and the input may move: the effort of the search there.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     ascent = Ascent(train, infer, kind, centre, radius)
@@ -334,7 +87,7 @@ def attack(
             push(position, sign, ascent.signs(generator))
     if ascent.moves and (train.steps or infer.steps):
         targets = sorted(pushed, key=lambda place: -pushed[place])[:_TARGETS]
-        climb_together(ascent, targets, herds, rounds, generator)
+        batched_ascent(ascent, targets, batches, rounds, generator)
     return ascent.best()
 
 

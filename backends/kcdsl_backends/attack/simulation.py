@@ -4,12 +4,12 @@ A run is admitted by a specification if every stored result obeys its error mode
 (docs/relational-interval.md). Symbols s in [-1, 1], chosen by the caller, make it one:
 
 - accumulation: a dot product is exact + s·A_k,j (section 3 there), or, instead of that, the sum
-  in a concrete order (sums.py);
+  in a concrete order (accumulation_order.py);
 - early cast: a product of a linear may be stored before its bias is added (`casts: any`), what a
   norm normalised before its gain, and the products of a rope before their sum;
 - scalar: a Python number that is rounded to the format of the result before it is used;
 - inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
-  probabilities before they are stored (inside.py);
+  probabilities before they are stored (intermediate_rounding.py);
 - versions: where casts are free, readers of a result see it in versions of their own
   (versions.py), which have the symbols for what is not computed once - scalar, inside, early and
   cast - under names of their own;
@@ -93,7 +93,7 @@ class Overflowed(ArithmeticError):
 Step = Callable[[Tensor], Tensor]
 Through = Callable[[str, Step, Tensor], Tensor]
 """What carries a value through a rounding to nearest: its name, the rounding, the value. It returns
-what the rounding returns; its gradient may be another (secants.py)."""
+what the rounding returns; its gradient may be another (batched_search.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,11 @@ from kcdsl_backends.certifier.cases import (
     stated_case,
     with_weights,
 )
-from kcdsl_backends.certifier.decision import Open, Progress, decide_batch
-from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.decision import OpenGoal, Progress, decide_batch
+from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.certifier.replay import case_record, replay
-from kcdsl_backends.certifier.tasks import Setting, Station, open_station, peak_bytes
-from kcdsl_backends.certifier.workers import Crew, threads_of
+from kcdsl_backends.certifier.tasks import RunSettings, WorkerContext, open_context, peak_bytes
+from kcdsl_backends.certifier.workers import WorkerPool, threads_of
 from kcdsl_backends.planes.worth import cheap
 from kcdsl_backends.requests import Request
 
@@ -129,15 +129,17 @@ class IntervalBackend:
         assumptions = (*ASSUMPTIONS, *filter(None, (compared,)))
         threads = threads_of(execution, sum(map(_size, goals, rows)))
         sha256, rules = model.checkpoint.sha256, rules_version()
-        setting = Setting(program, base, device, threads, sha256, rules, execution.cache, loaded)
-        station = open_station(setting, model)
+        setting = RunSettings(
+            program, base, device, threads, sha256, rules, execution.cache, loaded
+        )
+        context = open_context(setting, model)
         outcomes: list[GoalOutcome] = []
-        with Crew(station, execution) as crew:
-            for batch in _batches(station, goals, rows):
+        with WorkerPool(context, execution) as pool:
+            for batch in _batches(context, goals, rows):
                 working = [one for one in batch if one.cases]
                 decide_batch(
-                    crew,
-                    station,
+                    pool,
+                    context,
                     working,
                     attacks=attacks,
                     confirm=confirm,
@@ -145,8 +147,8 @@ class IntervalBackend:
                     chain=chain,
                 )
                 for one in batch:
-                    told = notes if chain else (*notes, *_unasked(station, one))
-                    outcomes.append(self._outcome(station, one, told, assumptions))
+                    told = notes if chain else (*notes, *_unasked(context, one))
+                    outcomes.append(self._outcome(context, one, told, assumptions))
         return tuple(outcomes)
 
     def slice_sizes(
@@ -179,12 +181,14 @@ class IntervalBackend:
         """
         files = Artefacts.of(base)
         model = load_model(with_weights(program.model, files, checkpoint), files)
-        shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
+        factory = ProblemFactory(
+            model, resolve(program.train), resolve(program.infer), torch.device(device)
+        )
         found = []
         for goal in goals:
             with at(goal.span):
-                cases = cases_of(shop, goal, slice_rows(program, model, goal.region.slice))
-                found.append(tuple(stated_case(shop, goal, case) for case in cases))
+                cases = cases_of(factory, goal, slice_rows(program, model, goal.region.slice))
+                found.append(tuple(stated_case(factory, goal, case) for case in cases))
         return tuple(found)
 
     def replay(
@@ -203,7 +207,7 @@ class IntervalBackend:
         return replay(program, base.resolve(), document, device=device, checkpoint=checkpoint)
 
     def _outcome(
-        self, station: Station, one: Open, notes: tuple[str, ...], always: tuple[str, ...]
+        self, context: WorkerContext, one: OpenGoal, notes: tuple[str, ...], always: tuple[str, ...]
     ) -> GoalOutcome:
         if not one.cases:
             reason = f"the slice {one.goal.region.slice!r} selects no request"
@@ -223,34 +227,34 @@ class IntervalBackend:
             seconds=one.seconds,
             peak_bytes=max(one.peak_bytes, peak_bytes()),
             proof=one.proof,
-            counterexample=_counterexample(station, one),
+            counterexample=_counterexample(context, one),
             confirmed=one.confirmed,
             notes=(*notes, *one.notes),
             cached=one.cached,
         )
 
 
-def _unasked(station: Station, one: Open) -> tuple[str, ...]:
+def _unasked(context: WorkerContext, one: OpenGoal) -> tuple[str, ...]:
     """Say that planes may decide what is open, where they were not asked for being slow."""
     goal, kinds = one.goal, (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
     able = goal.domains is None and goal.weights == 0 and goal.region.kind in kinds
     if not able or not isinstance(one.verdict, Inconclusive):
         return ()
-    graphs = (problem_of(station.shop, goal, case).graph for case in one.cases)
+    graphs = (problem_of(context.factory, goal, case).graph for case in one.cases)
     if all(cheap(graph) for graph in graphs):
         return ()
     return ("planes were not asked, as the block is large: --domains interval,affine,planes",)
 
 
-def _counterexample(station: Station, one: Open) -> bytes | None:
+def _counterexample(context: WorkerContext, one: OpenGoal) -> bytes | None:
     """Return the document of the run that breaks a goal; None where no run does."""
     if not isinstance(one.verdict, Violated) or one.strongest is None or one.attacked is None:
         return None
     if one.strongest.record is None:
         return None
-    problem = station.shop.problem(one.goal.block, one.attacked.tokens)
-    record = case_record(problem, station.shop, one.goal, one.attacked)
-    return counterexample(station.setting.program, one.goal, {**record, **one.strongest.record})
+    problem = context.factory.problem(one.goal.block, one.attacked.tokens)
+    record = case_record(problem, context.factory, one.goal, one.attacked)
+    return counterexample(context.setting.program, one.goal, {**record, **one.strongest.record})
 
 
 def _size(goal: Goal, rows: Sequence[Request]) -> int:
@@ -263,18 +267,18 @@ def _size(goal: Goal, rows: Sequence[Request]) -> int:
 
 
 def _batches(
-    station: Station, goals: Sequence[Goal], rows: Sequence[Sequence[Request]]
-) -> Iterator[list[Open]]:
+    context: WorkerContext, goals: Sequence[Goal], rows: Sequence[Sequence[Request]]
+) -> Iterator[list[OpenGoal]]:
     """Yield the goals in order with their cases, as many at a time as memory should hold."""
-    batch: list[Open] = []
+    batch: list[OpenGoal] = []
     held = 0
     for goal, own in zip(goals, rows, strict=True):
         with at(goal.span):
-            cases = cases_of(station.shop, goal, own) if own else []
+            cases = cases_of(context.factory, goal, own) if own else []
         if batch and held > _LARGEST_BATCH:
             yield batch
             batch, held = [], 0
-        batch.append(Open(goal, [case.on(torch.device("cpu")) for case in cases]))
+        batch.append(OpenGoal(goal, [case.on(torch.device("cpu")) for case in cases]))
         held += sum(case.centre.nbytes for case in cases if case.centre is not None)
     if batch:
         yield batch

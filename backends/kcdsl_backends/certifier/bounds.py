@@ -18,7 +18,7 @@ from kcdsl_backends.affine.functionals import functional_bound
 from kcdsl_backends.affine.order import margins
 from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
-from kcdsl_backends.certifier.problems import Claims, Workshop
+from kcdsl_backends.certifier.problems import Claims, ProblemFactory
 from kcdsl_backends.certifier.proof import ProofBuilder
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
@@ -43,11 +43,11 @@ class Bounded:
     places: tuple[int, ...] = ()
 
 
-def bound_case(shop: Workshop, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
+def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
     """Bound a case by the interval domain, and by others where that is not enough."""
-    problem, region = problem_of(shop, goal, case), region_of(shop, goal, case)
+    problem, region = problem_of(factory, goal, case), region_of(factory, goal, case)
     case = widened(goal, case)
-    claims = Claims.of(shop.train, shop.infer, problem.graph)
+    claims = Claims.of(factory.train, factory.infer, problem.graph)
     return bound_stated(Stated(goal, case, problem, builder, region, claims))
 
 

@@ -20,7 +20,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
-from kcdsl_backends.certifier.problems import BlockProblem, NearbyProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory, WeightBallProblem
 from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
 from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.interval.box import up
@@ -89,26 +89,28 @@ class Case:
 
 
 def problem_of(
-    shop: Workshop, goal: Goal, case: Case
-) -> BlockProblem | SequenceProblem | NearbyProblem:
+    factory: ProblemFactory, goal: Goal, case: Case
+) -> BlockProblem | SequenceProblem | WeightBallProblem:
     """Return the block of a goal as a case reads it: at one length or at any, with the parameters
     of the checkpoint or with all near them."""
-    exactly = _at_the_checkpoint(shop, goal, case)
+    exactly = _at_the_checkpoint(factory, goal, case)
     if not goal.weights:
         return exactly
-    return NearbyProblem(exactly, shop.neighbourhood(goal.block, goal.weights))
+    return WeightBallProblem(exactly, factory.neighbourhood(goal.block, goal.weights))
 
 
-def _at_the_checkpoint(shop: Workshop, goal: Goal, case: Case) -> BlockProblem | SequenceProblem:
+def _at_the_checkpoint(
+    factory: ProblemFactory, goal: Goal, case: Case
+) -> BlockProblem | SequenceProblem:
     if case.longest is not None:
         with at(goal.span):
-            return shop.sequences(goal.block, case.longest)
-    return shop.problem(goal.block, case.tokens)
+            return factory.sequences(goal.block, case.longest)
+    return factory.problem(goal.block, case.tokens)
 
 
-def region_of(shop: Workshop, goal: Goal, case: Case) -> dict[str, Any]:
+def region_of(factory: ProblemFactory, goal: Goal, case: Case) -> dict[str, Any]:
     """Return the region of a case as it stands in a proof, that around the weights included."""
-    region = _of_inputs(shop, goal, widened(goal, case))
+    region = _of_inputs(factory, goal, widened(goal, case))
     return {**region, "weights": real_text(goal.weights)} if goal.weights else region
 
 
@@ -120,11 +122,11 @@ def widened(goal: Goal, case: Case) -> Case:
     return replace(case, radius=up(case.radius + _at_least(goal.states)))
 
 
-def _of_inputs(shop: Workshop, goal: Goal, case: Case) -> dict[str, Any]:
+def _of_inputs(factory: ProblemFactory, goal: Goal, case: Case) -> dict[str, Any]:
     if case.centre is None:
         return token_region(case.tokens)
     if case.longest is not None:
-        tables = shop.sequences(goal.block, case.longest).tables
+        tables = factory.sequences(goal.block, case.longest).tables
         return rows_region(case.centre, case.radius, case.longest, tables)
     kind = goal.region.kind
     if goal.states and kind is RegionKind.POINTS:
@@ -141,9 +143,11 @@ class Stated:
     region: Mapping[str, Any]
 
 
-def stated_case(shop: Workshop, goal: Goal, case: Case) -> Stated:
+def stated_case(factory: ProblemFactory, goal: Goal, case: Case) -> Stated:
     """Return what a proof of a case would be about."""
-    return Stated(case.name, problem_of(shop, goal, case).graph.digest, region_of(shop, goal, case))
+    return Stated(
+        case.name, problem_of(factory, goal, case).graph.digest, region_of(factory, goal, case)
+    )
 
 
 def with_weights(model: ModelRef, files: Artefacts, checkpoint: Path) -> ModelRef:
@@ -178,9 +182,9 @@ def slice_rows(program: Program, model: Model, name: str) -> tuple[Request, ...]
     return select(requests_of(model.files, data, tokenize, model.ids), declared)
 
 
-def cases_of(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[Case]:
+def cases_of(factory: ProblemFactory, goal: Goal, rows: Sequence[Request]) -> list[Case]:
     """Return the regions of a goal on these rows, in their order."""
-    zero = torch.zeros(1, 1, dtype=torch.float64, device=shop.device)
+    zero = torch.zeros(1, 1, dtype=torch.float64, device=factory.device)
     if goal.block == "model":
         if goal.region.kind is not RegionKind.POINTS:
             raise refuse(
@@ -189,7 +193,7 @@ def cases_of(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[Case]:
                 help="use points(...), or name a block on hidden states such as attn_0",
             )
         return [Case(row.id, row.tokens, None, zero) for row in rows]
-    centres = [(row, shop.centre(goal.block, row.tokens)) for row in rows]
+    centres = [(row, factory.centre(goal.block, row.tokens)) for row in rows]
     kind, radius = goal.region.kind, _at_least(goal.region.radius)
     if kind is RegionKind.HULL:
         return _hulls(centres, radius)

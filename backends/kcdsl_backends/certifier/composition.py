@@ -16,14 +16,20 @@ from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier.bounds import Bounded, Stated, bound_stated
 from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
-from kcdsl_backends.certifier.interfaces import Interface, Linked, LinkProblem, Output, link_case
+from kcdsl_backends.certifier.interfaces import (
+    BoundedStage,
+    Interface,
+    StageOutput,
+    StageProblem,
+    bound_stage,
+)
 from kcdsl_backends.certifier.problems import Claims
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
-from kcdsl_backends.certifier.stages import links_of, named, partitions, until
+from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
 from kcdsl_backends.certifier.tasks import (
     Attained,
     BoundedCase,
-    Station,
+    WorkerContext,
     refuse_apart,
     refuse_subject,
     stated_of,
@@ -44,26 +50,26 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainTask:
+class CompositionTask:
     """Bound one case of a goal by the first chain that settles it; or as one plan says."""
 
     goal: Goal
     case: Case
     plan: Plan | None = None
 
-    def run(self, station: Station) -> tuple[BoundedCase, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[BoundedCase, Found | None]:
         """Bound every link in order, or take what an earlier run found of it.
 
         Plans are tried in order; if none settles the goal, the chain with the least bound is what
         is found.
         """
         with at(self.goal.span):
-            case = self.case.on(station.shop.device)
+            case = self.case.on(context.factory.device)
             reason = _unchainable(self.goal, case)
             if reason is not None:
                 return _without(case, reason), None
-            whole = station.shop.problem(self.goal.block, case.tokens).graph
-            links = links_of(station.shop.model, whole)
+            whole = context.factory.problem(self.goal.block, case.tokens).graph
+            links = stages_of(context.factory.model, whole)
             if len(links) < 2:
                 return _without(case, f"block {whole.block!r} does not fall apart into links"), None
             best: tuple[BoundedCase, Found | None] | None = None
@@ -71,7 +77,7 @@ class ChainTask:
             for plan, some in _plans(whole, links):
                 if self.plan not in (None, plan):
                     continue
-                walk = _Walk(station, self.goal, case, whole, some, plan.ellipsoids)
+                walk = _Walk(context, self.goal, case, whole, some, plan.ellipsoids)
                 answer, found = _walked(walk)
                 damaged |= found is Found.DAMAGED
                 if best is None or _tighter(answer, best[0]):
@@ -97,7 +103,7 @@ def _walked(walk: _Walk) -> tuple[BoundedCase, Found | None]:
     answer = walk.walk()
     if walk.reused and not _settled(walk.goal, answer.bounded.outcome):
         again = _Walk(
-            *(walk.station, walk.goal, walk.case, walk.whole, walk.links, walk.ellipsoids),
+            *(walk.context, walk.goal, walk.case, walk.whole, walk.links, walk.ellipsoids),
             afresh=True,
             damaged=walk.damaged,
         )
@@ -137,7 +143,7 @@ class _Walk:
     taken again (`reused`), unless `afresh`: then the links behind it are what they were.
     """
 
-    station: Station
+    context: WorkerContext
     goal: Goal
     case: Case
     whole: BlockGraph
@@ -152,12 +158,12 @@ class _Walk:
     @property
     def _builder(self) -> ProofBuilder:
         """Return an empty proof of the goal."""
-        return self.station.builder(self.goal)
+        return self.context.builder(self.goal)
 
     @property
     def found(self) -> Found | None:
         """Return what the cache had: every link, or not; None where there is no cache."""
-        if self.station.cache is None:
+        if self.context.cache is None:
             return None
         if self.damaged:
             return Found.DAMAGED
@@ -186,9 +192,9 @@ class _Walk:
         self.records.append({**head, "region": entering.region(), **stated})
         return BoundedCase(replace(bounded, outcome=outcome), self._contents(claim))
 
-    def _interface(self, number: int, output: Output) -> Interface:
+    def _interface(self, number: int, output: StageOutput) -> Interface:
         """Return the interface behind a link: that of an earlier run if the output fits into it."""
-        cache, shop = self.station.cache, self.station.shop
+        cache, factory = self.context.cache, self.context.factory
         fresh = output.interface()
         if cache is None or self.ellipsoids:
             return fresh
@@ -196,19 +202,19 @@ class _Walk:
             {
                 "what": "interface",
                 "schema": ENTRY_SCHEMA,
-                "rules": self.station.setting.rules,
+                "rules": self.context.setting.rules,
                 "whole": self.whole.digest,
                 "case": self.case.name,
                 "kind": self.goal.region.kind.value,
                 "radius": str(self.goal.region.radius),
                 "links": [link.block for link in self.links[: number + 1]],
-                "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+                "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
             }
         )
         found, value = cache.read(key)
         if found is Found.HIT and not self.afresh:
             try:
-                kept: Interface = decode(value, (Interface,)).on(shop.device)
+                kept: Interface = decode(value, (Interface,)).on(factory.device)
                 if output.fits(kept):
                     self.reused |= kept.digest != fresh.digest
                     return kept
@@ -217,19 +223,19 @@ class _Walk:
         cache.write(key, encode(fresh))
         return fresh
 
-    def _inner(self, graph: BlockGraph, entering: Interface) -> Linked:
+    def _inner(self, graph: BlockGraph, entering: Interface) -> BoundedStage:
         """Bound a link that another one follows."""
-        shop = self.station.shop
+        factory = self.context.factory
         asked = {"ellipsoids": str(self.ellipsoids)}
-        kept = self._kept(graph, entering, asked, (Linked, Output, Around))
-        if isinstance(kept, Linked):
-            linked = Linked(kept.claim, _on(kept.output, self.station), kept.stated)
+        kept = self._kept(graph, entering, asked, (BoundedStage, StageOutput, Around))
+        if isinstance(kept, BoundedStage):
+            linked = BoundedStage(kept.claim, _on(kept.output, self.context), kept.stated)
             self.outcomes.append(LinkOutcome(graph.block, linked.output.largest, cached=True))
             return linked
-        problem = LinkProblem(shop.problem_of_graph(graph), entering, followed=True)
+        problem = StageProblem(factory.problem_of_graph(graph), entering, followed=True)
         builder = replace(self._builder, functional="inf", k=1)
-        claims = Claims.of(shop.train, shop.infer)
-        linked = link_case(graph.block, problem, builder, claims, ellipsoids=self.ellipsoids)
+        claims = Claims.of(factory.train, factory.infer)
+        linked = bound_stage(graph.block, problem, builder, claims, ellipsoids=self.ellipsoids)
         self._keep(graph, entering, asked, linked)
         self.outcomes.append(LinkOutcome(graph.block, linked.output.largest))
         return linked
@@ -238,7 +244,7 @@ class _Walk:
         self, graph: BlockGraph, entering: Interface
     ) -> tuple[Bounded, float, Mapping[str, Any] | None]:
         """Bound the last link as the goal asks; return what its proof states, None without."""
-        shop, goal = self.station.shop, self.goal
+        factory, goal = self.context.factory, self.goal
         asked = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
         del asked["clause"], asked["region"]
         asked["evidence"] = str(goal.clause.evidence)
@@ -247,10 +253,10 @@ class _Walk:
             bounded, claim, stated = kept
             self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound, cached=True))
             return bounded, claim, stated
-        problem = LinkProblem(shop.problem_of_graph(graph), entering)
+        problem = StageProblem(factory.problem_of_graph(graph), entering)
         builder = self._builder
         case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
-        claims = Claims.of(shop.train, shop.infer)
+        claims = Claims.of(factory.train, factory.infer)
         bounded = bound_stated(Stated(goal, case, problem, builder, {}, claims))
         claim, stated = stated_of(builder.contents())
         self._keep(graph, entering, asked, (bounded, claim, stated))
@@ -259,25 +265,25 @@ class _Walk:
 
     def _contents(self, claim: float) -> Contents:
         """Return the chain as it adds to the proof of its goal."""
-        builder, shop = self._builder, self.station.shop
+        builder, factory = self._builder, self.context.factory
         for graph in self.links:
             builder.add_graph(graph)
-        region = region_of(shop, self.goal, self.case)
+        region = region_of(factory, self.goal, self.case)
         builder.add_stated(self.case.name, self.whole, region, claim, {"links": self.records})
         return builder.contents()
 
     def _key(self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str]) -> str:
-        station, shop = self.station, self.station.shop
+        context, factory = self.context, self.context.factory
         return key_of(
             {
                 "what": "link",
                 "schema": ENTRY_SCHEMA,
-                "rules": station.setting.rules,
-                "device": shop.device.type,
+                "rules": context.setting.rules,
+                "device": factory.device.type,
                 "graph": graph.digest,
                 "parameters": self._builder.digests_of(graph),
                 "interface": entering.digest,
-                "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+                "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
                 "goal": dict(asked),
             }
         )
@@ -290,9 +296,9 @@ class _Walk:
         kinds: tuple[type, ...],
     ) -> Any:
         """Return what an earlier run found of a link; None if there is nothing to believe."""
-        if self.station.cache is None:
+        if self.context.cache is None:
             return None
-        found, value = self.station.cache.read(self._key(graph, entering, asked))
+        found, value = self.context.cache.read(self._key(graph, entering, asked))
         if found is not Found.HIT:
             self.damaged |= found is Found.DAMAGED
             return None
@@ -307,8 +313,8 @@ class _Walk:
     def _keep(
         self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str], value: Any
     ) -> None:
-        if self.station.cache is not None:
-            self.station.cache.write(self._key(graph, entering, asked), encode(value))
+        if self.context.cache is not None:
+            self.context.cache.write(self._key(graph, entering, asked), encode(value))
 
 
 def _refuse_strange(kept: Any, goal: Goal, graph: BlockGraph) -> None:
@@ -316,7 +322,7 @@ def _refuse_strange(kept: Any, goal: Goal, graph: BlockGraph) -> None:
 
     What it says may still be false: the checker derives every proof anew.
     """
-    if isinstance(kept, Linked):
+    if isinstance(kept, BoundedStage):
         shape = graph.node(graph.output).shape
         parts, held = (*kept.output.train, *kept.output.drift), kept.output.around
         parts = (*parts, *(kept.output.readings or ()))
@@ -332,14 +338,14 @@ def _refuse_strange(kept: Any, goal: Goal, graph: BlockGraph) -> None:
     refuse_apart(goal, bounded, claim, stated)
 
 
-def _on(output: Output, station: Station) -> Output:
-    device = station.shop.device
+def _on(output: StageOutput, context: WorkerContext) -> StageOutput:
+    device = context.factory.device
     low, high = (part.to(device) for part in output.train)
     least, most = (part.to(device) for part in output.drift)
     around, readings = None if output.around is None else output.around.on(device), None
     if output.readings is not None:
         readings = output.readings[0].to(device), output.readings[1].to(device)
-    return Output((low, high), (least, most), around, readings)
+    return StageOutput((low, high), (least, most), around, readings)
 
 
 _CANDIDATES, _ROUNDS = 3, 6
@@ -347,7 +353,7 @@ _CANDIDATES, _ROUNDS = 3, 6
 
 
 @dataclass(frozen=True, slots=True)
-class SlackTask:
+class StageAttackTask:
     """Search for runs of the beginnings of a block, up to each link but the last.
 
     `names` are those of the links that have a bound.
@@ -357,21 +363,23 @@ class SlackTask:
     case: Case
     names: tuple[str, ...]
 
-    def run(self, station: Station) -> tuple[Attained, None]:
+    def run(self, context: WorkerContext) -> tuple[Attained, None]:
         """Return the largest drift that a run has behind each link."""
         with at(self.goal.span):
-            case = self.case.on(station.shop.device)
-            whole = station.shop.problem(self.goal.block, case.tokens).graph
-            links = named(whole, links_of(station.shop.model, whole), self.names)
+            case = self.case.on(context.factory.device)
+            whole = context.factory.problem(self.goal.block, case.tokens).graph
+            links = named(whole, stages_of(context.factory.model, whole), self.names)
             beginnings = [until(whole, link.output) for link in links[:-1]]
-            return Attained(tuple(_attained(station, self, case, g) for g in beginnings)), None
+            return Attained(tuple(_attained(context, self, case, g) for g in beginnings)), None
 
 
-def _attained(station: Station, task: SlackTask, case: Case, graph: BlockGraph) -> float:
+def _attained(
+    context: WorkerContext, task: StageAttackTask, case: Case, graph: BlockGraph
+) -> float:
     """Return the largest drift of the output of a graph that was found, by this run or before."""
-    key = _key(station, task, case, graph)
-    if station.cache is not None:
-        found, value = station.cache.read(key)
+    key = _key(context, task, case, graph)
+    if context.cache is not None:
+        found, value = context.cache.read(key)
         if found is Found.HIT:
             try:
                 kept = decode(value, ())
@@ -379,7 +387,7 @@ def _attained(station: Station, task: SlackTask, case: Case, graph: BlockGraph) 
                 kept = None
             if isinstance(kept, float) and kept >= 0:
                 return kept
-    problem = station.shop.problem_of_graph(graph)
+    problem = context.factory.problem_of_graph(graph)
     train, infer = problem.simulators()
     with threads_for(problem.size):
         best = attack(
@@ -391,25 +399,25 @@ def _attained(station: Station, task: SlackTask, case: Case, graph: BlockGraph) 
             candidates=_CANDIDATES,
             rounds=_ROUNDS,
             restarts=0,
-            herds=0,
+            batches=0,
             seed=case.seed,
         ).value
-    if station.cache is not None:
-        station.cache.write(key, encode(best))
+    if context.cache is not None:
+        context.cache.write(key, encode(best))
     return best
 
 
-def _key(station: Station, task: SlackTask, case: Case, graph: BlockGraph) -> str:
-    shop = station.shop
+def _key(context: WorkerContext, task: StageAttackTask, case: Case, graph: BlockGraph) -> str:
+    factory = context.factory
     return key_of(
         {
             "what": "slack",
             "schema": ENTRY_SCHEMA,
-            "rules": station.setting.rules,
-            "device": shop.device.type,
+            "rules": context.setting.rules,
+            "device": factory.device.type,
             "graph": graph.digest,
-            "parameters": station.builder(task.goal).digests_of(graph),
+            "parameters": context.builder(task.goal).digests_of(graph),
             "region": case.digest,
-            "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+            "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
         }
     )

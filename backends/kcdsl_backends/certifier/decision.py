@@ -14,7 +14,7 @@ from kcdsl_backends.attack.runs import Attack
 from kcdsl_backends.certifier.bounds import Bounded
 from kcdsl_backends.certifier.cache import Found
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.composition import ChainTask, SlackTask
+from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTask
 from kcdsl_backends.certifier.proof import Contents
 from kcdsl_backends.certifier.tasks import (
     Answer,
@@ -24,18 +24,18 @@ from kcdsl_backends.certifier.tasks import (
     BoundTask,
     Checked,
     CheckTask,
-    Station,
     Unfinished,
+    WorkerContext,
     worth_attacking,
 )
-from kcdsl_backends.certifier.workers import Crew
+from kcdsl_backends.certifier.workers import WorkerPool
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, pieces done, pieces in all)."""
 
 
 @dataclass(slots=True)
-class Open:
+class OpenGoal:
     """A goal with its cases, and what is known of it so far; `strongest` is of `attacked`."""
 
     goal: Goal
@@ -62,9 +62,9 @@ class Open:
 
 
 def decide_batch(
-    crew: Crew,
-    station: Station,
-    batch: Sequence[Open],
+    pool: WorkerPool,
+    context: WorkerContext,
+    batch: Sequence[OpenGoal],
     *,
     attacks: bool,
     confirm: bool,
@@ -77,16 +77,16 @@ def decide_batch(
         Refusal: a block, a numerics specification or an input cannot be used.
     """
     told = progress or (lambda stage, done, total: None)
-    _bound(crew, batch, told, ChainTask if chain else BoundTask)
+    _bound(pool, batch, told, CompositionTask if chain else BoundTask)
     if attacks:
-        _attack(crew, batch, told)
-        _measure_slack(crew, batch, told)
+        _attack(pool, batch, told)
+        _measure_slack(pool, batch, told)
     for one in batch:
         one.verdict = verdict_of(one.goal, one.outcomes, one.strongest, chain=chain)
         if isinstance(one.verdict, Held):
-            _prove(station, one)
+            _prove(context, one)
     if confirm:
-        _confirm(crew, [one for one in batch if one.proof is not None], told)
+        _confirm(pool, [one for one in batch if one.proof is not None], told)
     for one in batch:
         if one.damaged:
             entries = "entry of the cache was" if one.damaged == 1 else "entries of the cache were"
@@ -94,10 +94,10 @@ def decide_batch(
 
 
 def _bound(
-    crew: Crew,
-    batch: Sequence[Open],
+    pool: WorkerPool,
+    batch: Sequence[OpenGoal],
     progress: Progress,
-    task: type[BoundTask] | type[ChainTask],
+    task: type[BoundTask] | type[CompositionTask],
 ) -> None:
     places = [(one, index) for one in batch for index in range(len(one.cases))]
     tasks = [task(one.goal, one.cases[index]) for one, index in places]
@@ -108,7 +108,7 @@ def _bound(
         done[id(one)] = done.get(id(one), 0) + 1
         progress(one.goal.clause.id, done[id(one)], len(one.cases))
 
-    for (one, index), answer in zip(places, crew.run(tasks, told), strict=True):
+    for (one, index), answer in zip(places, pool.run(tasks, told), strict=True):
         assert answer is not None
         one.spend(answer)
         match answer.value:
@@ -128,7 +128,7 @@ def _unfinished(case: Case, reason: str) -> Bounded:
     return Bounded(CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason))
 
 
-def _attack(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
+def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> None:
     """Attack what is worth it, of each goal up to the first case that refutes it."""
     places = [(one, index) for one in batch for index in worth_attacking(one.goal, one.outcomes)]
     tasks = [AttackTask(one.goal, one.cases[i], one.bounded[i]) for one, i in places]
@@ -149,7 +149,7 @@ def _attack(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
         progress(f"{one.goal.clause.id}: attack", done[id(one)], totals[id(one)])
 
     for number, ((one, index), answer) in enumerate(
-        zip(places, crew.run(tasks, told, wanted), strict=True)
+        zip(places, pool.run(tasks, told, wanted), strict=True)
     ):
         if answer is None or number > refuted.get(id(one), number):
             continue
@@ -165,7 +165,7 @@ def _attack(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
                 raise AssertionError(f"no answer to an attack: {other}")
 
 
-def _measure_slack(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
+def _measure_slack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> None:
     """Put what runs attain at its links beside the chain with the largest bound of each goal."""
     places = [
         (one, max(able, key=lambda i: one.outcomes[i].bound))
@@ -174,10 +174,10 @@ def _measure_slack(crew: Crew, batch: Sequence[Open], progress: Progress) -> Non
     ]
     names = [tuple(link.name for link in one.outcomes[i].links) for one, i in places]
     tasks = [
-        SlackTask(one.goal, one.cases[i], some)
+        StageAttackTask(one.goal, one.cases[i], some)
         for (one, i), some in zip(places, names, strict=True)
     ]
-    answers = crew.run(tasks)
+    answers = pool.run(tasks)
     for number, ((one, index), answer) in enumerate(zip(places, answers, strict=True)):
         assert answer is not None
         one.spend(answer)
@@ -195,8 +195,8 @@ def _measure_slack(crew: Crew, batch: Sequence[Open], progress: Progress) -> Non
                 raise AssertionError(f"no answer to a search: {other}")
 
 
-def _prove(station: Station, one: Open) -> None:
-    builder = station.builder(one.goal)
+def _prove(context: WorkerContext, one: OpenGoal) -> None:
+    builder = context.builder(one.goal)
     for contents in one.contents:
         if contents is None or not _settles(one.goal, contents):
             one.verdict = Inconclusive("a case has no proof of the goal")
@@ -212,9 +212,9 @@ def _settles(goal: Goal, contents: Contents) -> bool:
     return bool(contents.claims) and all(goal.admits(claim) for claim in contents.claims)
 
 
-def _confirm(crew: Crew, proved: Sequence[Open], progress: Progress) -> None:
+def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -> None:
     """Have the independent checker re-derive proofs; what it does not confirm is inconclusive."""
-    parts = {id(one): min(crew.spread, len(one.cases)) for one in proved}
+    parts = {id(one): min(pool.spread, len(one.cases)) for one in proved}
     places = [(one, first) for one in proved for first in range(parts[id(one)])]
     tasks = [CheckTask(one.proof or b"", first, parts[id(one)]) for one, first in places]
     done: dict[int, int] = {}
@@ -224,14 +224,14 @@ def _confirm(crew: Crew, proved: Sequence[Open], progress: Progress) -> None:
         done[id(one)] = done.get(id(one), 0) + 1
         progress(f"{one.goal.clause.id}: check", done[id(one)], parts[id(one)])
 
-    answers = crew.run(tasks, told)
+    answers = pool.run(tasks, told)
     for one in proved:
         own = [a for (o, _), a in zip(places, answers, strict=True) if o is one and a is not None]
         for answer in own:
             one.spend(answer)
         objection = _objection(own, parts[id(one)])
         if objection is not None and parts[id(one)] > 1:
-            whole = crew.run([CheckTask(one.proof or b"")])[0]
+            whole = pool.run([CheckTask(one.proof or b"")])[0]
             objection = _objection([whole] if whole is not None else [], 1) or objection
         if objection is None:
             one.confirmed = True

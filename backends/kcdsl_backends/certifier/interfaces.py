@@ -87,7 +87,7 @@ class Interface:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class StageOutput:
     """Boxes of the training value and of the drift of a link's output, as they are claimed, and
     ellipsoids around the rows of the drift where they were asked for. `readings` are those of an
     interface."""
@@ -140,7 +140,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkProblem:
+class StageProblem:
     """A link as the domains read it, on states that drift; `followed` says that another one reads
     its output."""
 
@@ -183,22 +183,22 @@ class LinkProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Linked:
+class BoundedStage:
     """What is proved of a link: its largest drift, its output, and what the proof states."""
 
     claim: float
-    output: Output
+    output: StageOutput
     stated: Mapping[str, Any]
 
 
-def link_case(
+def bound_stage(
     name: str,
-    problem: LinkProblem,
+    problem: StageProblem,
     builder: ProofBuilder,
     claims: Claims,
     *,
     ellipsoids: bool = False,
-) -> Linked:
+) -> BoundedStage:
     """Bound the output of a link by every domain at once.
 
     Args:
@@ -247,7 +247,9 @@ def link_case(
     if any(own is not None for own in apart):
         first, second = (_claimed_readings(own, train, margin, noise) for own in apart)
         readings = first, second
-    return Linked(claim, Output((one.lo, one.hi), (two.lo, two.hi), held, readings), stated)
+    return BoundedStage(
+        claim, StageOutput((one.lo, one.hi), (two.lo, two.hi), held, readings), stated
+    )
 
 
 def _claimed_readings(own: Apart, like: Box, margin: float, noise: float) -> Tensor:

@@ -141,7 +141,7 @@ class BlockProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
+class ProblemFactory:
     """Builds block problems of one model and kernel pair; graphs and weights are kept.
 
     Workshops of one model and other kernels may share `graphs`, by block, length and formats.
@@ -257,18 +257,20 @@ def certified_block_drift(
     x: Tensor,
     train_numerics: Numerics,
     infer_numerics: Numerics,
-    workshop: Workshop | None = None,
+    problem_factory: ProblemFactory | None = None,
     largest: int = LARGEST,
 ) -> CertifiedDrift:
     """Bound the drift of a block on the float32 input x [T, D], element by element.
 
-    Pass the same `workshop` for many inputs, so that graphs and weights are built once. A block
-    with a result of more than `largest` elements, such as the scores of a long request, has no
-    bound.
+    Pass the same `problem_factory` for many inputs, so that graphs and weights are built once. A
+    block with a result of more than `largest` elements, such as the scores of a long request, has
+    no bound.
     """
-    shop = workshop or Workshop(model, train_numerics, infer_numerics, torch.device("cpu"))
-    problem = shop.problem(block, tuple(range(x.shape[0])))
-    radius = torch.zeros(1, 1, dtype=torch.float64, device=shop.device)
+    factory = problem_factory or ProblemFactory(
+        model, train_numerics, infer_numerics, torch.device("cpu")
+    )
+    problem = factory.problem(block, tuple(range(x.shape[0])))
+    radius = torch.zeros(1, 1, dtype=torch.float64, device=factory.device)
     shape = problem.graph.node(problem.graph.output).shape
     results = [n for n in problem.graph.nodes if n.op not in ("param", "constant")]
     size = max(math.prod(node.shape) for node in results)
@@ -276,7 +278,7 @@ def certified_block_drift(
         reason = f"{block} has a result of {size:,} numbers, more than {largest:,}"
         return CertifiedDrift(float("inf"), np.full(shape, np.inf), reason)
     try:
-        output = problem.bound(x.to(shop.device, torch.float64), radius).output
+        output = problem.bound(x.to(factory.device, torch.float64), radius).output
     except NoBound as no:
         return CertifiedDrift(float("inf"), np.full(shape, np.inf), str(no))
     bound = output.drift.mag() * claim_margin(train_numerics, infer_numerics)
@@ -288,7 +290,7 @@ Distance = Callable[[Node], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class NearbyProblem:
+class WeightBallProblem:
     """A block under every θ' with |θ' - θ| <= ρ|θ|."""
 
     problem: BlockProblem | SequenceProblem

@@ -22,7 +22,7 @@ from kcdsl.route.goals import Goal, goals
 from kcdsl.verdict.counterexample import Replayed
 from kcdsl_backends.attack.runs import Attack, Run, Unusable, attack_of, pack, run_of, unpack
 from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.threads import one_thread
 
 SAME_ACTIVATIONS = 2.0**-16
@@ -31,15 +31,17 @@ SAME_RUN = 2.0**-36
 """How far float64 simulations of two machines may be apart, relative to the outputs."""
 
 
-def case_record(problem: BlockProblem, shop: Workshop, goal: Goal, case: Case) -> dict[str, Any]:
+def case_record(
+    problem: BlockProblem, factory: ProblemFactory, goal: Goal, case: Case
+) -> dict[str, Any]:
     """Return what a counterexample says of a case beside its run."""
     case = case.at_its_length
     boxed = case.centre is not None and goal.region.kind.value != "points"
     return {
         "case": {"name": case.name, "tokens": list(case.tokens)},
-        "checkpoint": {"sha256": shop.model.checkpoint.sha256},
+        "checkpoint": {"sha256": factory.model.checkpoint.sha256},
         "graph": {"sha256": problem.graph.digest},
-        "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+        "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
         "region": {
             "kind": goal.region.kind.value,
             "centre": pack(case.centre, "float64") if boxed and case.centre is not None else None,
@@ -80,18 +82,20 @@ def replay(
         files.allow(Path(checkpoint).parent)
     model = load_model(named, files)
     _same("checkpoint.sha256", document["checkpoint"]["sha256"], model.checkpoint.sha256)
-    shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
-    for side, numerics in (("train", shop.train), ("infer", shop.infer)):
+    factory = ProblemFactory(
+        model, resolve(program.train), resolve(program.infer), torch.device(device)
+    )
+    for side, numerics in (("train", factory.train), ("infer", factory.infer)):
         _same(f"numerics.{side}", document["numerics"][side], numerics.to_json())
     with at(goal.span):
         rows = slice_rows(program, model, goal.region.slice)
-        cases = {case.name: case for case in cases_of(shop, goal, rows)} if rows else {}
+        cases = {case.name: case for case in cases_of(factory, goal, rows)} if rows else {}
     case = cases.get(document["case"]["name"])
     if case is None:
         raise _elsewhere("case.name", document["case"]["name"], "no case of the clause")
     _same("case.tokens", document["case"]["tokens"], list(case.tokens))
     case = case.at_its_length
-    problem = shop.problem(goal.block, case.tokens)
+    problem = factory.problem(goal.block, case.tokens)
     _same("graph.sha256", document["graph"]["sha256"], problem.graph.digest)
     return _run(problem, goal, case, document)
 

@@ -21,7 +21,7 @@ _WORTH = ("linear", "matmul", "embedding")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Consecutive operations [first, end) of a graph that end where it can be cut."""
 
     first: int
@@ -30,7 +30,7 @@ class Piece:
     knot: bool
 
 
-def links_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
+def stages_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
     """Return the links of a graph in order; one alone where it does not fall apart.
 
     A link is as long as a block of the model that has a name, and then has this name, such as the
@@ -42,7 +42,7 @@ def links_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
     pieces = _pieces(graph, computed)
     knots = [piece for piece in pieces if piece.knot]
     names = _names(model, graph.block, knots)
-    runs: list[tuple[str | None, list[Piece]]] = []
+    runs: list[tuple[str | None, list[Segment]]] = []
     for piece in pieces:
         own = names.get(piece.first) if piece.knot else None
         if not runs:
@@ -118,12 +118,12 @@ def until(graph: BlockGraph, output: str) -> BlockGraph:
     return _link(graph, computed, 0, end + 1, graph.block)
 
 
-def _pieces(graph: BlockGraph, computed: Sequence[Node]) -> list[Piece]:
+def _pieces(graph: BlockGraph, computed: Sequence[Node]) -> list[Segment]:
     last = {name: place for place, node in enumerate(computed) for name in node.inputs}
     alive: set[str] = {node.name for node in graph.nodes if node.op == "input"}
     inside = {node.name for node in computed} | alive
     keys = {node.name: node.attrs["key"] for node in graph.nodes if node.op == "param"}
-    pieces: list[Piece] = []
+    pieces: list[Segment] = []
     first = 0
     for place, node in enumerate(computed):
         alive.add(node.name)
@@ -133,7 +133,7 @@ def _pieces(graph: BlockGraph, computed: Sequence[Node]) -> list[Piece]:
             part = computed[first : place + 1]
             read = frozenset(keys[name] for n in part for name in n.inputs if name in keys)
             knot = sum(n.op != "embedding" for n in part) > 1
-            pieces.append(Piece(first, place + 1, read, knot))
+            pieces.append(Segment(first, place + 1, read, knot))
             first = place + 1
     return pieces
 
@@ -144,7 +144,7 @@ def _is_state(node: Node, graph: BlockGraph) -> bool:
     return node.role == "" and len(node.shape) == 2 and node.shape[0] == rows
 
 
-def _names(model: Model, block: str, knots: Sequence[Piece]) -> Mapping[int, str]:
+def _names(model: Model, block: str, knots: Sequence[Segment]) -> Mapping[int, str]:
     """Return for knots, by where they begin, the largest named block that they are a part of; none
     that has all of them."""
     found: dict[int, str] = {}

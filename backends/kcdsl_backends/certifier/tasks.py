@@ -44,14 +44,14 @@ from kcdsl_backends.certifier.cache import (
     rules_version,
 )
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
 from kcdsl_backends.threads import one_thread, threads_for
 from kcdsl_certs.recheck import recheck
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RunSettings:
     """What every piece of work of one run shares.
 
     `checkpoint` is the sha256 of the weights, `rules` the version of the program and `loaded` the
@@ -70,11 +70,11 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Station:
+class WorkerContext:
     """What a process keeps between pieces of work of one setting: the model, graphs, weights."""
 
-    setting: Setting
-    shop: Workshop
+    setting: RunSettings
+    factory: ProblemFactory
     digests: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -84,9 +84,15 @@ class Station:
 
     def builder(self, goal: Goal) -> ProofBuilder:
         """Return an empty proof of a goal."""
-        shop = self.shop
+        factory = self.factory
         return ProofBuilder(
-            shop.model, goal.block, shop.train, shop.infer, goal.functional, goal.k, self.digests
+            factory.model,
+            goal.block,
+            factory.train,
+            factory.infer,
+            goal.functional,
+            goal.k,
+            self.digests,
         )
 
 
@@ -138,7 +144,7 @@ class Defect:
 class Task(Protocol):
     """A piece of work."""
 
-    def run(self, station: Station) -> tuple[Any, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[Any, Found | None]:
         """Do it; return its value, and what the cache had of it (None where it was not asked)."""
         ...
 
@@ -162,8 +168,8 @@ class Answer:
 class Ready:
     """Load the model, and nothing more."""
 
-    def run(self, station: Station) -> tuple[None, None]:
-        """Do nothing: the station is there."""
+    def run(self, context: WorkerContext) -> tuple[None, None]:
+        """Do nothing: the context is there."""
         return None, None
 
 
@@ -174,15 +180,15 @@ class BoundTask:
     goal: Goal
     case: Case
 
-    def run(self, station: Station) -> tuple[BoundedCase, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[BoundedCase, Found | None]:
         """Bound the case, or take what an earlier run found."""
         with at(self.goal.span):
-            case = self.case.on(station.shop.device)
-            graph = problem_of(station.shop, self.goal, case).graph
-            if station.cache is None:
-                return self._bounded(station, case), None
-            key = key_of({"what": "bound", **_dependencies(station, self.goal, case)})
-            found, value = station.cache.read(key)
+            case = self.case.on(context.factory.device)
+            graph = problem_of(context.factory, self.goal, case).graph
+            if context.cache is None:
+                return self._bounded(context, case), None
+            key = key_of({"what": "bound", **_dependencies(context, self.goal, case)})
+            found, value = context.cache.read(key)
             if found is Found.HIT:
                 try:
                     bounded, claim, stated = decode(value, (Bounded, CaseOutcome))
@@ -190,20 +196,20 @@ class BoundTask:
                     named = replace(bounded, outcome=replace(bounded.outcome, name=case.name))
                     if stated is None:
                         return BoundedCase(named, None), found
-                    builder = station.builder(self.goal)
-                    region = region_of(station.shop, self.goal, case)
+                    builder = context.builder(self.goal)
+                    region = region_of(context.factory, self.goal, case)
                     builder.add_stated(case.name, graph, region, claim, stated)
                     return BoundedCase(named, builder.contents()), found
                 except DAMAGE:
                     found = Found.DAMAGED
-            fresh = self._bounded(station, case)
+            fresh = self._bounded(context, case)
             claim, stated = stated_of(fresh.contents)
-            station.cache.write(key, encode((fresh.bounded, claim, stated)))
+            context.cache.write(key, encode((fresh.bounded, claim, stated)))
             return fresh, found
 
-    def _bounded(self, station: Station, case: Case) -> BoundedCase:
-        builder = station.builder(self.goal)
-        bounded = bound_case(station.shop, self.goal, case, builder)
+    def _bounded(self, context: WorkerContext, case: Case) -> BoundedCase:
+        builder = context.builder(self.goal)
+        bounded = bound_case(context.factory, self.goal, case, builder)
         contents = builder.contents()
         return BoundedCase(bounded, contents if contents.cases else None)
 
@@ -216,27 +222,27 @@ class AttackTask:
     case: Case
     bounded: Bounded
 
-    def run(self, station: Station) -> tuple[Attack, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[Attack, Found | None]:
         """Attack the case, or take what an earlier run found."""
         with at(self.goal.span):
-            case = self.case.on(station.shop.device)
-            if station.cache is None:
-                return attack_case(station.shop, self.goal, case, self.bounded), None
+            case = self.case.on(context.factory.device)
+            if context.cache is None:
+                return attack_case(context.factory, self.goal, case, self.bounded), None
             places = {"places": list(self.bounded.places)}
-            key = key_of({"what": "attack", **_dependencies(station, self.goal, case), **places})
-            found, value = station.cache.read(key)
+            key = key_of({"what": "attack", **_dependencies(context, self.goal, case), **places})
+            found, value = context.cache.read(key)
             if found is Found.HIT:
-                attack = _believable(station, self.goal, case, value)
+                attack = _believable(context, self.goal, case, value)
                 if attack is not None:
                     return attack, found
                 found = Found.DAMAGED
-            fresh = attack_case(station.shop, self.goal, case, self.bounded)
+            fresh = attack_case(context.factory, self.goal, case, self.bounded)
             if fresh.record is not None or not self.goal.refuted_by(fresh.value):
-                station.cache.write(key, encode(fresh))
+                context.cache.write(key, encode(fresh))
             return fresh, found
 
 
-def _believable(station: Station, goal: Goal, case: Case, value: Any) -> Attack | None:
+def _believable(context: WorkerContext, goal: Goal, case: Case, value: Any) -> Attack | None:
     """Return an attack of the cache; one that refutes its goal only if its run does so again."""
     case = case.at_its_length
     try:
@@ -245,7 +251,7 @@ def _believable(station: Station, goal: Goal, case: Case, value: Any) -> Attack 
             return None
         if kept.record is None:
             return None if goal.refuted_by(kept.value) else kept
-        train, infer = station.shop.problem(goal.block, case.tokens).simulators()
+        train, infer = context.factory.problem(goal.block, case.tokens).simulators()
         run = run_of(kept.record, {"train": train, "infer": infer})
     except DAMAGE:
         return None
@@ -266,44 +272,44 @@ class CheckTask:
     first: int = 0
     step: int = 1
 
-    def run(self, station: Station) -> tuple[Checked, None]:
+    def run(self, context: WorkerContext) -> tuple[Checked, None]:
         """Check the whole document and derive these cases."""
-        path = station.shop.model.checkpoint.path
+        path = context.factory.model.checkpoint.path
         outcome = recheck(self.proof, path, part=(self.first, self.step))
         return Checked("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
 
 
-def _dependencies(station: Station, goal: Goal, case: Case) -> dict[str, Any]:
+def _dependencies(context: WorkerContext, goal: Goal, case: Case) -> dict[str, Any]:
     """Return everything that the bound of a case depends on, as plain data."""
-    shop = station.shop
-    graph = problem_of(shop, goal, case).graph
-    digests = station.builder(goal).digests_of(graph)
+    factory = context.factory
+    graph = problem_of(factory, goal, case).graph
+    digests = context.builder(goal).digests_of(graph)
     stated = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
     del stated["clause"], stated["region"]
     region: dict[str, Any] = {"kind": goal.region.kind.value, "box": case.digest}
     if case.longest is not None:
-        tables = shop.sequences(goal.block, case.longest).tables
+        tables = factory.sequences(goal.block, case.longest).tables
         region["tables"] = {name: array_digest(tables[name]) for name in sorted(tables)}
     return {
         "schema": ENTRY_SCHEMA,
-        "rules": station.setting.rules,
-        "device": shop.device.type,
+        "rules": context.setting.rules,
+        "device": factory.device.type,
         "graph": graph.digest,
         "parameters": digests,
         "region": region,
-        "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+        "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
         "goal": {**stated, "evidence": str(goal.clause.evidence)},
     }
 
 
 # --- doing the work -------------------------------------------------------------------------------
 
-_KEPT: dict[bytes, Station] = {}
-"""The station of this process; only that of the latest setting is kept."""
+_KEPT: dict[bytes, WorkerContext] = {}
+"""The context of this process; only that of the latest setting is kept."""
 
 
-def open_station(setting: Setting, model: Model | None = None) -> Station:
-    """Return what a process needs to work: the loaded model and an empty workshop.
+def open_context(setting: RunSettings, model: Model | None = None) -> WorkerContext:
+    """Return what a process needs to work: the loaded model and an empty factory.
 
     Raises:
         Refusal: the model cannot be loaded, or it is not the model, or this is not the program,
@@ -318,7 +324,9 @@ def open_station(setting: Setting, model: Model | None = None) -> Station:
     if rules_version() != setting.rules:
         raise _changed("the program (kcdsl, torch or numpy)")
     train, infer = resolve(setting.program.train), resolve(setting.program.infer)
-    return Station(setting, Workshop(loaded, train, infer, torch.device(setting.device)))
+    return WorkerContext(
+        setting, ProblemFactory(loaded, train, infer, torch.device(setting.device))
+    )
 
 
 def _changed(what: str) -> Refusal:
@@ -338,19 +346,19 @@ def work(setting: bytes, task: bytes) -> bytes:
     with _caught(started) as outcome:
         if setting not in _KEPT:
             _KEPT.clear()
-            _KEPT[setting] = open_station(pickle.loads(setting))
-        station = _KEPT[setting]
-        answer = perform(station, pickle.loads(task))
-        imported_code(station.shop.model.files)
-        outcome.append(replace(answer, code=dict(station.shop.model.files.code)))
+            _KEPT[setting] = open_context(pickle.loads(setting))
+        context = _KEPT[setting]
+        answer = perform(context, pickle.loads(task))
+        imported_code(context.factory.model.files)
+        outcome.append(replace(answer, code=dict(context.factory.model.files.code)))
     return pickle.dumps(outcome[0])
 
 
-def perform(station: Station, task: Task) -> Answer:
+def perform(context: WorkerContext, task: Task) -> Answer:
     """Do a piece of work. Nothing is raised but what ends a process."""
     started = time.perf_counter()
-    with _caught(started) as outcome, _threads(station.setting.threads):
-        value, found = task.run(station)
+    with _caught(started) as outcome, _threads(context.setting.threads):
+        value, found = task.run(context)
         outcome.append(Answer(value, time.perf_counter() - started, peak_bytes(), found))
     return outcome[0]
 
@@ -414,7 +422,7 @@ def worth_attacking(goal: Goal, outcomes: Sequence[CaseOutcome]) -> list[int]:
     return list(dict.fromkeys([widest, *still_open]))
 
 
-def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Attack:
+def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: Bounded) -> Attack:
     """Search for runs of one case with a large drift; the same case gives the same runs.
 
     The result is plain data. It has the record of its run only where it refutes the goal: then, if
@@ -423,7 +431,7 @@ def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Att
     as long as the tokens the region came from.
     """
     any_length, case = case.longest is not None, case.at_its_length
-    problem: BlockProblem = shop.problem(goal.block, case.tokens)
+    problem: BlockProblem = factory.problem(goal.block, case.tokens)
     places = _in_last_row(problem, bounded.places) if any_length else bounded.places
     train, infer = problem.simulators()
     with threads_for(problem.size):

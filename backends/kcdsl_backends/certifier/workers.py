@@ -16,9 +16,9 @@ from kcdsl_backends.certifier.tasks import (
     Defect,
     Ready,
     Refused,
-    Station,
     Task,
     Unfinished,
+    WorkerContext,
     peak_bytes,
     perform,
     work,
@@ -39,7 +39,7 @@ Told = Callable[[int, Answer], None]
 Wanted = Callable[[int], bool]
 
 
-class DefectInWork(Exception):
+class TaskFailed(Exception):
     """An exception that nobody foresaw, in this process or another; its notes have the trace."""
 
 
@@ -47,7 +47,7 @@ class WorkersDoNotStart(Exception):
     """Worker processes end before they do anything."""
 
 
-class Killable(Protocol):
+class KillableExecutor(Protocol):
     """An executor whose workers can be ended at once."""
 
     def submit(self, fn: Callable[..., bytes], /, *args: bytes) -> Future[bytes]:
@@ -71,21 +71,21 @@ def threads_of(execution: Execution, cases: int) -> int:
     return execution.threads or max(1, cores() // max(1, min(cores(), cases)))
 
 
-class Crew:
+class WorkerPool:
     """Does work, here or in as many workers as an `Execution` asks for; a context manager.
 
     On leaving it, all workers end: after their work, or at once where an exception leaves it.
     """
 
-    def __init__(self, station: Station, execution: Execution) -> None:
+    def __init__(self, context: WorkerContext, execution: Execution) -> None:
         """Begin without workers; they start when there is work for them."""
-        self._station, self._execution = station, execution
-        self._setting = pickle.dumps(station.setting)
-        self._pool: Killable | None = None
+        self._station, self._execution = context, execution
+        self._setting = pickle.dumps(context.setting)
+        self._executor: KillableExecutor | None = None
         self._width = 1
         self._spent, self._done = 0.0, 0
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(
@@ -94,18 +94,18 @@ class Crew:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._pool is None:
+        if self._executor is None:
             return
         if error is None:
-            self._pool.shutdown(wait=True)
+            self._executor.shutdown(wait=True)
         else:
-            self._pool.kill()
-        self._pool = None
+            self._executor.kill()
+        self._executor = None
 
     @property
     def spread(self) -> int:
         """Return into how many parts work that can be divided should be."""
-        return 1 if self._pool is None else self._width
+        return 1 if self._executor is None else self._width
 
     def run(
         self, tasks: Sequence[Task], told: Told | None = None, wanted: Wanted | None = None
@@ -138,7 +138,7 @@ class Crew:
                 index = waiting.popleft()
                 if index > last or (wanted is not None and not wanted(index)):
                     continue
-                if self._pool is None:
+                if self._executor is None:
                     keep(index, self._here(tasks[index]))
                     break
                 flying[self._give(tasks[index])] = index
@@ -150,10 +150,10 @@ class Crew:
 
     def _give(self, task: Task) -> Future[bytes]:
         """Give a task to the pool; a pool that broke since answers as if it broke on the task."""
-        assert self._pool is not None
+        assert self._executor is not None
         data = pickle.dumps(task)
         try:
-            return self._pool.submit(work, self._setting, data)
+            return self._executor.submit(work, self._setting, data)
         except BrokenExecutor:
             future: Future[bytes] = Future()
             future.set_exception(BrokenExecutor())
@@ -190,58 +190,60 @@ class Crew:
         self._width = max(1, self._width // 2)
         for index in sorted(lost):
             keep(index, self._alone(tasks[index]))
-        self._pool = self._open(self._width)
+        self._executor = self._open(self._width)
 
     def _answer(self, data: bytes) -> Answer:
         """Return the answer of a worker; record the own code that it imported."""
         answer: Answer = pickle.loads(data)
-        self._station.shop.model.files.record_code(answer.code)
+        self._station.factory.model.files.record_code(answer.code)
         return answer
 
     def _alone(self, task: Task) -> Answer:
         """Do a task in a worker of its own, so that whatever ends the worker is its doing."""
-        pool = Processes(1, self._station.setting.threads)
+        executor = Processes(1, self._station.setting.threads)
         try:
-            return self._answer(pool.submit(work, self._setting, pickle.dumps(task)).result())
+            return self._answer(executor.submit(work, self._setting, pickle.dumps(task)).result())
         except BrokenExecutor:
             return _lost("it was killed, for want of memory for instance, or crashed")
         finally:
-            pool.kill()
+            executor.kill()
 
     def _widen(self, waiting: int) -> None:
         """Start workers once they are asked for, or worth it."""
-        if self._pool is not None or waiting == 0:
+        if self._executor is not None or waiting == 0:
             return
         engine, jobs = self._execution.engine, self._execution.jobs
         if engine == "processes" and jobs is None:
             expected = waiting * self._spent / max(1, self._done)
-            if expected < WORTH or waiting < 2 or self._station.shop.device.type != "cpu":
+            if expected < WORTH or waiting < 2 or self._station.factory.device.type != "cpu":
                 return
             jobs = min(_affordable(self._station.setting.threads), waiting)
         if engine == "processes" and jobs == 1:
             return
         self._width = jobs or 1
-        self._pool = self._open(jobs)
-        if isinstance(self._pool, Ray):
-            self._width = self._pool.jobs
-        self._prove(self._pool)
+        self._executor = self._open(jobs)
+        if isinstance(self._executor, Ray):
+            self._width = self._executor.jobs
+        self._prove(self._executor)
 
-    def _open(self, jobs: int | None) -> Killable:
+    def _open(self, jobs: int | None) -> KillableExecutor:
         threads = self._station.setting.threads
         if self._execution.engine == "ray":
             return Ray(jobs, threads)
         return Processes(jobs or 1, threads)
 
     def _close(self) -> None:
-        if self._pool is not None:
-            self._pool.kill()
-            self._pool = None
+        if self._executor is not None:
+            self._executor.kill()
+            self._executor = None
 
-    def _prove(self, pool: Killable) -> None:
+    def _prove(self, executor: KillableExecutor) -> None:
         """See that a worker can be started and finds the model, before work is given out."""
         let_interrupts_through()
         try:
-            answer = self._answer(pool.submit(work, self._setting, pickle.dumps(Ready())).result())
+            answer = self._answer(
+                executor.submit(work, self._setting, pickle.dumps(Ready())).result()
+            )
         except (BrokenExecutor, WorkerLost) as error:
             raise WorkersDoNotStart(
                 f"the first worker ended while it loaded the model ({error}); try --jobs 1"
@@ -259,7 +261,7 @@ def _raise(answer: Answer | None) -> None:
         case Answer(value=Refused(diagnostics)):
             raise Refusal(diagnostics)
         case Answer(value=Defect(kind, message, trace)):
-            error = DefectInWork(f"{kind}: {message}")
+            error = TaskFailed(f"{kind}: {message}")
             error.add_note(trace)
             raise error
         case Answer(value=Unfinished(reason)):

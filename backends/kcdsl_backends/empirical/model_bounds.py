@@ -12,7 +12,7 @@ import torch
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.affine.pair import both
-from kcdsl_backends.certifier.problems import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.empirical.certified import Box
 from kcdsl_backends.interval.box import up
 from kcdsl_backends.interval.errors import NoBound
@@ -46,7 +46,7 @@ EFFORTS = (
 class AffineBound:
     """Bounds the block `model` request by request; graphs and weights are kept in the workshop."""
 
-    shop: Workshop
+    factory: ProblemFactory
     train_runs: str
     infer_runs: str
     _work: float = field(init=False)
@@ -54,7 +54,7 @@ class AffineBound:
 
     def __post_init__(self) -> None:
         """Count the work once: every request asks for it."""
-        shapes = [tensor.shape for tensor in self.shop.model.checkpoint.tensors.values()]
+        shapes = [tensor.shape for tensor in self.factory.model.checkpoint.tensors.values()]
         widest = max((size for shape in shapes for size in shape), default=1)
         object.__setattr__(self, "_work", 2.0 * widest * sum(prod(shape) for shape in shapes))
 
@@ -62,8 +62,8 @@ class AffineBound:
     def numerics(self) -> Mapping[str, str]:
         """Return in words what both kernels claim."""
         return {
-            "train": _in_words(self.train_runs, self.shop.train),
-            "infer": _in_words(self.infer_runs, self.shop.infer),
+            "train": _in_words(self.train_runs, self.factory.train),
+            "infer": _in_words(self.infer_runs, self.factory.infer),
         }
 
     @property
@@ -78,9 +78,9 @@ class AffineBound:
     def bound(self, request: Request, domain: int) -> Box:
         """Return the bounds of infer - train for every output of the request."""
         try:
-            problem = self.shop.problem(BLOCK, request.tokens)
-            margin = claim_margin(self.shop.train, self.shop.infer, problem.graph)
-            radius = torch.zeros(1, 1, dtype=torch.float64, device=self.shop.device)
+            problem = self.factory.problem(BLOCK, request.tokens)
+            margin = claim_margin(self.factory.train, self.factory.infer, problem.graph)
+            radius = torch.zeros(1, 1, dtype=torch.float64, device=self.factory.device)
             with threads_for(problem.size):
                 sides = problem.train, problem.infer
                 found = both(problem.graph, *sides, None, radius, grain=EFFORTS[domain].grain).box()

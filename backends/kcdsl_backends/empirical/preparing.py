@@ -313,21 +313,21 @@ def _block_inputs(model: Model) -> Any:
 
 def _certify(program: Program, model: Model) -> Certify:
     """Return the certified bounds of the interval backend for the numerics the kernels claim."""
-    from kcdsl_backends.certifier.problems import Workshop, certified_block_drift
+    from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
 
     train, infer = resolve(program.train), resolve(program.infer)
-    shop = Workshop(model, train, infer, torch.device("cpu"))
-    return lambda block, x: certified_block_drift(model, block, x, train, infer, shop)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    return lambda block, x: certified_block_drift(model, block, x, train, infer, factory)
 
 
 def _bound_model(program: Program, model: Model) -> ModelBound:
     """Return what bounds the whole model, for the numerics the kernels claim."""
-    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.problems import ProblemFactory
     from kcdsl_backends.empirical.model_bounds import AffineBound
 
     train, infer = resolve(program.train), resolve(program.infer)
-    shop = Workshop(model, train, infer, torch.device("cpu"))
-    return AffineBound(shop, program.train.run, program.infer.run)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    return AffineBound(factory, program.train.run, program.infer.run)
 
 
 def _environment(device: torch.device) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Herds: runs that climb side by side where kernels round to nearest; the slopes of secants."""
+"""Batches: runs that climb side by side where kernels round to nearest; the slopes of secants."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import batched_search
 from kcdsl_backends.attack.accumulation_order import nearest_to
-from kcdsl_backends.attack.batched_search import Herd, Reaches, Secants, widths_of
+from kcdsl_backends.attack.batched_search import Batch, SmoothedGradient, ValueRanges, widths_of
+from kcdsl_backends.attack.gradient_ascent import Ascent
 from kcdsl_backends.attack.runs import Attack, attack_of, record_run, run_of
-from kcdsl_backends.attack.search import Ascent, attack
+from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.parameters import StoredParameters
 
@@ -66,17 +67,17 @@ def steps_problem() -> tuple[tuple[Simulator, Simulator], Tensor, Tensor, float]
     return kernels, centre, radius, best
 
 
-def test_herds_find_the_optimum_where_single_runs_see_no_slope() -> None:
+def test_batches_find_the_optimum_where_single_runs_see_no_slope() -> None:
     """Each number has to go to its own side of an edge: 2^24 ways, one of them the best."""
     kernels, centre, radius, best = steps_problem()
-    alone = attack(*kernels, "inf", centre, radius, herds=0)
-    found = attack(*kernels, "inf", centre, radius, herds=1)
+    alone = attack(*kernels, "inf", centre, radius, batches=0)
+    found = attack(*kernels, "inf", centre, radius, batches=1)
     assert alone.value < 0.9 * best
     assert 0.95 * best < found.value <= best * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["inf", "2", "span"])
-def test_what_a_herd_finds_is_simulated_again_bit_for_bit(kind: str) -> None:
+def test_what_a_batch_finds_is_simulated_again_bit_for_bit(kind: str) -> None:
     kernels, centre, radius, _ = steps_problem()
     one, two = kernels
     found = attack(one, two, kind, centre, radius, seed=4)
@@ -95,7 +96,7 @@ UNIT: dict[str, Any] = {"compute": "bfloat16", "casts": "nearest", "tensor_core"
     ("ulps", "numerics"),
     [*((ulps, {"casts": "nearest", "activations": QUANTISED}) for ulps in (0.3, 1.4)), (300, UNIT)],
 )
-def test_every_input_of_a_herd_is_a_float32_inside_the_region(
+def test_every_input_of_a_batch_is_a_float32_inside_the_region(
     ulps: float, numerics: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     centre = torch.tensor([[1.0, 0.5, -0.25], [1.5, 0.0, 3.0]], dtype=torch.float64)
@@ -110,7 +111,7 @@ def test_every_input_of_a_herd_is_a_float32_inside_the_region(
         return original(self, x, *rest)
 
     monkeypatch.setattr(Simulator, "run", run)
-    attack(*kernels, "inf", centre, radius, candidates=1, rounds=1, restarts=0, herds=0)
+    attack(*kernels, "inf", centre, radius, candidates=1, rounds=1, restarts=0, batches=0)
     alone = len(tried)
     attack(*kernels, "inf", centre, radius, candidates=1, rounds=1, restarts=0)
     assert len(tried) > 2 * alone + 10
@@ -122,7 +123,7 @@ def test_every_input_of_a_herd_is_a_float32_inside_the_region(
     assert any(bool((x != centre).any()) for x in tried)
 
 
-def test_there_is_no_herd_at_a_point_or_where_no_kernel_has_steps(
+def test_there_is_no_batch_at_a_point_or_where_no_kernel_has_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels, centre, radius, _ = steps_problem()
@@ -131,8 +132,8 @@ def test_there_is_no_herd_at_a_point_or_where_no_kernel_has_steps(
     def counted(*arguments: Any) -> None:
         called.append(arguments[2])
 
-    monkeypatch.setattr("kcdsl_backends.attack.search.climb_together", counted)
-    attack(*kernels, "inf", centre, radius, herds=3)
+    monkeypatch.setattr("kcdsl_backends.attack.search.batched_ascent", counted)
+    attack(*kernels, "inf", centre, radius, batches=3)
     assert called == [3]
     attack(*kernels, "inf", centre, torch.zeros_like(radius))
     free = simulator(torch.ones(1, WIDTH), compute="bfloat16")
@@ -141,12 +142,12 @@ def test_there_is_no_herd_at_a_point_or_where_no_kernel_has_steps(
     assert called == [3]
 
 
-@pytest.mark.parametrize("herds", [0, 1])
-def test_a_region_without_numbers_has_no_attack(herds: int) -> None:
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_region_without_numbers_has_no_attack(batches: int) -> None:
     kernels, centre, radius, _ = steps_problem()
     nothing = torch.full_like(centre, math.nan)
     with pytest.raises(Overflowed):
-        attack(*kernels, "inf", nothing, radius, herds=herds)
+        attack(*kernels, "inf", nothing, radius, batches=batches)
 
 
 @pytest.mark.parametrize("radius", [-1.0, math.nan])
@@ -169,13 +170,13 @@ def test_members_that_overflow_are_lost_and_others_are_not() -> None:
     inside, outside = ascent.zero(), ascent.zero()
     outside["x", "x"][0, 0] = 1.0
     members = [(start, (0, 1.0)) for start in (inside, outside, inside)]
-    herd = Herd.of(ascent, widths_of(ascent, generator), members)
-    assert herd.heights.isinf().tolist() == [False, True, False]
-    slopes, heights = herd.slopes(herd.symbols, torch.ones(3, dtype=torch.float64))
-    assert torch.equal(heights, herd.heights)
+    batch = Batch.of(ascent, widths_of(ascent, generator), members)
+    assert batch.heights.isinf().tolist() == [False, True, False]
+    slopes, heights = batch.slopes(batch.symbols, torch.ones(3, dtype=torch.float64))
+    assert torch.equal(heights, batch.heights)
     assert bool((slopes["x", "x"][1] == 0).all())
     assert bool((slopes["x", "x"][0] != 0).any())
-    assert len(list(herd.best(3))) == 2
+    assert len(list(batch.best(3))) == 2
     found = attack(*kernels, "inf", centre, narrow(100.0))
     assert found.run is not None
     assert found.run.x is not None
@@ -190,27 +191,27 @@ def test_the_better_half_takes_the_place_of_the_other() -> None:
         start = ascent.zero()
         start["x", "x"] += value
         starts.append((start, (0, 1.0)))
-    herd = Herd.of(ascent, widths_of(ascent, torch.Generator()), starts)
-    herd.heights = torch.tensor([3.0, 1.0, 5.0, -math.inf, 4.0], dtype=torch.float64)
-    herd.targets = [(index, 1.0) for index in range(5)]
-    assert herd.select().tolist() == [0, 2, 2, 4, 4]
-    assert herd.heights.tolist() == [3.0, 5.0, 5.0, 4.0, 4.0]
-    assert [target[0] for target in herd.targets] == [0, 2, 2, 4, 4]
-    assert herd.symbols["x", "x"][:, 0, 0].tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
+    batch = Batch.of(ascent, widths_of(ascent, torch.Generator()), starts)
+    batch.heights = torch.tensor([3.0, 1.0, 5.0, -math.inf, 4.0], dtype=torch.float64)
+    batch.targets = [(index, 1.0) for index in range(5)]
+    assert batch.select().tolist() == [0, 2, 2, 4, 4]
+    assert batch.heights.tolist() == [3.0, 5.0, 5.0, 4.0, 4.0]
+    assert [target[0] for target in batch.targets] == [0, 2, 2, 4, 4]
+    assert batch.symbols["x", "x"][:, 0, 0].tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
 
 
 def test_a_member_stays_where_it_would_lose() -> None:
     kernels, centre, radius, _ = steps_problem()
     ascent = Ascent(kernels[0], kernels[1], "inf", centre, radius)
     members = [(ascent.zero(), (0, 1.0)), (ascent.zero(), (0, -1.0))]
-    herd = Herd.of(ascent, widths_of(ascent, torch.Generator()), members)
-    before = herd.heights.clone()
-    moved = {**herd.symbols, ("x", "x"): torch.ones_like(herd.symbols["x", "x"])}
-    herd.keep(moved)
-    gained = herd.heights > before
+    batch = Batch.of(ascent, widths_of(ascent, torch.Generator()), members)
+    before = batch.heights.clone()
+    moved = {**batch.symbols, ("x", "x"): torch.ones_like(batch.symbols["x", "x"])}
+    batch.keep(moved)
+    gained = batch.heights > before
     assert gained.tolist().count(True) == 1, "what one direction gains the other loses"
-    assert bool((herd.symbols["x", "x"][gained] == 1).all())
-    assert bool((herd.symbols["x", "x"][~gained] == 0).all())
+    assert bool((batch.symbols["x", "x"][gained] == 1).all())
+    assert bool((batch.symbols["x", "x"][~gained] == 0).all())
 
 
 def test_large_blocks_have_few_members() -> None:
@@ -234,7 +235,7 @@ def rounded(value: Tensor) -> Tensor:
 def test_a_secant_is_steep_near_an_edge_and_flat_far_from_it() -> None:
     value = torch.tensor([0.2, 0.45, 0.45, 0.3], dtype=torch.float64, requires_grad=True)
     half = {"a": torch.tensor([0.1, 0.1, 0.0, 3.2], dtype=torch.float64)}
-    found = Secants(half, torch.tensor(1.0, dtype=torch.float64))("a", rounded, value)
+    found = SmoothedGradient(half, torch.tensor(1.0, dtype=torch.float64))("a", rounded, value)
     assert found.tolist() == [0.0, 0.0, 0.0, 0.0]
     (slope,) = torch.autograd.grad(found.sum(), value)
     torch.testing.assert_close(slope, torch.tensor([0.0, 5.0, 1.0, 7 / 6.4]).double())
@@ -244,7 +245,7 @@ def test_every_run_has_its_own_width() -> None:
     value = torch.tensor([[0.4], [0.4]], dtype=torch.float64, requires_grad=True)
     half = {"a": torch.tensor([1.0], dtype=torch.float64)}
     factor = torch.tensor([0.05, 0.2], dtype=torch.float64)
-    (slope,) = torch.autograd.grad(Secants(half, factor)("a", rounded, value).sum(), value)
+    (slope,) = torch.autograd.grad(SmoothedGradient(half, factor)("a", rounded, value).sum(), value)
     torch.testing.assert_close(slope, torch.tensor([[0.0], [2.5]]).double())
 
 
@@ -257,13 +258,13 @@ def test_what_was_never_seen_or_overflows_beyond_has_the_slope_of_the_value() ->
     value = torch.tensor([0.75], dtype=torch.float64, requires_grad=True)
     factor = torch.tensor(1.0, dtype=torch.float64)
     for half in ({}, {"a": torch.tensor([0.5], dtype=torch.float64)}):
-        found = Secants(half, factor)("a", limited, value)
+        found = SmoothedGradient(half, factor)("a", limited, value)
         assert found.tolist() == [1.0]
         assert torch.autograd.grad(found.sum(), value)[0].tolist() == [1.0]
 
 
 def test_reaches_are_what_values_did() -> None:
-    reaches = Reaches()
+    reaches = ValueRanges()
     for value in ([1.0, 2.0], [0.0, 5.0]):
         assert reaches("a", rounded, torch.tensor(value)).tolist() == value
     reaches("a", rounded, torch.tensor([[4.0, 2.0], [-2.0, 3.0]]))
@@ -271,7 +272,7 @@ def test_reaches_are_what_values_did() -> None:
 
 
 def test_the_old_starts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A herd comes last, so that all runs of the search without one are tried beside it."""
+    """A batch comes last, so that all runs of the search without one are tried beside it."""
     kernels, centre, radius, _ = steps_problem()
     order: list[str] = []
     original = Ascent.drift_of
@@ -280,14 +281,14 @@ def test_the_old_starts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         order.append("alone")
         return original(self, symbols)
 
-    def herd(*arguments: Any) -> None:
-        order.append("herd")
+    def batch(*arguments: Any) -> None:
+        order.append("batch")
 
     monkeypatch.setattr(Ascent, "drift_of", drift_of)
-    monkeypatch.setattr("kcdsl_backends.attack.search.climb_together", herd)
+    monkeypatch.setattr("kcdsl_backends.attack.search.batched_ascent", batch)
     found: Attack = attack(*kernels, "inf", centre, radius, samples=3)
-    assert order.index("herd") == len(order) - 1 > 20
-    assert found == attack(*kernels, "inf", centre, radius, samples=3, herds=0)
+    assert order.index("batch") == len(order) - 1 > 20
+    assert found == attack(*kernels, "inf", centre, radius, samples=3, batches=0)
 
 
 def test_the_place_of_the_best_run() -> None:

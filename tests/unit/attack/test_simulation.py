@@ -148,7 +148,7 @@ def test_samples_of_a_region_count_and_stay_inside_it() -> None:
             rounds=0,
             restarts=0,
             samples=samples,
-            herds=0,
+            batches=0,
         )
         for samples in (0, 40, 40)
     ]

@@ -24,11 +24,11 @@ from kcdsl_backends.certifier import cache as cache_module
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounds import Bounded
 from kcdsl_backends.certifier.cache import Cache, decode, encode
-from kcdsl_backends.certifier.composition import ChainTask, SlackTask
+from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTask
 from kcdsl_backends.certifier.decision import verdict_of
-from kcdsl_backends.certifier.interfaces import Interface, Linked, Output, rounded
-from kcdsl_backends.certifier.stages import links_of, named, partitions, until
-from kcdsl_backends.certifier.tasks import Station
+from kcdsl_backends.certifier.interfaces import BoundedStage, Interface, StageOutput, rounded
+from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
+from kcdsl_backends.certifier.tasks import WorkerContext
 from kcdsl_backends.interval.box import Box
 from kcdsl_certs.recheck.block import parse_array, parse_block
 from kcdsl_certs.recheck.joining import refuse_other
@@ -86,7 +86,7 @@ def decide(folder: Path) -> Decide:
 def test_links_of_blocks(kind: str, block: str, names: list[str], tmp_path: Path) -> None:
     model, _ = small(tmp_path, kind)
     graph = block_graph(model, block, 3, (1, 5, 2) if block == "model" else None)
-    links = links_of(model, graph)
+    links = stages_of(model, graph)
     assert [link.block for link in links] == names
     counts = []
     for some in partitions(graph, links):
@@ -124,8 +124,8 @@ def test_regions_that_links_do_not_know(tmp_path: Path) -> None:
     made = chained(tmp_path, clause=1)
     several = replace(made.case, longest=4)
     moving = replace(made.goal, weights=Fraction(1, 1024))
-    for task in (ChainTask(made.goal, several), ChainTask(moving, made.case)):
-        found, _ = task.run(made.station)
+    for task in (CompositionTask(made.goal, several), CompositionTask(moving, made.case)):
+        found, _ = task.run(made.context)
         assert found.contents is None
         assert found.bounded.outcome.bound == math.inf
         assert found.bounded.outcome.reason is not None
@@ -207,10 +207,10 @@ def test_a_run_above_a_link_is_no_evidence(decide: Decide) -> None:
 
 @pytest.mark.full
 def test_attacks_of_links_may_not_finish(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(self: Any, station: Station) -> Any:
+    def exhausted(self: Any, context: WorkerContext) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(SlackTask, "run", exhausted)
+    monkeypatch.setattr(StageAttackTask, "run", exhausted)
     (found,) = decide(MODEL)
     assert found.verdict == Held()
     assert found.cases[0].links[0].attack is None
@@ -295,7 +295,7 @@ def widened(folder: Path, by: float) -> None:
 def rewritten(folder: Path, change: Callable[[Any], Any]) -> int:
     """Change entries as someone would who knows how they are made; return how many."""
     count = 0
-    kinds = (Bounded, CaseOutcome, LinkOutcome, Attack, Linked, Output, Interface)
+    kinds = (Bounded, CaseOutcome, LinkOutcome, Attack, BoundedStage, StageOutput, Interface)
     for path in sorted((folder / "cache").glob("*/*.json")):
         entry = json.loads(path.read_bytes())
         changed = change(decode(entry["value"], kinds))
@@ -311,8 +311,8 @@ def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None
 
     def narrower(value: Any) -> Any:
         match value:
-            case Linked(claim, Output(train, (low, high)), stated):
-                return Linked(claim, Output(train, (low * 0.5, high * 0.5)), stated)
+            case BoundedStage(claim, StageOutput(train, (low, high)), stated):
+                return BoundedStage(claim, StageOutput(train, (low * 0.5, high * 0.5)), stated)
             case _:
                 return None
 
@@ -334,8 +334,8 @@ def test_entries_do_not_say_what_their_links_are_about(
 
     def subject(value: Any) -> Any:
         match value:
-            case Linked(claim, output, stated):
-                return Linked(claim, output, {**stated, place: told})
+            case BoundedStage(claim, output, stated):
+                return BoundedStage(claim, output, {**stated, place: told})
             case (Bounded() as bounded, float(claim), dict(stated)):
                 return bounded, claim, {**stated, place: told}
             case _:
@@ -371,7 +371,7 @@ def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, fol
 @pytest.mark.parametrize("value", [1, "text", (), (1.0, 2.0), {"a": 1}])
 def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
     (first,) = decide(BALL, attacks=False)
-    rewritten(folder, lambda kept: value if isinstance(kept, Linked | Interface) else None)
+    rewritten(folder, lambda kept: value if isinstance(kept, BoundedStage | Interface) else None)
     (second,) = decide(BALL, attacks=False)
     assert second.verdict == Held()
     assert second.proof == first.proof
@@ -400,7 +400,7 @@ def test_interfaces_hold_what_they_are_made_of() -> None:
         assert bool(((found.lo <= box.lo) & (box.hi <= found.hi)).all())
         width, before = found.hi - found.lo, box.hi - box.lo
         assert bool((width <= before * 1.2501 + 2.0**-1070 + low.abs() * 2.0**-50).all())
-        output = Output((box.lo, box.hi), (box.lo, box.hi))
+        output = StageOutput((box.lo, box.hi), (box.lo, box.hi))
         entering = output.interface()
         assert output.fits(entering)
         assert entering.drift is not None

@@ -35,7 +35,7 @@ from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounds import Bounded
 from kcdsl_backends.certifier.cache import Cache, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.tasks import Setting, open_station
+from kcdsl_backends.certifier.tasks import RunSettings, open_context
 from tests.support.small_models import write_contract, write_model
 
 HELD = "forall x in points(all): norm_inf(drift(%s, x)) <= 0.01"
@@ -193,11 +193,11 @@ def test_every_bit_of_a_weight_is_in_the_key(folder: Path) -> None:
         (goal,) = goals(program)
         model = load_model(program.model, folder)
         rules = cache_module.rules_version()
-        setting = Setting(program, folder, "cpu", 1, model.checkpoint.sha256, rules, None)
+        setting = RunSettings(program, folder, "cpu", 1, model.checkpoint.sha256, rules, None)
         case = Case(
             "p0", (1, 2), torch.zeros(2, 16, dtype=torch.float64), torch.zeros(1, 1).double()
         )
-        return key_of(tasks._dependencies(open_station(setting, model), goal, case))
+        return key_of(tasks._dependencies(open_context(setting, model), goal, case))
 
     def with_first(value: float) -> torch.Tensor:
         changed = before[one].clone()

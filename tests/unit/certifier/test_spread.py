@@ -101,15 +101,15 @@ def test_one_want_of_memory_makes_its_goal_inconclusive(
 ) -> None:
     """Other goals keep their verdicts, and so does one whose attack found no room."""
 
-    def short(shop: Any, goal: Any, case: Any, builder: Any) -> Any:
+    def short(factory: Any, goal: Any, case: Any, builder: Any) -> Any:
         if goal.clause.id == "N-0" and case.name == "p1":
             raise MemoryError
-        return bound_case(shop, goal, case, builder)
+        return bound_case(factory, goal, case, builder)
 
-    def tired(shop: Any, goal: Any, case: Any, bounded: Any) -> Any:
+    def tired(factory: Any, goal: Any, case: Any, bounded: Any) -> Any:
         if goal.clause.id == "N-3":
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return attack_case(shop, goal, case, bounded)
+        return attack_case(factory, goal, case, bounded)
 
     monkeypatch.setattr(tasks, "bound_case", short)
     monkeypatch.setattr(tasks, "attack_case", tired)

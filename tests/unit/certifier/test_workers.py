@@ -1,4 +1,4 @@
-"""The crew: the same answers wherever work is done, and none that was not given."""
+"""The worker pool: the same answers wherever work is done, and none that was not given."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.tasks import (
     Answer,
     Checked,
-    Setting,
-    Station,
+    RunSettings,
     Task,
     Unfinished,
-    open_station,
+    WorkerContext,
+    open_context,
     peak_bytes,
     perform,
 )
-from kcdsl_backends.certifier.workers import Crew, DefectInWork, WorkersDoNotStart, threads_of
+from kcdsl_backends.certifier.workers import TaskFailed, WorkerPool, WorkersDoNotStart, threads_of
 from kcdsl_backends.executors import _group_room, available_memory, cores
 from tests.support.pieces import Die, DieOnce, Fail, Say
 from tests.support.small_models import write_contract, write_model
 
 
 @pytest.fixture(scope="module")
-def station(tmp_path_factory: pytest.TempPathFactory) -> Station:
+def context(tmp_path_factory: pytest.TempPathFactory) -> WorkerContext:
     """What this process needs to work on a small model."""
     folder = tmp_path_factory.mktemp("crew")
     write_model(folder)
     program = write_contract(folder, "forall x in points(all): norm_inf(drift(attn_0, x)) <= 1")
     model = load_model(program.model, folder)
-    setting = Setting(program, folder, "cpu", 1, model.checkpoint.sha256, rules_version(), None)
-    return open_station(setting, model)
+    setting = RunSettings(program, folder, "cpu", 1, model.checkpoint.sha256, rules_version(), None)
+    return open_context(setting, model)
 
 
 @pytest.fixture(scope="module")
-def pair(station: Station) -> Iterator[Crew]:
+def pair(context: WorkerContext) -> Iterator[WorkerPool]:
     """Two workers that tests share."""
-    with Crew(station, Execution(jobs=2)) as crew:
-        yield crew
+    with WorkerPool(context, Execution(jobs=2)) as pool:
+        yield pool
 
 
 def said(answers: list[Answer | None]) -> list[str]:
@@ -54,29 +54,31 @@ def said(answers: list[Answer | None]) -> list[str]:
 
 
 @pytest.mark.full
-def test_answers_stand_in_the_order_of_tasks(station: Station, pair: Crew) -> None:
+def test_answers_stand_in_the_order_of_tasks(context: WorkerContext, pair: WorkerPool) -> None:
     tasks = [Say("slow", 0.3), Say("b"), Say("c"), Say("d")]
     heard: list[int] = []
     answers = pair.run(tasks, lambda index, answer: heard.append(index))
     assert said(answers) == ["slow", "b", "c", "d"]
     assert sorted(heard) == [0, 1, 2, 3]
-    with Crew(station, Execution(jobs=1)) as alone:
+    with WorkerPool(context, Execution(jobs=1)) as alone:
         assert said(alone.run(tasks)) == said(answers)
 
 
 @pytest.mark.full
-def test_workers_are_other_processes(station: Station, pair: Crew) -> None:
+def test_workers_are_other_processes(context: WorkerContext, pair: WorkerPool) -> None:
     import os
 
-    with Crew(station, Execution(jobs=1)) as alone:
+    with WorkerPool(context, Execution(jobs=1)) as alone:
         assert said(alone.run([Say("", own=True)])) == [f" {os.getpid()}"]
     assert f" {os.getpid()}" not in said(pair.run([Say("", own=True)]))
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_want_of_memory_is_an_unfinished_piece(station: Station, pair: Crew, jobs: int) -> None:
-    crew = pair if jobs == 2 else Crew(station, Execution(jobs=1))
-    first, second = crew.run([Fail("memory"), Say("next")])
+def test_want_of_memory_is_an_unfinished_piece(
+    context: WorkerContext, pair: WorkerPool, jobs: int
+) -> None:
+    pool = pair if jobs == 2 else WorkerPool(context, Execution(jobs=1))
+    first, second = pool.run([Fail("memory"), Say("next")])
     assert first is not None
     assert second is not None
     assert first.value == Unfinished("out of memory: no room")
@@ -85,60 +87,60 @@ def test_want_of_memory_is_an_unfinished_piece(station: Station, pair: Crew, job
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_the_first_refusal_counts(station: Station, jobs: int) -> None:
+def test_the_first_refusal_counts(context: WorkerContext, jobs: int) -> None:
     tasks: list[Task] = [Say("a", 0.2), Fail("refusal"), Fail("defect"), Fail("file")]
-    with Crew(station, Execution(jobs=jobs)) as crew, pytest.raises(Refusal) as caught:
-        crew.run(tasks)
+    with WorkerPool(context, Execution(jobs=jobs)) as pool, pytest.raises(Refusal) as caught:
+        pool.run(tasks)
     (diagnostic,) = caught.value.diagnostics
     assert (diagnostic.code.id, diagnostic.help) == ("KC467", "take bfloat16")
 
 
-def test_a_defect_names_its_exception_and_trace(station: Station, pair: Crew) -> None:
-    for crew in (Crew(station, Execution(jobs=1)), pair):
-        with pytest.raises(DefectInWork, match="ValueError: planted") as caught:
-            crew.run([Fail("planted"), Say("late", 0.1)])
+def test_a_defect_names_its_exception_and_trace(context: WorkerContext, pair: WorkerPool) -> None:
+    for pool in (WorkerPool(context, Execution(jobs=1)), pair):
+        with pytest.raises(TaskFailed, match="ValueError: planted") as caught:
+            pool.run([Fail("planted"), Say("late", 0.1)])
         assert "in run" in "".join(caught.value.__notes__)
 
 
-def test_a_file_that_is_gone_is_refused(station: Station) -> None:
+def test_a_file_that_is_gone_is_refused(context: WorkerContext) -> None:
     with pytest.raises(Refusal) as caught:
-        Crew(station, Execution(jobs=1)).run([Fail("file")])
+        WorkerPool(context, Execution(jobs=1)).run([Fail("file")])
     assert caught.value.diagnostics[0].code.id == "KC602"
     assert "gone.safetensors" in caught.value.diagnostics[0].message
 
 
 @pytest.mark.full
-def test_what_is_not_wanted_is_not_done(station: Station, pair: Crew) -> None:
-    for crew in (Crew(station, Execution(jobs=1)), pair):
-        answers = crew.run([Say("a"), Say("b"), Say("c")], wanted=lambda index: index != 1)
+def test_what_is_not_wanted_is_not_done(context: WorkerContext, pair: WorkerPool) -> None:
+    for pool in (WorkerPool(context, Execution(jobs=1)), pair):
+        answers = pool.run([Say("a"), Say("b"), Say("c")], wanted=lambda index: index != 1)
         assert [a is None for a in answers] == [False, True, False]
 
 
 @pytest.mark.full
-def test_a_dead_worker_costs_its_own_piece_alone(station: Station, tmp_path: Path) -> None:
+def test_a_dead_worker_costs_its_own_piece_alone(context: WorkerContext, tmp_path: Path) -> None:
     """Whoever shared the pool with it is done again; what died for another's sake is too."""
     tasks: list[Task] = [Say("a", 0.5), Die(), Say("b"), DieOnce(tmp_path / "marker"), Say("c")]
-    with Crew(station, Execution(jobs=2)) as crew:
-        answers = crew.run(tasks)
+    with WorkerPool(context, Execution(jobs=2)) as pool:
+        answers = pool.run(tasks)
         assert said(answers) == ["a", "b", "second", "c"]
         assert answers[1] is not None
         assert isinstance(answers[1].value, Unfinished)
         assert "the worker ended" in answers[1].value.reason
-        assert said(crew.run([Say("after")])) == ["after"]
+        assert said(pool.run([Say("after")])) == ["after"]
 
 
 @pytest.mark.full
-def test_workers_with_another_program_refuse(station: Station) -> None:
+def test_workers_with_another_program_refuse(context: WorkerContext) -> None:
     """A worker that would compute by other rules, or on other weights, does not begin."""
     from dataclasses import replace
 
     for changed, words in (
-        (replace(station.setting, rules="0" * 64), "the program"),
-        (replace(station.setting, checkpoint="0" * 64), "the checkpoint"),
+        (replace(context.setting, rules="0" * 64), "the program"),
+        (replace(context.setting, checkpoint="0" * 64), "the checkpoint"),
     ):
-        other = Station(changed, station.shop)
-        with Crew(other, Execution(jobs=2)) as crew, pytest.raises(Refusal) as refused:
-            crew.run([Say("a"), Say("b")])
+        other = WorkerContext(changed, context.factory)
+        with WorkerPool(other, Execution(jobs=2)) as pool, pytest.raises(Refusal) as refused:
+            pool.run([Say("a"), Say("b")])
         (found,) = refused.value.diagnostics
         assert found.code == codes.CHANGED_MEANWHILE
         assert found.message.startswith(words)
@@ -146,21 +148,26 @@ def test_workers_with_another_program_refuse(station: Station) -> None:
 
 @pytest.mark.full
 def test_workers_that_cannot_start_are_an_error(
-    station: Station, monkeypatch: pytest.MonkeyPatch
+    context: WorkerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "Ready", Die)
-    with Crew(station, Execution(jobs=2)) as crew, pytest.raises(WorkersDoNotStart, match="jobs 1"):
-        crew.run([Say("a"), Say("b")])
+    with (
+        WorkerPool(context, Execution(jobs=2)) as pool,
+        pytest.raises(WorkersDoNotStart, match="jobs 1"),
+    ):
+        pool.run([Say("a"), Say("b")])
 
 
-def test_little_work_starts_no_workers(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_work_starts_no_workers(
+    context: WorkerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workers, "Processes", None)
-    with Crew(station, Execution()) as crew:
-        assert said(crew.run([Say("a"), Say("b")])) == ["a", "b"]
-        assert crew.spread == 1
+    with WorkerPool(context, Execution()) as pool:
+        assert said(pool.run([Say("a"), Say("b")])) == ["a", "b"]
+        assert pool.spread == 1
 
 
-def test_much_work_starts_them(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_work_starts_them(context: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     class Noted(Exception):
@@ -174,11 +181,11 @@ def test_much_work_starts_them(station: Station, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(workers, "WORTH", 0.1)
     monkeypatch.setattr(workers, "cores", lambda: 64)
     monkeypatch.setattr(workers, "available_memory", lambda: None)
-    with Crew(station, Execution()) as crew, pytest.raises(Noted):
-        crew.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
+    with WorkerPool(context, Execution()) as pool, pytest.raises(Noted):
+        pool.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
     monkeypatch.setattr(workers, "available_memory", lambda: 2 * peak_bytes() + 1)
-    with Crew(station, Execution()) as crew, pytest.raises(Noted):
-        crew.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
+    with WorkerPool(context, Execution()) as pool, pytest.raises(Noted):
+        pool.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
     assert asked == [3, 2]
 
 
@@ -190,14 +197,14 @@ def test_threads_depend_on_cores_and_cases_alone(monkeypatch: pytest.MonkeyPatch
     assert threads_of(Execution(threads=3), 100) == 3
 
 
-def test_threads_are_set_for_the_work_and_come_back(station: Station) -> None:
+def test_threads_are_set_for_the_work_and_come_back(context: WorkerContext) -> None:
     class Threads:
-        def run(self, station: Station) -> tuple[Checked, None]:
+        def run(self, context: WorkerContext) -> tuple[Checked, None]:
             return Checked(str(torch.get_num_threads())), None
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    assert perform(station, Threads()).value == Checked("1")
+    assert perform(context, Threads()).value == Checked("1")
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
 

@@ -393,10 +393,10 @@ def test_requests_too_large_to_be_bounded_are_said_to_be_so(
     """Twelve tokens have scores of 4 x 12 x 12 numbers."""
 
     def small(
-        model: Any, block: str, x: Any, train: Any, infer: Any, workshop: Any = None
+        model: Any, block: str, x: Any, train: Any, infer: Any, problem_factory: Any = None
     ) -> certified.CertifiedDrift:
         sizes.append(len(x))
-        return bound(model, block, x, train, infer, workshop, largest=300)
+        return bound(model, block, x, train, infer, problem_factory, largest=300)
 
     monkeypatch.setattr(certified, "certified_block_drift", small)
     rows = [*ROWS, {"id": "long", "text": "twelve bytes", "category": "chat"}]

@@ -22,7 +22,7 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.llama import build
 from kcdsl.verdict.counterexample import canonical, digest_of, read_counterexample
 from kcdsl_backends.certifier import replay
-from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.problems import ProblemFactory
 from tests.support.commands import run_here
 
 CONFIG = {
@@ -188,17 +188,17 @@ def test_a_document_changed_in_any_field_shows_nothing(
     """
     good, file = document(clause), tmp_path / "changed.json"
     (program, _), kept = load_contract(folder / "contract.yaml"), {}
-    original = Workshop.problem
+    original = ProblemFactory.problem
     model = load_model(program.model, folder)
     monkeypatch.setattr(replay, "load_model", lambda *_: model)
 
-    def problem(shop: Any, block: str, tokens: tuple[int, ...]) -> Any:
+    def problem(factory: Any, block: str, tokens: tuple[int, ...]) -> Any:
         key = block, tokens
         if key not in kept:
-            kept[key] = original(shop, block, tokens)
+            kept[key] = original(factory, block, tokens)
         return kept[key]
 
-    monkeypatch.setattr(Workshop, "problem", problem)
+    monkeypatch.setattr(ProblemFactory, "problem", problem)
     before = replay.replay(program, folder, good)
     tried = refused = 0
     for path in places(good):

@@ -17,7 +17,7 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
 from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
-from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_certs.recheck import recheck
 from tests.support.small_models import write_contract, write_model
 
@@ -44,12 +44,14 @@ def verify(cli: Any, folder: Path) -> Callable[..., Any]:
     return run
 
 
-def case_of(folder: Path, program: Program) -> tuple[Workshop, Case]:
+def case_of(folder: Path, program: Program) -> tuple[ProblemFactory, Case]:
     model = load_model(program.model, folder)
-    shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device("cpu"))
+    factory = ProblemFactory(
+        model, resolve(program.train), resolve(program.infer), torch.device("cpu")
+    )
     (goal,) = goals(program)
-    (case,) = cases_of(shop, goal, slice_rows(program, model, "all"))
-    return shop, case
+    (case,) = cases_of(factory, goal, slice_rows(program, model, "all"))
+    return factory, case
 
 
 def test_one_certificate_holds_for_every_length(
@@ -134,10 +136,10 @@ def test_there_is_no_rotation_beyond_the_positions(
 
 def test_what_the_region_holds(folder: Path) -> None:
     program = write_contract(folder, ATTENTION % 0.5)
-    shop, case = case_of(folder, program)
+    factory, case = case_of(folder, program)
     assert case.centre is not None
     assert case.centre.shape == (1, 16)
-    states = shop.centre("attn_0", tuple(b"hello"))
+    states = factory.centre("attn_0", tuple(b"hello"))
     assert states is not None
     assert case.holds(states)
     assert case.holds(states[:1])

@@ -12,7 +12,7 @@ import torch
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.empirical import model_bounds
 from kcdsl_backends.empirical.model_bounds import EFFORTS, AffineBound, Effort
 from kcdsl_backends.requests import Request
@@ -22,8 +22,8 @@ EFFORT_NUMBERS = range(len(EFFORTS))
 
 
 def bound_of(train: KernelRef, infer: KernelRef) -> AffineBound:
-    shop = Workshop(small_model(), resolve(train), resolve(infer), torch.device("cpu"))
-    return AffineBound(shop, train.run, infer.run)
+    factory = ProblemFactory(small_model(), resolve(train), resolve(infer), torch.device("cpu"))
+    return AffineBound(factory, train.run, infer.run)
 
 
 def signs(generator: torch.Generator) -> Iterator[Callable[[tuple[int, ...]], torch.Tensor]]:
@@ -36,7 +36,7 @@ def signs(generator: torch.Generator) -> Iterator[Callable[[tuple[int, ...]], to
 def admitted(model: AffineBound, request: Request, seed: int) -> Iterator[torch.Tensor]:
     """Yield drifts of runs whose roundings are as large as the claims admit."""
     generator = torch.Generator().manual_seed(seed)
-    train, infer = model.shop.problem("model", request.tokens).simulators()
+    train, infer = model.factory.problem("model", request.tokens).simulators()
     for one in signs(generator):
         symbols = {n: one(s).double() for n, s in train.symbol_shapes().items()}
         for two in signs(generator):
@@ -112,7 +112,7 @@ def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.M
 @pytest.mark.full
 def test_the_last_effort_is_all_that_affine_forms_say() -> None:
     model, request = bound_of(*PAIRS["other attention"]), some_requests(1)[0]
-    problem = model.shop.problem("model", request.tokens)
+    problem = model.factory.problem("model", request.tokens)
     whole = problem.affine(None, torch.zeros(1, 1, dtype=torch.float64)).box
     box = model.bound(request, EFFORT_NUMBERS[-1])
     assert torch.equal(torch.from_numpy(box.low) <= whole.lo, torch.ones_like(whole.lo).bool())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kcdsl.route.catalogue import BackendSpec, Fragment
-from kcdsl_backends.certifier.problems import BlockProblem, NearbyProblem
+from kcdsl_backends.certifier.problems import BlockProblem, WeightBallProblem
 from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.neighbourhood import Neighbourhood, near
@@ -28,12 +28,12 @@ def graph() -> Any:
     return proofs.mlp(np.random.default_rng(3), "relu")
 
 
-def problem(some: Any, rho: Fraction = RHO) -> NearbyProblem:
+def problem(some: Any, rho: Fraction = RHO) -> WeightBallProblem:
     sides = [prover.parameters(some, record) for record in RECORDS]
     tensors = {key: torch.from_numpy(array) for key, array in some.tensors.items()}
     one, two = (prover.numerics(record) for record in RECORDS)
     around = Neighbourhood(rho, tensors, one, two, torch.device("cpu"))
-    return NearbyProblem(BlockProblem(prover.block(some), *sides), around)
+    return WeightBallProblem(BlockProblem(prover.block(some), *sides), around)
 
 
 def states(some: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,7 @@ def test_any_length_refuses(tmp_path: Path) -> None:
     rows = SequenceProblem(known.graph, known.problem.kernels(), {})
     for way in ("bound", "forms"):
         with pytest.raises(NoBound, match="any length"):
-            getattr(NearbyProblem(rows, known.around), way)(*states(some))
+            getattr(WeightBallProblem(rows, known.around), way)(*states(some))
     path = tmp_path / "model.safetensors"
     document = json.loads(stated(some, path, "0.015625"))
     assert recheck(json.dumps(document).encode(), path).ok

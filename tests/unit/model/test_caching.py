@@ -17,7 +17,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.attack.simulation import Overflowed
-from kcdsl_backends.certifier.problems import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck import recheck
@@ -131,10 +131,10 @@ class Part(nn.Module):
         return self.function(self, x)
 
 
-def shop_of(function: Callable[[Any, Tensor], Tensor], cache: Any = HEADS) -> Workshop:
+def shop_of(function: Callable[[Any, Tensor], Tensor], cache: Any = HEADS) -> ProblemFactory:
     part = Part(function).eval().requires_grad_(False)
     train, infer = resolve(EAGER), resolve({**EAGER, "kv_cache": cache})
-    return Workshop(model_of(part, 4), train, infer, torch.device("cpu"))
+    return ProblemFactory(model_of(part, 4), train, infer, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_attention_that_is_not_known_is_refused(function: Any, words: str) -> No
     with pytest.raises(Refusal, match=words):
         shop_of(function).problem("part", (0, 1, 2))
     part = Part(function).eval().requires_grad_(False)
-    shop = Workshop(model_of(part, 4), resolve(EAGER), resolve(EAGER), torch.device("cpu"))
-    shop.problem("part", (0, 1, 2))
+    factory = ProblemFactory(model_of(part, 4), resolve(EAGER), resolve(EAGER), torch.device("cpu"))
+    factory.problem("part", (0, 1, 2))
 
 
 def test_a_linear_is_named_where_it_alone_makes_keys() -> None:
@@ -177,9 +177,9 @@ def test_a_block_without_attention_has_nothing_to_cache() -> None:
 
 
 def test_no_sequence_of_any_length() -> None:
-    shop = shop_of(lambda s, x: torch.softmax(x @ s.k(x).T, -1) @ s.v(x))
+    factory = shop_of(lambda s, x: torch.softmax(x @ s.k(x).T, -1) @ s.v(x))
     with pytest.raises(Refusal, match="quantised kv_cache"):
-        shop.sequences("part", 16)
+        factory.sequences("part", 16)
 
 
 @pytest.mark.parametrize("name", sorted(n for n, a in ADAPTERS.items() if "cpu" in a.devices))

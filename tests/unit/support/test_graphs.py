@@ -24,8 +24,8 @@ NUMERICS = resolve({"preset": "torch-eager"})
 def graph(folder: Path, block: str, tokens: tuple[int, ...], seed: int = 1, **changed: Any) -> Any:
     """Return the graph that the certifier reads."""
     model = random_model(CONFIG | changed, folder, seed)
-    shop = problems.Workshop(model, NUMERICS, NUMERICS, torch.device("cpu"))
-    return shop.problem(block, tokens).graph
+    factory = problems.ProblemFactory(model, NUMERICS, NUMERICS, torch.device("cpu"))
+    return factory.problem(block, tokens).graph
 
 
 def test_the_same_model_is_traced_once(tmp_path: Path) -> None:

@@ -60,13 +60,13 @@ _MOST = 1e300
 
 def certify_with(model: Model) -> MakeCertify:
     """Return the certified bounds of the interval backend."""
-    from kcdsl_backends.certifier.problems import Workshop, certified_block_drift
+    from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
 
     graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = {}
 
     def make(train: Numerics, infer: Numerics) -> Certify:
-        shop = Workshop(model, train, infer, torch.device("cpu"), graphs)
-        return lambda block, x: certified_block_drift(model, block, x, train, infer, shop)
+        factory = ProblemFactory(model, train, infer, torch.device("cpu"), graphs)
+        return lambda block, x: certified_block_drift(model, block, x, train, infer, factory)
 
     return make
 

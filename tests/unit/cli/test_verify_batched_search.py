@@ -1,4 +1,4 @@
-"""A clause that only a herd of runs violates: verified, written, and replayed bit for bit."""
+"""A clause that only a batch of runs violates: verified, written, and replayed bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def verified(folder: Path, limit: float) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_what_a_herd_finds_violates_a_clause(
+def test_what_a_batch_finds_violates_a_clause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(5)
@@ -57,7 +57,7 @@ def test_what_a_herd_finds_violates_a_clause(
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "p0", "text": "hey"}) + "\n")
     found = verified(tmp_path, 10.0)
     with monkeypatch.context() as without:
-        without.setattr("kcdsl_backends.attack.search.climb_together", lambda *_: None)
+        without.setattr("kcdsl_backends.attack.search.batched_ascent", lambda *_: None)
         alone = verified(tmp_path, 10.0)["attack"]
         assert alone < found["attack"] <= found["bound"]
         limit = (alone + found["attack"]) / 2
