@@ -1,0 +1,131 @@
+"""Benchmarks of an earlier commit and of this tree, in one run on one machine.
+
+    python -m bench.compare certifier language --before v0.1
+    make bench-compare    # certifier, language, evaluator and foundation, before: d557d31
+
+Both trees run in turn, each benchmark in a process of its own with the packages of this
+environment; the order changes with every round. Of each figure that both have, the median of the
+rounds is compared: the loss is now / before where lower values are better, else before / now. A
+loss above 1.05 in the first round calls for two further rounds, as times are noisy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from bench.common import Better, Figure, report
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOTS = (".", "backends", "certs", "grammar")
+BENCHMARKS = ("certifier", "language", "evaluator", "foundation")
+BEFORE = "d557d31"
+MOST = 1.05
+"""The largest loss that passes."""
+ROUNDS = 3
+
+Values = dict[str, tuple[float, Better]]
+
+
+def main() -> int:
+    """Compare and report."""
+    parser = argparse.ArgumentParser(prog="compare", description=__doc__)
+    parser.add_argument("names", nargs="*", default=BENCHMARKS, help="benchmarks to run")
+    parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="the earlier tree")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        extract(options.before, Path(folder))
+        figures = [
+            figure for name in options.names for figure in compared(name, Path(folder), ROOT)
+        ]
+    return report("compare", figures)
+
+
+def extract(commit: str, folder: Path) -> None:
+    """Write the files of a commit into a folder."""
+    packed = subprocess.run(
+        ["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=False
+    )
+    if packed.returncode:
+        raise SystemExit(f"commit {commit} cannot be read; name another one: --before COMMIT")
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def compared(name: str, before: Path, now: Path) -> list[Figure]:
+    """Run a benchmark in both trees until no loss is left or the rounds are over."""
+    rounds: list[tuple[Values, Values]] = []
+    while len(rounds) < ROUNDS:
+        trees = (before, now) if len(rounds) % 2 == 0 else (now, before)
+        print(f"{name}: round {len(rounds) + 1}", file=sys.stderr, flush=True)
+        found = {tree: run(name, tree) for tree in trees}
+        rounds.append((found[before], found[now]))
+        figures = losses(name, rounds)
+        if all(figure.within for figure in figures):
+            break
+    return figures
+
+
+def run(name: str, tree: Path) -> Values:
+    """Run a benchmark of a tree and return its figures.
+
+    Raises SystemExit where it writes no results.
+    """
+    results = tree / "bench" / "results" / f"{name}.json"
+    results.unlink(missing_ok=True)
+    subprocess.run(
+        [sys.executable, "-m", f"bench.{name}"],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / root) for root in ROOTS)},
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    if not results.exists():
+        raise SystemExit(f"bench.{name} of {tree} wrote no results")
+    return {
+        figure["name"]: (
+            math.nan if figure["value"] is None else figure["value"],
+            Better(figure["better"]),
+        )
+        for figure in json.loads(results.read_text(encoding="utf-8"))["figures"]
+    }
+
+
+def losses(name: str, rounds: Sequence[tuple[Values, Values]]) -> list[Figure]:
+    """Return the loss of every figure that both trees have, medians over the rounds.
+
+    A figure that the earlier tree alone has counts as missing.
+    """
+    before, now = ([side[number] for side in rounds] for number in (0, 1))
+    common = [figure for figure in before[0] if figure in now[0]]
+    missing = [figure for figure in before[0] if figure not in now[0]]
+    found = [_loss(name, figure, before, now) for figure in common]
+    conditions = ", ".join(missing)
+    return [*found, Figure(f"{name}: figures missing", len(missing), Better.LOWER, 0, conditions)]
+
+
+def _loss(
+    name: str, figure: str, before: Sequence[Mapping[str, tuple[float, Better]]],
+    now: Sequence[Mapping[str, tuple[float, Better]]],
+) -> Figure:  # fmt: skip
+    better = before[0][figure][1]
+    old = median(values[figure][0] for values in before)
+    new = median(values[figure][0] for values in now)
+    worse, least = (new, old) if better is Better.LOWER else (old, new)
+    loss = 1.0 if worse == least else worse / least if least else math.inf
+    conditions = f"{old:.6g} → {new:.6g}, {len(before)} rounds"
+    return Figure(f"{name}: {figure}", loss, Better.LOWER, MOST, conditions)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
