@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.common import Better, Figure, forget_peak, peak_bytes
-from kcdsl_backends.empirical.metrics.streaming import CHUNK, TIER_A, tier_a
+from kcdsl_backends.empirical.metrics.full_logits import CHUNK, TIER_A, tier_a
 
 POSITIONS, VOCABULARY = 4096, 32000
 DRIFTS = (1e-6, 1e-2, 1.0)

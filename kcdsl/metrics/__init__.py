@@ -1,5 +1,15 @@
 """The metrics that a contract may name: definitions as data, and their registry."""
 
+from kcdsl.metrics.definition import (
+    LN_2_UP,
+    POINTWISE,
+    Better,
+    Bias,
+    Counted,
+    Kind,
+    MetricDefinition,
+    Tier,
+)
 from kcdsl.metrics.registry import (
     ALIASES,
     BUILT_IN,
@@ -13,7 +23,6 @@ from kcdsl.metrics.registry import (
     registry_of,
     user_metric,
 )
-from kcdsl.metrics.table import LN_2_UP, POINTWISE, Better, Counted, Kind, MetricDefinition
 
 __all__ = [
     "ALIASES",
@@ -24,11 +33,13 @@ __all__ = [
     "PREFIX",
     "RECORD_NAMES",
     "Better",
+    "Bias",
     "Counted",
     "Kind",
     "MetricDefinition",
     "RecordMetric",
     "Registry",
+    "Tier",
     "find_metric",
     "find_record_metric",
     "registry_of",

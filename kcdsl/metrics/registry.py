@@ -1,9 +1,10 @@
-"""The registry of metrics: what each one measures, as data.
+"""The registry of metrics: those built in, and those that a user declares.
 
 A *pointwise* metric has one value per counted unit (token, request or window) and needs a
 statistic; an *aggregate* metric is one number per window. The direction says which values are
-good; a *signed* metric is bounded through `abs(...)` only. Metrics of the language are in
-`table`; a user's own are declared in Python files and come with a `Registry`.
+good; a *signed* metric is bounded through `abs(...)` only. Built-in metrics are defined by family
+in the other modules of this package; a user's own are declared in Python files and come with a
+`Registry`.
 """
 
 from __future__ import annotations
@@ -14,37 +15,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from kcdsl.ir.terms import Program, UserMetric
-from kcdsl.metrics.table import (
-    DEFINITIONS,
-    LN_2_UP,
-    POINTWISE,
-    Better,
-    Counted,
-    Kind,
-    MetricDefinition,
-)
+from kcdsl.metrics import policies, rollouts, runs, sampled
+from kcdsl.metrics.definition import Counted, MetricDefinition
 from kcdsl.units import UNITS
 
-__all__ = [
-    "ALIASES",
-    "BUILT_IN",
-    "LN_2_UP",
-    "METRICS",
-    "POINTWISE",
-    "RECORD_NAMES",
-    "Better",
-    "Counted",
-    "Kind",
-    "MetricDefinition",
-    "RecordMetric",
-    "Registry",
-    "find_metric",
-    "find_record_metric",
-    "registry_of",
-    "user_metric",
-]
-
-METRICS: dict[str, MetricDefinition] = {d.name: d for d in DEFINITIONS}
+METRICS: dict[str, MetricDefinition] = {
+    d.name: d for family in (policies, sampled, rollouts, runs) for d in family.DEFINITIONS
+}
 """Canonical name -> definition of the metrics that are built in."""
 
 ALIASES: dict[str, str] = {
@@ -202,21 +179,24 @@ def registry_of(program: Program) -> Registry:
 
 def _definition(metric: UserMetric) -> MetricDefinition:
     counted: Counted = "request" if metric.counted == "request" else "token"
+    sampled = "sampled" in metric.needs
     return MetricDefinition(
         metric.name,
-        metric.family,
-        "pointwise",
-        counted,
-        "higher" if metric.better == "higher" else "lower",
         UNITS[metric.unit].dimension,
-        frozenset(metric.statistics),
-        metric.needs,
         "",
-        metric.signed,
-        metric.lower,
-        metric.upper,
-        metric.unit,
         metric.function,
+        family=metric.family,
+        counted=counted,
+        better="higher" if metric.better == "higher" else "lower",
+        statistics=frozenset(metric.statistics),
+        needs=metric.needs,
+        signed=metric.signed,
+        lower=metric.lower,
+        upper=metric.upper,
+        tier="C" if sampled else "A",
+        noisy=sampled,
+        unit=metric.unit,
+        function=metric.function,
     )
 
 

@@ -11,6 +11,7 @@ from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
+from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.model import Violated
 from kcdsl.verdict.report import Precheck, Report, Statistics
 from kcdsl.verdict.result import ClauseResult
@@ -20,7 +21,6 @@ from kcdsl_backends.empirical.beside import beside
 from kcdsl_backends.empirical.clauses import metrics_of, obstacle, slices_of
 from kcdsl_backends.empirical.evidence import Evidence, records
 from kcdsl_backends.empirical.measured import SliceData
-from kcdsl_backends.empirical.metrics.measures import Measure
 from kcdsl_backends.empirical.reporting import build_report
 from kcdsl_backends.empirical.sampling_units import sampling_unit
 from kcdsl_backends.empirical.user_metrics import measures_of
@@ -84,7 +84,7 @@ def _on_slice(
     keys: Sequence[str],
     evidence: Evidence,
     written: Mapping[str, Mapping[str, Any]],
-    measures: Mapping[str, Measure],
+    measures: Mapping[str, MetricDefinition],
 ) -> SliceData:
     timing, inside = evidence.timing, set(keys)
     repeats = [timing.repeats[key] for key in keys if key in timing.repeats]
@@ -148,7 +148,7 @@ def decide(
 
 
 def why_blocked(
-    clause: Clause, prechecks: Sequence[Precheck], measures: Mapping[str, Measure]
+    clause: Clause, prechecks: Sequence[Precheck], measures: Mapping[str, MetricDefinition]
 ) -> str | None:
     """Return why no value of the model may be trusted for a clause, None where it may.
 
@@ -159,7 +159,7 @@ def why_blocked(
         prechecks = [check for check in prechecks if check.name != "finite"]
     reasons = [diagnoses.blocking(prechecks)]
     sampled = any(
-        measures[m].source == "sampled" for m in metrics_of(clause.require) if m in measures
+        "sampled" in measures[m].needs for m in metrics_of(clause.require) if m in measures
     )
     if sampled:
         reasons += [

@@ -26,13 +26,13 @@ from kcdsl.ir.terms import (
     Quantified,
 )
 from kcdsl.ir.walk import walk
+from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import metrics_of, statistic_count
 from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.interval import Interval, Outcome, compare
 from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData, Unit
-from kcdsl_backends.empirical.metrics.measures import Measure
 from kcdsl_backends.empirical.reduced import Reduced
 from kcdsl_backends.empirical.reduced_counts import beyond_of
 from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
@@ -141,7 +141,7 @@ def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence
     return Judge(data, Settings(seed, share), sample)
 
 
-def evidence_kind(clause: Clause, measures: Mapping[str, Measure]) -> EvidenceKind:
+def evidence_kind(clause: Clause, measures: Mapping[str, MetricDefinition]) -> EvidenceKind:
     """Return the kind of evidence that running the kernels gives for a clause."""
     noisy = any(measures[m].noisy for m in metrics_of(clause.require) if m in measures)
     if noisy or clause.evidence is EvidenceKind.SAMPLE:

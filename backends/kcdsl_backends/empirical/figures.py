@@ -10,30 +10,13 @@ from typing import Any
 from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic, Term
 from kcdsl.ir.walk import subterms
 from kcdsl.ir.words import term_text
+from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.clauses import main_comparison
 from kcdsl_backends.empirical.decide import Counted, Judge, has_fields
 from kcdsl_backends.empirical.measured import SliceData, Unit
-from kcdsl_backends.empirical.metrics.measure import Measure
 from kcdsl_backends.empirical.reduced_counts import worst_request
 from kcdsl_backends.empirical.statistics import NotMeasurable
 from kcdsl_backends.empirical.term_values import unit_values
-
-UNITS = {
-    "kl": "nat",
-    "kl_infer_train": "nat",
-    "jeffreys": "nat",
-    "js": "nat",
-    "log_ratio": "nat",
-    "w_log_w": "nat",
-    "w_log_w_minus": "nat",
-    "k1": "nat",
-    "k2": "nat",
-    "k3": "nat",
-    "log_ratio_linf": "nat",
-    **dict.fromkeys(("latency", "ttft", "tpot"), "s"),
-    "throughput": "tok/s",
-    "peak_memory": "B",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +77,12 @@ def _unit(term: Term, data: SliceData) -> str:
     names = [t.name for t in subterms(term) if isinstance(t, Metric)]
     if len(names) != 1:
         return "1"
-    return unit_of(names[0], data.measures.get(names[0]))
+    return unit_of(data.measures.get(names[0]))
 
 
-def unit_of(metric: str, measure: Measure | None) -> str:
+def unit_of(measure: MetricDefinition | None) -> str:
     """Return the unit of a metric's values."""
-    if measure is not None and measure.unit:
-        return measure.unit
-    if metric in UNITS:
-        return UNITS[metric]
-    return "ratio" if measure is not None and measure.high == 1.0 else "1"
+    return "1" if measure is None else str(measure.dimension)
 
 
 def _float(limit: Fraction | None) -> float | None:

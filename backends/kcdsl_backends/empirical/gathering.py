@@ -154,10 +154,10 @@ def _out_of_reach(name: str, setting: Setting) -> tuple[str, str] | None:
         return None
     if setting.encoder and name in runtime.GENERATED:
         return "the model is an encoder and generates nothing", "time its passes with `latency`"
-    if setting.encoder and measure.source in ("logits", "sampled", "calibration", "gradient"):
+    if setting.encoder and not {"logits", "sampled"}.isdisjoint(measure.needs):
         usable = ", ".join(sorted(STATE_FUNCTIONS))
         return "the model is an encoder and has no logits", f"metrics of encoders: {usable}"
-    timed = measure.source == "runtime" and name != "failure_rate"
+    timed = measure.tier == "E" and name != "failure_rate"
     if timed and recorded_side(setting.program.infer):
         return "recorded logits are read, not run", "time the kernel where it runs"
     constants = setting.program.constants
@@ -174,7 +174,7 @@ def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
     metrics = {name for clause in clauses for name in metrics_of(clause.require)}
     metrics |= set(SUMMARY_METRICS[setting.encoder])
     measures = measures_of(setting.program)
-    if any(measures[m].source == "sampled" for m in metrics if m in measures):
+    if any("sampled" in measures[m].needs for m in metrics if m in measures):
         metrics |= {"importance_ratio", "log_ratio_linf"}
     constants = setting.program.constants
     gradient = None

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.metrics.calibration import Confidences
-from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure
+from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.reduced import Reduced
 
 Array = NDArray[np.float64]
@@ -75,7 +76,7 @@ class SliceData:
     peak_memory: float | None = None
     records: tuple[Mapping[str, Any], ...] = ()
     """The trace records of the requests."""
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES)
+    measures: Mapping[str, MetricDefinition] = field(default_factory=lambda: MEASURES)
     """How each metric is measured, the user's own included."""
     reduced: Reduced | None = None
     """The requests of a token table, instead of `requests`."""

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from kcdsl.ir.escalation import severity
 from kcdsl.ir.terms import Budget, Clause, EvidenceKind, HasFields, Program
+from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.health import deviation, over_budget
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
@@ -23,7 +24,6 @@ from kcdsl_backends.empirical.decide import (
 from kcdsl_backends.empirical.figures import Figures, counterexample, figures_of, no_figures
 from kcdsl_backends.empirical.interval import Outcome
 from kcdsl_backends.empirical.measured import SliceData
-from kcdsl_backends.empirical.metrics.measures import Measure
 from kcdsl_backends.empirical.shown import needed, shown, why_open
 from kcdsl_backends.empirical.statistics import Confidence, NotMeasurable
 
@@ -239,12 +239,12 @@ def _deviation(
     return deviation(figures.value, figures.threshold, better)
 
 
-def _estimator(measure: Measure) -> Estimator:
+def _estimator(measure: MetricDefinition) -> Estimator:
     return Estimator(
         measure.tier,
-        measure.estimator,
+        measure.formula,
         measure.bias,
-        measure.counted,
+        measure.per,
         measure.better,
-        measure.direction,
+        measure.estimates,
     )

@@ -7,7 +7,7 @@ Logits are widened to float64 a few rows at a time; only the values of the metri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,39 +17,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.metrics.arrays import INFER_LOG, RANKED, TRAIN_LOG
 from kcdsl.model.graph import array_digest
 from kcdsl_backends.empirical.clauses import norm_name
 from kcdsl_backends.empirical.measured import Array, Run, Unit
-from kcdsl_backends.empirical.metrics import calibration, curves, ranks, sampled, sequences
-from kcdsl_backends.empirical.metrics.aggregates import (
-    AGGREGATES,
-    INFER_LOG,
-    RANKED,
-    TRAIN_LOG,
-)
+from kcdsl_backends.empirical.metrics import calibration, sampled
 from kcdsl_backends.empirical.metrics.calibration import Confidences
-from kcdsl_backends.empirical.metrics.logits import noise_ratio
+from kcdsl_backends.empirical.metrics.full_logits import CONTEXT, TIER_A, tier_a
 from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
+    MEASURES,
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     STATE_FUNCTIONS,
-    GradientFunction,
+    TEXT_FUNCTIONS,
 )
-from kcdsl_backends.empirical.metrics.norms import row_l2, row_linf, row_span
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
-from kcdsl_backends.empirical.metrics.streaming import TIER_A, tier_a
+from kcdsl_backends.empirical.metrics.states import noise_ratio, row_l2, row_linf, row_span
 from kcdsl_backends.empirical.user_metrics import Unusable, UserFunction, call
 from kcdsl_backends.requests import Request
 
 _ELEMENTS = 2**23
 """Largest number of logits that are held in float64 at a time, per kernel and array."""
-_OF_TEXTS: Mapping[str, tuple[str, Callable[[Array], float]]] = {
-    "greedy_divergence_step": ("top1_flip", curves.greedy_divergence_step),
-    "token_kl_max": ("kl", sequences.max_token_kl),
-    "sequence_tv": ("tv", sequences.composed_tv),
-}
-"""Metrics of whole requests: the metric of positions that each is formed from, and how."""
-_LABELLED = frozenset({"ece_gap", "ace_gap", "brier_gap", "nll_gap"})
+_LABELLED = frozenset(m.name for m in MEASURES.values() if "labels" in m.needs)
 _SAMPLED = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
 
 
@@ -97,7 +87,7 @@ class Plan:
     temperature: float
     seed: int
     encoder: bool
-    gradient: GradientFunction | None = None
+    gradient: Callable[[Array], Array] | None = None
     """The bound of the gradient bias, where the contract states its constants."""
     norms: frozenset[tuple[str, str]] = frozenset()
     """(block, norm) of every measured drift that a clause reads."""
@@ -294,10 +284,10 @@ def _policy_values(
 
 def _exact_values(logits: tuple[Tensor, Tensor], plan: Plan) -> dict[str, Array]:
     """Return the metrics of full logits: of positions, and what whole requests make of them."""
-    texts = {name: made for name, made in _OF_TEXTS.items() if name in plan.metrics}
+    texts = {name: made for name, made in TEXT_FUNCTIONS.items() if name in plan.metrics}
     width = logits[0].shape[1]
     wanted = plan.metrics & TIER_A
-    wanted |= {name for name in plan.context if ranks.depth_of(name) <= width}
+    wanted |= {name for name in plan.context if name in CONTEXT or MEASURES[name].depth <= width}
     needed = {source for source, _ in texts.values()}
     if plan.gradient is not None:
         needed.add("tv")

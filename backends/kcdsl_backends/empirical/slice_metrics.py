@@ -10,15 +10,19 @@ from fractions import Fraction
 import numpy as np
 
 from kcdsl.ir.terms import Metric
+from kcdsl.metrics.arrays import CACHE
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.interval import Interval
 from kcdsl_backends.empirical.means import Settings, mean_of
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics import calibration
-from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured
-from kcdsl_backends.empirical.metrics.measures import UNMEASURED
-from kcdsl_backends.empirical.metrics.recorded import CACHE, MAGNITUDES, RECORDED_AGGREGATES
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
+    MAGNITUDES,
+    RECORDED_AGGREGATES,
+    UNMEASURED,
+)
 from kcdsl_backends.empirical.statistics import Estimate, NotMeasurable
 from kcdsl_backends.empirical.term_values import recorded, require, unit_values
 

@@ -14,6 +14,7 @@ import numpy as np
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.ir.walk import subterms
 from kcdsl.ir.words import term_text
+from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import norm_name
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
@@ -21,7 +22,6 @@ from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     UNMEASURED,
-    Measure,
 )
 from kcdsl_backends.empirical.statistics import NotMeasurable
 
@@ -41,7 +41,9 @@ def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
     return data.runs if runtime == {True} else data.requests
 
 
-def unit_values(term: Term, units: Sequence[Unit], measures: Mapping[str, Measure]) -> list[Array]:
+def unit_values(
+    term: Term, units: Sequence[Unit], measures: Mapping[str, MetricDefinition]
+) -> list[Array]:
     """Return the values of a pointwise term, one array per unit.
 
     Raises `NotMeasurable` where a unit failed, lacks a metric, or has a value of it that it cannot
@@ -92,7 +94,7 @@ def require(unit: Unit) -> None:
         raise NotMeasurable(f"the request {unit.key} failed: {unit.failure}")
 
 
-def _pointwise(term: Term, unit: Unit, measures: Mapping[str, Measure]) -> Array:
+def _pointwise(term: Term, unit: Unit, measures: Mapping[str, MetricDefinition]) -> Array:
     match term:
         case Number(value):
             return np.array([float(value)])
@@ -123,10 +125,10 @@ def _pointwise(term: Term, unit: Unit, measures: Mapping[str, Measure]) -> Array
             raise NotMeasurable(f"{term_text(term)}: a table inside a statistic")
 
 
-def _possible(name: str, unit: Unit, measures: Mapping[str, Measure]) -> Array:
+def _possible(name: str, unit: Unit, measures: Mapping[str, MetricDefinition]) -> Array:
     """Return the values of a metric, none of which lies where it cannot."""
     values, measure = recorded(name, unit), measures.get(name)
-    if measure is None or measure.counted == "slice":
+    if measure is None or measure.per == "slice":
         return values
     beyond = values[statistics.beyond_range(values, (measure.low, measure.high))]
     if beyond.size:

@@ -29,12 +29,11 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
 from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Program, UserMetric
-from kcdsl.metrics import user_metric
+from kcdsl.metrics import METRICS, MetricDefinition, registry_of, user_metric
 from kcdsl.model import own_code
 from kcdsl.model.files import file_digest
 from kcdsl.units import UNITS
-from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure, Source
-from kcdsl_backends.empirical.metrics.recorded import RECORDED
+from kcdsl_backends.empirical.metrics.measures import MEASURES
 
 Array = NDArray[np.float64]
 
@@ -53,39 +52,21 @@ class Unusable(ValueError):
     """A function gave no usable values for a request; the text says why."""
 
 
-def measures_of(program: Program) -> Mapping[str, Measure]:
+def measures_of(program: Program) -> Mapping[str, MetricDefinition]:
     """Return how every metric is measured that a program may speak of.
 
     A server, or a kernel that is recorded, draws the tokens at which anything is measured, so each
     value varies from run to run, those of ranks too; but not the bytes of the cache, which follow
     from the lengths that were recorded. Rollouts feed metrics that a forward pass does not.
     """
-    own = {metric.name: _measure(metric) for metric in program.metrics}
+    own = registry_of(program).own
     recordings = [k.recording for k in (program.train, program.infer) if k.recording is not None]
     if any(recording.format == LOGITS for recording in recordings):
-        return {**MEASURES, "noise_ratio": RECORDED["noise_ratio"], **own}
+        return {**MEASURES, "noise_ratio": METRICS["noise_ratio"], **own}
     if not recordings and program.infer.service is None:
         return {**MEASURES, **own}
-    found = {**MEASURES, **RECORDED, **own}
-    return {name: replace(measure, noisy=name != "kv_memory") for name, measure in found.items()}
-
-
-def _measure(metric: UserMetric) -> Measure:
-    sampled = "sampled" in metric.needs
-    source: Source = "sampled" if sampled else "logits" if "logits" in metric.needs else "user"
-    return Measure(
-        metric.name,
-        source,
-        "C" if sampled else "A",
-        metric.function,
-        "exact",
-        "request" if metric.counted == "request" else "token",
-        "higher" if metric.better == "higher" else "lower",
-        None if metric.lower is None else float(metric.lower),
-        None if metric.upper is None else float(metric.upper),
-        noisy=sampled,
-        unit=metric.dimension,
-    )
+    found = {**METRICS, **own}
+    return {name: replace(metric, noisy=name != "kv_memory") for name, metric in found.items()}
 
 
 # --- loading -------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_definitions_are_complete(name: str) -> None:
     assert metric.function is None
     if metric.lower is not None and metric.upper is not None:
         assert metric.lower < metric.upper
-    assert not (metric.signed and metric.nonnegative)
+    assert not (metric.signed and metric.lower is not None)
 
 
 def test_directions() -> None:

@@ -307,7 +307,7 @@ def test_limits_are_exact_and_in_base_units() -> None:
     (found,) = read_declarations(SourceFile("own.py", text), "own.py", sink)
     definition = found.definition
     assert (definition.lower, definition.upper) == (Fraction(-1, 10_000), Fraction(1, 4))
-    assert not definition.nonnegative
+    assert (definition.low, definition.high) == (-1e-4, 0.25)
 
 
 # --- configuration and modules -------------------------------------------------------------------

@@ -23,14 +23,11 @@ from kcdsl_backends.empirical.certified import (
 )
 from kcdsl_backends.empirical.gathering import gather
 from kcdsl_backends.empirical.measured import Unit
-from kcdsl_backends.empirical.metrics.measures import (
-    PAIR_FUNCTIONS,
-    PROBABILITY_FUNCTIONS,
-    SAMPLED_FUNCTIONS,
-)
+from kcdsl_backends.empirical.metrics.full_logits import tier_a
+from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import policy_pair
-from kcdsl_backends.empirical.metrics.streaming import tier_a
 from kcdsl_backends.requests import Request
+from tests.support.reference_metrics import PAIR_FUNCTIONS
 
 
 @dataclass

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kcdsl_backends.empirical.metrics.streaming import tier_a
+from kcdsl_backends.empirical.metrics.full_logits import tier_a
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])

@@ -25,9 +25,12 @@ from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData, Unit
-from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES
-from kcdsl_backends.empirical.metrics.measures import MEASURES, gradient_function
-from kcdsl_backends.empirical.metrics.recorded import RECORDED
+from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
+    MEASURES,
+    RECORDED,
+    gradient_function,
+)
 from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics, Side, TopLogs
 from kcdsl_backends.empirical.rollouts.units import groups_of, run_of, timed
 from kcdsl_backends.empirical.run import Plan, run_request

@@ -14,14 +14,14 @@ import torch
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Constants, Metric, Term
 from kcdsl.metrics import METRICS
-from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES
+from kcdsl_backends.empirical.metrics.full_logits import TIER_A, tier_a
 from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
     MEASURES,
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     UNMEASURED,
 )
-from kcdsl_backends.empirical.metrics.streaming import TIER_A, tier_a
 from kcdsl_backends.empirical.run import Plan, run_request
 
 if TYPE_CHECKING:

@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.empirical.metrics import bits, curves, logits, lumped, ranks
-from kcdsl_backends.empirical.metrics.distribution import (
-    hellinger_squared,
-    jensen_shannon,
-    kl_infer_train,
+from kcdsl_backends.empirical.metrics import policies, ranks, sequences, states
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.metrics.full_logits import tier_a, top_of_rows
+from kcdsl_backends.empirical.metrics.measures import LIST_METRICS
+from kcdsl_backends.empirical.metrics.policies import policy_pair, total_variation
+from tests.support.reference_metrics import (
     kl_train_infer,
-    total_variation,
+    top_tokens,
 )
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured
-from kcdsl_backends.empirical.metrics.policies import policy_pair
-from kcdsl_backends.empirical.metrics.streaming import tier_a
-from kcdsl_backends.empirical.metrics.top import top_of_rows
 
 TEN = np.arange(10)[None, :]
 
@@ -53,10 +50,10 @@ def test_kendall_distance_is_that_of_its_definition() -> None:
 
 def test_lists_that_agree_and_lists_that_share_nothing_are_the_ends_of_each_scale() -> None:
     other = TEN + 100
-    one = dict.fromkeys(set(ranks.LIST_METRICS) - {"kendall10"}, (1, 0))
+    one = dict.fromkeys(set(LIST_METRICS) - {"kendall10"}, (1, 0))
     ends = {**one, "kendall10": (0, 1)}
-    same = ranks.list_metrics(TEN, TEN, list(ends))
-    apart = ranks.list_metrics(TEN, other, list(ends))
+    same = {name: LIST_METRICS[name][0](TEN, TEN) for name in ends}
+    apart = {name: LIST_METRICS[name][0](TEN, other) for name in ends}
     for name, (equal, disjoint) in ends.items():
         assert float(same[name][0]) == pytest.approx(equal, abs=1e-15), name
         assert float(apart[name][0]) == pytest.approx(disjoint, abs=1e-15), name
@@ -98,7 +95,7 @@ def test_the_likeliest_tokens_are_those_of_a_stable_sort(width: int) -> None:
     z[5, 2:] = -math.inf
     z[6, 0] = math.nan
     found = top_of_rows(z.numpy(), z.numpy().max(axis=1), 10)
-    expected = ranks.top_tokens(z, 10).numpy()
+    expected = top_tokens(z, 10).numpy()
     rows = [i for i in range(20) if i != 6]
     assert np.array_equal(found.tokens[rows], expected[rows])
     assert np.array_equal(found.values[rows], np.take_along_axis(z.numpy(), expected, 1)[rows])
@@ -110,41 +107,12 @@ def test_the_likeliest_tokens_are_those_of_a_stable_sort(width: int) -> None:
 # --- forks ---------------------------------------------------------------------------------------
 
 
-def test_curves_count_texts_that_have_forked_among_those_that_are_as_long() -> None:
-    points = curves.cumulative_disagreement([[1, 1, 0.8, 1], [1, 0.6], [1, 1, 1]])
-    assert [(p.at, p.count, p.n) for p in points] == [(0, 0, 3), (1, 1, 3), (2, 1, 2), (3, 1, 1)]
-    assert points[2].share == 0.5
-    broken: list[list[list[float]]] = [[], [[]], [[1.0], []], [[math.nan]], [[1.5]]]
-    for empty in broken:
-        with pytest.raises(Unmeasured):
-            curves.cumulative_disagreement(empty)
-
-
 def test_the_step_of_divergence_counts_agreeing_tokens() -> None:
-    assert curves.greedy_divergence_step([0, 0, 1, 0, 1]) == 2
-    assert curves.greedy_divergence_step([0, 0, 0]) == 3
-    assert curves.flip_hazard([0, 1, 0, 0]) == 250
-    table = curves.agreement_survival([2, 3, 5], [4, 3, 5])
-    assert [(p.at, p.count, p.n) for p in table] == [(2, 1, 3)]
+    assert sequences.greedy_divergence_step([0, 0, 1, 0, 1]) == 2
+    assert sequences.greedy_divergence_step([0, 0, 0]) == 3
     for broken in ([], [0.5], [math.nan]):
         with pytest.raises(Unmeasured):
-            curves.greedy_divergence_step(broken)
-    with pytest.raises(Unmeasured, match="after its end"):
-        curves.agreement_survival([4], [3])
-
-
-def test_flips_are_counted_by_margin_and_separated_by_the_best_margin() -> None:
-    margins, flips = [0.05, 0.1, 0.2, 0.3, 0.5, 0.9], [1, 1, 0, 1, 0, 0]
-    buckets = curves.flip_by_margin(margins, flips, [0.0, 0.25])
-    assert [(p.at, p.count, p.n) for p in buckets] == [(0.0, 2, 3), (0.25, 1, 3)]
-    fit = curves.flip_threshold(margins, flips)
-    assert (fit.margin, fit.mistaken, fit.n) == (0.2, 1, 6)
-    assert curves.flip_threshold([1.0, 2.0], [1, 1]).margin == math.inf
-    assert curves.flip_threshold([1.0, 1.0], [1, 0]).mistaken == 1
-    with pytest.raises(Unmeasured, match="below the first"):
-        curves.flip_by_margin([-1.0], [0], [0.0])
-    with pytest.raises(ValueError, match="ascend"):
-        curves.flip_by_margin([1.0], [0], [0.0, 0.0])
+            sequences.greedy_divergence_step(broken)
 
 
 def test_a_position_is_stable_only_if_no_drift_of_this_size_can_change_its_first_token() -> None:
@@ -184,41 +152,16 @@ def test_formats_that_differ_are_compared_in_the_wider_one() -> None:
     assert float(found["ulp_max"][0]) == 8
 
 
-def test_the_first_mismatch_has_its_place_and_both_values() -> None:
-    a = torch.zeros(2, 3)
-    b = a.clone()
-    assert bits.first_mismatch(a, b) is None
-    b[1, 0], b[1, 2] = 1e-3, 5.0
-    found = bits.first_mismatch(a, b)
-    assert found is not None
-    assert (found.place, found.train) == ((1, 0), 0.0)
-    assert found.infer == pytest.approx(1e-3)
-    far = bits.first_mismatch(a, b, absolute=0.1)
-    assert far is not None
-    assert far.place == (1, 2)
-    assert bits.first_mismatch(a, b, absolute=6.0) is None
-    assert bits.first_mismatch(a, -a) is not None
-    b[0, 1] = math.nan
-    broken = bits.first_mismatch(a, b, relative=1.0, absolute=100.0)
-    assert broken is not None
-    assert broken.place == (0, 1)
-    for shapes in (((0, 3), (0, 3)), ((2, 3), (3, 2))):
-        with pytest.raises(ValueError, match="cannot be compared"):
-            bits.first_mismatch(torch.zeros(shapes[0]), torch.zeros(shapes[1]))
-    with pytest.raises(TypeError, match="int64"):
-        bits.integer_views(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-
-
 def test_noise_is_relative_to_that_of_the_training_kernel() -> None:
     gold = torch.zeros(3, 2, dtype=torch.float64)
     train = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     infer = torch.tensor([[0.0, 3.0], [0.0, 0.0], [1.0, 0.0]])
-    assert logits.noise_ratio(train, infer, gold).tolist() == [3.0, 1.0, math.inf]
+    assert states.noise_ratio(train, infer, gold).tolist() == [3.0, 1.0, math.inf]
     for wrong in (gold[:2], gold[:, :1], gold[0]):
         with pytest.raises(ValueError, match="one shape"):
-            logits.noise_ratio(train, infer, wrong)
+            states.noise_ratio(train, infer, wrong)
     with pytest.raises(ValueError, match="one shape"):
-        logits.noise_ratio(train[:0], infer[:0], gold[:0])
+        states.noise_ratio(train[:0], infer[:0], gold[:0])
 
 
 # --- tier B --------------------------------------------------------------------------------------
@@ -231,14 +174,11 @@ def test_what_is_lumped_together_is_at_most_what_it_was(drift: float, k: int) ->
     z = 2 * torch.randn(500, 40, generator=generator, dtype=torch.float64)
     y = z + drift * torch.randn(500, 40, generator=generator, dtype=torch.float64)
     pair = policy_pair(z, y, 1.0)
-    tokens = ranks.top_tokens(z, k)
+    tokens = top_tokens(z, k)
     lists = pair.train_log.gather(-1, tokens), pair.infer_log.gather(-1, tokens)
     for bound, whole in (
-        (lumped.topk_tail_kl, kl_train_infer),
-        (lumped.topk_tail_kl_infer_train, kl_infer_train),
-        (lumped.topk_tail_tv, total_variation),
-        (lumped.topk_tail_js, jensen_shannon),
-        (lumped.topk_tail_hellinger2, hellinger_squared),
+        (policies.topk_tail_kl, kl_train_infer),
+        (policies.topk_tail_tv, total_variation),
     ):
         low, exact = bound(*lists), whole(pair)
         assert bool((low >= 0).all())
@@ -249,9 +189,9 @@ def test_all_tokens_but_one_leave_nothing_lumped() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
     q = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64)
     full = float((p * (p / q).log()).sum())
-    assert float(lumped.topk_tail_kl(p[:, :2].log(), q[:, :2].log())) == pytest.approx(full)
-    assert float(lumped.topk_tail_kl(p.log(), q.log())) == pytest.approx(full, rel=1e-6)
-    half = float(lumped.topk_tail_kl(p[:, :1].log(), q[:, :1].log()))
+    assert float(policies.topk_tail_kl(p[:, :2].log(), q[:, :2].log())) == pytest.approx(full)
+    assert float(policies.topk_tail_kl(p.log(), q.log())) == pytest.approx(full, rel=1e-6)
+    half = float(policies.topk_tail_kl(p[:, :1].log(), q[:, :1].log()))
     assert half == pytest.approx(0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75))
 
 
@@ -268,6 +208,6 @@ def test_all_tokens_but_one_leave_nothing_lumped() -> None:
 )
 def test_lists_that_are_no_probabilities_are_refused(broken: torch.Tensor) -> None:
     with pytest.raises(Unmeasured):
-        lumped.topk_tail_kl(broken, broken)
+        policies.topk_tail_kl(broken, broken)
     with pytest.raises(Unmeasured, match="one shape"):
-        lumped.topk_tail_tv(torch.full((1, 2), -2.0), torch.full((1, 3), -2.0))
+        policies.topk_tail_tv(torch.full((1, 2), -2.0), torch.full((1, 3), -2.0))

@@ -15,10 +15,15 @@ from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData
-from kcdsl_backends.empirical.metrics.distribution import kl
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured
-from kcdsl_backends.empirical.metrics.measures import MEASURES, UNMEASURED
-from kcdsl_backends.empirical.metrics.recorded import MAGNITUDES, RECORDED, RECORDED_AGGREGATES
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.metrics.measures import (
+    MAGNITUDES,
+    MEASURES,
+    RECORDED,
+    RECORDED_AGGREGATES,
+    UNMEASURED,
+)
+from kcdsl_backends.empirical.metrics.policies import kl
 from kcdsl_backends.empirical.metrics.sequences import intraclass_correlation
 from kcdsl_backends.empirical.rollouts.measuring import common_logs, measure_rollout, served
 from kcdsl_backends.empirical.rollouts.needs import NEEDS
@@ -119,8 +124,9 @@ def test_sequences_have_their_closed_forms() -> None:
     assert value("seq_k3", data, "max") == pytest.approx(math.e - 2)
     assert value("ess_seq", data) == pytest.approx(weights.sum() ** 2 / (2 * (weights**2).sum()))
     assert value("tail_mass_seq", data) == 0.5
-    parts = [[0.5, -0.2], [0.0, 0.0, 1.0]]
-    assert value("icc", data) == pytest.approx(intraclass_correlation(parts))
+    assert value("icc", data) == pytest.approx(
+        intraclass_correlation([0.5, -0.2, 0.0, 0.0, 1.0], [2, 3])
+    )
 
 
 def test_length_scaling_reads_the_rollouts_of_all_prompts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,15 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kcdsl_backends.empirical.metrics import distribution, rejection, sampled, tails, weights
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured
+from kcdsl.metrics.sampled import RULES, Rule
+from kcdsl_backends.empirical.metrics import policies, sampled, weights
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import (
     MEASURES,
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
 )
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
-from kcdsl_backends.empirical.metrics.rejection import RULES, Rule
+from tests.support import reference_metrics as reference
 
 DRAWS = 1_000_000
 NOTHING: list[tuple[str, list[float]]] = [
@@ -39,20 +41,20 @@ def categorical(vocabulary: int, drift: float, seed: int) -> PolicyPair:
 
 def truth(pair: PolicyPair) -> dict[str, float]:
     """Return what each estimator estimates, from the policies themselves."""
-    forward = float(distribution.kl_train_infer(pair)[0])
-    backward = float(distribution.kl_infer_train(pair)[0])
-    chi2 = float(distribution.chi2_train_infer(pair)[0])
+    forward = float(reference.kl_train_infer(pair)[0])
+    backward = float(reference.kl_infer_train(pair)[0])
+    chi2 = float(reference.chi2_train_infer(pair)[0])
     return {
         "log_ratio": -backward,
         "k1": backward,
         "k3": backward,
         "w_log_w": forward,
         "w_log_w_minus": forward,
-        "tv_is": float(distribution.total_variation(pair)[0]),
+        "tv_is": float(policies.total_variation(pair)[0]),
         "importance_ratio": 1.0,
         "chi2_token": chi2,
         "chi2_is": chi2,
-        "jsd_is": float(distribution.jensen_shannon(pair)[0]),
+        "jsd_is": float(reference.jensen_shannon(pair)[0]),
         "is_variance_inflation": 1 + chi2,
     }
 
@@ -76,7 +78,7 @@ def test_every_unbiased_estimator_hits_its_closed_form(vocabulary: int, drift: f
 def test_estimators_that_are_no_divergence_say_so() -> None:
     pair = categorical(64, 0.6, seed=1)
     q, delta = pair.infer_log.exp()[0], (pair.train_log - pair.infer_log)[0]
-    backward = float(distribution.kl_infer_train(pair)[0])
+    backward = float(reference.kl_infer_train(pair)[0])
     second_order = float((q * SAMPLED_FUNCTIONS["k2"](delta)).sum())
     assert abs(second_order / backward - 1) > 0.01
     assert MEASURES["k2"].bias == "biased"
@@ -84,17 +86,17 @@ def test_estimators_that_are_no_divergence_say_so() -> None:
     small = categorical(64, 0.01, seed=1)
     d = (small.train_log - small.infer_log)[0]
     mean = float((small.infer_log.exp()[0] * SAMPLED_FUNCTIONS["mult_prob_error"](d)).sum())
-    tv = float(distribution.total_variation(small)[0])
+    tv = float(policies.total_variation(small)[0])
     assert mean - 1 == pytest.approx(2 * tv, rel=0.05)
 
 
 def test_directions_are_labelled() -> None:
     for name in ("k1", "k2", "k3"):
-        assert MEASURES[name].direction == "KL(infer || train)"
+        assert MEASURES[name].estimates == "KL(infer || train)"
     for name in ("w_log_w", "w_log_w_minus"):
-        assert MEASURES[name].direction == "KL(train || infer)"
+        assert MEASURES[name].estimates == "KL(train || infer)"
     for name in ("chi2_token", "chi2_is"):
-        assert MEASURES[name].direction == "chi2(train || infer)"
+        assert MEASURES[name].estimates == "chi2(train || infer)"
 
 
 def test_the_error_of_peers_is_a_divergence_of_the_other_direction() -> None:
@@ -102,10 +104,10 @@ def test_the_error_of_peers_is_a_divergence_of_the_other_direction() -> None:
     pair = categorical(32, 0.6, seed=5)
     q, delta = pair.infer_log.exp()[0], (pair.train_log - pair.infer_log)[0]
     theirs = float((q * (torch.exp(-delta) - 1 + delta)).sum())
-    chi2 = float(distribution.chi2_infer_train(pair)[0])
-    backward = float(distribution.kl_infer_train(pair)[0])
+    chi2 = float(reference.chi2_infer_train(pair)[0])
+    backward = float(reference.kl_infer_train(pair)[0])
     assert theirs == pytest.approx(chi2 - backward)
-    assert theirs != pytest.approx(float(distribution.kl_train_infer(pair)[0]), rel=0.05)
+    assert theirs != pytest.approx(float(reference.kl_train_infer(pair)[0]), rel=0.05)
 
 
 def test_forms_that_subtract_what_is_known_need_thousands_of_times_fewer_tokens() -> None:
@@ -169,7 +171,7 @@ def test_correlations_of_large_numbers_are_no_certainty() -> None:
 
 
 def test_weights_whose_sum_overflows_have_no_finite_mean() -> None:
-    rows = rejection.what_if([709.5, 709.5, 0.0], [3])
+    rows = weights.what_if([709.5, 709.5, 0.0], [3])
     assert {row.mean_raw for row in rows} == {math.inf}
     assert next(row.mean_weight for row in rows if row.rule.name == "tis") == pytest.approx(5 / 3)
 
@@ -191,11 +193,9 @@ def test_whether_the_sampled_token_comes_is_a_lower_bound() -> None:
     assert float(sampled.prob_absdiff(binary(p), binary(q))) == pytest.approx(0.3)
     pair = categorical(16, 1.0, seed=3)
     train, infer = pair.train_log[0], pair.infer_log[0]
-    most = max(
-        float(distribution.kl_train_infer(pair)[0]), float(distribution.kl_infer_train(pair)[0])
-    )
+    most = max(float(reference.kl_train_infer(pair)[0]), float(reference.kl_infer_train(pair)[0]))
     assert bool((PROBABILITY_FUNCTIONS["binary_kl"](train, infer) <= most * (1 + 1e-12)).all())
-    tv = float(distribution.total_variation(pair)[0])
+    tv = float(policies.total_variation(pair)[0])
     assert bool((PROBABILITY_FUNCTIONS["binary_tv"](train, infer) <= tv * (1 + 1e-12)).all())
     for name in PROBABILITY_FUNCTIONS:
         assert MEASURES[name].bias == "lower_bound"
@@ -210,39 +210,27 @@ def test_a_certain_token_has_a_finite_binary_divergence_only_from_a_certain_one(
 # --- tails ---------------------------------------------------------------------------------------
 
 
-def test_tails_count_both_sides_of_raw_ratios() -> None:
-    delta = np.log([0.05, 0.4, 1.0, 1.9, 2.5, 30.0])
-    points = {p.threshold: (p.above, p.below) for p in tails.ratio_tail(delta, (2.0, 10.0))}
-    assert points == {2.0: (2, 2), 10.0: (1, 1)}
-    assert tails.extreme_fraction(delta) == pytest.approx(4 / 6)
-    with pytest.raises(ValueError, match="above 1"):
-        tails.ratio_tail(delta, (0.5,))
-
-
 @pytest.mark.parametrize("shape", [0.3, 0.6, 1.0])
 def test_tail_indices_find_the_shape_of_pareto_laws(shape: float) -> None:
     uniform = np.random.default_rng(3).random(200_000)
     weights_ = (1 - uniform) ** (-shape)
-    assert tails.hill_index(weights_) == pytest.approx(shape, rel=0.12)
-    assert tails.pareto_k(np.log(weights_)) == pytest.approx(shape, abs=0.1)
+    assert weights.pareto_k(np.log(weights_)) == pytest.approx(shape, abs=0.1)
 
 
 def test_short_tails_lean_on_one_half() -> None:
     """The prior weighs as much as ten values: 20 of an exponential law (k = 0) give a sixth."""
     rng = np.random.default_rng(8)
-    found = [tails.pareto_k(np.log(rng.exponential(size=100))) for _ in range(200)]
+    found = [weights.pareto_k(np.log(rng.exponential(size=100))) for _ in range(200)]
     assert float(np.mean(found)) == pytest.approx(1 / 6, abs=0.06)
 
 
 def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
     normal = np.random.default_rng(4).standard_normal(50_000)
-    assert tails.pareto_k(0.05 * normal) < 0.2
-    assert tails.pareto_k(3.0 * normal) > tails.UNRELIABLE
-    assert tails.pareto_k(np.zeros(100)) == -math.inf
+    assert weights.pareto_k(0.05 * normal) < 0.2
+    assert weights.pareto_k(3.0 * normal) > weights.UNRELIABLE
+    assert weights.pareto_k(np.zeros(100)) == -math.inf
     with pytest.raises(Unmeasured, match="needs at least 26"):
-        tails.pareto_k(np.zeros(20))
-    with pytest.raises(Unmeasured, match="zeros"):
-        tails.hill_index(np.zeros(100))
+        weights.pareto_k(np.zeros(20))
 
 
 # --- remedies ------------------------------------------------------------------------------------
@@ -250,9 +238,14 @@ def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
 
 def test_a_band_keeps_ratios_inside_it_whatever_statistic_expresses_them() -> None:
     ratios = np.array([0.05, 0.15, 0.82, 1.0, 1.1, 1.3, 5.0])
-    kept = rejection.keeps(np.log(ratios), 0.1, 1.2)
-    assert ratios[kept].tolist() == [0.15, 0.82, 1.0, 1.1]
-    assert rejection.keeps_k1(-np.log(ratios), 0.1, 1.2).tolist() == kept.tolist()
+    (row,) = weights.what_if(np.log(ratios), [7], (masked(0.1, 1.2),))
+    assert (row.below, row.above) == (1, 2)
+    assert row.kept == pytest.approx(4 / 7)
+    assert row.mean_weight == pytest.approx((0.15 + 0.82 + 1.0 + 1.1) / 7)
+
+
+def masked(low: float, high: float) -> Rule:
+    return Rule("band", low, high, "mask", "", "")
 
 
 def inverted_k1(k1: NDArray[np.float64], low: float, high: float) -> NDArray[np.bool_]:
@@ -265,42 +258,40 @@ def test_the_inverted_rule_of_a_peer_keeps_other_tokens_and_symmetric_bands_hide
     k1 = -np.log(ratios)
     wrong = inverted_k1(k1, 0.1, 1.2)
     assert ratios[wrong].tolist() == [0.9, 1.1, 1.3, 5.0, 9.0]
-    assert wrong.tolist() != rejection.keeps_k1(k1, 0.1, 1.2).tolist()
-    hidden = inverted_k1(k1, 0.5, 2.0)
-    assert hidden.tolist() == rejection.keeps_k1(k1, 0.5, 2.0).tolist()
+    (row,) = weights.what_if(-k1, [9], (masked(0.1, 1.2),))
+    assert row.mean_weight == pytest.approx((0.15 + 0.82 + 0.9 + 1.1) / 9)
+    assert row.mean_weight != pytest.approx(ratios[wrong].sum() / 9)
+    (row,) = weights.what_if(-k1, [9], (masked(0.5, 2.0),))
+    assert row.mean_weight == pytest.approx(ratios[inverted_k1(k1, 0.5, 2.0)].sum() / 9)
 
 
 def test_what_if_table_says_what_each_remedy_does_beside_the_raw_mean() -> None:
     ratios = np.array([1.0, 4.0, 0.4, 5e-5, 1.0, 1.0])
-    table = {row["rule"]: row for row in rejection.what_if_table(
-        rejection.what_if(np.log(ratios), [3, 2, 1])
-    )}  # fmt: skip
+    table = {row.rule.name: row for row in weights.what_if(np.log(ratios), [3, 2, 1])}
     raw = ratios.mean()
-    assert all(row["mean_raw"] == pytest.approx(raw) for row in table.values())
-    assert table["tis"]["mean_weight"] == pytest.approx((1 + 2 + 0.4 + 5e-5 + 1 + 1) / 6)
-    assert table["tis"]["kept"] == 1.0
-    assert table["tis"]["out_of_band"] == pytest.approx(1 / 6)
-    assert table["mis"]["mean_weight"] == pytest.approx(3 / 6)
-    assert table["mis"]["kept"] == pytest.approx(3 / 6)
-    assert table["icepop"]["mean_weight"] == pytest.approx(7 / 6)
-    assert table["veto"]["mean_weight"] == pytest.approx((1 + 4 + 0.4 + 1) / 6)
-    assert table["veto"]["kept"] == pytest.approx(4 / 6)
+    assert all(row.mean_raw == pytest.approx(raw) for row in table.values())
+    assert table["tis"].mean_weight == pytest.approx((1 + 2 + 0.4 + 5e-5 + 1 + 1) / 6)
+    assert table["tis"].kept == 1.0
+    assert table["tis"].out_of_band == pytest.approx(1 / 6)
+    assert table["mis"].mean_weight == pytest.approx(3 / 6)
+    assert table["mis"].kept == pytest.approx(3 / 6)
+    assert table["icepop"].mean_weight == pytest.approx(7 / 6)
+    assert table["veto"].mean_weight == pytest.approx((1 + 4 + 0.4 + 1) / 6)
+    assert table["veto"].kept == pytest.approx(4 / 6)
     for rule in RULES:
-        share = rejection.oob_fraction(np.log(ratios), rule.low, rule.high)
         named = SAMPLED_FUNCTIONS[f"oob_{rule.name}"](torch.from_numpy(np.log(ratios)))
-        assert share == table[rule.name]["out_of_band"] == float(named.mean())
+        assert table[rule.name].out_of_band == float(named.mean())
 
 
 def test_bands_and_lengths_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="low < high"):
-        rejection.keeps([0.0], 2.0, 0.5)
-    with pytest.raises(ValueError, match="clip"):
-        rejection.clip_fraction([0.0], 0.0)
+        weights.what_if([0.0], [1], (masked(2.0, 0.5),))
     with pytest.raises(Unmeasured, match="lengths"):
-        rejection.what_if([0.0, 0.0], [1])
+        weights.what_if([0.0, 0.0], [1])
     with pytest.raises(ValueError, match="unknown rule"):
-        rejection.what_if([0.0], [1], (Rule("x", 0.5, 2.0, "forget"),))
-    assert rejection.clip_fraction(np.log([0.79, 0.81, 1.19, 1.21])) == 0.5
+        weights.what_if([0.0], [1], (replace(masked(0.5, 2.0), does="forget"),))  # type: ignore[arg-type]
+    clipped = SAMPLED_FUNCTIONS["clipfrac0"](torch.tensor([0.79, 0.81, 1.19, 1.21]).log())
+    assert clipped.tolist() == [1, 0, 0, 1]
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -311,7 +302,7 @@ def test_effective_sample_size_is_one_over_one_plus_chi_squared() -> None:
     q = pair.infer_log.exp()[0].numpy()
     counts = np.round(q * 400_000).astype(int)
     delta = np.repeat((pair.train_log - pair.infer_log)[0].numpy(), counts)
-    chi2 = float(distribution.chi2_train_infer(pair)[0])
+    chi2 = float(reference.chi2_train_infer(pair)[0])
     assert weights.ess_fraction(delta) == pytest.approx(1 / (1 + chi2), rel=1e-3)
     assert weights.ess_fraction(delta + 700) == pytest.approx(weights.ess_fraction(delta))
     assert weights.ess_fraction([0.3]) == 1
@@ -341,16 +332,11 @@ def test_correlations_are_of_what_they_say() -> None:
 def test_nothing_and_what_is_no_number_is_never_a_value(what: str, values: Sequence[float]) -> None:
     """metrics.md 17: peers return 0 on empty input, 0 on shapes that differ, and mask NaN."""
     for function in (
-        tails.ratio_tail,
-        tails.extreme_fraction,
-        tails.hill_index,
-        tails.pareto_k,
-        rejection.clip_fraction,
+        weights.pareto_k,
         weights.ess_fraction,
         lambda v: weights.pearson(v, v),
         lambda v: weights.pearson_probabilities(v, v),
-        lambda v: rejection.keeps(v, 0.5, 2.0),
-        lambda v: rejection.what_if(v, [len(v)] if v else []),
+        lambda v: weights.what_if(v, [len(v)] if v else []),
     ):
         with pytest.raises(Unmeasured):
             function(values)

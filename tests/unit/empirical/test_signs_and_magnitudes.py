@@ -18,8 +18,7 @@ from kcdsl.verdict.model import verdict_name
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData, Unit
-from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.metrics.recorded import RECORDED
+from kcdsl_backends.empirical.metrics.measures import MEASURES, RECORDED
 from kcdsl_backends.empirical.results import decide_clause
 from kcdsl_backends.empirical.slice_metrics import slice_metric
 from kcdsl_backends.empirical.statistics import ONE_LOOK

@@ -29,6 +29,7 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import subterms, terms_of, walk
+from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.aggregation.checks import check_rows
@@ -42,13 +43,13 @@ from kcdsl_backends.empirical.clauses import metrics_of
 from kcdsl_backends.empirical.conclusion import decide, split
 from kcdsl_backends.empirical.evidence import Evidence
 from kcdsl_backends.empirical.measured import SliceData
-from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES
 from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
+    MAGNITUDES,
     PROBABILITY_FUNCTIONS,
+    RECORDED_AGGREGATES,
     SAMPLED_FUNCTIONS,
-    Measure,
 )
-from kcdsl_backends.empirical.metrics.recorded import MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.reduced import Column, Reduced
 from kcdsl_backends.empirical.user_metrics import measures_of
 
@@ -78,7 +79,7 @@ class Task:
     watched: Mapping[str, tuple[str, ...]]
     """Slices that must stay empty, and which slices it spoils where they do not."""
     terms: tuple[Term, ...]
-    measures: Mapping[str, Measure]
+    measures: Mapping[str, MetricDefinition]
 
     @property
     def slices(self) -> tuple[str, ...]:
@@ -216,7 +217,7 @@ def limits_of(task: Task) -> dict[str, tuple[Limit, ...]]:
 # --- what a table can tell -----------------------------------------------------------------------
 
 
-def _obstacle(clause: Clause, measures: Mapping[str, Measure]) -> str | None:
+def _obstacle(clause: Clause, measures: Mapping[str, MetricDefinition]) -> str | None:
     if any(isinstance(part, HasFields) for part in walk(clause.require)):
         return "speaks of trace records; `kcdsl evaluate` decides it"
     if any(isinstance(term, Norm) for term in terms_of(clause.require)):

@@ -13,12 +13,12 @@ import numpy as np
 
 from kcdsl.ir.terms import Metric, Term
 from kcdsl.ir.walk import subterms
-from kcdsl_backends.empirical.metrics.measures import Measure
+from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.reduced import OUTSIDE, SEVERAL, Column, Reduced
 from kcdsl_backends.empirical.statistics import beyond_range
 
 
-def as_measured(reduced: Reduced, measures: Mapping[str, Measure]) -> Reduced:
+def as_measured(reduced: Reduced, measures: Mapping[str, MetricDefinition]) -> Reduced:
     """Return requests with the faults of their values named.
 
     A request has one value of a term whose metrics all have one for each request, however many of
@@ -30,7 +30,7 @@ def as_measured(reduced: Reduced, measures: Mapping[str, Measure]) -> Reduced:
 
 
 def _as_measured(
-    term: Term, columns: Mapping[Term, Column], measures: Mapping[str, Measure]
+    term: Term, columns: Mapping[Term, Column], measures: Mapping[str, MetricDefinition]
 ) -> Column:
     names = [part.name for part in subterms(term) if isinstance(part, Metric)]
     column = columns[term]
@@ -40,7 +40,7 @@ def _as_measured(
         if of is not None and measure is not None:
             bounds = (measure.low, measure.high)
             faults[beyond_range(of.least, bounds) | beyond_range(of.most, bounds)] = OUTSIDE
-    if names and all(name in measures and measures[name].counted == "request" for name in names):
+    if names and all(name in measures and measures[name].per == "request" for name in names):
         return _once(column, faults)
     return replace(column, faults=faults)
 

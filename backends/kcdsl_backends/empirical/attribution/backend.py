@@ -13,7 +13,7 @@ from torch import nn
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.terms import KernelRef, Program
-from kcdsl.metrics import registry_of
+from kcdsl.metrics import MetricDefinition, registry_of
 from kcdsl.model.architecture import Model
 from kcdsl.verdict.attribution import Attribution, Envelope, Layers
 from kcdsl_backends.empirical import diagnoses
@@ -39,13 +39,12 @@ from kcdsl_backends.empirical.diagnoses.probing import chosen
 from kcdsl_backends.empirical.foreign import prints_aside
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.empirical.measured import Unit
-from kcdsl_backends.empirical.metrics.measure import Measure
+from kcdsl_backends.empirical.metrics.full_logits import TIER_A
 from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     STATE_FUNCTIONS,
 )
-from kcdsl_backends.empirical.metrics.streaming import TIER_A
 from kcdsl_backends.empirical.run import Kernel, Plan
 from kcdsl_backends.empirical.setting import Setting
 from kcdsl_backends.empirical.user_metrics import measures_of
@@ -245,7 +244,7 @@ def _blocked(setting: Setting, requests: Sequence[Request], temperature: float) 
     return blocking(diagnoses.run_prechecks(subject, units))
 
 
-def _metric(program: Program, wanted: str | None, encoder: bool) -> tuple[str, Measure]:
+def _metric(program: Program, wanted: str | None, encoder: bool) -> tuple[str, MetricDefinition]:
     """Return the metric. Refuse one without values of positions or requests that can be split."""
     able = _able(program, encoder)
     asked = USUAL[encoder] if wanted is None else wanted

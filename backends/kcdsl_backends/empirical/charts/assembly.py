@@ -15,6 +15,7 @@ import numpy as np
 
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.metrics import METRICS as DEFINITIONS
+from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.bounding import compared_name
 from kcdsl_backends.empirical.certified import LOWER_BOUNDS, MAGNITUDES
@@ -25,8 +26,7 @@ from kcdsl_backends.empirical.clauses import metrics_of
 from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
 from kcdsl_backends.empirical.figures import unit_of
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
-from kcdsl_backends.empirical.metrics.measure import Measure
-from kcdsl_backends.empirical.metrics.rejection import what_if
+from kcdsl_backends.empirical.metrics.weights import what_if
 from kcdsl_backends.empirical.sampling_units import prompts_are_units
 from kcdsl_backends.empirical.user_metrics import measures_of
 
@@ -95,7 +95,7 @@ def _histograms(
     for name in _metrics(usable, evidence, measures):
         measure = measures.get(name)
         higher = measure is not None and measure.better == "higher"
-        formula = "" if measure is None else measure.estimator
+        formula = "" if measure is None else measure.formula
         every = _worst(usable, name, higher)
         scale, edges = edges_of(every)
         rows = []
@@ -113,7 +113,7 @@ def _histograms(
         found.append(
             {
                 "metric": name,
-                "unit": unit_of(name, measure),
+                "unit": unit_of(measure),
                 "formula": f"|{formula}|" if _signed(name) else formula,
                 "magnitude": _signed(name),
                 "better": "higher" if higher else "lower",
@@ -127,7 +127,7 @@ def _histograms(
 
 
 def _metrics(
-    usable: Sequence[Unit], evidence: Evidence, measures: Mapping[str, Measure]
+    usable: Sequence[Unit], evidence: Evidence, measures: Mapping[str, MetricDefinition]
 ) -> list[str]:
     """Return what clauses ask for and the usual drifts, as far as requests have values of them."""
     usual = SUMMARY_METRICS[evidence.encoder]
@@ -220,14 +220,14 @@ def _drift_by(
 
 
 def _ranged(
-    by: str, of: str, metric: str, measure: Measure | None, ranges: Any, values: Array
+    by: str, of: str, metric: str, measure: MetricDefinition | None, ranges: Any, values: Array
 ) -> dict[str, Any]:
     """Return a chart; `outside` counts the values that are not finite and so in no range."""
     return {
         "by": by,
         "of": of,
         "metric": f"|{metric}|" if _signed(metric) else metric,
-        "unit": unit_of(metric, measure),
+        "unit": unit_of(measure),
         "points": drift_by(ranges, values),
         "outside": int(np.count_nonzero(~np.isfinite(values))),
     }
@@ -258,7 +258,7 @@ def _pairs(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
                 worst = np.min if lower else np.max
                 values = np.abs(unit.values[name]) if name in MAGNITUDES else unit.values[name]
                 pairs.append((unit.key, float(worst(values)), float(worst(bound.values[name]))))
-        found.append(_chart(name, unit_of(name, measures.get(name)), pairs, len(usable)))
+        found.append(_chart(name, unit_of(measures.get(name)), pairs, len(usable)))
     for check in evidence.crosschecks:
         name = compared_name(check.block)
         pairs = []

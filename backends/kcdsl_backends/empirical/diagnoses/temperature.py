@@ -9,7 +9,7 @@ import torch
 
 from kcdsl_backends.empirical.diagnoses.distances import deviation, mean, total_variation
 from kcdsl_backends.empirical.diagnoses.model import SMALLEST, Probe, Repair
-from kcdsl_backends.empirical.metrics.distribution import kl
+from kcdsl_backends.empirical.metrics.policies import kl
 
 WIDEST = 1.5
 """Largest |ln T| that is tried."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured
 from kcdsl_backends.empirical.metrics.policies import PolicyPair
 
 BINS = 15
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +137,26 @@ def adaptive_calibration_error(ranked: Array, hits: Array, bins: int = BINS) -> 
             for part in np.array_split(order, bins)
         ]
     return sum(gaps) / len(gaps)
+
+
+def ace_gap(*ranked: Array) -> float:
+    """Return |ACE_train - ACE_infer| of flattened [N, 5] arrays: `arrays.RANKED`."""
+    if any(part.size % RANKS for part in ranked):
+        raise Unmeasured(f"the vocabulary has fewer than {RANKS} tokens")
+    train, train_hits, infer, infer_hits = (part.reshape(-1, RANKS) for part in ranked)
+    if train.shape[0] < BINS:
+        raise Unmeasured(f"{train.shape[0]} positions cannot fill {BINS} bins")
+    return abs(
+        adaptive_calibration_error(train, train_hits)
+        - adaptive_calibration_error(infer, infer_hits)
+    )
+
+
+def magnitude_of_mean(values: Array) -> float:
+    """Return the absolute value of the mean of paired scores."""
+    if values.size == 0 or not bool(np.isfinite(values).all()):
+        raise Unmeasured("the scores are missing or not finite")
+    return abs(math.fsum(values) / values.size)
 
 
 def _array(values: Tensor) -> Array:

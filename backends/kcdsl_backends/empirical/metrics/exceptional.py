@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_backends.empirical.metrics.columns import Array
 from kcdsl_backends.empirical.metrics.fused import cosine, relative_length
-from kcdsl_backends.empirical.metrics.segments import Array
 
 _LARGE = 50.0
 _LN_2 = 0.6931471805599453

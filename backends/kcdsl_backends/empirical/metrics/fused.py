@@ -7,23 +7,34 @@ logits forms them.
 What cancels is float64: both normalisers, d and v. What follows from them without cancellation has
 the format of the logits: for float32 each value is within 1e-6 of itself (the entropy gap within
 1e-6 of sum |q - p| |ln p|) or within 1e-20, for float64 within 1e-8.
+
+The bits of a sum do not depend on threads, on the number of rows or on where they lie: numpy's
+elementwise loops treat every element alike. Products are summed by BLAS, which may share long
+vectors among threads and sums float32 in float32: rows are cut into blocks, the same whatever
+stands beside them, and the sums of blocks are added in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.metrics.segments import Array, Numbers, blocks_of, total
+from kcdsl_backends.empirical.metrics.columns import Array
+
+Numbers = NDArray[Any]
 
 FARTHEST = {np.dtype(np.float32): 20.0, np.dtype(np.float64): 300.0}
 """Largest |d| of an ordinary row: no power of e^d that is formed leaves the range of the format."""
 LN_2 = 0.6931471805599453
 _SERIES = 1e-5
 _TILE = 16384
+_BLOCK = 2048
+"""Longest product that is summed in the format of its factors: short enough for float32, and for no
+BLAS to share it among threads (OpenBLAS does from 10,000 elements on)."""
 
 EXTREMES = ("top", "bottom", "shift", "z", "z_infer")
 """Of each row: the largest and the least dz, c, and the normalisers of e^((z - max z)/T)."""
@@ -32,6 +43,36 @@ SUMS = (
     "there", "cosh", "cosh_change", "tv",
 )  # fmt: skip
 """The sums of products over the vocabulary, as `values_of` reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How rows of `width` elements are cut: `count` blocks of `each`, the last one filled up."""
+
+    width: int
+    count: int
+    each: int
+
+    @property
+    def padded(self) -> int:
+        """Return the length of a row with what fills its last block."""
+        return self.count * self.each
+
+    def of(self, rows: Numbers) -> Numbers:
+        """View padded rows [R, padded] as blocks [R, count, each]."""
+        return rows.reshape(rows.shape[0], self.count, self.each)
+
+
+def blocks_of(width: int) -> Blocks:
+    """Return how rows of so many elements are cut."""
+    count = -(-width // _BLOCK)
+    return Blocks(width, count, -(-width // count))
+
+
+def total(products: Numbers) -> Array:
+    """Return the sums over the last dimension, [..., count] float32 or float64, in float64."""
+    found: Array = np.add.reduce(products, axis=-1, dtype=np.float64)
+    return found
 
 
 class Work:

@@ -1,7 +1,8 @@
-"""The pair of next-token distributions that every distribution metric reads.
+"""The next-token distributions of both kernels in float64, and divergences of two laws.
 
 p is the policy of the training kernel, q that of the inference kernel, both in float64. Logits are
-widened to float64 before anything is subtracted.
+widened to float64 before anything is subtracted. `full_logits` measures whole policies faster;
+these forms serve samples, scores and lists of the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
+
 NORMALISATION_TOLERANCE = 1e-9
 """Largest |sum p - 1| that the Bregman form of KL may be used with."""
+_SLACK = 1e-6
+"""How far recorded probabilities may sum above one by their rounding."""
+_SERIES_LIMIT = 1e-3
+_LARGE = 50.0
 
 
 class Unnormalised(ValueError):
@@ -33,10 +40,6 @@ class PolicyPair:
         """Return d = ln q - ln p, 0 where both are impossible, [N, V]."""
         both = torch.isneginf(self.train_log) & torch.isneginf(self.infer_log)
         return torch.where(both, 0.0, self.infer_log - self.train_log)
-
-    def swapped(self) -> PolicyPair:
-        """Return the pair with the kernels exchanged."""
-        return PolicyPair(self.infer_logits, self.train_logits, self.infer_log, self.train_log)
 
 
 def policy_pair(train_logits: Tensor, infer_logits: Tensor, temperature: float) -> PolicyPair:
@@ -76,3 +79,74 @@ def check_normalised(log_probabilities: Tensor) -> None:
     if bool(off.any()):
         row = int(off.nonzero()[0, 0])
         raise Unnormalised(f"the probabilities of row {row} sum to {float(total[row])!r}, not 1")
+
+
+def bregman(d: Tensor) -> Tensor:
+    """Return e^d - 1 - d >= 0 elementwise, by its series near zero."""
+    series = d * d * (0.5 + d * (1 / 6 + d / 24))
+    return torch.where(d.abs() < _SERIES_LIMIT, series, torch.expm1(d) - d)
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p || q) = sum p (e^d - 1 - d), d = ln q - ln p, over the last dimension.
+
+    Both inputs must be normalised (`check_normalised`); +inf where q excludes what p allows.
+    """
+    impossible = torch.isneginf(log_p)
+    d = torch.where(impossible & torch.isneginf(log_q), 0.0, log_q - log_p)
+    p, q = log_p.exp(), log_q.exp()
+    near = p * bregman(d.clamp(max=_LARGE))
+    far = (q - p) - p * d
+    term = torch.where(d > _LARGE, far, near)
+    return torch.where(p == 0, q, term).sum(dim=-1)
+
+
+def total_variation(pair: PolicyPair) -> Tensor:
+    """Return TV = 1/2 sum |p - q|."""
+    d = pair.log_difference
+    larger = torch.where(d > 0, pair.infer_log.exp(), pair.train_log.exp())
+    return 0.5 * (larger * -torch.expm1(-d.abs())).sum(dim=-1)
+
+
+# --- lists of the likeliest tokens ----------------------------------------------------------------
+
+
+def lumped_pair(train_log: Tensor, infer_log: Tensor) -> PolicyPair:
+    """Return the laws of k tokens and the rest, [N, k + 1], from log-probabilities [N, k].
+
+    Lumping tokens together never raises a divergence (data processing): each divergence of these
+    laws is a **lower bound** of that of the policies.
+
+    Both inputs hold ln of the probabilities of the *same* k tokens at N positions, raw (neither
+    truncated nor renormalised). The rest is what they leave of one. Raises Unmeasured for no
+    positions, shapes that differ, NaN, values above 0 and sums above 1.
+    """
+    if train_log.ndim != 2 or train_log.shape != infer_log.shape or train_log.numel() == 0:
+        raise Unmeasured(
+            f"log-probabilities must be two [N, k] arrays of one shape, not "
+            f"{tuple(train_log.shape)} and {tuple(infer_log.shape)}"
+        )
+    sides = [_with_rest(side.to(torch.float64)) for side in (train_log, infer_log)]
+    return PolicyPair(sides[0], sides[1], sides[0], sides[1])
+
+
+def _with_rest(log_probabilities: Tensor) -> Tensor:
+    if bool(log_probabilities.isnan().any()) or bool((log_probabilities > _SLACK).any()):
+        raise Unmeasured("log-probabilities must be numbers of at most 0")
+    taken = log_probabilities.exp().sum(dim=-1)
+    if bool((taken > 1 + _SLACK).any()):
+        raise Unmeasured("the probabilities of a position sum to more than 1")
+    rest = torch.log((1 - taken).clamp(min=0.0))
+    whole = torch.cat([log_probabilities, rest[:, None]], dim=-1)
+    return torch.where((taken > 1)[:, None], whole - taken.clamp(min=1.0).log()[:, None], whole)
+
+
+def topk_tail_kl(train_log: Tensor, infer_log: Tensor) -> Tensor:
+    """Return KL(train || infer) of the lumped laws, [N] nats: at most the KL of the policies."""
+    pair = lumped_pair(train_log, infer_log)
+    return kl(pair.train_log, pair.infer_log)
+
+
+def topk_tail_tv(train_log: Tensor, infer_log: Tensor) -> Tensor:
+    """Return the total variation of the lumped laws, [N], a lower bound."""
+    return total_variation(lumped_pair(train_log, infer_log))

@@ -12,53 +12,17 @@ Lists are compared to depth k = 1, 5 or 10:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from kcdsl_backends.empirical.metrics.policies import PolicyPair
-from kcdsl_backends.empirical.metrics.segments import Array
+from kcdsl_backends.empirical.metrics.columns import Array
 
 Tokens = NDArray[np.int64]
 
 PERSISTENCE = 0.9
 """The p of rank-biased overlap: rank r + 1 is looked at with probability p after rank r."""
-
-
-def top_tokens(logits: Tensor, k: int) -> Tensor:
-    """Return the ids of the k largest logits of each row, [N, k]; ties by the smaller id.
-
-    Raises ValueError if the vocabulary has fewer than k tokens.
-    """
-    if not 1 <= k <= logits.shape[-1]:
-        raise ValueError(
-            f"top-{k} needs at least {k} tokens, the vocabulary has {logits.shape[-1]}"
-        )
-    return torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
-
-
-def top_overlap(pair: PolicyPair, k: int) -> Tensor:
-    """Return |Top_k(p) and Top_k(q)| / k, [N]; NaN where a logit of the row is NaN."""
-    return of_pair(pair, partial(overlap, k=k), k)
-
-
-def top1_agreement(pair: PolicyPair) -> Tensor:
-    """Return 1 where both kernels put the same token first, else 0."""
-    return top_overlap(pair, 1)
-
-
-def of_pair(pair: PolicyPair, metric: Callable[[Tokens, Tokens], Array], k: int) -> Tensor:
-    """Return a metric of lists of tokens for both policies, [N]; NaN where a logit is NaN."""
-    train, infer = (
-        top_tokens(side, k).cpu().numpy() for side in (pair.train_logits, pair.infer_logits)
-    )
-    undefined = (pair.train_logits.isnan() | pair.infer_logits.isnan()).any(dim=-1).cpu()
-    return torch.where(undefined, torch.nan, torch.from_numpy(metric(train, infer)))
 
 
 def overlap(train: Tokens, infer: Tokens, k: int) -> Array:
@@ -137,23 +101,7 @@ def _check(train: Tokens, infer: Tokens, k: int) -> None:
         raise ValueError(f"lists of {train.shape[1]} tokens cannot be compared to depth {k}")
 
 
-LIST_METRICS: Mapping[str, tuple[Callable[..., Array], int]] = {
-    "top5_overlap": (overlap, 5),
-    "top10_overlap": (overlap, 10),
-    "jaccard1": (jaccard, 1),
-    "jaccard5": (jaccard, 5),
-    "jaccard10": (jaccard, 10),
-    "rbo10": (rank_biased_overlap, 10),
-    "kendall10": (kendall_distance, 10),
-}
-"""Metrics of two lists of tokens, with the depth that they read."""
-
-
-def depth_of(name: str) -> int:
-    """Return how many tokens a metric looks at, 1 for one that compares no lists."""
-    return LIST_METRICS[name][1] if name in LIST_METRICS else 1
-
-
-def list_metrics(train: Tokens, infer: Tokens, names: Collection[str]) -> dict[str, Any]:
-    """Return the named metrics of two lists [N, K] of tokens, each [N]."""
-    return {name: LIST_METRICS[name][0](train, infer, LIST_METRICS[name][1]) for name in names}
+overlap5, overlap10 = partial(overlap, k=5), partial(overlap, k=10)
+jaccard1, jaccard5, jaccard10 = (partial(jaccard, k=k) for k in (1, 5, 10))
+rbo10 = partial(rank_biased_overlap, k=10)
+kendall10 = partial(kendall_distance, k=10)

@@ -1,42 +1,24 @@
-"""Metrics that recorded runs feed: how each is measured, and the function of its arrays.
+"""Values of recorded runs: outputs, gradients, routes of experts, times of tokens and caches.
 
-A forward pass of both kernels does not give what they read; recordings and servers do
-(`kcdsl_backends.empirical.rollouts`). Requests carry arrays of numbers only, flattened where they
-have more dimensions, under the names below; numbers of a whole slice are formed from those.
+Routes are arrays [N, L, k]: for N tokens and L layers the ids of the k chosen experts, in any
+order; scores are [N, L, E]. Every function raises Unmeasured for nothing, for shapes that differ
+and for what cannot be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from kcdsl_backends.empirical.metrics import (
-    behaviour,
-    logits,
-    lumped,
-    reinforcement,
-    routing,
-    sequences,
-    serving,
-)
-from kcdsl_backends.empirical.metrics.aggregates import Aggregate
-from kcdsl_backends.empirical.metrics.evidence import Array, Unmeasured
-from kcdsl_backends.empirical.metrics.measure import Bias, Measure
+from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured, column
 
-LENGTHS = "rollout_lengths"
-"""Counted tokens of each rollout of a request, in the order of its arrays."""
-ADVANTAGE_WEIGHTED = "advantage_weighted"
-"""(w - 1) A of each counted token."""
-SHARED_ROUTES, LAYERS, REROUTED = "shared_routes", "routed_layers", "rerouted"
-"""Shares of chosen experts that both sides share, token by token [tokens x layers]; how many layers
-each rollout has; 1 for each token that was rerouted in any layer."""
-GRADIENTS = ("train_gradient", "infer_gradient", "gradient_width")
-"""Gradients of each rollout, one after the other, and how many numbers each of them has."""
-CACHE = "cache_bytes"
-"""Bytes of keys and values of each rollout."""
+Routes = NDArray[np.int64]
 TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
     "number": (int, float),
@@ -46,252 +28,192 @@ TYPES: Mapping[str, type | tuple[type, ...]] = {
     "array": list,
 }
 """Types of fields that a schema of a tool's calls may name."""
-
-Counted = Literal["token", "request", "slice"]
-Better = Literal["lower", "higher"]
+_NOTHING = object()
 
 
-def _recorded(
-    name: str,
-    tier: str,
-    estimator: str,
-    bias: Bias,
-    counted: Counted,
-    *,
-    better: Better = "lower",
-    low: float | None = 0.0,
-    high: float | None = None,
-    direction: str = "",
-    unit: str = "1",
-    noisy: bool = True,
-) -> Measure:
-    return Measure(
-        name,
-        "text",
-        tier,
-        estimator,
-        bias,
-        counted,
-        better,
-        low,
-        high,
-        direction,
-        noisy=noisy,
-        unit=unit,
-    )
+# --- outputs --------------------------------------------------------------------------------------
 
 
-def _worst_layer(train: ArrayLike, infer: ArrayLike) -> float:
-    """Return the router agreement of the layer that agrees least."""
-    return float(routing.router_agreement(train, infer).min())
+def parses_as_json(texts: Sequence[str]) -> Array:
+    """Return 1 for each text that is one JSON value (NaN and Infinity are none), else 0."""
+    return np.array([float(_value_of(text) is not _NOTHING) for text in texts])
 
 
-def _refusal_flips(train: ArrayLike, infer: ArrayLike) -> float:
-    """Return the share of prompts that exactly one kernel refuses."""
-    return behaviour.flips(train, infer).rate
+def calls_tool(texts: Sequence[str], required: Mapping[str, type | tuple[type, ...]]) -> Array:
+    """Return 1 for each text that is a JSON object with fields of the required types, else 0.
+
+    `required` maps a field to the Python type of its value; true and false are no numbers.
+    """
+    return np.array([float(_follows(_value_of(text), required)) for text in texts])
 
 
-def _gap_of_shares(train: ArrayLike, infer: ArrayLike) -> float:
-    """Return the absolute difference of two shares over the same prompts."""
-    return behaviour.flips(train, infer).gap
+def exact_matches(texts: Sequence[str], references: Sequence[str]) -> Array:
+    """Return 1 where a text is its reference, spaces at both ends aside, else 0."""
+    if len(texts) != len(references):
+        raise Unmeasured(f"{len(texts)} texts for {len(references)} references")
+    return np.array([float(a.strip() == b.strip()) for a, b in zip(texts, references, strict=True)])
 
 
-def _reward_delta(train: ArrayLike, infer: ArrayLike) -> float:
-    """Return the absolute difference of mean rewards over the same prompts."""
-    return behaviour.paired(train, infer).gap
+def _value_of(text: str) -> Any:
+    def refuse(name: str) -> Any:
+        raise ValueError(name)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return _NOTHING
 
 
-def _slope(deltas: Any) -> float:
-    """Return the slope of length scaling."""
-    return sequences.length_scaling(deltas).slope
+def _follows(value: Any, required: Mapping[str, type | tuple[type, ...]]) -> bool:
+    if not isinstance(value, dict):
+        return False
+    for name, kind in required.items():
+        found = value.get(name, _NOTHING)
+        wants_truth = kind is bool or (isinstance(kind, tuple) and bool in kind)
+        if not isinstance(found, kind) or (isinstance(found, bool) and not wants_truth):
+            return False
+    return True
 
 
-_D = "D"
-RECORDED: Mapping[str, Measure] = {
-    m.name: m
-    for m in (
-        _recorded(
-            "noise_ratio", "A", "||z_infer - z_gold|| / ||z_train - z_gold||", "exact", "token",
-            noisy=False,
-        ),
-        _recorded(
-            "topk_tail_kl", "B", "KL of (top k, rest)", "lower_bound", "token",
-            direction="KL(train || infer)", unit="nat",
-        ),
-        _recorded(
-            "topk_tail_tv", "B", "TV of (top k, rest)", "lower_bound", "token", high=1.0,
-            direction="symmetric", unit="ratio",
-        ),
-        _recorded(
-            "seq_log_ratio", "C", "sum ln w", "unbiased", "request", low=None,
-            direction="-KL(infer || train) of sequences", unit="nat",
-        ),
-        _recorded("geo_ratio", "C", "e^(mean ln w)", "biased", "request"),
-        _recorded("seq_max_abs", "C", "max |ln w|", "lower_bound", "request", unit="nat"),
-        _recorded(
-            "seq_k3", "C", "W - 1 - ln W, W = e^(sum ln w)", "unbiased", "request",
-            direction="KL(infer || train) of sequences", unit="nat",
-        ),
-        _recorded(
-            "log_ppl_diff", "C", "-mean ln w: train minus infer", "unbiased", "request", low=None,
-            direction="KL(infer || train) per token", unit="nat",
-        ),
-        _recorded("ppl_ratio", "C", "e^(-mean ln w)", "biased", "request"),
-        _recorded(
-            "ess_seq", "C", "(sum W)^2 / (n sum W^2), raw", "biased", "slice", better="higher",
-            high=1.0, unit="ratio",
-        ),
-        _recorded(
-            "tail_mass_seq", "C", "share of W outside [1/2, 2]", "unbiased", "slice", high=1.0,
-            unit="ratio",
-        ),
-        _recorded(
-            "length_scaling", "C", "slope of ln rms(sum ln w) on ln L", "biased", "slice", low=None
-        ),
-        _recorded("icc", "C", "one-way ICC(1) of ln w", "biased", "slice", low=None, high=1.0),
-        _recorded("reward_delta", _D, "|mean paired difference|", "biased", "slice"),
-        _recorded("adv_weighted_bias", "C", "|mean (w - 1) A|", "biased", "slice"),
-        _recorded(
-            "refusal_flip", _D, "1 where one refuses; McNemar", "unbiased", "request", high=1.0,
-            unit="ratio",
-        ),
-        *(
-            _recorded(
-                name, _D, f"|share of infer - share of train| of outputs that {what}", "biased",
-                "slice", high=1.0, unit="ratio",
-            )
-            for name, what in (
-                ("json_parse_gap", "parse"),
-                ("tool_schema_gap", "follow a schema"),
-                ("exact_match_gap", "are the reference"),
-            )
-        ),
-        _recorded(
-            "grad_cosine", _D, "cosine of g_train, g_infer", "exact", "slice", better="higher",
-            low=-1.0, high=1.0,
-        ),
-        _recorded("grad_rel_bias", _D, "||g_infer - g_train|| / ||g_train||", "exact", "slice"),
-        _recorded(
-            "router_agreement", "A", "least over layers of mean |R_p and R_q| / k", "exact",
-            "slice", better="higher", high=1.0, unit="ratio",
-        ),
-        _recorded(
-            "tokens_any_flip", "A", "share of tokens rerouted in any layer", "exact", "slice",
-            high=1.0, unit="ratio",
-        ),
-        _recorded(
-            "router_margin", "A", "k-th best score - next, in the layer with least", "exact",
-            "token", better="higher",
-        ),
-        _recorded(
-            "kv_memory", "E", "largest 2 layers heads width tokens bytes", "exact", "slice",
-            unit="B", noisy=False,
-        ),
-    )
-}  # fmt: skip
-"""How the metrics that only recorded runs feed are measured."""
-
-RECORDED_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "noise_ratio": logits.noise_ratio,
-    "topk_tail_kl": lumped.topk_tail_kl,
-    "topk_tail_tv": lumped.topk_tail_tv,
-    "seq_log_ratio": sequences.seq_log_ratio,
-    "geo_ratio": sequences.geo_ratio,
-    "seq_max_abs": sequences.seq_max_abs,
-    "seq_k3": sequences.seq_k3,
-    "log_ppl_diff": sequences.log_ppl_diff,
-    "ppl_ratio": sequences.ppl_ratio,
-    "ess_seq": sequences.ess_sequences,
-    "tail_mass_seq": sequences.tail_mass_sequences,
-    "length_scaling": _slope,
-    "icc": sequences.intraclass_correlation,
-    "reward_delta": _reward_delta,
-    "adv_weighted_bias": reinforcement.adv_weighted_bias,
-    "refusal_flip": _refusal_flips,
-    "json_parse_gap": _gap_of_shares,
-    "tool_schema_gap": _gap_of_shares,
-    "exact_match_gap": _gap_of_shares,
-    "grad_cosine": reinforcement.grad_cosine,
-    "grad_rel_bias": reinforcement.grad_rel_bias,
-    "router_agreement": _worst_layer,
-    "tokens_any_flip": routing.tokens_any_flip,
-    "router_margin": routing.router_margin,
-    "kv_memory": serving.kv_memory,
-}
-"""The functions of recorded arrays, by the names of the language."""
+# --- gradients ------------------------------------------------------------------------------------
 
 
-def _split(values: Array, lengths: Array) -> list[Array]:
-    """Return the arrays of single rollouts."""
-    sizes = lengths.astype(np.int64)
-    if int(sizes.sum()) != values.size or bool((sizes <= 0).any()):
-        raise Unmeasured(f"{int(sizes.sum())} tokens of rollouts for {values.size} values")
-    return [np.asarray(part) for part in np.split(values, np.cumsum(sizes)[:-1])]
+def grad_cosine(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> float:
+    """Return the cosine of both gradients of a batch; raises Unmeasured where one is zero."""
+    g, h = _summed(train, widths), _summed(infer, widths)
+    a, b = _length(g), _length(h)
+    if not (a > 0 and b > 0):
+        raise Unmeasured("a gradient of zero has no direction")
+    apart = _length(h / b - g / a)
+    return max(-1.0, min(1.0, 1 - apart * apart / 2))
 
 
-def _scaling(deltas: Array, lengths: Array) -> float:
-    return _slope(_split(deltas, lengths))
+def grad_rel_bias(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> float:
+    """Return ||g_infer - g_train|| / ||g_train||; raises Unmeasured where g_train is zero."""
+    g, h = _summed(train, widths), _summed(infer, widths)
+    a = _length(g)
+    if not a > 0:
+        raise Unmeasured("no bias is relative to a gradient of zero")
+    return _length(h - g) / a
 
 
-def _icc(deltas: Array, lengths: Array) -> float:
-    return sequences.intraclass_correlation(_split(deltas, lengths))
-
-
-def _ess(sums: Array) -> float:
-    return sequences.ess_sequences([np.array([s]) for s in sums])
-
-
-def _tail_mass(sums: Array) -> float:
-    return sequences.tail_mass_sequences([np.array([s]) for s in sums])
-
-
-def _summed(gradients: Array, widths: Array) -> Array:
-    """Return the sum of the gradients of rollouts: that of the whole batch."""
-    if widths.size == 0 or bool((widths != widths[0]).any()) or widths[0] < 1:
+def _summed(gradients: ArrayLike, widths: ArrayLike) -> Array:
+    """Return the gradient of a batch: the sum of those of its rollouts, one after the other."""
+    values, sizes = column(gradients, "gradients"), column(widths, "sizes of gradients")
+    if bool((sizes != sizes[0]).any()) or sizes[0] < 1 or values.size != sizes.sum():
         raise Unmeasured("the gradients of rollouts have different sizes")
-    found: Array = gradients.reshape(-1, int(widths[0])).sum(axis=0)
+    found: Array = values.reshape(-1, int(sizes[0])).sum(axis=0)
     return found
 
 
-def _batch_cosine(train: Array, infer: Array, widths: Array) -> float:
-    return reinforcement.grad_cosine(_summed(train, widths), _summed(infer, widths))
+def _length(values: Array) -> float:
+    largest = float(np.abs(values).max())
+    if largest == 0:
+        return 0.0
+    return largest * math.sqrt(math.fsum((values / largest) ** 2))
 
 
-def _batch_bias(train: Array, infer: Array, widths: Array) -> float:
-    return reinforcement.grad_rel_bias(_summed(train, widths), _summed(infer, widths))
+# --- routes ---------------------------------------------------------------------------------------
 
 
-def _agreement(shares: Array, layers: Array) -> float:
-    """Return the mean share of the layer that agrees least."""
-    if layers.size == 0 or bool((layers != layers[0]).any()):
+def router_agreement(train: ArrayLike, infer: ArrayLike) -> Array:
+    """Return the mean share of chosen experts that both sides share, one value per layer [L]."""
+    a, b = _routes(train, infer)
+    shared: Array = (a[..., :, None] == b[..., None, :]).any(axis=-1).sum(axis=-1)
+    found: Array = shared.mean(axis=0) / a.shape[2]
+    return found
+
+
+def any_flip(train: ArrayLike, infer: ArrayLike) -> Array:
+    """Return 1 for each token with another set of experts in at least one layer, [N]."""
+    a, b = _routes(train, infer)
+    same = (np.sort(a, axis=2) == np.sort(b, axis=2)).all(axis=(1, 2))
+    found: Array = 1.0 - same
+    return found
+
+
+def router_margin(scores: ArrayLike, k: int) -> Array:
+    """Return the k-th best score minus the next, [N, L]: what a drift must exceed to reroute."""
+    values = np.asarray(scores, dtype=np.float64)
+    if values.ndim != 3 or values.size == 0 or not 1 <= k < values.shape[2]:
+        raise Unmeasured(f"scores {values.shape} have no margin of the {k} best")
+    if not bool(np.isfinite(values).all()):
+        raise Unmeasured("scores must be finite")
+    ordered = np.sort(values, axis=2)
+    found: Array = ordered[..., -k] - ordered[..., -k - 1]
+    return found
+
+
+def least_agreement(shares: ArrayLike, layers: ArrayLike) -> float:
+    """Return the mean share of the layer that agrees least, from shares token by token."""
+    values, counts = column(shares, "shares"), column(layers, "layers")
+    if bool((counts != counts[0]).any()):
         raise Unmeasured("rollouts have routes of different numbers of layers")
-    return float(shares.reshape(-1, int(layers[0])).mean(axis=0).min())
+    return float(values.reshape(-1, int(counts[0])).mean(axis=0).min())
 
 
-def _mean(values: Array) -> float:
-    if values.size == 0:
-        raise Unmeasured("there are no values")
-    return float(values.mean())
+def mean_of(values: ArrayLike) -> float:
+    """Return the mean of a column."""
+    return float(column(values, "values").mean())
 
 
-RECORDED_AGGREGATES: Mapping[str, Aggregate] = {
-    "ess_seq": Aggregate(("seq_log_ratio",), _ess),
-    "tail_mass_seq": Aggregate(("seq_log_ratio",), _tail_mass),
-    "length_scaling": Aggregate(("log_ratio", LENGTHS), _scaling),
-    "icc": Aggregate(("log_ratio", LENGTHS), _icc),
-    "grad_cosine": Aggregate(GRADIENTS, _batch_cosine),
-    "grad_rel_bias": Aggregate(GRADIENTS, _batch_bias),
-    "router_agreement": Aggregate((SHARED_ROUTES, LAYERS), _agreement),
-    "tokens_any_flip": Aggregate((REROUTED,), _mean),
-}
-"""Numbers of a slice that are formed from the arrays of its requests."""
+def _routes(train: ArrayLike, infer: ArrayLike) -> tuple[Routes, Routes]:
+    a, b = np.asarray(train), np.asarray(infer)
+    if a.ndim != 3 or a.shape != b.shape or a.size == 0:
+        raise Unmeasured(f"routes must be two [N, L, k] arrays, not {a.shape} and {b.shape}")
+    for side in (a, b):
+        if side.dtype.kind not in "iu" or int(side.min()) < 0:
+            raise Unmeasured("routes must hold the ids of experts")
+        ordered = np.sort(side, axis=2)
+        if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+            raise Unmeasured("an expert is chosen twice for one token")
+    return a.astype(np.int64), b.astype(np.int64)
 
-MAGNITUDES: Mapping[str, tuple[str, tuple[float | None, float | None]]] = {
-    "adv_weighted_bias": (ADVANTAGE_WEIGHTED, (None, None)),
-    "reward_delta": ("reward_delta", (None, None)),
-    "json_parse_gap": ("json_parse_gap", (-1.0, 1.0)),
-    "tool_schema_gap": ("tool_schema_gap", (-1.0, 1.0)),
-    "exact_match_gap": ("exact_match_gap", (-1.0, 1.0)),
-}
-"""Absolute values of means: the array whose mean it is, and the range of its values. The limits are
-those of the mean: noise makes its absolute value too large, and a limit of that would not do."""
+
+# --- times and memory -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request: when it came, and when each of its tokens was given out, in seconds."""
+
+    arrived: float
+    tokens: Sequence[float]
+
+
+def time_to_first_token(served: Served) -> float:
+    """Return TTFT in seconds."""
+    return _stamps(served)[0] - served.arrived
+
+
+def time_per_output_token(served: Served) -> float:
+    """Return TPOT: the mean time between tokens after the first, in seconds.
+
+    Raises Unmeasured for a request of one token.
+    """
+    stamps = _stamps(served)
+    if len(stamps) < 2:
+        raise Unmeasured("one token has no time between tokens")
+    return (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+
+
+def latency(served: Served) -> float:
+    """Return the time from the request to its last token, in seconds."""
+    return _stamps(served)[-1] - served.arrived
+
+
+def kv_memory(layers: int, heads: int, width: int, tokens: int, bytes_each: float) -> float:
+    """Return the bytes of keys and values: 2 layers heads width tokens bytes_each."""
+    sizes = (layers, heads, width, tokens, bytes_each)
+    if min(sizes) <= 0:
+        raise Unmeasured(f"a cache of {sizes} holds nothing")
+    return 2 * layers * heads * width * tokens * bytes_each
+
+
+def _stamps(served: Served) -> Sequence[float]:
+    stamps = column(served.tokens, "times of tokens")
+    if not np.isfinite(served.arrived) or stamps[0] < served.arrived:
+        raise Unmeasured("a token was given out before its request came")
+    if bool((np.diff(stamps) < 0).any()):
+        raise Unmeasured("the times of tokens do not ascend")
+    return [float(s) for s in stamps]

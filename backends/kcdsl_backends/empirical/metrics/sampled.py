@@ -1,26 +1,7 @@
-"""Metrics of the importance ratio on tokens y sampled from the inference kernel (tier C).
+"""Tokens drawn from the inference policy, and the estimators that need more than one operation.
 
-w = p(y)/q(y), training over inference; delta = ln w is formed from log-probabilities, never as
-ln(p/q).
-What each per-token value estimates under y ~ q:
-
-| name | value | estimates |
-|---|---|---|
-| log_ratio | delta | -KL(infer || train) |
-| k1 | -delta | KL(infer || train), unbiased |
-| k2 | delta^2 / 2 | KL(infer || train), biased |
-| k3 | e^delta - 1 - delta | KL(infer || train), unbiased, >= 0 |
-| w_log_w | w delta | KL(train || infer), unbiased |
-| w_log_w_minus | w delta - w + 1 | KL(train || infer), unbiased, >= 0 |
-| tv_is | |w - 1| / 2 | TV, unbiased |
-| chi2_token | w^2 - 1 | chi2(train || infer), unbiased |
-| chi2_is | (w - 1)^2 | chi2(train || infer), unbiased, >= 0 |
-| jsd_is | (w ln(2w/(1 + w)) + ln(2/(1 + w)))/2 | JS, unbiased, >= 0 |
-| is_variance_inflation | w^2 | 1 + chi2(train || infer) = n/ESS |
-| mult_prob_error | e^|delta| | about 1 + 2 TV where the drift is small |
-| binary_tv, binary_kl | of "y or not y" | at most TV and the larger KL at each position |
-
-"Unbiased" rests on E_q w = 1, hence on q covering p and on no filtered sampling (`support_check`).
+delta = ln p(y) - ln q(y) of sampled tokens y, w = e^delta; `kcdsl.metrics.sampled` defines what
+each of them estimates.
 """
 
 from __future__ import annotations
@@ -32,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kcdsl_backends.empirical.metrics.distribution import bregman, kl
-from kcdsl_backends.empirical.metrics.policies import PolicyPair
+from kcdsl_backends.empirical.metrics.policies import PolicyPair, bregman, kl
 
 _NEAR, _LARGE = 1e-3, 300.0
 _FAR = 700.0
@@ -58,55 +38,9 @@ def sample_tokens(pair: PolicyPair, seed: int) -> Tensor:
     return drawn[:, 0].clamp(max=cumulative.shape[-1] - 1)
 
 
-def log_ratio(pair: PolicyPair, tokens: Tensor) -> Tensor:
-    """Return delta = ln p(y) - ln q(y) of the given tokens, [N]."""
-    at = tokens[:, None]
-    return (pair.train_log.gather(-1, at) - pair.infer_log.gather(-1, at))[:, 0]
-
-
-def k1(delta: Tensor) -> Tensor:
-    """Return -delta."""
-    return -delta
-
-
-def k2(delta: Tensor) -> Tensor:
-    """Return delta^2 / 2."""
-    return delta * delta / 2
-
-
-def k3(delta: Tensor) -> Tensor:
-    """Return e^delta - 1 - delta."""
-    return bregman(delta)
-
-
-def w_log_w(delta: Tensor) -> Tensor:
-    """Return w ln w, 0 where w = 0."""
-    return torch.where(torch.isneginf(delta), 0.0, delta.exp() * delta)
-
-
 def w_log_w_minus(delta: Tensor) -> Tensor:
     """Return w ln w - w + 1 = e^delta (e^-delta - 1 + delta), 1 where w is next to nothing."""
     return torch.where(delta < -_FAR, 1.0, delta.exp() * bregman(-delta))
-
-
-def tv_is(delta: Tensor) -> Tensor:
-    """Return |w - 1| / 2."""
-    return torch.expm1(delta).abs() / 2
-
-
-def importance_ratio(delta: Tensor) -> Tensor:
-    """Return w."""
-    return delta.exp()
-
-
-def chi2_token(delta: Tensor) -> Tensor:
-    """Return w^2 - 1."""
-    return torch.expm1(2 * delta)
-
-
-def chi2_is(delta: Tensor) -> Tensor:
-    """Return (w - 1)^2, the same mean as w^2 - 1 and never negative."""
-    return torch.expm1(delta) ** 2
 
 
 def jsd_is(delta: Tensor) -> Tensor:
@@ -122,19 +56,6 @@ def jsd_is(delta: Tensor) -> Tensor:
     direct = torch.where(torch.isneginf(delta), math.log(2) / 2, direct)
     series = delta**2 / 8 * (1 + delta / 2 + delta**2 / 8)
     return torch.where(delta.abs() < _NEAR, series, direct).clamp(min=0.0)
-
-
-def is_variance_inflation(delta: Tensor) -> Tensor:
-    """Return w^2, by whose mean the variance of an importance-weighted mean grows."""
-    return (2 * delta).exp()
-
-
-def mult_prob_error(delta: Tensor) -> Tensor:
-    """Return e^|delta| >= 1."""
-    return delta.abs().exp()
-
-
-# --- of the probabilities themselves -------------------------------------------------------------
 
 
 def prob_absdiff(train_log: Tensor, infer_log: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Metrics of whole sequences sampled from the inference kernel.
+"""Metrics of whole sequences: texts that both kernels read, and rollouts of the inference kernel.
 
 delta holds ln w = ln p(y) - ln q(y) of the tokens of one sequence; the weight of a sequence is the
 product of those of its tokens. Every function raises Unmeasured on nothing and on what is not
@@ -8,14 +8,11 @@ finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured, column, sequences
-from kcdsl_backends.empirical.metrics.weights import ess_fraction
+from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured, column, indicators
 from kcdsl_backends.empirical.statistics.vocabulary import rounded_sum
 
 _ROUNDING = 2.0**-51
@@ -63,22 +60,16 @@ def ppl_ratio(train_log: ArrayLike, infer_log: ArrayLike) -> float:
     return _exponential(log_ppl_diff(train_log, infer_log))
 
 
-def ess_sequences(deltas: Sequence[ArrayLike]) -> float:
-    """Return ESS/n of the weights of n sequences, raw."""
-    return ess_fraction([rounded_sum(d) for d in sequences(deltas, "sequences")])
-
-
-def tail_mass_sequences(deltas: Sequence[ArrayLike], threshold: float = 2.0) -> float:
-    """Return the share of sequences whose weight lies outside [1/threshold, threshold]."""
-    if not threshold > 1:
-        raise ValueError(f"the threshold must be above 1, not {threshold}")
-    sums = np.array([rounded_sum(d) for d in sequences(deltas, "sequences")])
-    return float(np.mean(np.abs(sums) > math.log(threshold)))
-
-
 def _exponential(exponent: float) -> float:
     """Return e^exponent, +inf where it leaves the range of float64."""
     return math.exp(exponent) if exponent < _LARGEST else math.inf
+
+
+def greedy_divergence_step(flips: ArrayLike) -> int:
+    """Return how many tokens agree before the first flip; all of them where none flips."""
+    values = indicators(flips, "flips")
+    found = np.flatnonzero(values)
+    return int(found[0]) if found.size else values.size
 
 
 def max_token_kl(kl: ArrayLike) -> float:
@@ -102,49 +93,41 @@ def composed_tv(tv: ArrayLike) -> float:
         return -math.expm1(math.fsum(np.log1p(-values))) if values.max() < 1 else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class LengthScaling:
-    """The fit of ln sd(sum delta) on ln L: slope, its standard error, and the groups behind it."""
-
-    slope: float
-    error: float
-    groups: int
+def tail_mass(sums: ArrayLike) -> float:
+    """Return the share of sequences whose weight e^sum lies outside [1/2, 2]."""
+    return float(np.mean(np.abs(column(sums, "sums of ln w")) > math.log(2)))
 
 
-def length_scaling(deltas: Sequence[ArrayLike], groups: int = 6) -> LengthScaling:
-    """Regress ln of the spread of sequence log-ratios on the logarithm of their length.
+def length_scaling(deltas: ArrayLike, lengths: ArrayLike, groups: int = 6) -> float:
+    """Return the slope of ln of the spread of sequence log-ratios on ln of their length.
 
     Slope 1/2 is independent noise, slope 1 a systematic bias. Every sequence gives its prefixes of
     lengths 2^j, so that each group holds the same sequences; the spread is the root mean square.
-    Raises Unmeasured for fewer than 8 sequences, prefixes of fewer than three lengths, no drift.
+    `deltas` holds the sequences one after the other. Raises Unmeasured for fewer than 8 sequences,
+    prefixes of fewer than three lengths, no drift.
     """
-    found = sequences(deltas, "sequences")
+    found = _split(deltas, lengths)
     shortest = min(d.size for d in found)
     if len(found) < 8 or shortest < 4:
         raise Unmeasured(f"{len(found)} sequences of at least {shortest} tokens: needs 8 of 4")
-    lengths = [2**j for j in range(shortest.bit_length())][-groups:]
-    sums = np.array([[math.fsum(d[:n]) for n in lengths] for d in found])
+    prefixes = [2**j for j in range(shortest.bit_length())][-groups:]
+    sums = np.array([[math.fsum(d[:n]) for n in prefixes] for d in found])
     spread = np.sqrt(np.mean(sums * sums, axis=0))
     if not (spread > 0).all():
         raise Unmeasured("sequences without drift have no scaling")
-    x, y = np.log(np.array(lengths, dtype=np.float64)), np.log(spread)
+    x, y = np.log(np.array(prefixes, dtype=np.float64)), np.log(spread)
     x = x - x.mean()
-    slope = float(x @ y / (x @ x))
-    rest = y - y.mean() - slope * x
-    freedom = max(1, len(lengths) - 2)
-    return LengthScaling(
-        slope, math.sqrt(float(rest @ rest) / freedom / float(x @ x)), len(lengths)
-    )
+    return float(x @ y / (x @ x))
 
 
-def intraclass_correlation(values: Sequence[ArrayLike]) -> float:
+def intraclass_correlation(values: ArrayLike, lengths: ArrayLike) -> float:
     """Return ICC(1) of the tokens of sequences: the share of variance that sequences explain.
 
     The one-way estimator for groups of unequal size (Donner 1986). n tokens count for about
     n / (1 + (m - 1) ICC) independent ones, m the mean length. Raises Unmeasured for fewer than two
     sequences, for sequences of one token each and where nothing varies.
     """
-    groups = sequences(values, "sequences")
+    groups = _split(values, lengths)
     sizes = np.array([g.size for g in groups], dtype=np.float64)
     n, count = float(sizes.sum()), len(groups)
     if count < 2 or n <= count:
@@ -161,3 +144,11 @@ def intraclass_correlation(values: Sequence[ArrayLike]) -> float:
     if not total > rounding * rounding:
         raise Unmeasured("values that never vary have no correlation")
     return (between - within) / total
+
+
+def _split(values: ArrayLike, lengths: ArrayLike) -> list[Array]:
+    """Return the arrays of single sequences, none of them empty."""
+    joined, sizes = column(values, "ln w"), column(lengths, "lengths").astype(np.int64)
+    if int(sizes.sum()) != joined.size or bool((sizes <= 0).any()):
+        raise Unmeasured(f"{int(sizes.sum())} tokens of rollouts for {joined.size} values")
+    return [np.asarray(part) for part in np.split(joined, np.cumsum(sizes)[:-1])]

@@ -16,7 +16,7 @@ from kcdsl_backends.empirical.conclusion import PROOFS, split
 from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.evidence import Evidence
 from kcdsl_backends.empirical.measured import Run, Timing, Unit
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.rollouts.columns import mapped
 from kcdsl_backends.empirical.rollouts.needs import NEEDS, check_depths, check_needs
 from kcdsl_backends.empirical.rollouts.preparing import (

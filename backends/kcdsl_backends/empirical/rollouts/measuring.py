@@ -12,21 +12,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.metrics import behaviour, lumped, ranks, routing, sequences, serving
-from kcdsl_backends.empirical.metrics.aggregates import INFER_LOG, TRAIN_LOG
-from kcdsl_backends.empirical.metrics.curves import greedy_divergence_step
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured
-from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
-from kcdsl_backends.empirical.metrics.recorded import (
+from kcdsl.metrics.arrays import (
     ADVANTAGE_WEIGHTED,
     CACHE,
     GRADIENTS,
+    INFER_LOG,
     LAYERS,
     LENGTHS,
     REROUTED,
     SHARED_ROUTES,
-    TYPES,
+    TRAIN_LOG,
 )
+from kcdsl_backends.empirical.metrics import policies, recorded
+from kcdsl_backends.empirical.metrics.columns import Unmeasured, indicators
+from kcdsl_backends.empirical.metrics.measures import (
+    LIST_METRICS,
+    PROBABILITY_FUNCTIONS,
+    SAMPLED_FUNCTIONS,
+    SEQUENCE_FUNCTIONS,
+    SEQUENCE_LOG_FUNCTIONS,
+)
+from kcdsl_backends.empirical.metrics.recorded import TYPES
+from kcdsl_backends.empirical.metrics.sequences import greedy_divergence_step
 from kcdsl_backends.empirical.rollouts.record import Array, Rollout, Side
 
 _KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_gap": "match"}
@@ -75,12 +82,8 @@ def _sampled(
 
 def _sequence(train: Array, infer: Array, delta: Array) -> dict[str, Array]:
     found = {
-        "seq_log_ratio": sequences.seq_log_ratio(delta),
-        "geo_ratio": sequences.geo_ratio(delta),
-        "seq_max_abs": sequences.seq_max_abs(delta),
-        "seq_k3": sequences.seq_k3(delta),
-        "log_ppl_diff": sequences.log_ppl_diff(train, infer),
-        "ppl_ratio": sequences.ppl_ratio(train, infer),
+        **{name: function(delta) for name, function in SEQUENCE_FUNCTIONS.items()},
+        **{name: function(train, infer) for name, function in SEQUENCE_LOG_FUNCTIONS.items()},
         LENGTHS: float(delta.size),
     }
     return {name: np.array([value]) for name, value in found.items()}
@@ -98,8 +101,8 @@ def _lists(rollout: Rollout, metrics: Collection[str]) -> dict[str, Array]:
         return found
     if "topk_tail_kl" in metrics or "topk_tail_tv" in metrics:
         pair = common_logs(rollout, train, infer)
-        found["topk_tail_kl"] = lumped.topk_tail_kl(*pair).numpy()
-        found["topk_tail_tv"] = lumped.topk_tail_tv(*pair).numpy()
+        found["topk_tail_kl"] = policies.topk_tail_kl(*pair).numpy()
+        found["topk_tail_tv"] = policies.topk_tail_tv(*pair).numpy()
     lists = [side.top.ids[rollout.mask] for side in (train, infer) if side.top is not None]
     depth = min(train.top.likeliest, infer.top.likeliest)
     same = lists[0][:, 0] == lists[1][:, 0]
@@ -107,9 +110,9 @@ def _lists(rollout: Rollout, metrics: Collection[str]) -> dict[str, Array]:
     found["top1_flip"] = 1.0 - found["top1_overlap"]
     found["flip_hazard"] = 1000.0 * found["top1_flip"]
     found["greedy_divergence_step"] = np.array([float(greedy_divergence_step(found["top1_flip"]))])
-    for name, (function, k) in ranks.LIST_METRICS.items():
+    for name, (function, k) in LIST_METRICS.items():
         if name in metrics and k <= depth:
-            found[name] = function(lists[0][:, :depth], lists[1][:, :depth], k)
+            found[name] = function(lists[0][:, :depth], lists[1][:, :depth])
     return found
 
 
@@ -150,8 +153,9 @@ def _reward(rollout: Rollout) -> dict[str, Array]:
 
 
 def _refusal(rollout: Rollout) -> dict[str, Array]:
-    flips = behaviour.flips([rollout.numbers["train_refused"]], [rollout.numbers["infer_refused"]])
-    return {"refusal_flip": np.array([flips.rate])}
+    sides = [rollout.numbers[f"{side}_refused"] for side in ("train", "infer")]
+    train, infer = indicators(sides, "refused")
+    return {"refusal_flip": np.array([float(train != infer)])}
 
 
 def _texts(name: str) -> Callable[[Rollout], dict[str, Array]]:
@@ -165,10 +169,10 @@ def _texts(name: str) -> Callable[[Rollout], dict[str, Array]]:
 
 def _good(kind: str, texts: list[str], rollout: Rollout) -> Array:
     if kind == "parse":
-        return behaviour.parses_as_json(texts)
+        return recorded.parses_as_json(texts)
     if kind == "match":
-        return behaviour.exact_matches(texts, [str(rollout.fields["role:reference"])] * 2)
-    return behaviour.calls_tool(texts, _schema(rollout))
+        return recorded.exact_matches(texts, [str(rollout.fields["role:reference"])] * 2)
+    return recorded.calls_tool(texts, _schema(rollout))
 
 
 def _schema(rollout: Rollout) -> Mapping[str, type | tuple[type, ...]]:
@@ -193,12 +197,12 @@ def _routes(rollout: Rollout) -> dict[str, Array]:
     if not rollout.counted:
         return {}
     shares = [
-        routing.router_agreement(train[i : i + 1], infer[i : i + 1]) for i in range(len(train))
+        recorded.router_agreement(train[i : i + 1], infer[i : i + 1]) for i in range(len(train))
     ]
     return {
         SHARED_ROUTES: np.concatenate(shares),
         LAYERS: np.array([float(train.shape[1])]),
-        REROUTED: routing.any_flip(train, infer),
+        REROUTED: recorded.any_flip(train, infer),
     }
 
 
@@ -207,7 +211,7 @@ def _router_margin(rollout: Rollout) -> dict[str, Array]:
     if not rollout.counted:
         return {}
     chosen = rollout.arrays["train_routes"].shape[2]
-    return {"router_margin": routing.router_margin(scores, chosen).min(axis=1)}
+    return {"router_margin": recorded.router_margin(scores, chosen).min(axis=1)}
 
 
 def _cache(rollout: Rollout) -> dict[str, Array]:
@@ -216,7 +220,7 @@ def _cache(rollout: Rollout) -> dict[str, Array]:
         raise Unmeasured("cache: write [layers, heads, width, bytes of one number]")
     layers, heads, width = (int(s) for s in sizes[:3])
     tokens = len(rollout.prompt) + len(rollout.tokens)
-    return {CACHE: np.array([serving.kv_memory(layers, heads, width, tokens, float(sizes[3]))])}
+    return {CACHE: np.array([recorded.kv_memory(layers, heads, width, tokens, float(sizes[3]))])}
 
 
 _OTHERS: Mapping[str, Callable[[Rollout], dict[str, Array]]] = {
@@ -232,7 +236,7 @@ _OTHERS: Mapping[str, Callable[[Rollout], dict[str, Array]]] = {
 }
 _OF_LISTS = frozenset(
     {
-        *ranks.LIST_METRICS,
+        *LIST_METRICS,
         *("topk_tail_kl", "topk_tail_tv", "top1_overlap", "top1_flip", "flip_hazard"),
         "greedy_divergence_step",
     }
@@ -241,11 +245,11 @@ _OF_LISTS = frozenset(
 
 def served(rollout: Rollout) -> dict[str, Array]:
     """Return the times of a rollout from its stamps; one token has no time between tokens."""
-    stamps = serving.Served(rollout.numbers["arrived"], rollout.arrays["stamps"].tolist())
+    stamps = recorded.Served(rollout.numbers["arrived"], rollout.arrays["stamps"].tolist())
     found = {
-        "latency": serving.latency(stamps),
-        "ttft": serving.time_to_first_token(stamps),
+        "latency": recorded.latency(stamps),
+        "ttft": recorded.time_to_first_token(stamps),
     }
     if len(stamps.tokens) > 1:
-        found["tpot"] = serving.time_per_output_token(stamps)
+        found["tpot"] = recorded.time_per_output_token(stamps)
     return {name: np.array([value]) for name, value in found.items()}

@@ -7,38 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.recordings import ROLES
 from kcdsl.ir.terms import Clause
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.clauses import measured_norms, metrics_of
-from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
-from kcdsl_backends.empirical.metrics.ranks import LIST_METRICS
+from kcdsl_backends.empirical.metrics.measures import LIST_METRICS
 from kcdsl_backends.empirical.rollouts.record import Rollout
 
-_LOGS = ("train_logs", "infer_logs")
-_LISTS = ("train_top_ids", "train_top_logs", "infer_top_ids", "infer_top_logs")
-_TEXTS = ("train_text", "infer_text")
-_TIMES = ("arrived", "stamps")
-
 NEEDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys((*SAMPLED_FUNCTIONS, *PROBABILITY_FUNCTIONS), _LOGS),
-    **dict.fromkeys(("ess_frac", "tail_index", "pearson_p", "pearson_logp"), _LOGS),
-    **dict.fromkeys(
-        ("seq_log_ratio", "geo_ratio", "seq_max_abs", "seq_k3", "log_ppl_diff", "ppl_ratio"), _LOGS
-    ),
-    **dict.fromkeys(("ess_seq", "tail_mass_seq", "length_scaling", "icc"), _LOGS),
-    **dict.fromkeys(("topk_tail_kl", "topk_tail_tv"), (*_LOGS, *_LISTS)),
-    **dict.fromkeys(LIST_METRICS, _LISTS),
-    **dict.fromkeys(("top1_overlap", "top1_flip", "flip_hazard", "greedy_divergence_step"), _LISTS),
-    "adv_weighted_bias": (*_LOGS, "advantages"),
-    "reward_delta": ("train_reward", "infer_reward"),
-    "refusal_flip": ("train_refused", "infer_refused"),
-    "json_parse_gap": _TEXTS,
-    "tool_schema_gap": (*_TEXTS, "schema"),
-    "exact_match_gap": (*_TEXTS, "reference"),
-    **dict.fromkeys(("grad_cosine", "grad_rel_bias"), ("train_gradient", "infer_gradient")),
-    **dict.fromkeys(("router_agreement", "tokens_any_flip"), ("train_routes", "infer_routes")),
-    "router_margin": ("train_router_scores", "train_routes"),
-    **dict.fromkeys(("latency", "ttft", "tpot", "throughput"), _TIMES),
-    "kv_memory": ("cache",),
-    "failure_rate": (),
+    m.name: m.columns for m in METRICS.values() if m.columns is not None
 }
 """The roles of columns that each metric of a recording reads."""
 

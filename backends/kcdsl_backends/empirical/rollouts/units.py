@@ -14,8 +14,8 @@ from fractions import Fraction
 import numpy as np
 
 from kcdsl_backends.empirical.measured import Array, Run, Unit
-from kcdsl_backends.empirical.metrics.evidence import Unmeasured
-from kcdsl_backends.empirical.metrics.recorded import MAGNITUDES
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.rollouts.measuring import measure_rollout, served
 from kcdsl_backends.empirical.rollouts.record import Rollout
 from kcdsl_backends.requests import Request

@@ -22,7 +22,7 @@ from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelop
 from kcdsl_backends.empirical.attribution.hybrids import Pair, hybrid
 from kcdsl_backends.empirical.crosscheck import CertifiedBound, Certify
 from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.metrics.streaming import tier_a
+from kcdsl_backends.empirical.metrics.full_logits import tier_a
 from kcdsl_backends.empirical.run import Kernel
 from tests.support.attributions import (
     EAGER,

@@ -16,7 +16,6 @@ from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_mar
 from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_by
 from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
 from kcdsl_backends.empirical.conclusion import conclude, slice_data
-from kcdsl_backends.empirical.metrics.curves import cumulative_disagreement
 from tests.support.evidence import clause, evidence
 
 NUMBERS = st.lists(st.floats(0, 1e12, allow_subnormal=False), min_size=1, max_size=60)
@@ -79,9 +78,12 @@ def test_percentiles_are_order_statistics_towards_the_worse_end() -> None:
 @given(st.lists(st.lists(st.sampled_from([0.4, 1.0]), min_size=1, max_size=30), min_size=1))
 def test_disagreement_is_that_of_the_metric(texts: list[list[float]]) -> None:
     found = disagreement([np.array(text) for text in texts])
-    expected = {point.at: (point.count, point.n) for point in cumulative_disagreement(texts)}
+    expected = {}
+    for at in range(max(map(len, texts))):
+        reached = [min(text[: at + 1]) < 1 for text in texts if len(text) > at]
+        expected[at] = (sum(reached), len(reached))
     assert [p["at"] for p in found] == sorted(expected)
-    assert all((p["count"], p["n"]) == expected[p["at"]] for p in found)
+    assert all((p["count"], p["n"]) == expected[int(p["at"])] for p in found)
 
 
 def survivors(texts: list[list[float]], at: int) -> float:

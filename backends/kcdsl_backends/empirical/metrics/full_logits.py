@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kcdsl_backends.empirical.metrics import ranks
-from kcdsl_backends.empirical.metrics.bits import bit_metrics, integer_views
+from kcdsl.metrics import METRICS
+from kcdsl.metrics.arrays import LOGITS
+from kcdsl_backends.empirical.metrics.columns import Array
 from kcdsl_backends.empirical.metrics.exceptional import exceptional_row
 from kcdsl_backends.empirical.metrics.fused import (
     EXTREMES,
@@ -28,25 +30,30 @@ from kcdsl_backends.empirical.metrics.fused import (
     ordinary,
     values_of,
 )
-from kcdsl_backends.empirical.metrics.segments import Array
-from kcdsl_backends.empirical.metrics.top import Top, top_of_rows
+from kcdsl_backends.empirical.metrics.measures import LIST_METRICS
 
 CHUNK = 64
 """Rows of one chunk unless the caller says otherwise."""
 DEEPEST = 10
 """Depth of the lists of tokens that rank metrics compare."""
 
-FUSED = (
-    "logit_l2", "logit_l2_centered", "logit_linf", "logit_span", "logit_rel_l2", "logit_cosine",
-    "kl", "kl_infer_train", "jeffreys", "js", "tv", "hellinger2", "chi2_train_infer",
-    "chi2_infer_train", "renyi_inf", "log_ratio_linf", "entropy_gap",
-)  # fmt: skip
+FUSED = frozenset(d.name for d in METRICS.values() if d.entry == "fused:values_of")
 BITS = ("bitwise_mismatch_count", "ulp_max")
 MARGINS = ("margin", "stable_fraction", "top1_flip", "flip_hazard", "top1_overlap")
-TIER_A: frozenset[str] = frozenset((*FUSED, *BITS, *MARGINS, *ranks.LIST_METRICS))
+TIER_A: frozenset[str] = frozenset(
+    d.name for d in METRICS.values() if d.reads == LOGITS or d.name in LIST_METRICS
+)
 """The names of every metric that one pass over full logits gives."""
 CONTEXT = frozenset({"entropy"})
 """What the pass also tells of the training kernel alone: the entropy of its policy."""
+_STEP = 128
+"""Elements that one maximum stands for when candidates are sought."""
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 
 
 def tier_a(
@@ -109,7 +116,7 @@ def _check(
     unknown = wanted - TIER_A - CONTEXT
     if unknown:
         raise ValueError(f"no metric of full logits: {', '.join(sorted(unknown))}")
-    depth = max((ranks.depth_of(name) for name in wanted), default=1)
+    depth = max((METRICS[name].depth for name in wanted - CONTEXT), default=1)
     if depth > train.shape[1]:
         raise ValueError(
             f"top-{depth} needs at least {depth} tokens, the vocabulary has {train.shape[1]}"
@@ -141,7 +148,7 @@ def _measure(
     rows, wanted = a.shape[0], found.keys()
     views = integer_views(train, infer) if wanted & set(BITS) else None
     fused = bool(wanted & {*FUSED, *CONTEXT, "stable_fraction"})
-    depth = DEEPEST if wanted & set(ranks.LIST_METRICS) else 2
+    depth = DEEPEST if wanted & set(LIST_METRICS) else 2
     ranked = depth > 2 or bool(wanted & set(MARGINS))
     depth = min(depth, a.shape[1])
     extremes, sums = np.empty((len(EXTREMES), rows)), np.empty((len(SUMS), rows))
@@ -166,7 +173,7 @@ def _measure(
             for name, value in exceptional_row(a[row], b[row], temperature).items():
                 values[name][row] = value
     if ranked:
-        values.update(_ranks(tops, [n for n in ranks.LIST_METRICS if n in wanted]))
+        values.update(_ranks(tops, [n for n in LIST_METRICS if n in wanted]))
     if "stable_fraction" in wanted:
         stable = values["margin"] > 2 * values["logit_linf"]
         values["stable_fraction"] = stable.astype(np.float64)
@@ -193,5 +200,100 @@ def _ranks(tops: list[tuple[Top, Top]], lists: list[str]) -> dict[str, Array]:
         "top1_overlap": same,
         "top1_flip": 1.0 - same,
         "flip_hazard": 1000.0 * (1.0 - same),
-        **ranks.list_metrics(train, infer, lists),
+        **{name: LIST_METRICS[name][0](train, infer) for name in lists},
     }
+
+
+# --- the likeliest tokens -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The k largest logits of R rows: token ids [R, k] and their values [R, k], largest first.
+
+    Equal logits stand in the order of their ids. A row with NaN has the ids -1 and values NaN.
+    """
+
+    tokens: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+def top_of_rows(logits: NDArray[Any], best: NDArray[Any], k: int) -> Top:
+    """Return the k largest of each row of [R, V] floats, whose maxima are `best` [R].
+
+    The k-th largest of maxima over disjoint parts of a row is at most its k-th largest element, so
+    only what reaches it can be among the k. Raises ValueError if a row has fewer than k elements.
+    """
+    rows, width = logits.shape
+    if not 1 <= k <= width:
+        raise ValueError(f"top-{k} needs at least {k} tokens, the vocabulary has {width}")
+    tokens = np.full((rows, k), -1, dtype=np.int64)
+    values = np.full((rows, k), np.nan)
+    reached = logits >= _threshold(logits, k)[:, None]
+    for row in range(rows):
+        if best[row] == best[row]:
+            candidates = np.flatnonzero(reached[row])
+            found = logits[row, candidates]
+            order = np.argsort(-found, kind="stable")[:k]
+            tokens[row], values[row] = candidates[order], found[order]
+    return Top(tokens, values)
+
+
+def _threshold(logits: NDArray[Any], k: int) -> NDArray[Any]:
+    rows, width = logits.shape
+    groups = width // _STEP
+    if groups < 2 * k:
+        cut: NDArray[Any] = np.partition(logits, width - k, axis=1)[:, width - k]
+        return cut
+    maxima = logits[:, : groups * _STEP].reshape(rows, _STEP, groups).max(axis=1)
+    least: NDArray[Any] = np.partition(maxima, groups - k, axis=1)[:, groups - k]
+    return least
+
+
+# --- bit patterns ---------------------------------------------------------------------------------
+
+
+def integer_views(train: Tensor, infer: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the bit patterns of both sides as signed integers on the CPU.
+
+    Where the formats differ, both are widened exactly: to float32, or to float64 if a side is that.
+    Raises TypeError for a format without a place here.
+    """
+    if train.dtype != infer.dtype:
+        wide = torch.float64 if torch.float64 in (train.dtype, infer.dtype) else torch.float32
+        train, infer = train.to(wide), infer.to(wide)
+    if train.dtype not in _INTEGERS:
+        raise TypeError(f"logits of the format {train.dtype} have no units in the last place here")
+    to = _INTEGERS[train.dtype]
+    first, second = (side.detach().cpu().contiguous().view(to).numpy() for side in (train, infer))
+    return first, second
+
+
+def bit_metrics(train: NDArray[Any], infer: NDArray[Any], out: NDArray[np.float64]) -> None:
+    """Write `bitwise_mismatch_count` and `ulp_max` of rows [R, V] of integer views into [2, R].
+
+    -0 and +0 differ in their bits and are 0 ulps apart. A row with NaN must be told by the caller.
+    """
+    out[:] = 0.0
+    for row in range(train.shape[0]):
+        a, b = train[row], infer[row]
+        count = np.count_nonzero(a != b)
+        if count:
+            out[0, row] = count
+            out[1, row] = _furthest(a, b, np.flatnonzero((a ^ b) < 0))
+
+
+def _furthest(a: NDArray[Any], b: NDArray[Any], opposite: NDArray[np.intp]) -> float:
+    """Return the largest distance of two rows, whose signs differ at the places `opposite`.
+
+    The bits of floats of one sign are in the order of their magnitudes, so the difference of the
+    bits is their distance; across zero it is the sum of both magnitudes.
+    """
+    between = a - b
+    across = 0.0
+    if opposite.size:
+        between[opposite] = 0
+        magnitudes = np.iinfo(a.dtype).max
+        x, y = (side[opposite] & magnitudes for side in (a, b))
+        across = float((x.astype(np.float64) + y).max())
+    return max(across, float(between.max()), -float(between.min()))

@@ -1,0 +1,105 @@
+"""The tables of metrics in docs/metrics.md and grammar/README.md, made from their definitions.
+
+`python -m bench.metric_tables` writes both; a test says whether they are fresh.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+from kcdsl.metrics import ALIASES, LN_2_UP, METRICS, MetricDefinition
+from kcdsl.metrics.definition import ABSOLUTE_MEAN
+
+ROOT = Path(__file__).resolve().parents[1]
+_ORDER = ("mean", "rate", "max", "min", "quantile")
+
+
+def function_of(metric: MetricDefinition) -> str:
+    """Return where the function of a metric is, in words."""
+    if callable(metric.entry):
+        return f"`{metric.entry.__module__}`"
+    module, colon, name = metric.entry.partition(":")
+    if colon:
+        return f"`metrics.{module}.{name}`"
+    return "the mean" if metric.entry == ABSOLUTE_MEAN else "the evaluator"
+
+
+def _measured(metric: MetricDefinition) -> tuple[str, ...]:
+    return (
+        f"`{metric.name}`",
+        metric.formula,
+        metric.tier,
+        metric.bias.replace("_", " "),
+        metric.estimates,
+        metric.better,
+        str(metric.dimension),
+        ", ".join(metric.needs),
+        function_of(metric),
+    )
+
+
+def _end(value: Fraction | None, infinite: str) -> str:
+    if value is None:
+        return infinite
+    return "ln 2" if value == LN_2_UP else str(value)
+
+
+def _stated(metric: MetricDefinition) -> tuple[str, ...]:
+    also = [alias for alias, name in ALIASES.items() if name == metric.name]
+    statistics = [s for s in _ORDER if s in metric.statistics]
+    if "aggregate" in metric.statistics:
+        statistics.insert(0, "alone")
+    if metric.signed:
+        statistics.append("through `abs`")
+    dimension = str(metric.dimension)
+    return (
+        ", also ".join(f"`{name}`" for name in (metric.name, *also)),
+        metric.family.value,
+        metric.counted,
+        metric.better,
+        "nats" if dimension == "nat" else dimension,
+        f"[{_end(metric.lower, '-∞')}, {_end(metric.upper, '∞')}]",
+        ", ".join(statistics),
+        ", ".join(metric.needs),
+        metric.summary,
+    )
+
+
+TABLES = {
+    "docs/metrics.md": (
+        "| metric | formula | tier | bias | estimates | better | unit | from | function |",
+        _measured,
+    ),
+    "grammar/README.md": (
+        "| metric | family | one per | better | dimension | range | statistics | from | what |",
+        _stated,
+    ),
+}
+"""For each document the header of its table, and the cells of a metric."""
+
+
+def fresh(document: str, text: str) -> str:
+    """Return the text of a document with its table of metrics as the definitions have it."""
+    header, cells = TABLES[document]
+    before, found, rest = text.partition(header + "\n")
+    if not found:
+        raise ValueError(f"{document} has no table {header}")
+    lines = rest.splitlines(keepends=True)
+    end = next(n for n, line in enumerate(lines) if not line.startswith("|"))
+    rows = (
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in cells(metric)) + " |\n"
+        for metric in METRICS.values()
+    )
+    return before + found + lines[0] + "".join(rows) + "".join(lines[end:])
+
+
+def main() -> None:
+    """Write the tables."""
+    for document in TABLES:
+        path = ROOT / document
+        path.write_text(fresh(document, path.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What is stated of one metric, in one place: its meaning, its range, and how it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from kcdsl.ir.terms import Family
+from kcdsl.units import Dimension
+
+Kind = Literal["pointwise", "aggregate"]
+Counted = Literal["token", "request", "window"]
+Better = Literal["lower", "higher"]
+Bias = Literal["exact", "unbiased", "biased", "lower_bound", "upper_bound"]
+Tier = Literal["A", "B", "C", "D", "E", "F"]
+
+POINTWISE = frozenset({"mean", "max", "min", "quantile"})
+INDICATOR = frozenset({"mean", "rate", "max"})
+MEAN = frozenset({"mean"})
+AGGREGATE = frozenset({"aggregate"})
+ZERO, ONE_WHOLE = Fraction(0), Fraction(1)
+LN_2_UP = Fraction(6931471805599454, 10**16)
+"""A little more than ln 2, the largest Jensen-Shannon divergence."""
+
+ABSOLUTE_MEAN = "absolute mean"
+"""The entry of an aggregate that is the absolute value of the mean of its array. Its limits are
+those of the mean: noise makes the absolute value too large, and a limit of that would not do."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDefinition:
+    """A metric of the language or of a user.
+
+    `needs` are the data it is computed from: `logits` (of both kernels), `hidden`, `sampled`,
+    `tokens`, `labels`, `rewards`, `text`, `timing`, `memory`, `outcomes` or `repeats`; of recorded
+    runs also `gold` (logits of a run in float32 or wider), `topk`, `rollouts`, `advantages`,
+    `gradients`, `routes` or `stamps`.
+
+    Tiers: A full logits or states of both kernels; B the k likeliest tokens of both; C tokens
+    sampled from the inference kernel; D recorded behaviour; E the clock, the memory counter,
+    repeated runs; F records.
+    """
+
+    name: str
+    dimension: Dimension
+    summary: str
+    """The meaning in words."""
+    formula: str = ""
+    """How a value is formed, in symbols."""
+    family: Family = Family.NUMERICAL
+    kind: Kind = "pointwise"
+    counted: Counted = "token"
+    better: Better = "lower"
+    statistics: frozenset[str] = POINTWISE
+    needs: tuple[str, ...] = ("logits",)
+    signed: bool = False
+    """Both signs are bad; the metric is bounded through `abs(...)` only."""
+    lower: Fraction | None = ZERO
+    """The smallest value possible, where there is one."""
+    upper: Fraction | None = None
+    """The largest value possible, where there is one."""
+    tier: Tier = "A"
+    bias: Bias = "exact"
+    estimates: str = ""
+    """The quantity that the mean estimates or bounds, with the two sides of a divergence."""
+    noisy: bool = False
+    """One more run of the same requests would give other values: a verdict needs an interval."""
+    steps: int | None = None
+    """Where it is set, a value is a whole number of 1/steps (shares of k tokens)."""
+    depth: int = 1
+    """How many of the likeliest tokens are compared."""
+    valued: Literal["token", "request", "slice"] | None = None
+    """What has one value each; None where it is `counted`."""
+    reads: tuple[str, ...] = ()
+    """The arrays (`kcdsl.metrics.arrays`, or other metrics) that the value is formed from."""
+    entry: str | Callable[..., Any] = ""
+    """The function of these arrays: `module:function` below `kcdsl_backends.empirical.metrics`, or
+    the function itself where the methods of an array are all that it needs; `ABSOLUTE_MEAN`; empty
+    where the evaluator measures the metric itself, with no function of arrays."""
+    columns: tuple[str, ...] | None = None
+    """The columns of a recording that it is formed from; None where none can give it."""
+    absent: str = ""
+    """Why a forward pass of both kernels does not give it; empty where one does."""
+    unit: str | None = None
+    """The unit in which the function of a user's metric returns its values."""
+    function: str | None = None
+    """`module:function` or `file.py:function` of a user's metric; None for those built in."""
+
+    @property
+    def low(self) -> float | None:
+        """Return the smallest value possible."""
+        return None if self.lower is None else float(self.lower)
+
+    @property
+    def high(self) -> float | None:
+        """Return the largest value possible."""
+        return None if self.upper is None else float(self.upper)
+
+    @property
+    def per(self) -> Literal["token", "request", "slice"]:
+        """Return what has one value each: a token, a request or a whole slice."""
+        if self.valued is not None:
+            return self.valued
+        return "slice" if self.counted == "window" else self.counted
