@@ -14,7 +14,6 @@ from fractions import Fraction
 
 from kcdsl.check.expressions.names import BLOCK, FUNCTIONS, PERCENTILE
 from kcdsl.check.metric_literals import LiteralReader
-from kcdsl.check.sections.reading import KEYWORDS
 from kcdsl.diagnostics.codes import METRIC_DECLARATION, METRIC_NAME_TAKEN
 from kcdsl.diagnostics.model import Label, Sink
 from kcdsl.diagnostics.report import Reporter, suggest
@@ -22,6 +21,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import Family
 from kcdsl.metrics import POINTWISE, PREFIX, Better, Counted, MetricDefinition, find_metric
 from kcdsl.units import UNITS
+from kcdsl_grammar.expression_table import KEYWORDS
 
 PARAMETERS: dict[str, str | None] = {
     "train_logits": "logits",

@@ -13,12 +13,13 @@ from kcdsl.check.expressions.measurements import in_words
 from kcdsl.check.fixing import edited, fix
 from kcdsl.diagnostics.model import Diagnostic, Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.format import edits
+from kcdsl.format import edits, format_text
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest
-from kcdsl.lsp.documents import LARGE, NOWHERE, Snapshot
+from kcdsl.lsp.documents import LARGE, Snapshot
 from kcdsl.lsp.knowledge import KnownClause, clause_at
 from kcdsl.lsp.nodes import fields_at, language
+from kcdsl.lsp.positions import NOWHERE
 from kcdsl.source.removal import remove_parts
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
@@ -223,3 +224,12 @@ def _means_the_same(snapshot: Snapshot, changes: tuple[Edit, ...]) -> bool:
     if old.program is not None:
         return new.program is not None and digest(new.program) == digest(old.program)
     return new.clauses == old.clauses
+
+
+# --- formatting -----------------------------------------------------------------------------------
+
+
+def formatting(source: SourceFile) -> tuple[Edit, ...]:
+    """Return the edits that bring a document into the house layout; none where it is not YAML."""
+    text = format_text(source, Sink())
+    return () if text is None or text == source.text else edits(source.text, text)

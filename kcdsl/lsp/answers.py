@@ -1,37 +1,37 @@
-"""What the server answers to each request: features called, their values put in protocol form."""
+"""The answer to each request: a feature is called, and its values are put in protocol form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from lsprotocol import types as lsp
+from lsprotocol.types import PositionEncodingKind as Encoding
 
-from kcdsl.diagnostics.model import Diagnostic
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp import tokens as tokens_feature
-from kcdsl.lsp.across import references_across, rename_across
-from kcdsl.lsp.actions import EXPLAIN, FIX_ALL, QUICK_FIX, REWRITE, Action, actions
-from kcdsl.lsp.completion import complete
-from kcdsl.lsp.documents import NOWHERE, Snapshot
-from kcdsl.lsp.formatting import formatting
-from kcdsl.lsp.hints import hints
+from kcdsl.lsp import decorations
+from kcdsl.lsp.actions import EXPLAIN, FIX_ALL, QUICK_FIX, REWRITE, Action, actions, formatting
+from kcdsl.lsp.completion import complete, completion_item
+from kcdsl.lsp.cursor import Signature, signature
+from kcdsl.lsp.documents import Snapshot
+from kcdsl.lsp.findings import diagnostics, result_id
 from kcdsl.lsp.hover import hover
-from kcdsl.lsp.lenses import lenses
 from kcdsl.lsp.navigation import (
+    Symbol,
     definition,
+    folds,
     highlights,
     links,
+    outline,
     references,
+    selection,
     with_open_texts,
 )
-from kcdsl.lsp.outline import folds, outline, selection
-from kcdsl.lsp.positions import Encoding
-from kcdsl.lsp.rename import prepare
-from kcdsl.lsp.signatures import signature
-from kcdsl.lsp.wire import Wire, fold, joined, markup, result_id, signature_help
+from kcdsl.lsp.positions import NOWHERE, Carry, Ranges, markup
+from kcdsl.lsp.rename import prepare, references_across, rename_across
+from kcdsl.lsp.words import describe_function
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,38 @@ class Question:
     """The other documents of the workspace that import or are imported, for those of `ACROSS`."""
 
     @cached_property
-    def wire(self) -> Wire:
+    def ranges(self) -> Ranges:
         """Return what converts ranges of the document as it is."""
-        return Wire(self.snapshot.document, self.encoding)
+        return self.ranges_of(self.snapshot)
 
-    def settled(self, at: Snapshot | None = None) -> tuple[Snapshot, Wire, Callable[[int], int]]:
+    def ranges_of(self, snapshot: Snapshot, way: Carry = NOWHERE) -> Ranges:
+        """Return what converts ranges of a document, for the client that asks."""
+        document = snapshot.document
+        return Ranges(document.uri, document.version, document.lines, self.encoding, way)
+
+    def settled(self, at: Snapshot | None = None) -> tuple[Snapshot, Ranges, Callable[[int], int]]:
         """Return a readable version, what converts its ranges, and the way of an offset to it."""
         view, way = (at or self.snapshot).settled
         if way is NOWHERE:
-            return view, self.wire, lambda offset: offset
+            return view, self.ranges, lambda offset: offset
 
         def there(offset: int) -> int:
             found = way.offset(offset)
             return way.start if found is None else found
 
-        return view, Wire(self.snapshot.document, self.encoding, way.back), there
+        return view, self.ranges_of(self.snapshot, way.back), there
+
+    def at(self, position: lsp.Position) -> tuple[Snapshot, Ranges, int]:
+        """Return a readable version, what converts its ranges, and an offset in it."""
+        view, ranges, there = self.settled()
+        return view, ranges, there(self.ranges.offset(position))
+
+    @property
+    def versioned(self) -> bool:
+        """Say whether the client takes edits of a stated version."""
+        workspace = self.client.workspace
+        about = workspace.workspace_edit if workspace is not None else None
+        return about is not None and bool(about.document_changes)
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -67,7 +84,7 @@ class Question:
 
 def pushed(question: Question) -> list[lsp.Diagnostic]:
     """Return the diagnostics of a document."""
-    return question.wire.diagnostics(question.snapshot.findings)
+    return diagnostics(question.snapshot.findings, question.ranges)
 
 
 def pulled(question: Question, params: lsp.DocumentDiagnosticParams) -> Any:
@@ -96,25 +113,21 @@ def workspace_report(question: Question, params: lsp.WorkspaceDiagnosticParams) 
 
 def code_actions(question: Question, params: lsp.CodeActionParams) -> list[lsp.CodeAction]:
     """Return what can be done in a range."""
-    span = question.wire.span(params.range)
+    span = question.ranges.span(params.range)
     only = params.context.only
     kinds = None if only is None else [str(getattr(kind, "value", kind)) for kind in only]
     return [_action(question, item) for item in actions(question.snapshot, span, kinds)]
 
 
 def _action(question: Question, item: Action) -> lsp.CodeAction:
-    workspace = question.client.workspace
-    about = workspace.workspace_edit if workspace is not None else None
-    versioned = about is not None and bool(about.document_changes)
     command = None
     if item.explains is not None:
         command = lsp.Command(item.title, EXPLAIN, arguments=[item.explains])
-    edit = question.wire.workspace_edit(item.edits, versioned) if item.edits else None
-    found: list[Diagnostic] = list(item.findings)
+    edit = question.ranges.workspace_edit(item.edits, question.versioned) if item.edits else None
     return lsp.CodeAction(
         title=item.title,
         kind=item.kind,
-        diagnostics=question.wire.diagnostics(found) or None,
+        diagnostics=diagnostics(item.findings, question.ranges) or None,
         is_preferred=item.preferred or None,
         edit=edit,
         command=command,
@@ -126,28 +139,28 @@ def _action(question: Question, item: Action) -> lsp.CodeAction:
 
 def hovered(question: Question, params: lsp.HoverParams) -> lsp.Hover | None:
     """Return what there is to say about a place."""
-    view, wire, there = question.settled()
-    found = hover(view, there(question.wire.offset(params.position)))
+    view, ranges, offset = question.at(params.position)
+    found = hover(view, offset)
     if found is None:
         return None
     about = question.client.text_document
     formats = about.hover.content_format if about is not None and about.hover else None
-    return lsp.Hover(markup(found.text, formats), wire.range(found.span))
+    return lsp.Hover(markup(found.text, formats), ranges.of(found.span))
 
 
 def completed(question: Question, params: lsp.CompletionParams) -> lsp.CompletionList:
     """Return what may stand at the cursor."""
     about = question.client.text_document
     item = about.completion.completion_item if about is not None and about.completion else None
-    found = complete(question.snapshot, question.wire.offset(params.position))
+    found = complete(question.snapshot, question.ranges.offset(params.position))
     return lsp.CompletionList(
-        is_incomplete=False, items=[question.wire.item(one, item) for one in found]
+        is_incomplete=False, items=[completion_item(one, question.ranges, item) for one in found]
     )
 
 
 def signed(question: Question, params: lsp.SignatureHelpParams) -> lsp.SignatureHelp | None:
     """Return the signature of the call around the cursor."""
-    found = signature(question.snapshot.source, question.wire.offset(params.position))
+    found = signature(question.snapshot.source, question.ranges.offset(params.position))
     if found is None:
         return None
     about = question.client.text_document
@@ -157,22 +170,41 @@ def signed(question: Question, params: lsp.SignatureHelpParams) -> lsp.Signature
     return signature_help(found, formats)
 
 
+def signature_help(
+    found: Signature, formats: Collection[lsp.MarkupKind | str] | None
+) -> lsp.SignatureHelp:
+    """Return the signature of a call, with the parameter at the cursor."""
+    function = found.function
+    label = function.signature
+    parameters = []
+    at = label.index("(") + 1
+    for parameter in function.parameters:
+        name = f"{parameter.name}?" if parameter.optional else parameter.name
+        begin = label.index(name, at)
+        at = begin + len(name)
+        about = markup(parameter.meaning, formats)
+        parameters.append(lsp.ParameterInformation((begin, at), about))
+    information = lsp.SignatureInformation(
+        label, markup(describe_function(function), formats), parameters, found.parameter
+    )
+    return lsp.SignatureHelp([information], 0, found.parameter)
+
+
 def defined(question: Question, params: lsp.DefinitionParams) -> list[lsp.Location]:
     """Return where a name is declared."""
-    view, wire, there = question.settled()
-    found = definition(view, there(question.wire.offset(params.position)))
-    return [wire.location(target) for target in with_open_texts(found, question.snapshot)]
+    view, ranges, offset = question.at(params.position)
+    found = definition(view, offset)
+    return [ranges.location(target) for target in with_open_texts(found, question.snapshot)]
 
 
 def referred(question: Question, params: lsp.ReferenceParams) -> list[lsp.Location]:
     """Return where a name is used."""
-    view, wire, there = question.settled()
-    offset = there(question.wire.offset(params.position))
+    view, ranges, offset = question.at(params.position)
     uri, declaration = question.snapshot.document.uri, params.context.include_declaration
-    found = [lsp.Location(uri, wire.range(span)) for span in references(view, offset, declaration)]
+    found = [lsp.Location(uri, ranges.of(span)) for span in references(view, offset, declaration)]
     for item, span in references_across(view, offset, question.others, declaration):
-        there_wire = wire if item is view else Wire(item.document, question.encoding)
-        found.append(lsp.Location(item.document.uri, there_wire.range(span)))
+        there = ranges if item is view else question.ranges_of(item)
+        found.append(lsp.Location(item.document.uri, there.of(span)))
     return [place for number, place in enumerate(found) if place not in found[:number]]
 
 
@@ -180,34 +212,42 @@ def highlighted(
     question: Question, params: lsp.DocumentHighlightParams
 ) -> list[lsp.DocumentHighlight]:
     """Return the places of the name under the cursor."""
-    view, wire, there = question.settled()
+    view, ranges, offset = question.at(params.position)
     kinds = {True: lsp.DocumentHighlightKind.Write, False: lsp.DocumentHighlightKind.Read}
     return [
-        lsp.DocumentHighlight(wire.range(span), kinds[declares])
-        for span, declares in highlights(view, there(question.wire.offset(params.position)))
+        lsp.DocumentHighlight(ranges.of(span), kinds[declares])
+        for span, declares in highlights(view, offset)
     ]
 
 
 def renamable(question: Question, params: lsp.PrepareRenameParams) -> Any:
     """Return the range of the name that would be changed."""
-    span = prepare(question.snapshot, question.wire.offset(params.position))
+    span = prepare(question.snapshot, question.ranges.offset(params.position))
     name = question.snapshot.source.text[span.start : span.end]
-    return lsp.PrepareRenamePlaceholder(question.wire.range(span), name)
+    return lsp.PrepareRenamePlaceholder(question.ranges.of(span), name)
 
 
 def renamed(question: Question, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
     """Return the edits that change a name everywhere."""
-    offset = question.wire.offset(params.position)
+    offset = question.ranges.offset(params.position)
     found = rename_across(question.snapshot, offset, params.new_name, question.others)
-    workspace = question.client.workspace
-    about = workspace.workspace_edit if workspace is not None else None
-    versioned = about is not None and bool(about.document_changes)
-    return joined(
+    return _joined(
         [
-            Wire(item.document, question.encoding).workspace_edit(edits, versioned)
+            question.ranges_of(item).workspace_edit(edits, question.versioned)
             for item, edits in found
         ]
     )
+
+
+def _joined(found: Iterable[lsp.WorkspaceEdit]) -> lsp.WorkspaceEdit:
+    """Return edits of several documents as one; all of them are versioned, or none."""
+    together = lsp.WorkspaceEdit()
+    for item in found:
+        if item.document_changes is not None:
+            together.document_changes = [*(together.document_changes or ()), *item.document_changes]
+        if item.changes is not None:
+            together.changes = {**(together.changes or {}), **item.changes}
+    return together
 
 
 # --- the whole document --------------------------------------------------------------------------
@@ -215,21 +255,46 @@ def renamed(question: Question, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
 
 def symbols(question: Question, params: lsp.DocumentSymbolParams) -> list[Any]:
     """Return the outline, as a tree where the client shows trees."""
-    view, wire, _ = question.settled()
+    view, ranges, _ = question.settled()
     about = question.client.text_document
     tree = about.document_symbol if about is not None else None
     found = outline(view.analysis)
     if tree is not None and tree.hierarchical_document_symbol_support:
-        return [wire.symbol(symbol) for symbol in found]
-    return list(wire.flat_symbols(found))
+        return [_symbol(symbol, ranges) for symbol in found]
+    return _flat_symbols(found, ranges)
+
+
+def _symbol(symbol: Symbol, ranges: Ranges) -> lsp.DocumentSymbol:
+    return lsp.DocumentSymbol(
+        name=symbol.name,
+        detail=symbol.detail or None,
+        kind=symbol.kind,
+        range=ranges.of(symbol.span),
+        selection_range=ranges.of(symbol.name_span),
+        children=[_symbol(child, ranges) for child in symbol.children] or None,
+    )
+
+
+def _flat_symbols(
+    symbols: Iterable[Symbol], ranges: Ranges, container: str | None = None
+) -> list[lsp.SymbolInformation]:
+    """Return symbols as a list, for clients without a tree and for the workspace."""
+    found = []
+    for symbol in symbols:
+        place = lsp.Location(ranges.uri, ranges.of(symbol.name_span))
+        found.append(
+            lsp.SymbolInformation(place, symbol.name, symbol.kind, container_name=container)
+        )
+        found += _flat_symbols(symbol.children, ranges, symbol.name)
+    return found
 
 
 def workspace_symbols(
     question: Question, params: lsp.WorkspaceSymbolParams
 ) -> list[lsp.SymbolInformation]:
     """Return the symbols of one document whose names hold the letters asked for, in their order."""
-    view, wire, _ = question.settled()
-    found = wire.flat_symbols(outline(view.analysis))
+    view, ranges, _ = question.settled()
+    found = _flat_symbols(outline(view.analysis), ranges)
     return [item for item in found if item.container_name and _matches(item.name, params.query)]
 
 
@@ -243,17 +308,17 @@ def folded(question: Question, params: lsp.FoldingRangeParams) -> list[lsp.Foldi
     view, _, _ = question.settled()
     if view.source.text.count("\n") != question.snapshot.source.text.count("\n"):
         return []
-    return [fold(item) for item in folds(view.analysis, view.document.lines)]
+    return folds(view.analysis, view.document.lines)
 
 
 def selected(question: Question, params: lsp.SelectionRangeParams) -> list[lsp.SelectionRange]:
     """Return the ranges around each place, the smallest first."""
-    view, wire, there = question.settled()
+    view, ranges, there = question.settled()
     found = []
     for position in params.positions:
         chain: lsp.SelectionRange | None = None
-        for span in reversed(selection(view.analysis, there(question.wire.offset(position)))):
-            chain = lsp.SelectionRange(wire.range(span), chain)
+        for span in reversed(selection(view.analysis, there(question.ranges.offset(position)))):
+            chain = lsp.SelectionRange(ranges.of(span), chain)
         empty = lsp.SelectionRange(lsp.Range(position, position))
         found.append(chain or empty)
     return found
@@ -261,7 +326,7 @@ def selected(question: Question, params: lsp.SelectionRangeParams) -> list[lsp.S
 
 def formatted(question: Question, params: Any) -> list[lsp.TextEdit]:
     """Return the edits of the formatter; a range is formatted with the whole document."""
-    return question.wire.edits(formatting(question.snapshot.source))
+    return question.ranges.edits(formatting(question.snapshot.source))
 
 
 def coloured(question: Question, params: lsp.SemanticTokensParams) -> lsp.SemanticTokens:
@@ -271,32 +336,32 @@ def coloured(question: Question, params: lsp.SemanticTokensParams) -> lsp.Semant
 
 def coloured_range(question: Question, params: lsp.SemanticTokensRangeParams) -> lsp.SemanticTokens:
     """Return the tokens of the expressions in a range."""
-    return _tokens(question, question.wire.span(params.range))
+    return _tokens(question, question.ranges.span(params.range))
 
 
 def _tokens(question: Question, within: Span | None) -> lsp.SemanticTokens:
     at = question.snapshot if within is None else question.snapshot.near(within)
-    view, wire, _ = question.settled(at)
-    if wire is not question.wire:
+    view, ranges, _ = question.settled(at)
+    if ranges is not question.ranges:
         # Of an older text the lines do not fit; the editor keeps the tokens that it has.
         return lsp.SemanticTokens([])
-    found = tokens_feature.tokens(view, within)
+    found = decorations.tokens(view, within)
     lines = question.snapshot.document.lines
-    return lsp.SemanticTokens(tokens_feature.encode(found, lines, question.encoding))
+    return lsp.SemanticTokens(decorations.encode(found, lines, question.encoding))
 
 
 def hinted(question: Question, params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
     """Return the hints in a range."""
-    span = question.wire.span(params.range)
-    view, wire, _ = question.settled(question.snapshot.near(span))
-    if wire is not question.wire:
+    span = question.ranges.span(params.range)
+    view, ranges, _ = question.settled(question.snapshot.near(span))
+    if ranges is not question.ranges:
         return []
     kind = lsp.InlayHintKind.Type
     return [
         lsp.InlayHint(
-            wire.range(Span(hint.offset, hint.offset)).start, hint.text, kind, tooltip=hint.about
+            ranges.of(Span(hint.offset, hint.offset)).start, hint.text, kind, tooltip=hint.about
         )
-        for hint in hints(view, span)
+        for hint in decorations.hints(view, span)
     ]
 
 
@@ -305,22 +370,22 @@ def lensed(question: Question, params: lsp.CodeLensParams) -> list[lsp.CodeLens]
     uri = question.snapshot.document.uri
     return [
         lsp.CodeLens(
-            question.wire.range(lens.span),
+            question.ranges.of(lens.span),
             lsp.Command(lens.title, f"kcdsl.{lens.command}", arguments=[uri, lens.clause]),
         )
-        for lens in lenses(question.snapshot)
+        for lens in decorations.lenses(question.snapshot)
     ]
 
 
 def linked(question: Question, params: lsp.DocumentLinkParams) -> list[lsp.DocumentLink]:
     """Return the files that the document names."""
-    view, wire, _ = question.settled()
+    view, ranges, _ = question.settled()
     return [
-        lsp.DocumentLink(wire.range(link.span), target=link.path.as_uri()) for link in links(view)
+        lsp.DocumentLink(ranges.of(link.span), target=link.path.as_uri()) for link in links(view)
     ]
 
 
-_LEGEND = lsp.SemanticTokensLegend(list(tokens_feature.TYPES), list(tokens_feature.MODIFIERS))
+_LEGEND = lsp.SemanticTokensLegend(list(decorations.TYPES), list(decorations.MODIFIERS))
 
 ACROSS = frozenset({lsp.TEXT_DOCUMENT_REFERENCES, lsp.TEXT_DOCUMENT_RENAME})
 """Methods whose answers depend on the other documents of the workspace."""

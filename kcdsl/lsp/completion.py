@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
+
+from lsprotocol import types as lsp
+from lsprotocol.types import CompletionItemKind as ItemKind
 
 from kcdsl.check.compile import Analysis
 from kcdsl.check.expressions.measurements import in_words
@@ -15,11 +17,18 @@ from kcdsl.diagnostics.codes import all_codes
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before
 from kcdsl.lsp.documents import Snapshot
+from kcdsl.lsp.knowledge import slice_text
 from kcdsl.lsp.nodes import Path as NodePath
 from kcdsl.lsp.nodes import language
-from kcdsl.lsp.parts import slice_text
-from kcdsl.lsp.schema import FieldHelp, description_at, fields_at, schemas_at, values_at
-from kcdsl.lsp.words import describe_metric
+from kcdsl.lsp.positions import Ranges, markup
+from kcdsl.lsp.words import (
+    FieldHelp,
+    describe_metric,
+    description_at,
+    fields_at,
+    schemas_at,
+    values_at,
+)
 from kcdsl.metrics import RECORD_NAMES
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 from kcdsl.units import UNITS, describe
@@ -33,26 +42,6 @@ _DATA = {
     "tokenizer": (".json",),
     "file": _LIBRARIES,
 }
-
-
-class ItemKind(StrEnum):
-    """What a completion is, for the sign that editors show beside it."""
-
-    FIELD = "field"
-    VALUE = "value"
-    FUNCTION = "function"
-    METRIC = "metric"
-    SLICE = "slice"
-    TABLE = "table"
-    BLOCK = "block"
-    VARIABLE = "variable"
-    KEYWORD = "keyword"
-    OPERATOR = "operator"
-    UNIT = "unit"
-    SNIPPET = "snippet"
-    FILE = "file"
-    CODE = "code"
-    CLAUSE = "clause"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +95,14 @@ def _codes(comment: str, text: str, offset: int) -> list[Item]:
     if _IGNORE.search(comment):
         span = Span(begin, offset)
         return [
-            Item(code.id, ItemKind.CODE, span, code.id, code.title, code.explanation)
+            Item(code.id, ItemKind.Constant, span, code.id, code.title, code.explanation)
             for code in all_codes()
         ]
     if re.fullmatch(r"#\s*\w*", comment):
         insert = "kcdsl: ignore[${1:KC000}] ${2:reason}"
         about = "Suppress a finding of the next line, or of this one, with a reason."
         span = Span(begin, offset)
-        return [Item("kcdsl: ignore", ItemKind.SNIPPET, span, insert, "", about, True)]
+        return [Item("kcdsl: ignore", ItemKind.Snippet, span, insert, "", about, True)]
     return []
 
 
@@ -134,7 +123,7 @@ def _keys(cursor: Cursor, span: Span, library: bool, text: str) -> list[Item]:
         items.append(
             Item(
                 field.name,
-                ItemKind.FIELD,
+                ItemKind.Property,
                 span,
                 insert,
                 detail,
@@ -206,7 +195,7 @@ def _new_clause(span: Span) -> list[Item]:
         "trace fields": "Fields that every trace record must carry.",
     }
     return [
-        Item(f"clause: {name}", ItemKind.SNIPPET, span, text, "", about[name], True, number)
+        Item(f"clause: {name}", ItemKind.Snippet, span, text, "", about[name], True, number)
         for number, (name, text) in enumerate(forms.items())
     ]
 
@@ -248,20 +237,20 @@ def _every_value(known: Snapshot, cursor: Cursor, span: Span, library: bool) -> 
     if section == "clauses" and name == "metric":
         return _record_names(analysis, span)
     if section == "clauses" and name == "require" and isinstance(path[-1], int):
-        return [Item(f, ItemKind.VALUE, span, f, "trace field") for f in TRACE_FIELDS]
+        return [Item(f, ItemKind.Value, span, f, "trace field") for f in TRACE_FIELDS]
     if section == "imports" and name in {"slices", "kernels", "tables", "train", "infer"}:
         return _offered(analysis, path, "kernels" if name in {"train", "infer"} else name, span)
     if name in _DATA and (section != "imports" or name == "file"):
         return _files(known, name, cursor, span)
     if name == "unit":
         return [
-            Item(unit, ItemKind.UNIT, span, _plain(unit), describe(u.dimension))
+            Item(unit, ItemKind.Unit, span, _plain(unit), describe(u.dimension))
             for unit, u in UNITS.items()
         ]
     listed = values_at(path, library) or _numerics(parent, name)
     about = description_at(path, library)
     return [
-        Item(value, ItemKind.VALUE, span, _plain(value), "", about, order=number)
+        Item(value, ItemKind.Value, span, _plain(value), "", about, order=number)
         for number, value in enumerate(listed)
     ]
 
@@ -304,14 +293,14 @@ def _numerics(parent: str, name: str) -> list[str]:
 
 def _slices(analysis: Analysis, span: Span) -> list[Item]:
     return [
-        Item(name, ItemKind.SLICE, span, name, "Slice", slice_text(analysis, name))
+        Item(name, ItemKind.Module, span, name, "Slice", slice_text(analysis, name))
         for name in analysis.scope.slices
     ]
 
 
 def _tables(analysis: Analysis, span: Span) -> list[Item]:
     return [
-        Item(f"table({name})", ItemKind.TABLE, span, f"table({name})", "Table")
+        Item(f"table({name})", ItemKind.Class, span, f"table({name})", "Table")
         for name in analysis.scope.tables
     ]
 
@@ -334,7 +323,7 @@ def _record_names(analysis: Analysis, span: Span) -> list[Item]:
         if record is not None:
             text = describe_metric(metrics[record.metric])
             detail = in_words(name, metrics)
-            items.append(Item(name, ItemKind.METRIC, span, name, detail, text, order=number))
+            items.append(Item(name, ItemKind.Variable, span, name, detail, text, order=number))
     return items
 
 
@@ -352,7 +341,7 @@ def _offered(analysis: Analysis, path: NodePath, what: str, span: Span) -> list[
         "kernels": [name for name, _ in library.kernels],
         "tables": [t.name for t in library.tables],
     }[what]
-    return [Item(name, ItemKind.VALUE, span, name, f"of {library.name}") for name in names]
+    return [Item(name, ItemKind.Value, span, name, f"of {library.name}") for name in names]
 
 
 def _files(known: Snapshot, name: str, cursor: Cursor, span: Span) -> list[Item]:
@@ -370,7 +359,7 @@ def _files(known: Snapshot, name: str, cursor: Cursor, span: Span) -> list[Item]
             found.append(entry.name)
     start = span.end - (len(cursor.before) - len(begun) - (1 if begun else 0))
     place_of_name = Span(max(start, 0), span.end)
-    return [Item(text, ItemKind.FILE, place_of_name, text) for text in found]
+    return [Item(text, ItemKind.File, place_of_name, text) for text in found]
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -378,3 +367,43 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())[:500]
     except OSError:
         return []
+
+
+# --- in the protocol ------------------------------------------------------------------------------
+
+
+def completion_item(
+    item: Item, ranges: Ranges, able: lsp.ClientCompletionItemOptions | None
+) -> lsp.CompletionItem:
+    """Return a completion as the client is able to show it: without snippets the places to fill in
+    are left out."""
+    snippets = able is not None and bool(able.snippet_support)
+    formats = able.documentation_format if able is not None else None
+    rich = item.snippet and snippets
+    insert = item.insert if rich or not item.snippet else plain(item.insert)
+    return lsp.CompletionItem(
+        label=item.label,
+        kind=item.kind,
+        detail=item.detail or None,
+        documentation=markup(item.documentation, formats) if item.documentation else None,
+        sort_text=f"{item.order:04d}{item.label}",
+        filter_text=item.label,
+        insert_text_format=lsp.InsertTextFormat.Snippet if rich else lsp.InsertTextFormat.PlainText,
+        text_edit=lsp.TextEdit(ranges.of(item.span), insert),
+    )
+
+
+def plain(snippet: str) -> str:
+    """Return the text of a snippet without its places to fill in."""
+    text, at = "", 0
+    while at < len(snippet):
+        if snippet.startswith("${", at):
+            end = snippet.index("}", at)
+            text += snippet[at:end].partition(":")[2]
+            at = end + 1
+        elif snippet[at] == "$" and snippet[at + 1 : at + 2].isdigit():
+            at += 2
+        else:
+            text += snippet[at]
+            at += 1
+    return text

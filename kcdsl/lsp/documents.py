@@ -1,12 +1,13 @@
 """Open documents, and what is known of each version of them.
 
 A `Document` is what the client described. A `Snapshot` adds the findings and the analysis; both are
-values that never change, so that a request is answered about the text it was asked about.
+values that never change, so that a request is answered about the text it was asked about. A
+`Checker` makes snapshots: nothing else runs the checks of the language.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -14,19 +15,22 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 from kcdsl.check.compile import Analysis, analyse
+from kcdsl.check.incremental import Incremental
 from kcdsl.check.layout import blank, layout
 from kcdsl.check.sections.libraries import Texts as Texts
+from kcdsl.diagnostics.codes import INTERNAL, TOO_LARGE
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Clause, Quantified
 from kcdsl.ir.walk import walk
-from kcdsl.lsp.mending import mend
-from kcdsl.lsp.positions import Lines
+from kcdsl.lsp.cursor import mend
+from kcdsl.lsp.nodes import Occurrence, occurrences
+from kcdsl.lsp.positions import NOWHERE, Carry, Lines, carry
 from kcdsl.lsp.reports import Verdict, verdicts
-from kcdsl.lsp.symbols import Occurrence, occurrences
 from kcdsl.route.catalogue import BackendSpec, catalogue
 from kcdsl.route.router import Route, route
+from kcdsl.source.files import SIZE_LIMIT
 
 LARGE = 60_000
 """Characters of a document beyond which one question is answered from a part of it."""
@@ -71,58 +75,6 @@ def document(uri: str, text: str, version: int | None = None) -> Document:
     """Return a document; it is reported under its path where it has one."""
     path = path_of(uri)
     return Document(uri, SourceFile(uri if path is None else str(path), text), version)
-
-
-@dataclass(frozen=True, slots=True)
-class Carry:
-    """Takes places of one text to those of another that differs from it in one stretch."""
-
-    start: int
-    here: int
-    there: int
-
-    def offset(self, offset: int) -> int | None:
-        """Return the place before the same character; None inside the stretch that differs."""
-        if offset >= self.here:
-            return offset + self.there - self.here
-        return offset if offset <= self.start else None
-
-    def span(self, span: Span) -> Span:
-        """Return the range of the same characters, and of the stretch if it lies among them."""
-        start, end = self.offset(span.start), self.offset(span.end)
-        if span.end <= self.start:
-            end = span.end
-        first = self.start if start is None else start
-        return Span(first, max(first, self.there if end is None else end))
-
-    @property
-    def back(self) -> Carry:
-        """Return the way from the other text to this one."""
-        return Carry(self.start, self.there, self.here)
-
-
-NOWHERE = Carry(0, 0, 0)
-"""Between a text and itself."""
-
-
-def carry(here: str, there: str) -> Carry:
-    """Return how places of `here` become places of `there`."""
-    shortest = min(len(here), len(there))
-    start = _common(here, there, shortest)
-    tail = _common(here[start:][::-1], there[start:][::-1], shortest - start)
-    return Carry(start, len(here) - tail, len(there) - tail)
-
-
-def _common(one: str, other: str, most: int) -> int:
-    """Return the length of the common beginning, at most `most`, by halving."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @cache
@@ -245,3 +197,92 @@ class Snapshot:
     def occurrences(self) -> tuple[Occurrence, ...]:
         """Return every occurrence of a name, in the order of the document."""
         return occurrences(self.analysis)
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _State:
+    """What is kept of a document between its versions."""
+
+    incremental: Incremental = field(default_factory=Incremental)
+    latest: Snapshot | None = None
+    good: Snapshot | None = None
+
+
+@dataclass(slots=True)
+class Checker:
+    """Checks versions of documents; each version once. Not to be used by two threads at a time."""
+
+    _states: dict[str, _State] = field(default_factory=dict)
+
+    def snapshot(self, document: Document, texts: Texts) -> Snapshot:
+        """Return what is known of a document; `texts` are the open documents it may import."""
+        state = self._states.setdefault(document.uri, _State())
+        latest = state.latest
+        if latest is not None and latest.document == document and _same(latest.texts, texts):
+            # A copy of a light one, so that an analysis made for it is not kept.
+            return latest if document.version is not None else replace(latest)
+        if latest is not None and not _same(latest.texts, texts):
+            state.incremental = Incremental()
+        found = self._check(document, texts, state)
+        if document.version is None:
+            return self._keep_lightly(found, state)
+        state.latest = found
+        if not any(d.code.id.startswith("KC00") for d in found.findings):
+            # Without the one before it, which would hold the one before that.
+            state.good = replace(found, good=None)
+        return found
+
+    def _keep_lightly(self, found: Snapshot, state: _State) -> Snapshot:
+        """Keep the findings alone of a file that is not open: there may be hundreds."""
+        source, folder, texts = found.source, found.document.folder, found.texts
+        state.incremental = Incremental()
+        state.latest = replace(found, make=lambda: analyse(source, Sink(), folder, texts))
+        return found
+
+    def forget(self, uri: str | None = None) -> None:
+        """Forget a document, or all of them: files that they name may have changed."""
+        if uri is None:
+            self._states.clear()
+        else:
+            self._states.pop(uri, None)
+
+    def _check(self, document: Document, texts: Texts, state: _State) -> Snapshot:
+        source = document.source
+        if len(source.text) > SIZE_LIMIT:
+            message = f"the document is larger than {SIZE_LIMIT} bytes"
+            finding = Diagnostic(TOO_LARGE, message, source, Span(0, 0))
+            return Snapshot(document, (finding,), lambda: Analysis(source), texts)
+        try:
+            make, sink = state.incremental.analyse(source, document.folder, texts)
+        except Exception as error:  # a defect of a pass must not read as "nothing found"
+            finding = Diagnostic(
+                INTERNAL,
+                f"the document could not be checked: {type(error).__name__}: {error}",
+                source,
+                Span(0, 0),
+                help="`kcdsl lint --traceback` shows where; please report it",
+            )
+            state.incremental = Incremental()
+            return Snapshot(document, (finding,), lambda: Analysis(source), texts)
+        return Snapshot(document, tuple(_shown(sink, source)), make, texts, state.good)
+
+
+def _shown(sink: Sink, source: SourceFile) -> Iterator[Diagnostic]:
+    """Yield the findings of a document. Those in files that it depends on stand at its beginning;
+    libraries are documents too, and an import of one with errors is reported itself."""
+    for found in sink:
+        if found.source is None or found.source.name == source.name:
+            yield found
+        elif not found.source.name.endswith((".yaml", ".yml")):
+            at = found.source.position(found.span.start if found.span is not None else 0)
+            message = f"{found.source.name}:{at.line}: {found.message}"
+            yield replace(
+                found, message=message, source=source, span=Span(0, 0), labels=(), fix=None
+            )
+
+
+def _same(one: Texts, other: Texts) -> bool:
+    return one.keys() == other.keys() and all(one[p].text == other[p].text for p in one)

@@ -20,22 +20,24 @@ from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.knowledge import (
     KnownClause,
     clause_named,
+    kernel_text,
+    library_text,
     mark,
     policy_action,
     scope_in,
+    slice_text,
+    table_text,
     verdicts_of,
 )
 from kcdsl.lsp.lexemes import Role
-from kcdsl.lsp.nodes import Field, clause_of, fields_at, inner_span
-from kcdsl.lsp.parts import kernel_text, library_text, slice_text, table_text
-from kcdsl.lsp.schema import description_at
-from kcdsl.lsp.symbols import Word, Written, written
+from kcdsl.lsp.nodes import Field, Word, Written, clause_of, fields_at, inner_span, written
 from kcdsl.lsp.words import (
     KEYWORDS,
     describe_block,
     describe_function,
     describe_metric,
     describe_unit,
+    description_at,
     find_function,
 )
 from kcdsl.metrics import MetricDefinition

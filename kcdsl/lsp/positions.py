@@ -1,61 +1,42 @@
 """Places as clients count them: lines from 0, and characters in units of a negotiated encoding.
 
 The only module that knows of UTF-8, UTF-16 and UTF-32 units; everything else counts code points.
-As in the protocol, a line ends at a line feed, a carriage return, or both together.
+As in the protocol, a line ends at a line feed, a carriage return, or both together. The documents
+and the codec of pygls are not used: they take other separators for line ends, scan a line for each
+position, and round a place in the middle of a character up.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 
-from kcdsl.diagnostics.spans import Span
+from lsprotocol import types as lsp
+from lsprotocol.types import PositionEncodingKind as Encoding
+
+from kcdsl.diagnostics.model import Edit
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 _BREAK = re.compile(r"\r\n|\n|\r")
 
 
-class Encoding(StrEnum):
-    """What a client counts characters in."""
-
-    UTF8 = "utf-8"
-    UTF16 = "utf-16"
-    UTF32 = "utf-32"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A line and a character, both from 0."""
-
-    line: int
-    character: int
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """New text for a range, or for the whole document where there is no range."""
-
-    text: str
-    start: Place | None = None
-    end: Place | None = None
-
-
 def units(text: str, encoding: Encoding) -> int:
     """Return the length of a text in units of an encoding."""
-    if encoding is Encoding.UTF32 or text.isascii():
+    if encoding is Encoding.Utf32 or text.isascii():
         return len(text)
-    if encoding is Encoding.UTF8:
+    if encoding is Encoding.Utf8:
         return len(text.encode("utf-8", "surrogatepass"))
     return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 def _code_points(text: str, wanted: int, encoding: Encoding) -> int:
     """Return how many code points of a text lie before a number of units, rounded down."""
-    if encoding is Encoding.UTF32 or text.isascii():
+    if encoding is Encoding.Utf32 or text.isascii():
         return min(wanted, len(text))
     lengths = range(len(text) + 1)
     return bisect_right(lengths, wanted, key=lambda length: units(text[:length], encoding)) - 1
@@ -63,7 +44,7 @@ def _code_points(text: str, wanted: int, encoding: Encoding) -> int:
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a text, to go from offsets to places and back."""
+    """The lines of a text, to go from offsets to positions and back."""
 
     text: str
 
@@ -91,16 +72,16 @@ class Lines:
         """Return the number of the line that holds an offset."""
         return bisect_right(self._starts, offset) - 1
 
-    def place(self, offset: int, encoding: Encoding) -> Place:
-        """Return the place of a code-point offset."""
+    def place(self, offset: int, encoding: Encoding) -> lsp.Position:
+        """Return the position of a code-point offset."""
         line = self.number(max(0, min(offset, len(self.text))))
         start = self._starts[line]
         # An offset between a carriage return and its line feed is the end of the line.
         end = min(max(offset, start), self._ends[line])
-        return Place(line, units(self.text[start:end], encoding))
+        return lsp.Position(line, units(self.text[start:end], encoding))
 
-    def offset(self, place: Place, encoding: Encoding) -> int:
-        """Return the code-point offset of a place.
+    def offset(self, place: lsp.Position, encoding: Encoding) -> int:
+        """Return the code-point offset of a position.
 
         Beyond the end of a line lies its end, beyond the last line the end of the text, and in
         the middle of a character its beginning.
@@ -112,18 +93,139 @@ class Lines:
             return end
         return start + _code_points(self.text[start:end], max(place.character, 0), encoding)
 
-    def places(self, span: Span, encoding: Encoding) -> tuple[Place, Place]:
-        """Return the places of both ends of a span."""
-        return self.place(span.start, encoding), self.place(span.end, encoding)
 
-
-def apply_changes(text: str, changes: Iterable[Change], encoding: Encoding) -> str:
-    """Return the text after changes, each of which speaks of the text that the one before left."""
+def apply_changes(
+    text: str, changes: Iterable[lsp.TextDocumentContentChangeEvent], encoding: Encoding
+) -> str:
+    """Return the text after changes, each of which is about the text that the one before left."""
     for change in changes:
-        if change.start is None or change.end is None:
+        if isinstance(change, lsp.TextDocumentContentChangePartial):
+            lines = Lines(text)
+            start = lines.offset(change.range.start, encoding)
+            end = max(start, lines.offset(change.range.end, encoding))
+            text = text[:start] + change.text + text[end:]
+        else:
             text = change.text
-            continue
-        lines = Lines(text)
-        start, end = (lines.offset(place, encoding) for place in (change.start, change.end))
-        text = text[:start] + change.text + text[max(start, end) :]
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Takes places of one text to those of another that differs from it in one stretch."""
+
+    start: int
+    here: int
+    there: int
+
+    def offset(self, offset: int) -> int | None:
+        """Return the place before the same character; None inside the stretch that differs."""
+        if offset >= self.here:
+            return offset + self.there - self.here
+        return offset if offset <= self.start else None
+
+    def span(self, span: Span) -> Span:
+        """Return the range of the same characters, and of the stretch if it lies among them."""
+        start, end = self.offset(span.start), self.offset(span.end)
+        if span.end <= self.start:
+            end = span.end
+        first = self.start if start is None else start
+        return Span(first, max(first, self.there if end is None else end))
+
+    @property
+    def back(self) -> Carry:
+        """Return the way from the other text to this one."""
+        return Carry(self.start, self.there, self.here)
+
+
+NOWHERE = Carry(0, 0, 0)
+"""Between a text and itself."""
+
+
+def carry(here: str, there: str) -> Carry:
+    """Return how places of `here` become places of `there`."""
+    shortest = min(len(here), len(there))
+    start = _common(here, there, shortest)
+    tail = _common(here[start:][::-1], there[start:][::-1], shortest - start)
+    return Carry(start, len(here) - tail, len(there) - tail)
+
+
+def _common(one: str, other: str, most: int) -> int:
+    """Return the length of the common beginning, at most `most`, by halving."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+_MARKS = re.compile(r"^```\w*\n?|`|\*\*|^---$", re.MULTILINE)
+
+
+def markup(text: str, formats: Collection[lsp.MarkupKind | str] | None) -> lsp.MarkupContent | str:
+    """Return Markdown, or its words alone for a client that shows no Markdown."""
+    if lsp.MarkupKind.Markdown in (formats or ()):
+        return lsp.MarkupContent(lsp.MarkupKind.Markdown, text)
+    return _MARKS.sub("", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A range of a file; `path` is None for the document itself, and `source` the text that the
+    range is in, where it is at hand."""
+
+    span: Span
+    path: Path | None = None
+    source: SourceFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Converts places in one document, for one client.
+
+    `way` leads from the places of the values to those of the document.
+    """
+
+    uri: str
+    version: int | None
+    lines: Lines
+    encoding: Encoding
+    way: Carry = NOWHERE
+
+    def offset(self, position: lsp.Position) -> int:
+        """Return the offset of a position."""
+        return self.lines.offset(position, self.encoding)
+
+    def span(self, range: lsp.Range) -> Span:
+        """Return the span of a range."""
+        start, end = self.offset(range.start), self.offset(range.end)
+        return Span(min(start, end), max(start, end))
+
+    def of(self, span: Span, lines: Lines | None = None) -> lsp.Range:
+        """Return the range of a span, of another text where its lines are given."""
+        if self.way is not NOWHERE and lines is None:
+            span = self.way.span(span)
+        place = (lines or self.lines).place
+        return lsp.Range(place(span.start, self.encoding), place(span.end, self.encoding))
+
+    def location(self, target: Target) -> lsp.Location:
+        """Return where a target lies."""
+        if target.path is None:
+            return lsp.Location(self.uri, self.of(target.span))
+        text = target.source.text if target.source is not None else ""
+        return lsp.Location(target.path.as_uri(), self.of(target.span, Lines(text)))
+
+    def edits(self, found: Iterable[Edit]) -> list[lsp.TextEdit]:
+        """Return edits of the document."""
+        return [lsp.TextEdit(self.of(edit.span), edit.text) for edit in found]
+
+    def workspace_edit(self, found: Iterable[Edit], versioned: bool) -> lsp.WorkspaceEdit:
+        """Return edits of the document, of this version alone where the client can tell."""
+        if not versioned:
+            return lsp.WorkspaceEdit(changes={self.uri: self.edits(found)})
+        identifier = lsp.OptionalVersionedTextDocumentIdentifier(self.uri, self.version)
+        return lsp.WorkspaceEdit(
+            document_changes=[lsp.TextDocumentEdit(identifier, list(self.edits(found)))]
+        )

@@ -11,26 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from lsprotocol import types as lsp
+from lsprotocol.types import PositionEncodingKind as Encoding
 from pygls.exceptions import JsonRpcException
 from pygls.lsp.server import LanguageServer
 from pygls.protocol import LanguageServerProtocol, lsp_method
 
 from kcdsl import __version__
 from kcdsl.diagnostics.codes import find as find_code
-from kcdsl.lsp import answers, running, wire
+from kcdsl.lsp import answers
 from kcdsl.lsp.answers import Question
 from kcdsl.lsp.documents import Document, Snapshot, path_of
 from kcdsl.lsp.hover import code_text
-from kcdsl.lsp.positions import Encoding
 from kcdsl.lsp.rename import CannotRename
 from kcdsl.lsp.session import (
     Session,
+    Work,
+    arguments,
     contracts_below,
     folder_of,
     read_document,
+    run,
     takes_part_in_imports,
 )
-from kcdsl.lsp.work import Work
 
 _log = logging.getLogger(__name__)
 _DEBOUNCE = 0.02
@@ -228,9 +230,7 @@ class Server(LanguageServer):
             raise JsonRpcException("save the contract first: files are decided", _REQUEST_FAILED)
         subject = f"clause {clause}" if command == "verify" else f"contract {path.name}"
         async with self._one_decision:
-            task = asyncio.ensure_future(
-                running.run(running.arguments(command, path, clause), path.parent)
-            )
+            task = asyncio.ensure_future(run(arguments(command, path, clause), path.parent))
             self._decisions.add(task)
             task.add_done_callback(self._decisions.discard)
             finished = await task
@@ -245,7 +245,7 @@ class Server(LanguageServer):
     def explain(self, code: str) -> str:
         """Show what a code means, by its page where the client shows documents, and return it."""
         text, found = code_text(code), find_code(code)
-        page = wire.page_uri(found) if found is not None else None
+        page = found.uri if found is not None else None
         window = self.client_capabilities.window
         able = window.show_document if window is not None else None
         if page is not None and able is not None and able.support:
@@ -297,7 +297,7 @@ def _follow_documents(server: Server) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def changed(params: lsp.DidChangeTextDocumentParams) -> None:
         about = params.text_document
-        document = server.session.change(about.uri, about.version, wire.changes(params))
+        document = server.session.change(about.uri, about.version, params.content_changes)
         if document is not None:
             server.changed(document)
 

@@ -1,15 +1,27 @@
-"""The state of a session: the open documents, and what the client can do."""
+"""The state of a session: open documents, the threads that check and answer, and processes.
+
+Checks have a thread of their own, so that findings do not wait behind other questions. Requests
+that wait can be cancelled. `kcdsl verify` and `kcdsl evaluate` run as processes of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+from lsprotocol import types as lsp
+from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.documents import Document, Texts, document, path_of
-from kcdsl.lsp.positions import Change, Encoding, apply_changes
+from kcdsl.lsp.documents import Checker, Document, Snapshot, Texts, document, path_of
+from kcdsl.lsp.positions import apply_changes
 from kcdsl.source.files import is_folder, read_source
 
 _NAMES = (".kc.yaml", ".kc.yml")
@@ -21,7 +33,7 @@ _MOST_FILES = 500
 class Session:
     """The open documents. All changes come from one thread; the values handed out never change."""
 
-    encoding: Encoding = Encoding.UTF16
+    encoding: Encoding = Encoding.Utf16
     _documents: dict[str, Document] = field(default_factory=dict)
 
     def open(self, uri: str, version: int, text: str) -> Document:
@@ -29,7 +41,9 @@ class Session:
         self._documents[uri] = document(uri, text, version)
         return self._documents[uri]
 
-    def change(self, uri: str, version: int, changes: Iterable[Change]) -> Document | None:
+    def change(
+        self, uri: str, version: int, changes: Iterable[lsp.TextDocumentContentChangeEvent]
+    ) -> Document | None:
         """Apply changes to an open document; None where the client has not opened it."""
         known = self._documents.get(uri)
         if known is None:
@@ -107,3 +121,90 @@ def folder_of(uri: str) -> Path | None:
     """Return the folder that a client works in; None where it is none on this machine."""
     path = path_of(uri)
     return path if path is not None and is_folder(path) else None
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+Answer = TypeVar("Answer")
+
+
+def _one_thread(name: str) -> Callable[[], ThreadPoolExecutor]:
+    return lambda: ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+
+@dataclass(slots=True)
+class Work:
+    """Two threads: one checks, one answers."""
+
+    checker: Checker = field(default_factory=Checker)
+    _checks: ThreadPoolExecutor = field(default_factory=_one_thread("check"))
+    _answers: ThreadPoolExecutor = field(default_factory=_one_thread("answer"))
+
+    async def snapshot(self, document: Document, texts: Texts) -> Snapshot:
+        """Return what is known of a document."""
+        return await self._run(self._checks, lambda: self.checker.snapshot(document, texts))
+
+    async def answer(self, question: Callable[[], Answer]) -> Answer:
+        """Return what a feature says."""
+        return await self._run(self._answers, question)
+
+    async def forget(self, uri: str | None = None) -> None:
+        """Forget a document, or all of them."""
+        await self._run(self._checks, lambda: self.checker.forget(uri))
+
+    def close(self) -> None:
+        """Let the threads end; what waits is dropped."""
+        for pool in (self._checks, self._answers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+_ENTRY = "import sys; sys.argv[0] = 'kcdsl'; from kcdsl.cli import main; sys.exit(main())"
+_SAFE = "-P"
+"""Python does not look for modules in the folder of the contract, where the command runs."""
+_WORDS = {0: "holds", 1: "is violated", 2: "could not be decided: see the log", 3: "is undecided"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a command ended, and what it printed."""
+
+    code: int
+    output: str
+
+    def message(self, subject: str) -> str:
+        """Return one sentence about the outcome."""
+        return f"{subject} {_WORDS.get(self.code, f'ended with status {self.code}')}"
+
+
+def arguments(command: str, contract: Path, clause: str) -> list[str]:
+    """Return the command line that decides a clause; measuring decides the whole contract."""
+    words = [sys.executable, _SAFE, "-c", _ENTRY, command, str(contract)]
+    return [*words, "--clause", clause] if command == "verify" else words
+
+
+async def run(command: list[str], folder: Path) -> Finished:
+    """Run a command in a folder; cancelling ends the process."""
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "100"}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    assert process.returncode is not None
+    return Finished(process.returncode, output.decode("utf-8", "replace"))

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from lsprotocol.types import CompletionItemKind as ItemKind
+
 from kcdsl.check.compile import Analysis
 from kcdsl.check.expressions.names import PERCENTILE, REGIONS, STATEMENTS, STATISTICS
 from kcdsl.check.expressions.predicates import field_sorts
 from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.completion import Item, ItemKind
+from kcdsl.lsp.completion import Item
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, open_frames
-from kcdsl.lsp.parts import slice_text
-from kcdsl.lsp.terminals import next_terminals
+from kcdsl.lsp.knowledge import slice_text
+from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, next_terminals, open_frames
 from kcdsl.lsp.words import (
     KEYWORDS,
     Function,
@@ -130,7 +131,7 @@ def _names(place: _Place) -> Iterator[Item]:
     if place.last in {"forall", "exists"}:
         bound = {w.text for w in place.words if w.role is Role.VARIABLE}
         yield from (
-            place.item(name, ItemKind.VARIABLE, detail="a new variable")
+            place.item(name, ItemKind.Variable, detail="a new variable")
             for name in ("x", "y", "z")
             if name not in bound
         )
@@ -151,10 +152,10 @@ def _names(place: _Place) -> Iterator[Item]:
         yield from _tables(place)
     elif opener == "has":
         if argument == 0:
-            yield place.item("trace", ItemKind.KEYWORD, documentation=KEYWORDS["trace"])
+            yield place.item("trace", ItemKind.Keyword, documentation=KEYWORDS["trace"])
     elif opener == "[":
         yield from (
-            place.item(name, ItemKind.VALUE, detail="trace field")
+            place.item(name, ItemKind.Value, detail="trace field")
             for name in TRACE_FIELDS
             if name not in {w.text for w in place.words}
         )
@@ -174,7 +175,7 @@ def _call(place: _Place, function: Function | None, order: int) -> Item:
     assert function is not None
     return place.item(
         function.name,
-        ItemKind.FUNCTION,
+        ItemKind.Function,
         function.snippet,
         function.signature.removeprefix(function.name),
         describe_function(function),
@@ -186,29 +187,29 @@ def _call(place: _Place, function: Function | None, order: int) -> Item:
 def _slices(place: _Place) -> Iterator[Item]:
     for name in place.analysis.scope.slices:
         text = slice_text(place.analysis, name)
-        yield place.item(name, ItemKind.SLICE, detail="Slice", documentation=text)
+        yield place.item(name, ItemKind.Module, detail="Slice", documentation=text)
 
 
 def _tables(place: _Place) -> Iterator[Item]:
     for name, table in place.analysis.scope.tables.items():
         detail = "Table" if table is None else f"Table in {table.dimension}"
-        yield place.item(name, ItemKind.TABLE, detail=detail)
+        yield place.item(name, ItemKind.Class, detail=detail)
 
 
 def _block_or_variable(place: _Place, argument: int) -> Iterator[Item]:
     if argument == 0:
         for number, name in enumerate(_known_blocks(place)):
             text = describe_block(name)
-            yield place.item(name, ItemKind.BLOCK, detail="Block", documentation=text, order=number)
+            yield place.item(name, ItemKind.Class, detail="Block", documentation=text, order=number)
     elif argument == 1:
         names = [w.text for w in place.words if w.role is Role.VARIABLE and w.binder == w.start]
         for name in dict.fromkeys(names):
-            yield place.item(name, ItemKind.VARIABLE, detail="bound here")
+            yield place.item(name, ItemKind.Variable, detail="bound here")
 
 
 def _known_blocks(place: _Place) -> list[str]:
     """Return the blocks that the contract speaks of, then an example of each kind."""
-    from kcdsl.lsp.symbols import expressions
+    from kcdsl.lsp.nodes import expressions
 
     used = [
         word.lexeme.text
@@ -239,7 +240,7 @@ def _metric(place: _Place, metric: MetricDefinition, order: int) -> Item:
         insert = f"abs({metric.name})"
     return place.item(
         metric.name,
-        ItemKind.METRIC,
+        ItemKind.Variable,
         insert,
         f"{metric.better} is better, per {metric.counted}",
         describe_metric(metric),
@@ -254,7 +255,7 @@ def _statements(place: _Place) -> Iterator[Item]:
     if "FORALL" in place.terminals:
         yield place.item(
             "forall",
-            ItemKind.SNIPPET,
+            ItemKind.Snippet,
             "forall ${1:x} in ${2:points(all)}: norm_inf(drift(${3:attn_0}, ${1:x})) <= ${4:0.01}",
             "statement about every input",
             KEYWORDS["forall"],
@@ -295,7 +296,7 @@ def _fields(place: _Place, snapshot: Snapshot) -> Iterator[Item]:
         for name, values in _sampled(file).items():
             known.setdefault(name, _sort_of(values))
     for name, sort in known.items():
-        yield place.item(name, ItemKind.FIELD, detail=sort)
+        yield place.item(name, ItemKind.Property, detail=sort)
 
 
 def _texts(place: _Place, snapshot: Snapshot) -> Iterator[Item]:
@@ -305,7 +306,7 @@ def _texts(place: _Place, snapshot: Snapshot) -> Iterator[Item]:
         values = _sampled(file).get(field or "", [])
         for value in values[:_FEW_VALUES]:
             if isinstance(value, str) and '"' not in value and "\\" not in value:
-                yield place.item(f'"{value}"', ItemKind.VALUE, detail=f"a {field} of {file.name}")
+                yield place.item(f'"{value}"', ItemKind.Value, detail=f"a {field} of {file.name}")
 
 
 def _data_files(snapshot: Snapshot) -> list[Path]:
@@ -364,9 +365,9 @@ def _sort_of(values: list[object]) -> str:
 def _signs(place: _Place) -> Iterator[Item]:
     inside, after_statement = place.frame.opener != "", _ends_statement(place)
     if "IN" in place.terminals and (place.start == "predicate" or _binds(place)):
-        yield place.item("in", ItemKind.KEYWORD, "in ", documentation=KEYWORDS["in"], order=40)
+        yield place.item("in", ItemKind.Keyword, "in ", documentation=KEYWORDS["in"], order=40)
     if "NOT" in place.terminals and not inside:
-        yield place.item("not", ItemKind.KEYWORD, "not ", documentation=KEYWORDS["not"], order=40)
+        yield place.item("not", ItemKind.Keyword, "not ", documentation=KEYWORDS["not"], order=40)
     if inside or not place.words:
         return
     if "COMPARE" in place.terminals and not after_statement:
@@ -374,14 +375,14 @@ def _signs(place: _Place) -> Iterator[Item]:
         good = _wanted_sign(place)
         for number, sign in enumerate(signs):
             order = 0 if sign == good else number + 1
-            yield place.item(sign, ItemKind.OPERATOR, f"{sign} ", order=order)
+            yield place.item(sign, ItemKind.Operator, f"{sign} ", order=order)
         for terminal, sign in _ARITHMETIC.items() if place.start == "requirement" else ():
             if terminal in place.terminals:
-                yield place.item(sign, ItemKind.OPERATOR, f"{sign} ", order=50)
+                yield place.item(sign, ItemKind.Operator, f"{sign} ", order=50)
     for terminal, word in _LOGIC.items():
         if terminal in place.terminals and after_statement:
             yield place.item(
-                word, ItemKind.KEYWORD, f"{word} ", documentation=KEYWORDS[word], order=40
+                word, ItemKind.Keyword, f"{word} ", documentation=KEYWORDS[word], order=40
             )
 
 
@@ -433,7 +434,7 @@ def _units(place: _Place) -> Iterator[Item]:
         before = "" if name == "%" else " " * (not _space_before(place))
         yield place.item(
             name,
-            ItemKind.UNIT,
+            ItemKind.Unit,
             f"{before}{name}",
             describe(unit.dimension),
             describe_unit(name) or "",
@@ -459,14 +460,14 @@ def _dimension(place: _Place) -> Dimension | None:
 def _budget(place: _Place) -> Iterator[Item]:
     if place.last == "of":
         for name in ("requests", "windows"):
-            yield place.item(name, ItemKind.KEYWORD, documentation=KEYWORDS[name])
+            yield place.item(name, ItemKind.Keyword, documentation=KEYWORDS[name])
     elif "OF" in place.terminals:
-        yield place.item("of", ItemKind.KEYWORD, "of ", documentation=KEYWORDS["of"])
+        yield place.item("of", ItemKind.Keyword, "of ", documentation=KEYWORDS["of"])
     elif not place.words:
         for unit in ("requests", "windows"):
             yield place.item(
                 f"1% of {unit}",
-                ItemKind.SNIPPET,
+                ItemKind.Snippet,
                 f"${{1:1}}% of {unit}",
                 documentation=KEYWORDS[unit],
                 snippet=True,

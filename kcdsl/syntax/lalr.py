@@ -17,7 +17,7 @@ _UNIT = re.compile(r"%|[A-Za-z]+(?:/[A-Za-z]+)?")
 _NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\["\\])*"' + r"|'(?:[^'\\\n]|\\['\\])*'")
 _COMPARE = re.compile(r"<=|>=|==|!=|<|>")
-_SIGNS = {
+SIGNS = {
     "+": "PLUS",
     "-": "MINUS",
     "*": "STAR",
@@ -95,7 +95,7 @@ def _next_token(text: str, at: int, state: int) -> Token | None:
         return Token("$END", "", start, start)
     char = text[start]
     allowed = STATES[state]
-    sign = _SIGNS.get(char)
+    sign = SIGNS.get(char)
     if sign is not None:
         return Token(sign, char, start, start + 1)
     if char in "0123456789.":

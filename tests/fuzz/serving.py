@@ -11,13 +11,14 @@ from typing import Any
 
 from lsprotocol import types as lsp
 from lsprotocol.converters import get_converter
+from lsprotocol.types import Position as Place
+from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.answers import FEATURES, Question
-from kcdsl.lsp.checking import Checker
-from kcdsl.lsp.documents import Snapshot, document
-from kcdsl.lsp.positions import Encoding, Lines, Place
+from kcdsl.lsp.documents import Checker, Snapshot, document
+from kcdsl.lsp.positions import Lines
 from kcdsl.lsp.rename import CannotRename
 from tests.fuzz.promise import expect
 
@@ -35,7 +36,7 @@ def asked(source: SourceFile, before: str | None, folder: Path) -> Question:
     if before is not None:
         checker.snapshot(document(uri, before, 1), {})
     snapshot = checker.snapshot(document(uri, source.text, 2), {})
-    return Question(snapshot, (Encoding.UTF16, Encoding.UTF8)[len(source.text) % 2])
+    return Question(snapshot, (Encoding.Utf16, Encoding.Utf8)[len(source.text) % 2])
 
 
 def cursors(text: str) -> list[int]:
@@ -78,10 +79,7 @@ def requests(question: Question) -> Iterator[tuple[str, Any, int]]:
 
 
 def _range(lines: Lines, span: Span, encoding: Encoding) -> lsp.Range:
-    start, end = (
-        lsp.Position(place.line, place.character) for place in lines.places(span, encoding)
-    )
-    return lsp.Range(start, end)
+    return lsp.Range(lines.place(span.start, encoding), lines.place(span.end, encoding))
 
 
 def check_answer(question: Question, method: str, params: Any, offset: int) -> None:

@@ -298,7 +298,7 @@ def test_a_server_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_misses_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kcdsl.lsp.checking._shown", lambda *_: [])
+    monkeypatch.setattr("kcdsl.lsp.documents._shown", lambda *_: [])
     assert failure(NOTED, served=True) == ("server", "the server finds something else")
 
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from lsprotocol.types import Position as Place
+from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Refusal, Sink
@@ -15,7 +17,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format import format_text
 from kcdsl.ir.cases import Undecided, find_case, first_taken
 from kcdsl.ir.terms import AllOf, FieldTest, NoneOf
-from kcdsl.lsp.positions import Encoding, Lines, Place
+from kcdsl.lsp.positions import Lines
 from tests.fuzz.examination import SECONDS, examine
 from tests.support.pages import completed
 
@@ -175,7 +177,7 @@ def test_places_on_a_long_line_do_not_take_long() -> None:
         for offset in range(0, 50_000, 200):
             assert lines.offset(lines.place(offset, encoding), encoding) == offset
     assert taken(begun) < SECONDS
-    assert lines.offset(Place(0, 50_001), Encoding.UTF16) == 50_000  # inside the last character
-    assert lines.offset(Place(0, 50_002), Encoding.UTF16) == 50_001
-    assert lines.offset(Place(0, 100_003), Encoding.UTF8) == 50_000
-    assert lines.offset(Place(0, 10**9), Encoding.UTF8) == 50_001
+    assert lines.offset(Place(0, 50_001), Encoding.Utf16) == 50_000  # inside the last character
+    assert lines.offset(Place(0, 50_002), Encoding.Utf16) == 50_001
+    assert lines.offset(Place(0, 100_003), Encoding.Utf8) == 50_000
+    assert lines.offset(Place(0, 10**9), Encoding.Utf8) == 50_001

@@ -9,11 +9,10 @@ import pytest
 from lsprotocol import types as lsp
 
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.completion import Item, complete
-from kcdsl.lsp.cursor import comment_before, locate
+from kcdsl.lsp.answers import signature_help
+from kcdsl.lsp.completion import Item, complete, plain
+from kcdsl.lsp.cursor import Signature, comment_before, locate, signature
 from kcdsl.lsp.lexemes import lexemes
-from kcdsl.lsp.signatures import Signature, signature
-from kcdsl.lsp.wire import plain, signature_help
 from kcdsl.lsp.words import all_functions, find_function
 from tests.support.editor import HEAD
 from tests.support.snapshots import snapshot

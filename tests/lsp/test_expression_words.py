@@ -12,10 +12,8 @@ from lark.exceptions import UnexpectedInput
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.lexemes import Frame, Role, Start, lexemes, open_frames
-from kcdsl.lsp.nodes import fields, language
-from kcdsl.lsp.symbols import Kind, expressions, occurrences
-from kcdsl.lsp.terminals import next_terminals
+from kcdsl.lsp.lexemes import Frame, Role, Start, lexemes, next_terminals, open_frames
+from kcdsl.lsp.nodes import Kind, expressions, fields, language, occurrences
 from kcdsl.metrics import BUILT_IN
 from kcdsl.source.files import read_source
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml

@@ -5,19 +5,22 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lsprotocol import types as lsp
+from lsprotocol.types import Position as Place
+from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.documents import carry, document, path_of
-from kcdsl.lsp.positions import Change, Encoding, Lines, Place, apply_changes
+from kcdsl.lsp.documents import document, path_of
+from kcdsl.lsp.positions import Lines, apply_changes, carry
 from kcdsl.lsp.session import Session
 
 TEXTS = st.text(alphabet=st.sampled_from("ab:\n\r äß€🜁\u2028\x85\ufeff"), max_size=40)
 SHORT = st.text(alphabet="ab🜁", max_size=6)
 ENCODINGS = st.sampled_from(list(Encoding))
 CODECS = {
-    Encoding.UTF8: ("utf-8", 1),
-    Encoding.UTF16: ("utf-16-le", 2),
-    Encoding.UTF32: ("utf-32-le", 4),
+    Encoding.Utf8: ("utf-8", 1),
+    Encoding.Utf16: ("utf-16-le", 2),
+    Encoding.Utf32: ("utf-32-le", 4),
 }
 
 
@@ -56,11 +59,11 @@ def test_every_place_is_somewhere(text: str, encoding: Encoding, line: int, char
 @pytest.mark.parametrize(
     ("encoding", "character", "offset"),
     [
-        (Encoding.UTF8, 6, 2),
-        (Encoding.UTF8, 3, 1),
-        (Encoding.UTF16, 3, 2),
-        (Encoding.UTF16, 2, 1),
-        (Encoding.UTF32, 2, 2),
+        (Encoding.Utf8, 6, 2),
+        (Encoding.Utf8, 3, 1),
+        (Encoding.Utf16, 3, 2),
+        (Encoding.Utf16, 2, 1),
+        (Encoding.Utf32, 2, 2),
     ],
 )
 def test_the_middle_of_a_character_is_its_beginning(
@@ -89,20 +92,31 @@ def test_the_text_of_the_server_is_that_of_the_client(
         # An editor places its cursor never between a carriage return and its line feed.
         start, end = (lines.offset(place, encoding) for place in places)
         text = text[:start] + new + text[end:]
-        found = session.change("file:///a.kc.yaml", version, [Change(new, *places)])
+        found = session.change("file:///a.kc.yaml", version, [change(new, *places)])
         assert found is not None
         assert found.source.text == text
         assert found.version == version
 
 
+def change(text: str, start: Place, end: Place) -> lsp.TextDocumentContentChangeEvent:
+    return lsp.TextDocumentContentChangePartial(range=lsp.Range(start, end), text=text)
+
+
 def test_changes_build_on_each_other() -> None:
     changes = [
-        Change("🜁", Place(0, 0), Place(0, 0)),
-        Change("b", Place(0, 2), Place(0, 3)),
-        Change("\r\nc", Place(0, 3), Place(0, 3)),
+        change("🜁", Place(0, 0), Place(0, 0)),
+        change("b", Place(0, 2), Place(0, 3)),
+        change("\r\nc", Place(0, 3), Place(0, 3)),
     ]
-    assert apply_changes("a\n", changes, Encoding.UTF16) == "🜁b\r\nc\n"
-    assert apply_changes("a", [Change("x"), Change("y")], Encoding.UTF8) == "y"
+    assert apply_changes("a\n", changes, Encoding.Utf16) == "🜁b\r\nc\n"
+    assert (
+        apply_changes(
+            "a",
+            [lsp.TextDocumentContentChangeWholeDocument(text) for text in ("x", "y")],
+            Encoding.Utf8,
+        )
+        == "y"
+    )
 
 
 @given(SHORT, SHORT, SHORT, SHORT)

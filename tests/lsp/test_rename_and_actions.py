@@ -11,8 +11,7 @@ from kcdsl.check.fixing import edited
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
-from kcdsl.lsp.actions import FIX_ALL, QUICK_FIX, REWRITE, Action, actions
-from kcdsl.lsp.formatting import formatting
+from kcdsl.lsp.actions import FIX_ALL, QUICK_FIX, REWRITE, Action, actions, formatting
 from kcdsl.lsp.navigation import definition, highlights, references
 from kcdsl.lsp.rename import CannotRename, prepare, rename
 from tests.support.editor import HEAD

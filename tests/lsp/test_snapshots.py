@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from lsprotocol import types as lsp
+from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.check import incremental
 from kcdsl.check.compile import analyse
@@ -14,17 +16,14 @@ from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.lsp import documents, reports
-from kcdsl.lsp.checking import Checker
-from kcdsl.lsp.documents import NOWHERE, Snapshot, document
-from kcdsl.lsp.hints import hints
+from kcdsl.lsp.cursor import mend
+from kcdsl.lsp.decorations import TYPES, encode, hints, lenses, tokens
+from kcdsl.lsp.documents import Checker, Snapshot, document
 from kcdsl.lsp.hover import hover
-from kcdsl.lsp.lenses import lenses
-from kcdsl.lsp.mending import mend
-from kcdsl.lsp.outline import SymbolKind, folds, outline, selection
-from kcdsl.lsp.positions import Encoding
+from kcdsl.lsp.navigation import folds, outline, selection
+from kcdsl.lsp.positions import NOWHERE
 from kcdsl.lsp.reports import latest, verdicts
-from kcdsl.lsp.schema import description_at, fields_at, values_at
-from kcdsl.lsp.tokens import TYPES, encode, tokens
+from kcdsl.lsp.words import description_at, fields_at, values_at
 from kcdsl.route.router import route
 from kcdsl.source.files import SIZE_LIMIT
 from tests.support.editor import HEAD
@@ -132,7 +131,7 @@ def test_tokens_of_a_large_document_are_those_of_a_small_one(
     text = large().replace("p99(kl) <= 7e-6", "forall x in points(long): span(drift(head, x)) <= 1")
     known = snapshot(text)
     expected = tokens(known)
-    monkeypatch.setattr("kcdsl.lsp.tokens.LARGE", 100)
+    monkeypatch.setattr("kcdsl.lsp.decorations.LARGE", 100)
     monkeypatch.setattr(documents, "LARGE", 100)
     assert tokens(snapshot(text)) == expected
     assert len(expected) > 300
@@ -143,7 +142,7 @@ def test_tokens_do_not_overlap_and_are_in_order() -> None:
     for one, other in pairwise(found):
         assert one.span.end <= other.span.start
     assert {token.type for token in found} <= set(TYPES)
-    data = encode(found, document("file:///c", TEXT).lines, Encoding.UTF16)
+    data = encode(found, document("file:///c", TEXT).lines, Encoding.Utf16)
     assert len(data) == 5 * len(found)
     assert min(data) >= 0
 
@@ -239,8 +238,8 @@ def test_the_outline_of_every_form_of_clauses() -> None:
     )
     clauses = next(s for s in outline(snapshot(text).analysis) if s.name == "clauses")
     assert [(c.name, c.kind, c.detail) for c in clauses.children] == [
-        ("A", SymbolKind.CLAUSE, "p99_kl 0.02"),
-        ("B", SymbolKind.CLAUSE, "has(trace, [rng_seed])"),
+        ("A", lsp.SymbolKind.Property, "p99_kl 0.02"),
+        ("B", lsp.SymbolKind.Property, "has(trace, [rng_seed])"),
     ]
     for symbol in (clauses, *clauses.children):
         assert symbol.span.start <= symbol.name_span.start
@@ -258,7 +257,11 @@ def test_folds() -> None:
     known = snapshot(TEXT)
     lines = TEXT.split("\n")
     found = {
-        (lines[f.first].strip(), lines[f.last].strip(), f.comment)
+        (
+            lines[f.start_line].strip(),
+            lines[f.end_line].strip(),
+            f.kind is lsp.FoldingRangeKind.Comment,
+        )
         for f in folds(known.analysis, known.document.lines)
     }
     assert ("N-2:", "level: L2", False) in found

@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 import yaml
+from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.positions import Encoding, Lines
+from kcdsl.lsp.positions import Lines
 from kcdsl.source import yaml_nodes
 from kcdsl.source.scalar_map import map_scalar
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
@@ -76,7 +77,7 @@ def in_utf16(made: Document) -> None:
     """Assert that editors are told the same places, in their units."""
     lines = Lines(made.source)
     for offset in {made.start, made.end, *(a for each in made.places for a, _ in each)}:
-        place = lines.place(offset, Encoding.UTF16)
+        place = lines.place(offset, Encoding.Utf16)
         above, _, begun = made.source[:offset].rpartition("\n")
         begun = begun.rstrip("\r")
         assert place.character == len(begun.encode("utf-16-le")) // 2

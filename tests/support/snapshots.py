@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.checking import Checker
-from kcdsl.lsp.documents import Snapshot, Texts, document
+from kcdsl.lsp.documents import Checker, Snapshot, Texts, document
 
 
 def snapshot(text: str, folder: Path | None = None, texts: Texts | None = None) -> Snapshot:

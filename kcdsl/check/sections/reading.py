@@ -12,15 +12,12 @@ from kcdsl.diagnostics.codes import BAD_IDENTIFIER, MISSING_FIELD, UNKNOWN_FIELD
 from kcdsl.diagnostics.model import Fix
 from kcdsl.diagnostics.report import Reporter, Suggestion, insertion, suggest
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl_grammar.expression_table import KEYWORDS
 
 Lines = abc.Mapping[str, str]
 
 CLAUSE_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 SLICE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-KEYWORDS = frozenset(
-    ("forall", "exists", "in", "of", "and", "or", "not", "implies", "true", "false")
-)
-
 _EXAMPLES = {
     "level": "add `level: L1`, `level: L2` or `level: L3`",
     "run": "add the adapter, such as `run: torch.sdpa`",

@@ -1,4 +1,4 @@
-"""Semantic tokens: what each word of the expressions is, for colours."""
+"""Semantic tokens, inlay hints and code lenses."""
 
 from __future__ import annotations
 
@@ -6,35 +6,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lsprotocol.types import PositionEncodingKind as Encoding
+
 from kcdsl.check.compile import Analysis
-from kcdsl.check.expressions.names import Scope
+from kcdsl.check.expressions.names import PERCENTILE, STATISTICS, Scope
+from kcdsl.check.expressions.sorts import Real, sorts
 from kcdsl.check.layout import layout
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.documents import LARGE, Snapshot
+from kcdsl.lsp.knowledge import (
+    KnownClause,
+    is_formal,
+    known_clauses,
+    mark,
+    policy_action,
+    scope_in,
+    verdicts_of,
+)
 from kcdsl.lsp.lexemes import Lexeme, Role
-from kcdsl.lsp.nodes import Field, fields, inner_span
-from kcdsl.lsp.positions import Encoding, Lines, units
-from kcdsl.lsp.symbols import written
+from kcdsl.lsp.nodes import Field, fields, inner_span, written
+from kcdsl.lsp.positions import Lines, units
 from kcdsl.metrics import BUILT_IN, Registry
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml
-
-TYPES = (
-    "function",
-    "variable",
-    "parameter",
-    "property",
-    "number",
-    "string",
-    "operator",
-    "keyword",
-    "type",
-    "namespace",
-    "enumMember",
-    "class",
-)
-"""Token types in the order of the legend. A metric is a variable, a bound variable a parameter, a
-field a property, a slice a namespace, a table a type, a block a class, a unit an enumMember."""
+from kcdsl.syntax.parser import parse_expression
 
 MODIFIERS = ("declaration", "defaultLibrary")
 """Token modifiers in the order of the legend."""
@@ -53,6 +48,8 @@ _TYPES = {
     Role.UNIT: "enumMember",
     Role.BLOCK: "class",
 }
+TYPES = tuple(_TYPES.values())
+"""Token types in the order of the legend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +167,105 @@ def _pieces(token: Token, lines: Lines, encoding: Encoding) -> Iterator[tuple[in
         if end > start:
             character = lines.place(start, encoding).character
             yield number, character, units(lines.text[start:end], encoding)
+
+
+# --- inlay hints ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A few words at a place; `about` explains them."""
+
+    offset: int
+    text: str
+    about: str
+
+
+def hints(snapshot: Snapshot, within: Span) -> list[Hint]:
+    """Return the hints of the clauses that touch a range."""
+    found: list[Hint] = []
+    for item in known_clauses(snapshot.analysis):
+        end = max([item.raw.span.end, *(e.value.span.end for e in item.raw.fields)])
+        if item.raw.id.span.start <= within.end and within.start <= end:
+            found += _hints_of(snapshot, item)
+    kept = [hint for hint in found if within.start <= hint.offset <= within.end]
+    return sorted(kept, key=lambda hint: hint.offset)
+
+
+def _hints_of(snapshot: Snapshot, item: KnownClause) -> Iterator[Hint]:
+    analysis, clause = snapshot.analysis, item.clause
+    require = item.raw.scalar("require")
+    if require is not None:
+        yield from _sorts(snapshot, require)
+    if clause is None:
+        return
+    chosen = snapshot.route(item.raw.id.text)
+    if chosen is not None:
+        about = f"fragment {chosen.fragment}: {chosen.reason}"
+        end = item.raw.id.span.end
+        end += snapshot.source.text[end : end + 1] == ":"
+        yield Hint(end, f" → {chosen.backend or 'nobody'}", about)
+    statement = require or item.raw.scalar("metric")
+    if clause.slices and item.raw.node("slices") is None and statement is not None:
+        text = f" on {', '.join(clause.slices)}"
+        yield Hint(_end(statement, snapshot), text, "the slice of a clause that lists none")
+    level, action = item.raw.scalar("level"), policy_action(analysis, item)
+    if level is not None and action is not None:
+        about = f"the escalation policy for {clause.family} clauses of level {clause.level}"
+        yield Hint(level.span.end, f" → {action}", about)
+
+
+def _end(scalar: Scalar, snapshot: Snapshot) -> int:
+    """Return where a scalar ends on its line; a block scalar ends before its line break."""
+    text = snapshot.source.text[scalar.span.start : scalar.span.end]
+    return scalar.span.start + len(text.rstrip())
+
+
+def _sorts(snapshot: Snapshot, require: Scalar) -> Iterator[Hint]:
+    """Yield what each statistic of a requirement ranges over, and in which unit."""
+    analysis = snapshot.analysis
+    parsed = parse_expression(analysis.source, require, Sink())
+    if parsed is None:
+        return
+    text = analysis.source.text
+    for span, sort in sorts(parsed, scope_in(parsed, analysis.scope)):
+        name = text[span.start : span.end].partition("(")[0].strip()
+        if name not in STATISTICS and not PERCENTILE.fullmatch(name):
+            continue
+        if isinstance(sort, Real) and sort.relation:
+            shown = f"{sort.unit} {sort.relation} {sort.counted}".strip()
+            yield Hint(span.end, f": {shown}", f"the sort is {sort}")
+
+
+# --- code lenses ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """A title above a clause, and the command of `kcdsl` that it runs for the clause."""
+
+    span: Span
+    title: str
+    command: str
+    clause: str
+
+
+def lenses(snapshot: Snapshot) -> list[Lens]:
+    """Return one lens for each clause that can be decided."""
+    if snapshot.analysis.program is None or snapshot.document.path is None:
+        return []
+    found = []
+    for item in known_clauses(snapshot.analysis):
+        if item.clause is None:
+            continue
+        name, span = item.raw.id.text, item.raw.id.span
+        formal = is_formal(item.clause)
+        command = "verify" if formal else "evaluate"
+        title = "verify this clause" if formal else "evaluate this contract"
+        shown = verdicts_of(snapshot, name)
+        if shown:
+            worst = next((v for v, _ in shown if v.verdict != "held"), shown[0][0])
+            stale = " (stale)" if any(old for _, old in shown) else ""
+            title = f"{mark(worst.verdict)} {worst.verdict}{stale} · {title}"
+        found.append(Lens(span, title, command, name))
+    return found
