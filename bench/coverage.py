@@ -23,9 +23,8 @@ from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
-from kcdsl_backends.empirical.statistics.detection import Kind
-from kcdsl_backends.empirical.statistics.ranks import limit_ranks
-from kcdsl_backends.empirical.statistics.rates import most_exceedances
+from kcdsl_backends.empirical.statistics.eprocess import Kind
+from kcdsl_backends.empirical.statistics.rates import limit_ranks, most_exceedances
 
 Array = NDArray[np.float64]
 Level = Callable[[np.random.Generator, int], Array]

@@ -13,8 +13,8 @@ from scipy import stats
 
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.statistics import Confidence, Counts, eprocess
-from kcdsl_backends.empirical.statistics.detection import Kind
-from kcdsl_backends.empirical.statistics.ranks import limit_ranks
+from kcdsl_backends.empirical.statistics.eprocess import Kind
+from kcdsl_backends.empirical.statistics.rates import limit_ranks
 
 ALPHA = Fraction(1, 20)
 ANYTIME = Confidence(anytime=True)

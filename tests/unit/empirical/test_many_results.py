@@ -41,15 +41,6 @@ def test_a_family_holds_its_candidates() -> None:
     assert statistics.holm(0, ALPHA, [], lambda i, at: True) == (frozenset(), ALPHA)
 
 
-def test_evidence_that_depends_in_any_way_is_averaged() -> None:
-    assert statistics.average_evidence([0.0, math.log(3)]) == pytest.approx(math.log(2))
-    assert statistics.average_evidence([-math.inf, math.log(4)]) == pytest.approx(math.log(2))
-    assert statistics.average_evidence([900.0, 900.0]) == 900.0
-    assert statistics.average_evidence([-math.inf]) == -math.inf
-    with pytest.raises(ValueError, match="no e-values"):
-        statistics.average_evidence([])
-
-
 # --- planning ------------------------------------------------------------------------------------
 
 

@@ -17,14 +17,14 @@ from kcdsl_backends.empirical.statistics.bootstrap import (
     clustered_statistic,
     resamples,
 )
-from kcdsl_backends.empirical.statistics.detection import Detector, detector
 from kcdsl_backends.empirical.statistics.eprocess import (
     Counts,
+    Detector,
+    detector,
     judge,
     log_alarm,
     log_certify,
 )
-from kcdsl_backends.empirical.statistics.multiplicity import average_evidence, holm
 from kcdsl_backends.empirical.statistics.planning import (
     shown_by,
     units_at_rate,
@@ -33,21 +33,17 @@ from kcdsl_backends.empirical.statistics.planning import (
     units_with_power,
     units_with_some,
 )
-from kcdsl_backends.empirical.statistics.ranks import (
+from kcdsl_backends.empirical.statistics.rates import (
+    exceedance,
     largest,
+    limits,
+    proportion,
     quantile,
     quantile_rank,
-    smallest,
-    threshold,
-)
-from kcdsl_backends.empirical.statistics.rates import (
-    count_above,
-    exceedance,
-    limits,
-    percentile_holds,
-    proportion,
     shows_above,
     shows_below,
+    smallest,
+    threshold,
 )
 from kcdsl_backends.empirical.statistics.vocabulary import (
     CONFIDENCE,
@@ -60,6 +56,7 @@ from kcdsl_backends.empirical.statistics.vocabulary import (
     check_finite,
     check_values,
     confidence_over,
+    holm,
     rounded_sum,
 )
 
@@ -74,14 +71,12 @@ __all__ = [
     "Estimate",
     "Exceedance",
     "NotMeasurable",
-    "average_evidence",
     "beyond_range",
     "check_finite",
     "check_values",
     "clustered_ratio",
     "clustered_statistic",
     "confidence_over",
-    "count_above",
     "detector",
     "exceedance",
     "holm",
@@ -90,7 +85,6 @@ __all__ = [
     "limits",
     "log_alarm",
     "log_certify",
-    "percentile_holds",
     "proportion",
     "quantile",
     "quantile_rank",

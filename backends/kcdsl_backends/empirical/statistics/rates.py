@@ -1,4 +1,4 @@
-"""Shares and counts of units, at one look or at every look.
+"""Shares of units and order statistics, at one look or at every look.
 
 Exceedances are counted as `not (x <= τ)`: a NaN exceeds, and a missing value is no value but a
 reason to say nothing. Counts are integers and rates fractions, so every engine agrees on them.
@@ -7,19 +7,22 @@ reason to say nothing. Counts are integers and rates fractions, so every engine 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
+import numpy as np
+
 from kcdsl_backends.empirical.statistics import eprocess, exact
-from kcdsl_backends.empirical.statistics.eprocess import Counts
 from kcdsl_backends.empirical.statistics.vocabulary import (
     ONE_LOOK,
+    Array,
     Confidence,
     Estimate,
     Exceedance,
     NotMeasurable,
     check_counts,
+    check_values,
 )
 
 _METHODS = {False: "clopper-pearson", True: "e-process"}
@@ -91,30 +94,75 @@ def exceedance(beyond: Sequence[bool], confidence: Confidence = ONE_LOOK) -> Exc
     return Exceedance(k, n, *limits(k, n, confidence))
 
 
-def count_above(values: Iterable[float | None], tau: Fraction) -> Counts:
-    """Count the values that are not at most τ, compared exactly; a NaN is one of them.
+# --- order statistics -----------------------------------------------------------------------------
 
-    Raises `NotMeasurable` for a missing value, which neither exceeds nor keeps anything.
+
+# That the q-quantile lies above x_(r) means that n - r or fewer units exceed it although a share of
+# 1 - q does: a statement about a count, so the limits of a percentile are those of a rate. Nothing
+# is assumed of the distribution, and nothing is interpolated.
+
+
+def quantile_rank(n: int, q: Fraction) -> int:
+    """Return the rank ceil(q n), at least 1, of the order statistic that is the q-quantile."""
+    if not 0 <= q <= 1:
+        raise ValueError(f"a quantile lies in [0, 1], not {q}")
+    return max(1, math.ceil(q * n))
+
+
+def limit_ranks(n: int, q: Fraction, confidence: Confidence) -> tuple[int | None, int | None]:
+    """Return the ranks (from 1) of the lower and the upper limit of the q-quantile, 0 < q < 1."""
+    below, above = most_exceedances(n, q, confidence), most_exceedances(n, 1 - q, confidence)
+    return None if below is None else below + 1, None if above is None else n - above
+
+
+def quantile(values: Array, q: Fraction, confidence: Confidence | None = ONE_LOOK) -> Estimate:
+    """Return the order statistic x_(ceil(q n)) with one-sided limits.
+
+    `confidence` None asks for the value alone.
     """
-    k = n = missing = 0
-    for value in values:
-        missing += value is None
-        if value is not None:
-            n += 1
-            k += not _at_most(value, tau)
-    if missing:
-        raise NotMeasurable(f"{missing} of {n + missing} values are missing")
-    if n == 0:
-        raise NotMeasurable("there are no values")
-    return Counts(k, n)
+    array = np.sort(check_values(values, "quantile"))
+    n = int(array.size)
+    value = float(array[quantile_rank(n, q) - 1])
+    if q in (0, 1) or confidence is None:
+        return Estimate(value, None, None, n, "order-statistic")
+    low, high = limit_ranks(n, q, confidence)
+    return Estimate(
+        value,
+        None if low is None else float(array[low - 1]),
+        None if high is None else float(array[high - 1]),
+        n,
+        "order-statistic",
+    )
 
 
-def percentile_holds(counts: Counts, q: Fraction) -> bool:
-    """Say whether the q-quantile x_(ceil(q n)) of what was counted is at most τ, in integers."""
-    return counts.k <= counts.n - max(1, math.ceil(q * counts.n))
+def largest(values: Array) -> Estimate:
+    """Return the maximum. No sample bounds the maximum of what it was drawn from from above."""
+    array = check_values(values, "max")
+    return Estimate(float(array.max()), float(array.max()), None, int(array.size), "maximum")
 
 
-def _at_most(value: float, tau: Fraction) -> bool:
-    if math.isfinite(value):
-        return Fraction(value) <= tau
-    return value == -math.inf
+def smallest(values: Array) -> Estimate:
+    """Return the minimum. No sample bounds the minimum of what it was drawn from from below."""
+    array = check_values(values, "min")
+    return Estimate(float(array.min()), None, float(array.min()), int(array.size), "minimum")
+
+
+def threshold(
+    values: Array,
+    rate: Fraction,
+    confidence: Confidence = ONE_LOOK,
+    *,
+    better: str = "lower",
+) -> float | None:
+    """Return the tightest τ of which these units show that at most `rate` are beyond it.
+
+    An order statistic by its binomial rank: unlike the empirical quantile, which is exceeded too
+    often about half of the time, it errs with a probability of at most `confidence.error`. None
+    where the units are too few for any (fewer than 59, 299, 2995 for 5 %, 1 %, 0.1 %).
+    """
+    array = np.sort(check_values(values, "threshold"))
+    allowed = most_exceedances(int(array.size), rate, confidence)
+    if allowed is None:
+        return None
+    rank = array.size - allowed if better == "lower" else allowed + 1
+    return float(array[rank - 1])

@@ -1,9 +1,9 @@
-"""What every statistic speaks of: estimates with limits, and how sure a limit is."""
+"""Estimates with limits, how sure a limit is, and the error of many verdicts together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -150,3 +150,33 @@ def check_rate(rate: Fraction) -> None:
     """Raise ValueError unless a rate can be tested: 0 needs a proof or a census, 1 nothing."""
     if not 0 < rate < 1:
         raise ValueError(f"a rate that a sample can show lies between 0 and 1, not {rate}")
+
+
+def holm(
+    family: int,
+    error: Fraction,
+    candidates: Iterable[int],
+    rejected: Callable[[int, Fraction], bool],
+) -> tuple[frozenset[int], Fraction]:
+    """Return which candidates are rejected among `family` hypotheses, and the last level used.
+
+    "Promote if all hold" is an intersection of claims: whatever is false is accepted with at most
+    its own error, so passes need no correction (Berger 1982). "Alarm if any is violated" is a
+    union: violations are corrected by Holm's method, which bounds the chance of any false one
+    whatever the dependence between them.
+
+    `rejected(i, level)` says whether i is rejected at an error level by itself; what is rejected at
+    a level must be at every larger one. Only candidates are asked: those rejected at `error`.
+    """
+    left, found = set(candidates), set[int]()
+    if family < len(left):
+        raise ValueError(f"{len(left)} candidates in a family of {family}")
+    level = error / max(1, family)
+    while left:
+        level = error / (family - len(found))
+        new = {i for i in sorted(left) if rejected(i, level)}
+        if not new:
+            break
+        left -= new
+        found |= new
+    return frozenset(found), level
