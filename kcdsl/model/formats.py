@@ -1,8 +1,17 @@
-"""Number formats and the constants of their rounding (docs/relational-interval.md, section 2)."""
+"""Formats of numbers and of codes, and layouts of scales (docs/numerics.md).
+
+A format, a format of codes or a layout is one definition here; rules ask it for what they need.
+Imports neither numpy nor torch: tensors are used by their own methods.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,13 +19,15 @@ class Format:
     """A floating-point format.
 
     `precision` counts the significand bits, the hidden one included; unit roundoff is
-    `2**-precision`, the exponent of the smallest normal number is `min_exponent`.
+    `2**-precision`, the exponent of the smallest normal number is `min_exponent`. `dtype` names the
+    type of torch, "" where there is none.
     """
 
     name: str
     precision: int
     min_exponent: int
     largest: float
+    dtype: str = ""
 
     def holds(self, other: Format) -> bool:
         """Say whether every number of another format is one of this."""
@@ -41,16 +52,237 @@ class Format:
         """Return η = half the smallest subnormal number, the absolute error near zero."""
         return self.smallest_subnormal / 2
 
+    @property
+    def coarse(self) -> bool:
+        """Say whether the format is less precise than float32."""
+        return self.precision < 24
+
+    def spacing(self, x: Tensor) -> Tensor:
+        """Return the distance from float64 numbers to the next greater magnitude of the format."""
+        exponent = (x.frexp().exponent - 1).clamp_min(self.min_exponent) - (self.precision - 1)
+        return ((exponent.long() + 1023) << 52).view(x.dtype)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Round float64 values to the nearest number of the format, ties to even.
+
+        The exponent range is unbounded above: values beyond the largest finite number are rounded
+        on the grid of their binade, and the caller tests for overflow.
+        """
+        if self.precision >= 53:
+            return x
+        spacing = self.spacing(x)
+        return (x / spacing).round() * spacing
+
+    def toward_zero(self, x: Tensor) -> Tensor:
+        """Cut float64 values off to the next number toward zero; zeros keep their signs.
+
+        The exponent range is unbounded above, as in `nearest`.
+        """
+        if self.precision >= 53:
+            return x
+        spacing = self.spacing(x)
+        return (x / spacing).trunc() * spacing
+
 
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        Format("float64", 53, -1022, 1.7976931348623157e308),
-        Format("float32", 24, -126, 3.4028234663852886e38),
+        Format("float64", 53, -1022, 1.7976931348623157e308, "float64"),
+        Format("float32", 24, -126, 3.4028234663852886e38, "float32"),
         Format("tfloat32", 11, -126, 3.4011621342146535e38),
-        Format("float16", 11, -14, 65504.0),
-        Format("bfloat16", 8, -126, 3.3895313892515355e38),
-        Format("fp8_e4m3", 4, -6, 448.0),
-        Format("fp8_e5m2", 3, -14, 57344.0),
+        Format("float16", 11, -14, 65504.0, "float16"),
+        Format("bfloat16", 8, -126, 3.3895313892515355e38, "bfloat16"),
+        Format("fp8_e4m3", 4, -6, 448.0, "float8_e4m3fn"),
+        Format("fp8_e5m2", 3, -14, 57344.0, "float8_e5m2"),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """What the word `casts` of a specification says of a cast into a format.
+
+    `free`: each is an error of its own, up to `units` unit roundoffs; else it is a step function.
+    `toward_zero`: no cast makes a magnitude larger. `units` is 1 for roundings to nearest, 2 for
+    all others: what is cut off may be a whole unit in the last place, and below the normal numbers
+    a whole subnormal.
+    """
+
+    free: bool
+    toward_zero: bool
+    units: int
+
+    def step(self, x: Tensor, format: Format) -> Tensor:
+        """Return what a cast that is a step function makes of float64 values."""
+        return format.toward_zero(x) if self.toward_zero else format.nearest(x)
+
+    def unit(self, format: Format) -> float:
+        """Return the relative error of one cast into a format: u, or 2u where it is directed."""
+        return self.units * format.unit_roundoff
+
+    def faint(self, format: Format) -> float:
+        """Return the absolute error of one cast near zero: half the smallest subnormal, or all."""
+        return self.units * format.underflow
+
+
+CASTS = {
+    "nearest": Casts(free=False, toward_zero=False, units=1),
+    "any": Casts(free=True, toward_zero=False, units=1),
+    "toward_zero": Casts(free=False, toward_zero=True, units=2),
+    "any_toward_zero": Casts(free=True, toward_zero=True, units=2),
+    "any_direction": Casts(free=True, toward_zero=False, units=2),
+}
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """The codes that stand for numbers divided by a scale.
+
+    `grid` holds the codes; those of integers are a format of subnormal numbers. `above` and `below`
+    are the last codes over zero and under it, `divisor` is what the largest magnitude is divided by
+    to make a scale. `reciprocal`: a number is multiplied by the float32 reciprocal of its scale,
+    not divided by it. `least_scale` is the least that a scale may be. `zero_point`: codes count
+    from a zero point, and scales come from the range of the numbers.
+
+    `rules` are those of the layouts (`ScaleLayout.rule`) that its scales may have. `static`: a
+    scale may be calibrated before. `activations`: inputs of linears may be quantised to it.
+    """
+
+    name: str
+    grid: Format
+    above: float
+    below: float
+    divisor: float
+    reciprocal: bool = False
+    least_scale: float = 0.0
+    zero_point: bool = False
+    rules: tuple[str, ...] = ("amax", "batch")
+    static: bool = False
+    activations: bool = True
+
+    @property
+    def integer(self) -> bool:
+        """Say whether the codes are integers."""
+        return self.grid.min_exponent >= 7
+
+    @property
+    def top_exponent(self) -> int:
+        """Return the exponent of the last code: what an mx scale is shifted by."""
+        return math.frexp(self.above)[1] - 1
+
+    @property
+    def cuts(self) -> bool:
+        """Say whether the last code may cut off more than a rounding, whatever the scale."""
+        return self.zero_point or self.divisor > self.above
+
+    def code(self, ratio: Tensor) -> Tensor:
+        """Return the codes of float64 numbers that were divided by their scale, saturating."""
+        return self.grid.nearest(ratio).clamp(-self.below, self.above)
+
+
+LEAST_RANGE = 9.999999747378752e-06
+"""The least range of weights of uint4: AutoAWQ's 1e-5, in float32."""
+_LEAST_FULL = 2.0**-23
+"""The least scale of int8_full and int4_full."""
+_POWERS = ("amax", "batch", "ceil", "floor")
+_INTEGERS = Format("integer", 8, 7, 255.0)
+
+
+def _floats(
+    grid: Format, *rules: str, top: float | None = None, static: bool = False
+) -> CodeFormat:
+    last, given = top or grid.largest, rules or ("amax", "batch")
+    return CodeFormat(grid.name, grid, last, last, last, rules=given, static=static)
+
+
+CODE_FORMATS: dict[str, CodeFormat] = {
+    found.name: found
+    for found in (
+        _floats(FORMATS["fp8_e4m3"], *_POWERS, static=True),
+        _floats(FORMATS["fp8_e5m2"], *_POWERS, static=True),
+        _floats(Format("fp8_e4m3fnuz", 4, -7, 240.0), top=224.0, static=True),
+        _floats(Format("fp8_e5m2fnuz", 3, -15, 57344.0), static=True),
+        _floats(Format("fp6_e2m3", 4, 0, 7.5), "floor"),
+        _floats(Format("fp6_e3m2", 3, -2, 28.0), "floor"),
+        _floats(Format("fp4_e2m1", 2, 0, 6.0), "floor", "nested"),
+        CodeFormat("int8", Format("int8", 8, 7, 127.0), 127.0, 127.0, 127.0, static=True),
+        CodeFormat(
+            *("int8_full", _INTEGERS, 127.0, 128.0, 127.5),
+            reciprocal=True, least_scale=_LEAST_FULL, static=True,
+        ),
+        CodeFormat(
+            *("int4_full", _INTEGERS, 7.0, 8.0, 7.5),
+            reciprocal=True, least_scale=_LEAST_FULL, activations=False,
+        ),
+        CodeFormat(
+            *("uint8", _INTEGERS, 255.0, 255.0, 255.0),
+            zero_point=True, rules=("amax",), static=True,
+        ),
+        CodeFormat(
+            *("uint4", _INTEGERS, 15.0, 15.0, 15.0), zero_point=True, activations=False
+        ),
+    )
+}  # fmt: skip
+"""Every format of codes by its name. vLLM divides by 224 for e4m3fnuz, whose last code is 240."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLayout:
+    """Which elements share a scale, and how it is made of their largest magnitude.
+
+    `rows` × `columns` elements of a matrix share one; 0: all there are. `rule` is "amax"
+    (float32(amax/divisor)), "floor" (mx: the power of two of amax, less that of the last code),
+    "ceil" (the power of two from float32(amax/divisor) upward), "nested" (nvfp4: an fp8_e4m3
+    multiple of a float32 scale of the tensor, which may be static), or "batch" (as "amax", of all
+    sequences that run together).
+    """
+
+    name: str
+    rows: int
+    columns: int
+    rule: str = "amax"
+
+    @property
+    def whole(self) -> bool:
+        """Say whether all elements of a tensor share one scale."""
+        return (self.rows, self.columns) == (0, 0)
+
+    @property
+    def cuts(self) -> bool:
+        """Say whether a scale may be so small that its last code cuts off more than a rounding."""
+        return self.rule in ("floor", "nested")
+
+    def fits(self, form: CodeFormat) -> bool:
+        """Say whether the scales of a format of codes may have this layout."""
+        return self.rule in form.rules
+
+
+LAYOUTS: dict[str, ScaleLayout] = {
+    found.name: found
+    for found in (
+        ScaleLayout("per_tensor", 0, 0),
+        ScaleLayout("per_channel", 1, 0),
+        ScaleLayout("per_token", 1, 0),
+        ScaleLayout("block_128", 128, 128),
+        ScaleLayout("group_32", 1, 32),
+        ScaleLayout("group_64", 1, 64),
+        ScaleLayout("group_128", 1, 128),
+        ScaleLayout("block_128_e8m0", 128, 128, "ceil"),
+        ScaleLayout("group_128_e8m0", 1, 128, "ceil"),
+        ScaleLayout("mx", 1, 32, "floor"),
+        ScaleLayout("nvfp4", 1, 16, "nested"),
+        ScaleLayout("per_batch", 0, 0, "batch"),
+    )
+}
+"""Every layout of scales that are made of what they scale, by its name."""
+WEIGHT_LAYOUTS = tuple(name for name in LAYOUTS if name not in ("per_token", "per_batch"))
+ACTIVATION_LAYOUTS = tuple(
+    name for name, layout in LAYOUTS.items() if name != "per_channel" and layout.rows <= 1
+)
+NESTED_LEAST, NESTED_MOST = 2.0**-6, 448.0
+"""The least and the largest multiple of the scale of a tensor that a nested scale is."""
+E8M0_EXPONENTS = (-127, 127)
+"""The least and the greatest exponent of a power of two that is stored in eight bits."""

@@ -9,40 +9,25 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.formats import FORMATS
+from kcdsl.model.formats import (
+    CASTS,
+    CODE_FORMATS,
+    FORMATS,
+    LAYOUTS,
+    Casts,
+    CodeFormat,
+    Format,
+    ScaleLayout,
+)
 
 if TYPE_CHECKING:
     from kcdsl.model.graph import Node
 
 
 @dataclass(frozen=True, slots=True)
-class Casts:
-    """What the word `casts` of a specification says of a cast into a format.
-
-    `free`: each is an error of its own, up to `units` unit roundoffs; else it is a step function.
-    `toward_zero`: no cast makes a magnitude larger. `units` is 1 for roundings to nearest, 2 for
-    all others: what is cut off may be a whole unit in the last place, and below the normal numbers
-    a whole subnormal.
-    """
-
-    free: bool
-    toward_zero: bool
-    units: int
-
-
-CASTS = {
-    "nearest": Casts(free=False, toward_zero=False, units=1),
-    "any": Casts(free=True, toward_zero=False, units=1),
-    "toward_zero": Casts(free=False, toward_zero=True, units=2),
-    "any_toward_zero": Casts(free=True, toward_zero=True, units=2),
-    "any_direction": Casts(free=True, toward_zero=False, units=2),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Weights:
     """How parameters are stored: `format` a float format or one of codes; `scale` "none" (a plain
-    cast) or a layout of scales (kcdsl.model.quantisers), whose scales are stored in `scale_format`.
+    cast) or a layout of scales (kcdsl.model.formats), whose scales are stored in `scale_format`.
     Dequantised values are rounded to float32, then to the compute format. `rounding` "nearest" or,
     without a scale, "toward_zero"; it is that of every parameter and constant.
 
@@ -54,6 +39,16 @@ class Weights:
     rounding: str = "nearest"
     scale_format: str = "float32"
     applied: str = "weights"
+
+    @property
+    def codes(self) -> CodeFormat:
+        """Return the codes of weights with a scale."""
+        return CODE_FORMATS[self.format]
+
+    @property
+    def layout(self) -> ScaleLayout | None:
+        """Return which weights share a scale; None for a plain cast."""
+        return LAYOUTS.get(self.scale)
 
     def to_json(self) -> dict[str, str]:
         """Return the record; what follows `scale` stands in it only where it says something."""
@@ -79,7 +74,7 @@ class Calibrated:
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Quantisation of the input of every linear: `format` "none" or a format of codes; `scale`
-    "none", a layout of scales (kcdsl.model.quantisers), which are made of what comes in, or
+    "none", a layout of scales (kcdsl.model.formats), which are made of what comes in, or
     "static".
 
     Dynamic scales are never below `least_scale`, and made of no magnitude above `amax_limit`; what
@@ -100,10 +95,36 @@ class Activations:
     batch_amax: float = 0.0
 
     @property
+    def quantised(self) -> bool:
+        """Say whether inputs are quantised at all."""
+        return self.format != "none"
+
+    @property
+    def static(self) -> bool:
+        """Say whether scales are calibrated before."""
+        return self.scale == "static"
+
+    @property
+    def codes(self) -> CodeFormat:
+        """Return the codes of quantised inputs."""
+        return CODE_FORMATS[self.format]
+
+    @property
+    def layout(self) -> ScaleLayout | None:
+        """Return which elements share a dynamic scale; None without scales and with static ones."""
+        return LAYOUTS.get(self.scale)
+
+    @property
+    def nested(self) -> bool:
+        """Say whether scales of groups are multiples of that of the tensor."""
+        return self.layout is not None and self.layout.rule == "nested"
+
+    @property
     def cuts(self) -> bool:
         """Say whether codes may cut off more than they round: at the end of their range."""
-        full = self.format in ("uint8", "int8_full")
-        return full or self.scale in ("mx", "nvfp4") or self.amax_limit < math.inf
+        full = self.quantised and self.codes.cuts
+        layout = self.layout is not None and self.layout.cuts
+        return full or layout or self.amax_limit < math.inf
 
     def calibrated(self, weight: str) -> Calibrated | None:
         """Return the static quantiser of the linear with this weight; None where it has none.
@@ -116,7 +137,7 @@ class Activations:
         if found is None:
             return None
         zero = zeros.get(name, zeros.get("*"))
-        if self.format == "uint8" and zero is None:
+        if self.codes.zero_point and zero is None:
             return None
         return Calibrated(found, zero or 0)
 
@@ -143,10 +164,11 @@ def plain_weights(numerics: Numerics) -> tuple[Weights, ...]:
     return tuple(Weights(form) for form in (numerics.compute, "float32", "float64"))
 
 
-def sums_of_bytes(weights: Weights) -> bool:
-    """Say whether weights are bytes whose products with other bytes may be summed in 16 bits."""
+def sums_of_bytes(weights: Weights, activations: Activations) -> bool:
+    """Say whether products of unsigned with signed bytes may be summed in 16 bits."""
     signed = weights.format in ("int8", "int8_full")
-    return signed and weights.scale in ("per_tensor", "per_channel")
+    one = weights.scale in ("per_tensor", "per_channel")
+    return signed and one and activations.quantised and activations.codes.zero_point
 
 
 Scales = tuple[tuple[str, tuple[float, ...]], ...]
@@ -170,13 +192,18 @@ class KvCache:
     value_scale: Scales = ()
     least_scale: float = 0.0
 
+    @property
+    def static(self) -> bool:
+        """Say whether scales are calibrated before."""
+        return self.scale == "static"
+
     def quantiser(self, part: str, source: str) -> Activations | None:
         """Return the quantiser of "keys" or "values" whose elements are arranged so that it is one
         of the input of a linear (`CacheRows`); None where a static scale is missing.
 
         `source` is the weight of the linear that forms them, "" where that is not one alone.
         """
-        if self.scale != "static":
+        if not self.static:
             layout = _GROUPS.get(self.scale, self.scale)
             return Activations(self.format, layout, least_scale=self.least_scale)
         scales = dict(self.key_scale if part == "keys" else self.value_scale)
@@ -234,6 +261,20 @@ class Attention:
     probabilities: str
     tile: int
     exp_ulps: int
+
+    @property
+    def fused(self) -> bool:
+        """Say whether one kernel computes scores, probabilities and context."""
+        return self.style == "fused"
+
+    @property
+    def term_roundings(self) -> int:
+        """Return how often a term of a score may be rounded before it is added."""
+        return 6 if self.fused else 2
+
+    def tiles(self, columns: int) -> int:
+        """Return how many tiles of keys a kernel walks through."""
+        return math.ceil(columns / self.tile) if self.fused else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +377,7 @@ class Numerics:
                     f" {linear_name(weight)!r} fits both",
                     help="write an override with the name of the linear, which goes before both",
                 )
-        bytes_left = found.activations.format == "uint8" and sums_of_bytes(found.weights)
+        bytes_left = sums_of_bytes(found.weights, found.activations)
         return replace(
             self,
             weights=found.weights,
@@ -348,7 +389,7 @@ class Numerics:
     @property
     def by_codes(self) -> bool:
         """Say whether linears multiply codes, or may, so that their scales come after the sum."""
-        return self.activations.format != "none" or self.weights.applied != "weights"
+        return self.activations.quantised or self.weights.applied != "weights"
 
     @property
     def sections(self) -> tuple[tuple[Weights, Activations], ...]:
@@ -368,6 +409,12 @@ class Numerics:
     def cast(self) -> Casts:
         """Return what the word `casts` says; a word that there is not is a KeyError."""
         return CASTS[self.casts]
+
+    @property
+    def function_format(self) -> Format:
+        """Return the format of the arithmetic inside softmax, norms, activations and elementwise
+        maps."""
+        return FORMATS["float64" if self.compute == "float64" else "float32"]
 
     def stored_format(self, op: str, role: str) -> str:
         """Return the name of the format in which the result of an operation is stored.
@@ -391,7 +438,7 @@ class Numerics:
         """
         if not format:
             return self
-        if role and self.attention.style == "fused":
+        if role and self.attention.fused:
             own = FORMATS[self.stored_format("", role)]
             return self if FORMATS[format].holds(own) else None
         single = self.accumulate == "float64" and format != "float64"
@@ -479,11 +526,11 @@ def held_formats(
             found.add("float32" if wide == "float64" and not node.format else wide)
         elif node.op == "input":
             stored = numerics.stored_format("input", node.role)
-            coarse = FORMATS[stored].precision < FORMATS["float32"].precision
+            coarse = FORMATS[stored].coarse
             found.add("float64" if handed else stored if coarse else "float32")
         else:
             pinned = numerics.pinned(node.format, node.role)
-            if pinned is None or (node.op == "softmax" and numerics.attention.style == "fused"):
+            if pinned is None or (node.op == "softmax" and numerics.attention.fused):
                 found.add("float64")
             else:
                 found.add(pinned.stored_format(node.op, node.role))

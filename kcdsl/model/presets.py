@@ -11,9 +11,15 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model import quantisers
-from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import CASTS as MEANINGS
+from kcdsl.model.formats import (
+    ACTIVATION_LAYOUTS,
+    CODE_FORMATS,
+    FORMATS,
+    LAYOUTS,
+    WEIGHT_LAYOUTS,
+    CodeFormat,
+)
+from kcdsl.model.formats import CASTS as MEANINGS
 from kcdsl.model.numerics import (
     Activations,
     Attention,
@@ -26,13 +32,6 @@ from kcdsl.model.numerics import (
     linear_name,
     sums_of_bytes,
 )
-from kcdsl.model.quantisers import (
-    ACTIVATION_LAYOUTS,
-    CODE_FORMATS,
-    LAYOUTS,
-    WEIGHT_LAYOUTS,
-    fitting_layouts,
-)
 from kcdsl.model.static_scales import cache_scales, dynamic_limits, static_scales
 
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
@@ -44,17 +43,11 @@ WEIGHT_ROUNDINGS = ("nearest", "toward_zero")
 WEIGHT_SCALES = ("none", *WEIGHT_LAYOUTS)
 WEIGHTS_APPLIED = ("weights", "sums", "stored_sums")
 SCALE_FORMATS = ("float32", "float16", "bfloat16")
-ACTIVATION_FORMATS = ("none", *quantisers.ACTIVATION_FORMATS)
+ACTIVATION_FORMATS = ("none", *(f.name for f in CODE_FORMATS.values() if f.activations))
 ACTIVATION_SCALES = ("none", *ACTIVATION_LAYOUTS, "static")
-_STATIC = ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8_full", "uint8")
 CACHE_FORMATS = (
     "none",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "fp8_e4m3fnuz",
-    "fp8_e5m2fnuz",
-    "int8",
-    "int8_full",
+    *(form.name for form in CODE_FORMATS.values() if form.static and not form.zero_point),
 )
 CACHE_SCALES = ("none", "per_tensor", "per_head", "per_token_head", "static")
 STYLES = ("composed", "fused")
@@ -256,7 +249,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
     quantised = tuple(
         each
         for each in (activations, *(override.activations for override in overrides))
-        if each.format != "none"
+        if each.quantised
     )
     pairs = ((weights, activations), *((o.weights, o.activations) for o in overrides))
     _applied(pairs, accumulate, shards)
@@ -396,13 +389,13 @@ def _applied(
     for weights, activations in sections:
         if weights.applied == "weights":
             continue
-        if activations.format != "none":
+        if activations.quantised:
             raise _refusal(
                 f"weights.applied is {weights.applied!r} and activations are quantised to"
                 f" {activations.format}: scales may come after the sum there in any case",
                 ("weights",),
             )
-        if FORMATS[accumulate].precision < FORMATS["float32"].precision:
+        if FORMATS[accumulate].coarse:
             raise _refusal(
                 f"weights.applied is {weights.applied!r} and accumulate {accumulate}: sums of codes"
                 " are formed in float32",
@@ -418,7 +411,7 @@ def _byte_sums(raw: object, sections: tuple[tuple[Weights, Activations], ...]) -
     """Read `byte_sums`; only products of unsigned with signed bytes are summed in pairs."""
     found = _choice("byte_sums", raw, BYTE_SUMS)
     weights, activations = sections[0]
-    able = any(a.format == "uint8" and sums_of_bytes(w) for w, a in sections)
+    able = any(sums_of_bytes(w, a) for w, a in sections)
     if found != "wide" and not able:
         raise _refusal(
             f"byte_sums is {found!r}: it is for uint8 activations and int8 weights, with one scale"
@@ -474,7 +467,7 @@ def _tensor_core(
             "a tensor core multiplies float16, bfloat16 or tfloat32 and accumulates in float32;"
             f" compute is {compute} and accumulate {accumulate}"
         )
-    if any(each.scale == "nvfp4" for each in quantised):
+    if any(each.nested for each in quantised):
         raise _refusal("no matrix unit for activations of nvfp4 is known", ("none",))
     eight = bool(quantised) and all(each.format.startswith("fp8") for each in quantised)
     if core.linears != core.others and not eight:
@@ -510,7 +503,7 @@ def _weights(raw: dict[str, Any], compute: str) -> Weights:
     if scale != "none" and format not in SCALED_FORMATS:
         raise _refusal(f"weights of format {format} have no scale", SCALED_FORMATS)
     if format in SCALED_FORMATS:
-        able = [name for name in fitting_layouts(format) if name in WEIGHT_SCALES]
+        able = _fitting(CODE_FORMATS[format], WEIGHT_LAYOUTS)
         able += ["none"] if format in FORMATS else []
         if scale not in able:
             raise _refusal(f"{format} weights have no scale {scale!r}", able)
@@ -526,7 +519,9 @@ def _weights(raw: dict[str, Any], compute: str) -> Weights:
         )
     applied = _choice("weights.applied", raw.get("applied", "weights"), WEIGHTS_APPLIED)
     whole = scale in ("per_tensor", "per_channel")
-    late = scale not in ("none", "nvfp4") and (applied != "stored_sums" or whole)
+    late = (
+        scale != "none" and LAYOUTS[scale].rule != "nested" and (applied != "stored_sums" or whole)
+    )
     if applied != "weights" and not late:
         raise _refusal(
             f"weights.applied is {applied!r} and weights.scale {scale!r}: a scale for a whole"
@@ -535,6 +530,11 @@ def _weights(raw: dict[str, Any], compute: str) -> Weights:
             ("weights",),
         )
     return Weights(format, scale, rounding, scale_format, applied)
+
+
+def _fitting(form: CodeFormat, layouts: Iterable[str]) -> list[str]:
+    """Return those layouts that the scales of a format of codes may have."""
+    return [name for name in layouts if LAYOUTS[name].fits(form)]
 
 
 def _activations(raw: dict[str, Any], compute: str) -> Activations:
@@ -552,11 +552,10 @@ def _activations(raw: dict[str, Any], compute: str) -> Activations:
     if format == "none" and scale != "none":
         raise _refusal("activations have a scale but no format", ACTIVATION_FORMATS[1:])
     if format != "none":
-        able = [name for name in fitting_layouts(format) if name in ACTIVATION_SCALES]
+        form = CODE_FORMATS[format]
+        able = _fitting(form, ACTIVATION_LAYOUTS)
         able += ["none"] if format in FORMATS else []
-        able += ["static"] if format in _STATIC else []
-        if format == "uint8":
-            able.remove("per_batch")
+        able += ["static"] if form.static else []
         if scale not in able:
             raise _refusal(f"{format} activations have no scale {scale!r}", able)
     return Activations(
@@ -578,7 +577,7 @@ def _attention(
     style = _choice("attention.style", raw.get("style", "composed"), STYLES)
     fused = style == "fused"
     exp_ulps = FUSED_EXP_ULPS if fused else COMPOSED_EXP_ULPS
-    if FORMATS[compute].precision < FORMATS["float32"].precision:
+    if FORMATS[compute].coarse:
         exp_ulps = raw.get("coarse_exp_ulps", exp_ulps)
     named = {"compute": compute, "accumulate": accumulate}
 

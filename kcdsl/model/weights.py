@@ -6,30 +6,25 @@ section 2). All arithmetic is float32, round to nearest even; plain casts may cu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import Numerics, Weights
-from kcdsl.model.quantisers import (
+from kcdsl.model.formats import (
     CODE_FORMATS,
     E8M0_EXPONENTS,
+    FORMATS,
     LAYOUTS,
     LEAST_RANGE,
     NESTED_LEAST,
     NESTED_MOST,
     CodeFormat,
+    Format,
     ScaleLayout,
 )
-
-_TORCH_FORMATS = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+from kcdsl.model.numerics import Numerics, Weights
 
 
 def plain_parameter(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
@@ -67,7 +62,7 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
 
 def dequantised(w: Tensor, stored: Weights, name: str = "a weight") -> Tensor:
     """Return the codes of a matrix [out, in] of float32 numbers times their scales, as float32."""
-    form, layout = CODE_FORMATS[stored.format], LAYOUTS[stored.scale]
+    form, layout = stored.codes, LAYOUTS[stored.scale]
     if form.zero_point:
         return _from_zero_points(w, stored, name)
     if layout.rule == "nested":
@@ -125,9 +120,7 @@ def _from_zero_points(w: Tensor, stored: Weights, name: str) -> Tensor:
 
 def _in_format(scale: Tensor, format: str, name: str) -> Tensor:
     """Return scales as they are stored; refuse those that are beyond their format."""
-    stored = scale.to(_TORCH_FORMATS[format]).to(torch.float32)
-    _refuse_beyond(scale, ~torch.isfinite(stored), format, f"the scale of {name}")
-    return stored
+    return round_to(scale, format, f"the scale of {name}")
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -151,16 +144,11 @@ def cut_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
 
     Refuse a value of a magnitude from which on the format has no next number to cut off to.
     """
-    w = w.to(torch.float32)
-    form = FORMATS[format]
-    if form.precision >= FORMATS["float32"].precision:
+    w, form = w.to(torch.float32), FORMATS[format]
+    if not form.coarse:
         return w
-    exact = w.to(torch.float64)
-    leading = (torch.frexp(exact).exponent - 1).clamp_min(form.min_exponent)
-    step = torch.exp2((leading - form.precision + 1).to(torch.float64))
-    kept = (torch.trunc(exact / step) * step).to(torch.float32)
-    _refuse_beyond(w, ~(kept.abs() <= form.largest), format, name)
-    return kept
+    _refuse_beyond(w, form, form.toward_zero, name)
+    return form.toward_zero(w.to(torch.float64)).to(torch.float32)
 
 
 def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
@@ -168,60 +156,31 @@ def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
 
     Refuse a value that is beyond the largest finite number of the format; `name` is whose it is.
     """
-    w = w.to(torch.float32)
-    if format in ("float64", "float32"):
+    w, form = w.to(torch.float32), FORMATS[format]
+    if not form.coarse:
         return w
-    if format == "tfloat32":
-        rounded = _drop_bits(w, 24 - FORMATS[format].precision)
-    else:
-        rounded = w.to(_TORCH_FORMATS[format]).to(torch.float32)
-    largest = FORMATS[format].largest
-    over = (rounded.abs() > largest) | ~torch.isfinite(rounded) | (w.abs() >= _overflow(format))
-    _refuse_beyond(w, over, format, name)
-    return rounded
+    _refuse_beyond(w, form, form.nearest, name)
+    if form.dtype:
+        return w.to(getattr(torch, form.dtype)).to(torch.float32)
+    return form.nearest(w.to(torch.float64)).to(torch.float32)
 
 
-def _refuse_beyond(w: Tensor, over: Tensor, format: str, name: str) -> None:
-    if not bool(over.any()):
+def _refuse_beyond(w: Tensor, form: Format, rounded: Callable[[Tensor], Tensor], name: str) -> None:
+    """Refuse values whose rounding is no number of a format."""
+    largest = w.abs().amax() if w.numel() else w.new_zeros(())
+    if bool(rounded(largest.to(torch.float64)) <= form.largest):
         return
     raise refuse(
         codes.WEIGHT_OVERFLOW,
-        f"{name} holds {float(w[over].abs().max()):.6g}, which does not fit {format}, whose"
-        f" largest number is {FORMATS[format].largest:.6g}",
+        f"{name} holds {float(largest):.6g}, which does not fit {form.name}, whose"
+        f" largest number is {form.largest:.6g}",
         help="give the weights a scale, or choose a format with a wider range",
     )
 
 
-def _overflow(format: str) -> float:
-    """Return the least magnitude that rounds beyond the largest number of a format.
-
-    The last significand of fp8_e4m3 is even, so the tie above it rounds down and does not count.
-    """
-    f = FORMATS[format]
-    half_step = 2.0 ** (_exponent(f.largest) - f.precision)
-    edge = f.largest + half_step
-    return edge if format != "fp8_e4m3" else float(torch.tensor(edge).nextafter(torch.tensor(1e9)))
-
-
-def _exponent(value: float) -> int:
-    """Return floor(log2(value)) for a positive number."""
-    return int(torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent) - 1
-
-
 def _code(ratio: Tensor, form: CodeFormat) -> Tensor:
     """Return the codes of w/s as float32: nearest even in the format, saturating."""
-    exact = ratio.to(torch.float64)
-    leading = (torch.frexp(exact).exponent - 1).clamp_min(form.grid.min_exponent)
-    step = torch.exp2((leading - form.grid.precision + 1).to(torch.float64))
-    return ((exact / step).round() * step).clamp(-form.below, form.above).to(torch.float32)
-
-
-def _drop_bits(w: Tensor, bits: int) -> Tensor:
-    """Round float32 values to nearest even with `bits` fewer significand bits."""
-    raw = w.view(torch.int32)
-    half = (1 << (bits - 1)) - 1
-    kept = raw + half + ((raw >> bits) & 1)
-    return (kept & ~((1 << bits) - 1)).view(torch.float32)
+    return form.code(ratio.to(torch.float64)).to(torch.float32)
 
 
 def group_amax(magnitude: Tensor, layout: ScaleLayout) -> Tensor:

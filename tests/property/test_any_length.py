@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.interval import rules as interval_rules
+from kcdsl.model.numerics import Attention
 from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_backends.interval.rules import sequence as prover_rules
 from kcdsl_certs.recheck import recheck
@@ -355,7 +355,7 @@ def test_a_wrong_number_of_tiles_is_seen(side: str, monkeypatch: pytest.MonkeyPa
             lambda k, s, a, n=None, own=None: theta(k, s, a, 16 if n else None, own),
         )
     else:
-        monkeypatch.setattr(interval_rules.softmax, "tile_count", lambda columns, kernel: 1)
+        monkeypatch.setattr(Attention, "tiles", lambda self, columns: 1)
     assert theta_at_any_length(record, 300, side) < before
 
 

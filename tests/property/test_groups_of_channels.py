@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kcdsl.model.formats import LAYOUTS
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine import quantising as prover
 from kcdsl_backends.affine.adjoint import Adjoint
@@ -178,7 +179,7 @@ def test_functionals_are_gathered_group_by_group(scale: str, window: tuple[int, 
         sums = sums.sum((1, 2), keepdims=True)
     mine = Adjoint(torch.from_numpy(values), ((1, 3), window), (ROWS, WIDTH))
     weighed = replace(mine, values=mine.values * torch.from_numpy(weights[1:3, slice(*window)]))
-    gathered = prover._gathered(weighed, scale)
+    gathered = prover._gathered(weighed, LAYOUTS[scale])
     assert np.allclose(gathered.dense().values.numpy(), sums)
     other = CheckedAdjoint(values, (1, window[0]))
     theirs = checker._gathered(weights, scale)(other)
@@ -187,7 +188,7 @@ def test_functionals_are_gathered_group_by_group(scale: str, window: tuple[int, 
     again[(slice(None), *theirs.window)] = theirs.values
     assert np.allclose(again, sums)
     spread = sums if scale == "per_tensor" else sums[..., groups]
-    back = prover._given_back(gathered, torch.from_numpy(weights), scale).dense()
+    back = prover._given_back(gathered, torch.from_numpy(weights), LAYOUTS[scale]).dense()
     assert np.allclose(back.values.numpy(), spread * weights)
     returned = checker._given_back(theirs, weights, scale)
     again = np.zeros(dense.shape)

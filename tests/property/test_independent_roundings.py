@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl.model.numerics import CASTS
+from kcdsl.model.formats import CASTS
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.affine.pair import both

@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal
+from kcdsl.model.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics import Activations
 from kcdsl.model.presets import (
     ACTIVATION_SCALES,
     WEIGHT_SCALES,
     resolve,
 )
-from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS, fitting_layouts
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.attack.quantiser import to_nearest
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.quantisers import staircase
-from kcdsl_backends.interval.rounding import Rounding, nearest
+from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import activation_error
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import array_digest
@@ -49,11 +49,18 @@ OTHERS: dict[str, Any] = {
     "fp6_e3m2": ml_dtypes.float6_e3m2fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
 }
+
+
+def fitting(format: str) -> list[str]:
+    """Return the layouts of scales that a format of codes may have."""
+    return [name for name, layout in LAYOUTS.items() if layout.fits(CODE_FORMATS[format])]
+
+
 STORED = [
     (format, scale)
     for format in CODE_FORMATS
     if format != "uint8"
-    for scale in fitting_layouts(format)
+    for scale in fitting(format)
     if scale in WEIGHT_SCALES
 ]
 ENTERING: list[tuple[str, str, dict[str, Any]]] = [
@@ -61,7 +68,7 @@ ENTERING: list[tuple[str, str, dict[str, Any]]] = [
         (format, scale, {"batch_amax": 300.0} if scale == "per_batch" else {})
         for format in CODE_FORMATS
         if format not in ("int4_full", "uint4")
-        for scale in fitting_layouts(format)
+        for scale in fitting(format)
         if scale in ACTIVATION_SCALES and (format, scale) != ("uint8", "per_batch")
     ),
     *(
@@ -96,7 +103,7 @@ def test_the_grids_are_those_of_another_library(format: str) -> None:
     assert np.array_equal(_ladder(format).codes, inside)
     x = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
     x = x[np.isfinite(x) & (np.abs(x) <= form.above)]
-    found = nearest(torch.from_numpy(x).double(), form.grid).numpy()
+    found = form.grid.nearest(torch.from_numpy(x).double()).numpy()
     assert np.array_equal(found, x.astype(OTHERS[format]).astype(np.float64))
     assert np.array_equal(found, rounded(x.astype(np.float64), theirs))
 

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import Format
-from kcdsl.model.numerics import CASTS, Casts
+from kcdsl.model.formats import CASTS, Casts, Format
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.interval.box import Box, down, gamma, up
-from kcdsl_backends.interval.rounding import nearest, stepped
 
 CHOICES = 8
 """Most elements of a row that are chosen one by one: 2^8 cases."""
@@ -55,13 +53,13 @@ class Ends:
     @staticmethod
     def of(low: Tensor, high: Tensor, form: Format, casts: Casts = CASTS["nearest"]) -> Ends:
         """Return the ends; between two neighbours the middle rounds to one of them."""
-        middle = nearest(low / 2 + high / 2, form)
+        middle = form.nearest(low / 2 + high / 2)
         return Ends(low, high, (low < high) & ((middle == low) | (middle == high)), form, casts)
 
     def within(self, formed: Box) -> Ends:
         """Return the ends of what is stored if the results lie in a box as well."""
         formed = beyond(formed)
-        low, high = (stepped(end, self.form, self.casts) for end in (formed.lo, formed.hi))
+        low, high = (self.casts.step(end, self.form) for end in (formed.lo, formed.hi))
         return Ends.of(
             torch.minimum(torch.maximum(low, self.low), self.high),
             torch.maximum(torch.minimum(high, self.high), self.low),

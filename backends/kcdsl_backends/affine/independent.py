@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kcdsl.model.formats import CASTS, Casts
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.numerics import CASTS, Casts
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.rounding import Rounding

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kcdsl.model.formats import ScaleLayout
 from kcdsl.model.numerics import Activations
-from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.cases import Cases, Together
 from kcdsl_backends.affine.kernel import KernelRun
@@ -25,12 +25,11 @@ from kcdsl_backends.affine.storing import half_step
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
 from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.quantisers import ROUNDING, Codes, codes, quantised_hull, steps
-from kcdsl_backends.interval.scales import CODES, GROUPS, SLACK, STEPS_UINT8, Quantiser
+from kcdsl_backends.interval.scales import SLACK, Quantiser
 
 Pulled = Sequence[tuple[int, Adjoint]]
 SHARE = 2.0**-2
 """Up to this share of Q a scale may move its elements: else they are better known than it is."""
-_SHARED = tuple(name for name, layout in LAYOUTS.items() if layout.rule == "amax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +83,13 @@ def quantise(
     apart = up(torch.maximum(hull.hi - reference, reference - hull.lo), 2)
     reach = torch.where(known, torch.minimum(reach, apart), reach)
     radius = torch.where(stairs, own + gamma(own.numel() + PASS) * carried, error) * SAFE
-    straight = bool(stairs.all())
+    straight, layout = bool(stairs.all()), spec.layout
 
     def pull(a: Adjoint) -> Pulled:
         parts = [] if straight else [(index, a.times(keep))]
-        if scale.index is not None:
+        if scale.index is not None and layout is not None:
             weighed = Adjoint(a.values * weights[at(a.window)], a.window, a.shape)
-            parts.append((scale.index, _gathered(weighed, spec.scale)))
+            parts.append((scale.index, _gathered(weighed, layout)))
         return parts
 
     kept, together = not bool(stairs.any()), None
@@ -116,10 +115,11 @@ def _widest_step(spec: Activations, found: Codes, by: Quantiser, x: Entry) -> Te
     A scale of mx, a limited one and a zero point may cut numbers off, which then have the largest
     code: there is no such bound.
     """
-    form, largest = CODES[by.format], torch.maximum(found.low.abs(), found.high.abs())
+    form, largest = by.form.grid, torch.maximum(found.low.abs(), found.high.abs())
     off = half_step(largest, form) * by.scale.hi
     off = (off + 4 * ROUNDING * (largest * by.scale.hi + x.size)) * SAFE
-    if by.format != "uint8" and spec.scale != "mx" and spec.amax_limit == math.inf:
+    cuts = spec.layout is not None and spec.layout.cuts
+    if not (by.form.zero_point or cuts or spec.amax_limit < math.inf):
         return off
     inside = (found.high < by.tops.above.lo) & (-found.low < by.tops.below.lo)
     return torch.where(inside, off, torch.inf)
@@ -133,54 +133,54 @@ def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, stairs: Te
     return Box(torch.where(stairs, down(least, 2), 0.0), torch.where(stairs, up(most, 2), 0.0))
 
 
-def _scale_shape(shape: tuple[int, ...], scale: str) -> tuple[int, ...]:
-    if scale == "per_tensor":
+def _scale_shape(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[int, ...]:
+    if layout.whole:
         return (1,) * len(shape)
-    return (*shape[:-1], -(-shape[-1] // _width(shape, scale)))
+    return (*shape[:-1], -(-shape[-1] // _width(shape, layout)))
 
 
-def _width(shape: tuple[int, ...], scale: str) -> int:
+def _width(shape: tuple[int, ...], layout: ScaleLayout) -> int:
     """Return how many elements of a row share a scale."""
-    return GROUPS.get(scale, shape[-1])
+    return layout.columns or shape[-1]
 
 
-def _rows(t: Tensor, scale: str, nothing: float = 0.0) -> Tensor:
+def _rows(t: Tensor, layout: ScaleLayout, nothing: float = 0.0) -> Tensor:
     """Return the elements that share a scale as rows, the last of a row filled up."""
-    if scale == "per_tensor":
+    if layout.whole:
         return t.reshape(1, -1)
-    width = _width(tuple(t.shape), scale)
+    width = _width(tuple(t.shape), layout)
     return pad(t, (0, -t.shape[-1] % width), value=nothing).reshape(-1, width)
 
 
-def _spread(t: Tensor, shape: tuple[int, ...], scale: str) -> Tensor:
+def _spread(t: Tensor, shape: tuple[int, ...], layout: ScaleLayout) -> Tensor:
     """Return the value of its group at every element."""
-    width = _width(shape, scale)
-    if scale == "per_tensor" or width == shape[-1]:
+    width = _width(shape, layout)
+    if layout.whole or width == shape[-1]:
         return t.expand(shape)
     return t.repeat_interleave(width, -1)[..., : shape[-1]]
 
 
-def _gathered(a: Adjoint, scale: str) -> Adjoint:
+def _gathered(a: Adjoint, layout: ScaleLayout) -> Adjoint:
     """Return the sums of functionals over the elements that share a scale."""
-    shape = _scale_shape(a.shape, scale)
-    if scale == "per_tensor":
+    shape = _scale_shape(a.shape, layout)
+    if layout.whole:
         return Adjoint.full(a.values.sum(tuple(range(1, a.values.dim())), keepdim=True))
     if shape[-1] == 1:
         window = (*a.window[:-1], (0, 1))
         return Adjoint(a.values.sum(-1, keepdim=True), window, shape)
-    width, (start, stop) = _width(a.shape, scale), a.window[-1]
+    width, (start, stop) = _width(a.shape, layout), a.window[-1]
     first, last = start // width, -(-stop // width)
     values = pad(a.values, (start - first * width, last * width - stop))
     values = values.reshape(*values.shape[:-1], last - first, width).sum(-1)
     return Adjoint(values, (*a.window[:-1], (first, last)), shape)
 
 
-def _given_back(a: Adjoint, selector: Tensor, scale: str) -> Adjoint:
+def _given_back(a: Adjoint, selector: Tensor, layout: ScaleLayout) -> Adjoint:
     """Return functionals of scales as those of the elements that lead their groups."""
     shape = tuple(selector.shape)
-    if scale == "per_tensor":
+    if layout.whole:
         return Adjoint.full(a.values * selector)
-    width, (first, last) = _width(shape, scale), a.window[-1]
+    width, (first, last) = _width(shape, layout), a.window[-1]
     stop = min(last * width, shape[-1])
     window = (*a.window[:-1], (first * width, stop))
     values = a.values if width == shape[-1] else a.values.repeat_interleave(width, -1)
@@ -198,18 +198,20 @@ class _Leader:
     certain: Tensor
 
 
-def _leader(least: Tensor, most: Tensor, x: Entry, scale: str, *, none: bool = False) -> _Leader:
+def _leader(
+    least: Tensor, most: Tensor, x: Entry, layout: ScaleLayout, *, none: bool = False
+) -> _Leader:
     """Return what leads the rows: an element at least `least`, where no other exceeds it.
 
     `least` and `most` bound how far each element reaches. `none`: rows in which no element reaches
     beyond 0 are led by 0.
     """
-    least, most = _rows(least, scale, -torch.inf), _rows(most, scale, -torch.inf)
+    least, most = _rows(least, layout, -torch.inf), _rows(most, layout, -torch.inf)
     first = least.argmax(-1, keepdim=True)
     others = most.scatter(-1, first, -torch.inf).amax(-1, keepdim=True)
     certain = (least.gather(-1, first) >= others) & (least.gather(-1, first) > 0)
-    chosen = _rows(x.reference, scale).gather(-1, first)
-    reach = _rows(x.reach, scale).gather(-1, first)
+    chosen = _rows(x.reference, layout).gather(-1, first)
+    reach = _rows(x.reach, layout).gather(-1, first)
     selector = torch.zeros_like(most).scatter(-1, first, torch.sign(chosen) * certain)
     if not none:
         return _Leader(chosen.abs(), reach, selector, certain)
@@ -222,23 +224,23 @@ def _leader(least: Tensor, most: Tensor, x: Entry, scale: str, *, none: bool = F
 def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quantiser) -> _Scale:
     """Append the entry of the scales, where a group shares one that is not exactly known."""
     spec, around = run.rounding.numerics.activations, by.scale
-    form = CODE_FORMATS[spec.format]
+    form, layout = spec.codes, spec.layout
     middle = around.lo / 2 + around.hi / 2
     reach = up(torch.maximum(around.hi - middle, middle - around.lo), 2)
-    if spec.scale not in _SHARED:
+    if layout is None or layout.rule != "amax":
         return _Scale(middle, reach, None)
-    shape = _scale_shape(x.shape, spec.scale)
-    first_row = [_rows(t, spec.scale)[:, :1] for t in (middle, reach, around.lo, around.hi)]
-    if spec.format == "uint8":
-        top, roundings = STEPS_UINT8, 4
-        above = _leader(box.lo, box.hi, x, spec.scale, none=True)
-        below = _leader(-box.hi, -box.lo, x, spec.scale, none=True)
+    shape = _scale_shape(x.shape, layout)
+    first_row = [_rows(t, layout)[:, :1] for t in (middle, reach, around.lo, around.hi)]
+    if form.zero_point:
+        top, roundings = form.divisor, 4
+        above = _leader(box.lo, box.hi, x, layout, none=True)
+        below = _leader(-box.hi, -box.lo, x, layout, none=True)
         certain = above.certain & below.certain
         value, wide = above.reference + below.reference, above.reach + below.reach
         selector = above.selector + below.selector
     else:
         top, roundings = form.divisor, 2
-        lead = _leader(torch.maximum(box.lo, -box.hi), box.mag(), x, spec.scale)
+        lead = _leader(torch.maximum(box.lo, -box.hi), box.mag(), x, layout)
         certain, value, wide, selector = lead.certain, lead.reference, lead.reach, lead.selector
     least = max(form.least_scale, spec.least_scale)
     if least:  # below its least value the scale follows no element
@@ -251,15 +253,13 @@ def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quanti
     radius = torch.where(certain, slack, first_row[1]).reshape(shape)
     spread = torch.where(certain, (moved + slack) * SAFE, first_row[1]).reshape(shape)
     selector = selector / top * certain
-    if spec.scale == "per_tensor":
+    if layout.whole:
         selector = selector.reshape(x.shape)
     else:
         selector = selector.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
     def pull(a: Adjoint) -> Pulled:
-        return [(index, _given_back(a, selector, spec.scale))]
+        return [(index, _given_back(a, selector, layout))]
 
     place = run.tape.add(Entry(f"{name}/scale", reference, spread, pull, None, radius))
-    return _Scale(
-        _spread(reference, x.shape, spec.scale), _spread(spread, x.shape, spec.scale), place
-    )
+    return _Scale(_spread(reference, x.shape, layout), _spread(spread, x.shape, layout), place)

@@ -21,7 +21,7 @@ from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, On
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import refuse_overflow, refuse_unbounded_sums
 from kcdsl_backends.interval.readings import Apart as Again
-from kcdsl_backends.interval.rounding import Rounding, power_of_two, stepped, toward_zero
+from kcdsl_backends.interval.rounding import Rounding, power_of_two
 
 SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
 """Operations of whose results a free cast is taken apart: their errors are sums of many."""
@@ -129,7 +129,7 @@ def store(
     if kernel.casts.toward_zero and (kernel.free or form.precision < max(24, inner.precision)):
         # What is cut off was larger before, where it must have been a finite number already.
         finite = before <= inner.largest
-        size = torch.where(finite, torch.minimum(size, toward_zero(before, form)), before)
+        size = torch.where(finite, torch.minimum(size, form.toward_zero(before)), before)
         form = form if bool(finite.all()) else inner
     refuse_overflow(node.name, size, form)
     run.computed[node.name] = run.tape.add(entry)
@@ -177,7 +177,7 @@ def _privately(
     whole = (size + cast) * SAFE
     if kernel.casts.toward_zero:
         finite = size <= inner.largest
-        whole = torch.where(finite, torch.minimum(size, toward_zero(size, form)), size)
+        whole = torch.where(finite, torch.minimum(size, form.toward_zero(size)), size)
         form = form if bool(finite.all()) else inner
     refuse_overflow(node.name, whole, form)
     run.computed[node.name] = run.tape.add(entry)
@@ -269,7 +269,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
         known = entry.reach == 0
         low, high = (torch.where(known, entry.reference, end) for end in (around.lo, around.hi))
         around = Box(low, high)
-    low, high = stepped(around.lo, form, casts), stepped(around.hi, form, casts)
+    low, high = casts.step(around.lo, form), casts.step(around.hi, form)
     ends = Ends.of(low, high, form, casts)
     cases = None if formed is None else on_grid(formed, ends)
     stairs = (high - low) / 2 <= half

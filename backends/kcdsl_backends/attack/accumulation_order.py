@@ -12,32 +12,15 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS, Format
-from kcdsl_backends.interval.rounding import power_of_two
 
 _ELEMENTS = 2**24
 """Products that are held at once."""
 
 
-def nearest_to(x: Tensor, format: Format) -> Tensor:
-    """Round to nearest even in a format; gradients pass through unchanged."""
-    if format.precision >= 53:
-        return x
+def straight(x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+    """Round by a step function; gradients pass through unchanged."""
     still = x.detach()
-    _, exponent = torch.frexp(still)
-    leading = torch.clamp(exponent - 1, min=format.min_exponent)
-    quantum = power_of_two(leading - (format.precision - 1))
-    return x + (torch.round(still / quantum) * quantum - still)
-
-
-def cut_to(x: Tensor, format: Format) -> Tensor:
-    """Cut off toward zero to a format; gradients pass through unchanged."""
-    if format.precision >= 53:
-        return x
-    still = x.detach()
-    _, exponent = torch.frexp(still)
-    leading = torch.clamp(exponent - 1, min=format.min_exponent)
-    quantum = power_of_two(leading - (format.precision - 1))
-    return x + (torch.trunc(still / quantum) * quantum - still)
+    return x + (step(still) - still)
 
 
 def sum_error(
@@ -88,13 +71,13 @@ def _rows(a: Tensor, b: Tensor, bias: Tensor | None, format: Format, order: str)
         terms = a[start : start + step, :, None] * b  # in float64: as good as fused
         done.append(ORDERS[order](terms.movedim(1, 0), format))
     result = torch.cat(done)
-    return result if bias is None else nearest_to(result + bias, format)
+    return result if bias is None else straight(result + bias, format.nearest)
 
 
 def _one_by_one(terms: Iterator[Tensor], format: Format) -> Tensor:
-    total = nearest_to(next(terms), format)
+    total = straight(next(terms), format.nearest)
     for term in terms:
-        total = nearest_to(total + term, format)
+        total = straight(total + term, format.nearest)
     return total
 
 
@@ -109,10 +92,10 @@ def _by(key: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Format], Tensor]:
 
 
 def _pairwise(terms: Tensor, format: Format) -> Tensor:
-    level = nearest_to(terms, format)
+    level = straight(terms, format.nearest)
     while level.shape[0] > 1:
         rest = level[level.shape[0] // 2 * 2 :]
-        pairs = nearest_to(level[0 : level.shape[0] - 1 : 2] + level[1::2], format)
+        pairs = straight(level[0 : level.shape[0] - 1 : 2] + level[1::2], format.nearest)
         level = torch.cat([pairs, rest])
     return level[0]
 

@@ -7,7 +7,6 @@ row of a norm - that is what a run may have.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -106,13 +105,15 @@ def inverse_root(node: Node, x: Tensor) -> Tensor:
 
 def mean_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
     """Return how far y = (x - mean)·r may be off by the mean of a row, [..., 1]."""
-    off = _gamma(x.shape[-1] + 6, unit(numerics)) * x.abs().mean(-1, keepdim=True)
+    off = _gamma(x.shape[-1] + 6, numerics.function_format.unit_roundoff) * x.abs().mean(
+        -1, keepdim=True
+    )
     return off * inverse_root(node, x)
 
 
 def root_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
     """Return θ [..., 1], the relative error of a norm's inverse root; 0 where it has no bound."""
-    u = unit(numerics)
+    u = numerics.function_format.unit_roundoff
     n = x.shape[-1]
     if node.op == "rms_norm":
         return torch.full_like(x[..., :1], _gamma(n + 3, u) + 8 * u)
@@ -127,36 +128,28 @@ def probability_error(scores: Tensor, numerics: Numerics) -> Tensor:
 
     `scores` are those of the run, -inf where a mask forbids a column; Θ is 0 where it has no bound.
     """
-    attention, u, columns = numerics.attention, unit(numerics), scores.shape[-1]
+    attention, u, columns = (
+        numerics.attention,
+        numerics.function_format.unit_roundoff,
+        scores.shape[-1],
+    )
     allowed = torch.isfinite(scores)
     known = torch.where(allowed, scores, torch.zeros_like(scores))
     highest = scores.amax(-1, keepdim=True)
     argument = torch.where(allowed, highest - known, torch.zeros_like(known)).amax(-1, keepdim=True)
-    fused = attention.style == "fused"
-    if fused:
+    if attention.fused:
         argument = argument + 2 * known.abs().amax(-1, keepdim=True)
     exponential, one = 2 * attention.exp_ulps * u, u / (1 - u)
     each = u * argument + exponential / (1 - exponential) + one
-    total = 2 * tiles(columns, numerics) * each + (columns + 8) * one
+    total = 2 * attention.tiles(columns) * each + (columns + 8) * one
     stored = FORMATS[attention.probabilities]
-    if fused and stored.precision < 24:
-        roundoff = numerics.cast.units * stored.unit_roundoff
-        lost = (1 + roundoff) * columns * numerics.cast.units * stored.underflow
+    if attention.fused and stored.coarse:
+        roundoff = numerics.cast.unit(stored)
+        lost = (1 + roundoff) * columns * numerics.cast.faint(stored)
         if lost >= 1:
             return torch.zeros_like(total)
         total = total + roundoff / (1 - roundoff) + lost / (1 - lost)
     return torch.expm1(total)
-
-
-def tiles(columns: int, numerics: Numerics) -> int:
-    """Return N, how many tiles of keys a kernel walks through."""
-    attention = numerics.attention
-    return 1 if attention.style == "composed" else math.ceil(columns / attention.tile)
-
-
-def unit(numerics: Numerics) -> float:
-    """Return u_f, the unit roundoff inside operations."""
-    return 2.0**-53 if numerics.compute == "float64" else 2.0**-24
 
 
 def _gamma(count: int, u: float) -> float:

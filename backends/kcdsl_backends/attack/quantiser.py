@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kcdsl.model.formats import LAYOUTS
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
-from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS
 from kcdsl.model.weights import nested_codes
-from kcdsl_backends.attack.accumulation_order import nearest_to
+from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
@@ -22,8 +22,6 @@ from kcdsl_backends.interval.scales import (
     static_quantiser,
     static_scale,
 )
-
-_STEPS = 255.0
 
 
 class Exceeded(ArithmeticError):
@@ -54,18 +52,19 @@ def to_nearest(x: Tensor, numerics: Numerics, weight: str) -> Tensor:
         Exceeded: there is no admitted run.
     """
     spec, v = numerics.activations, x.detach()
-    if spec.format == "none":
+    if not spec.quantised:
         return x
-    if spec.format == "uint8":
+    if spec.codes.zero_point:
         step, zero = _asymmetric(v, spec, weight)
-        value = ((torch.round(_single(v / step)) + zero).clamp(0, _STEPS) - zero) * step
-    elif spec.scale == "nvfp4":
+        last = spec.codes.above
+        value = ((torch.round(_single(v / step)) + zero).clamp(0, last) - zero) * step
+    elif spec.nested:
         value = _nested(v, spec, weight)
     else:
-        form, scale = CODE_FORMATS[spec.format], _scale(v, spec, weight)
-        times = form.reciprocal and spec.scale != "static"
+        form, scale = spec.codes, _scale(v, spec, weight)
+        times = form.reciprocal and not spec.static
         ratio = _single(v * _single(1.0 / scale)) if times else _single(v / scale)
-        code = nearest_to(ratio.clamp(-form.below, form.above), form.grid)
+        code = straight(ratio.clamp(-form.below, form.above), form.grid.nearest)
         value = code.clamp(-form.below, form.above) * scale
     return _single(value) + (x - v)  # the value to the last bit
 
@@ -90,14 +89,14 @@ def cached(x: Tensor, node: Node, numerics: Numerics, share: Tensor | None) -> T
 
 def _asymmetric(v: Tensor, spec: Activations, weight: str) -> tuple[Tensor, Tensor]:
     """Return the scale and the zero point of uint8."""
-    if spec.scale == "static":
+    if spec.static:
         by = _static(v, spec, weight)
         return by.scale.lo, by.tops.below.lo
-    low = -group_maximum((-v).clamp_min(0), spec.scale)
-    high = group_maximum(v.clamp_min(0), spec.scale)
-    step = _single(_single(high - low) / _STEPS)
+    low = -group_maximum((-v).clamp_min(0), spec.layout)
+    high = group_maximum(v.clamp_min(0), spec.layout)
+    step = _single(_single(high - low) / spec.codes.divisor)
     step = torch.where(step > 0, step, torch.ones_like(step))
-    return step, torch.round(_single(-low / step)).clamp(0, _STEPS)
+    return step, torch.round(_single(-low / step)).clamp(0, spec.codes.above)
 
 
 def _nested(v: Tensor, spec: Activations, weight: str) -> Tensor:
@@ -110,13 +109,13 @@ def _nested(v: Tensor, spec: Activations, weight: str) -> Tensor:
             raise Exceeded(str(reason)) from None
     layout, rows = LAYOUTS[spec.scale], v.to(torch.float32).flatten(0, -2)
     whole = None if whole is None else whole.flatten(0, -2)
-    found = nested_codes(rows, CODE_FORMATS[spec.format], layout, whole)
+    found = nested_codes(rows, spec.codes, layout, whole)
     return found.reshape(v.shape).to(torch.float64)
 
 
 def _scale(v: Tensor, spec: Activations, weight: str) -> Tensor:
     """Return the float32 scale of every element; 1 where a group is 0."""
-    if spec.scale == "static":
+    if spec.static:
         return _static(v, spec, weight).scale.lo
     found = scale_range(Box.point(v), spec).lo
     return torch.where(found > 0, found, torch.ones_like(found))

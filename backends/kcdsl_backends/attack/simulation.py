@@ -32,11 +32,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kcdsl.model.caching import uncached
-from kcdsl.model.formats import FORMATS, Format
+from kcdsl.model.formats import FORMATS, LAYOUTS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics, held_formats
-from kcdsl.model.quantisers import LAYOUTS
-from kcdsl_backends.attack.accumulation_order import cut_to, nearest_to, ordered_product, sum_error
+from kcdsl_backends.attack.accumulation_order import ordered_product, straight, sum_error
 from kcdsl_backends.attack.intermediate_rounding import (
     ELEMENTWISE,
     NORMS,
@@ -46,9 +45,7 @@ from kcdsl_backends.attack.intermediate_rounding import (
     probabilities,
     probability_error,
     root_error,
-    tiles,
     turned_sizes,
-    unit,
     written_error,
 )
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
@@ -197,7 +194,7 @@ class Simulator:
 
     def _quantises(self, node: Node) -> bool:
         """Say whether a node is a linear whose input is quantised."""
-        return node.op == "linear" and self._at(node).activations.format != "none"
+        return node.op == "linear" and self._at(node).activations.quantised
 
     def _stepped(self, node: Node) -> bool:
         """Say whether a result that is stored has a rounding that is a step function."""
@@ -205,7 +202,7 @@ class Simulator:
         return not self.free and precision < max(24, self._inner(node).precision)
 
     def _coarse(self, node: Node) -> bool:
-        return FORMATS[self._at(node).compute].precision < 24
+        return FORMATS[self._at(node).compute].coarse
 
     def _casts_early(self, node: Node) -> bool:
         """Say whether a result may be stored before its bias, its gain or its sum."""
@@ -237,7 +234,7 @@ class Simulator:
             return bool(self._held(node))
         if node.op == "cache":
             return self.numerics.kv_cache is not None
-        return node.op in STORED or (node.op == "input" and self._format(node).precision < 24)
+        return node.op in STORED or (node.op == "input" and self._format(node).coarse)
 
     def run(
         self,
@@ -324,9 +321,9 @@ class Simulator:
             total = total + bias.abs()
         roundings, before = left.shape[-1], 2
         if node.role == "context":
-            roundings += 2 * tiles(roundings, numerics) + 4
-        if node.role == "scores" and numerics.attention.style == "fused":
-            before = 6
+            roundings += 2 * numerics.attention.tiles(roundings) + 4
+        if node.role == "scores":
+            before = numerics.attention.term_roundings
         error = sum_error(total, exact, FORMATS[numerics.accumulate], roundings, before)
         if numerics.tensor_core is not None:
             error = summation_error(
@@ -384,7 +381,7 @@ class Simulator:
             value = value + named["inside"] * theta * value
         elif "inside" in named:
             size = element_error(node, exact, operands, rows).detach()
-            value = value + named["inside"] * unit(numerics) * size
+            value = value + named["inside"] * numerics.function_format.unit_roundoff * size
         if "early" in named:
             stored = turned_sizes(operands) if node.op == "rope" else value - bias
             form = self._format(node) if node.op == "silu" else FORMATS[numerics.compute]
@@ -420,7 +417,7 @@ class Simulator:
             return max(held, key=lambda form: form.precision)
         if node.op in SUMS:
             return FORMATS[self._at(node).accumulate]
-        return FORMATS["float64" if self._at(node).compute == "float64" else "float32"]
+        return self._at(node).function_format
 
     def _entered(
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
@@ -464,11 +461,11 @@ class Simulator:
         format = self._format(node)
         cast = self.numerics.cast
         if self._stepped(node):
-            step = cut_to if cast.toward_zero else nearest_to
-            if through is None:
-                value = step(value, format)
-            else:
-                value = through(node.name, lambda value: step(value, format), value)
+
+            def step(value: Tensor) -> Tensor:
+                return straight(value, lambda still: cast.step(still, format))
+
+            value = step(value) if through is None else through(node.name, step, value)
         elif symbol is not None and cast.toward_zero:
             value = value * (1 - format.unit_roundoff * (1 + WITHIN * symbol))
         elif symbol is not None:
@@ -527,7 +524,7 @@ class Simulator:
     def _quantised(self, node: Node, x: Tensor, symbol: Tensor | None) -> Tensor:
         """Return the input of a linear after its quantisation: x + s·Q, or to nearest."""
         numerics = self._at(node)
-        if numerics.activations.format == "none":
+        if not numerics.activations.quantised:
             return x
         if numerics.cast.units != 1:
             raise Overflowed(f"{node.name}: no run of a quantiser beside directed casts is known")

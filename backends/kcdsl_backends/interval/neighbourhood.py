@@ -15,15 +15,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Format
+from kcdsl.model.formats import CASTS, CODE_FORMATS, E8M0_EXPONENTS, FORMATS, LAYOUTS, Format
 from kcdsl.model.graph import Node
-from kcdsl.model.numerics import CASTS, Numerics, Weights
-from kcdsl.model.quantisers import CODE_FORMATS, E8M0_EXPONENTS, LAYOUTS
+from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.weights import group_amax
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
-from kcdsl_backends.interval.quantisers import LEAST_SCALE, known_steps, quantised_hull
-from kcdsl_backends.interval.rounding import power_of_two, stepped
+from kcdsl_backends.interval.quantisers import LEAST_SCALE, quantised_hull
+from kcdsl_backends.interval.rounding import power_of_two
+from kcdsl_backends.interval.scales import known_steps
 
 LARGEST_RHO = Fraction(1, 2)
 """No region around the weights is wider: within it no element changes its sign."""
@@ -189,7 +189,7 @@ def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> 
         return held
     before = held.value
     casts = CASTS[stored.rounding]
-    value = Box(stepped(before.lo, format, casts), stepped(before.hi, format, casts))
+    value = Box(casts.step(before.lo, format), casts.step(before.hi, format))
     refuse_overflow(name, value.mag(), format)
     cast = casts.units * torch.maximum(
         up(format.unit_roundoff * before.mag()), torch.full_like(before.lo, format.underflow)
@@ -213,7 +213,7 @@ def _scaled(w: Box, stored: Weights, name: str) -> Held:
     if format == "int8_full":
         value = _full_range(w, scales)
     else:
-        value = quantised_hull(w, known_steps(format, w, scales))
+        value = quantised_hull(w, known_steps(stored.codes, w, scales))
     value = value.meet(w.widen(off))
     return Held(value, (value - w).meet(Box.around(off)))
 

@@ -14,33 +14,14 @@ from torch import Tensor
 
 from kcdsl.model.formats import Format
 from kcdsl_backends.interval.box import Box, down, up
-from kcdsl_backends.interval.rounding import Rounding, Stored, nearest, power_of_two
+from kcdsl_backends.interval.rounding import Rounding, Stored, power_of_two
 from kcdsl_backends.interval.scales import (
-    CODES,
-    RATIOS,
     SLACK,
     Push,
     Quantiser,
-    fixed_tops,
-    group_maximum,
     quantiser,
-    scale_range,
     single,
 )
-
-__all__ = [
-    "CODES",
-    "LEAST_SCALE",
-    "ROUNDING",
-    "Codes",
-    "codes",
-    "group_maximum",
-    "known_steps",
-    "quantised_hull",
-    "scale_range",
-    "staircase",
-    "steps",
-]
 
 ROUNDING = 2.0**-24
 """Relative error of one rounding to float32."""
@@ -54,11 +35,6 @@ class Codes:
 
     low: Tensor
     high: Tensor
-
-
-def known_steps(format: str, v: Box, scale: Box) -> Quantiser:
-    """Return the quantiser of scales in a box, with the codes of a format without zero point."""
-    return Quantiser(format, scale, fixed_tops(v.lo, format), RATIOS[format])
 
 
 def steps(x: Box, kernel: Rounding, weight: str, node: str) -> tuple[Quantiser, Tensor] | None:
@@ -120,14 +96,12 @@ def quantised_hull(v: Box, by: Quantiser) -> Box:
 def _code(v: Tensor, scale: Tensor, top: Tensor, by: Quantiser, push: Push) -> Tensor:
     """Return the code of v/s for v >= 0, at most `top`, or its bound from one side."""
     ratio = by.ratio(v.clamp_min(0), scale, push)
-    return nearest(torch.minimum(ratio, top), CODES[by.format])
+    return by.form.grid.nearest(torch.minimum(ratio, top))
 
 
 def _quantum(code: Tensor, form: Format) -> Tensor:
     """Return the distance from a code >= 0 to the next one."""
-    _, exponent = torch.frexp(code)
-    exponent = torch.where(code == 0, torch.full_like(exponent, form.min_exponent), exponent - 1)
-    return power_of_two(exponent.clamp_min(form.min_exponent) - (form.precision - 1))
+    return form.spacing(code.clamp_min(2.0**form.min_exponent))
 
 
 def _below(code: Tensor, form: Format) -> Tensor:
@@ -144,7 +118,7 @@ def _largest(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
     falls within a binade from its second code on: the first code beyond, and the first second code
     of a binade, are the only ones that can be best.
     """
-    form, scale = CODES[by.format], by.scale
+    form, scale = by.form.grid, by.scale
     first, last = _code(v, scale.hi, top, by, up), _code(v, scale.lo, top, by, up)
     best = single(first * scale.hi)
     one = first + _quantum(first, form)
@@ -163,7 +137,7 @@ def _least(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
     From the code of v/s_l on the least scale serves all. A code c before needs s >= v/b⁺, and c/b⁺
     grows within a binade: the first code, and the first binade's begin after it, can be best.
     """
-    form, scale = CODES[by.format], by.scale
+    form, scale = by.form.grid, by.scale
     first, last = _code(v, scale.hi, top, by, down), _code(v, scale.lo, top, by, down)
     best = single(last * scale.lo)
     power = _binade(first, form)

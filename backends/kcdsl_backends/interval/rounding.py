@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Format
+from kcdsl.model.formats import FORMATS, Casts, Format
 from kcdsl.model.graph import Node
-from kcdsl.model.numerics import Casts, Numerics
+from kcdsl.model.numerics import Numerics
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_unbounded_sums
 from kcdsl_backends.interval.readings import Apart, added
@@ -20,41 +20,6 @@ from kcdsl_backends.interval.readings import Apart, added
 def power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent exactly, for integer exponents of normal float64 numbers."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
-
-
-def nearest(x: Tensor, format: Format) -> Tensor:
-    """Round float64 values to the nearest number of a format, ties to even.
-
-    The exponent range is unbounded above: values beyond the largest finite number are rounded on
-    the grid of their binade, and the caller tests for overflow.
-    """
-    if format.precision >= 53:
-        return x
-    quantum = _quantum(x, format)
-    return torch.round(x / quantum) * quantum
-
-
-def toward_zero(x: Tensor, format: Format) -> Tensor:
-    """Cut float64 values off to the next number of a format toward zero; zeros keep their signs.
-
-    The exponent range is unbounded above, as in `nearest`.
-    """
-    if format.precision >= 53:
-        return x
-    quantum = _quantum(x, format)
-    return torch.trunc(x / quantum) * quantum
-
-
-def _quantum(x: Tensor, format: Format) -> Tensor:
-    """Return the distance of a format's numbers from the next greater magnitude, around x."""
-    _, exponent = torch.frexp(x)
-    leading = (exponent - 1).clamp_min(format.min_exponent)
-    return power_of_two(leading - (format.precision - 1))
-
-
-def stepped(x: Tensor, format: Format, casts: Casts) -> Tensor:
-    """Return what a cast that is a step function makes of float64 values."""
-    return toward_zero(x, format) if casts.toward_zero else nearest(x, format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +59,10 @@ class Rounding:
         if form.precision >= self.inner(False).precision:
             return value, value
         exact = torch.tensor(value, dtype=torch.float64)
-        ends = [exact, nearest(exact, form)]
+        ends = [exact, form.nearest(exact)]
         if self.casts.units != 1:  # to either side
-            low = toward_zero(exact, form)
-            ends += [low, low + torch.copysign(_quantum(low, form), exact)] * bool(low != exact)
+            low = form.toward_zero(exact)
+            ends += [low, low + torch.copysign(form.spacing(low), exact)] * bool(low != exact)
         refuse_overflow(node, torch.stack(ends).abs(), form, ", a rounded scalar,")
         return min(float(end) for end in ends), max(float(end) for end in ends)
 
@@ -147,17 +112,17 @@ class Rounding:
     @property
     def u_function(self) -> float:
         """Return the unit roundoff inside softmax, norms, activations and elementwise maps."""
-        return 2.0**-53 if self.numerics.compute == "float64" else 2.0**-24
+        return self.numerics.function_format.unit_roundoff
 
     @property
     def eta_function(self) -> float:
         """Return the absolute error allowed for a product that underflows."""
-        return 2.0**-1074 if self.numerics.compute == "float64" else 2.0**-149
+        return self.numerics.function_format.smallest_subnormal
 
     @property
     def coarse(self) -> bool:
         """Say whether results are stored in a format coarser than float32."""
-        return self.compute.precision < 24
+        return self.compute.coarse
 
     @property
     def casts(self) -> Casts:
@@ -171,11 +136,11 @@ class Rounding:
 
     def unit(self, format: Format) -> float:
         """Return the relative error of one cast into a format: u, or 2u where it is directed."""
-        return self.casts.units * format.unit_roundoff
+        return self.casts.unit(format)
 
     def faint(self, format: Format) -> float:
         """Return the absolute error of one cast near zero: half the smallest subnormal, or all."""
-        return self.casts.units * format.underflow
+        return self.casts.faint(format)
 
     def format_for(self, role: str, op: str) -> Format:
         """Return the format in which an operation with this attention role stores its result."""
@@ -185,7 +150,7 @@ class Rounding:
         """Return the format of an operation's arithmetic: the accumulator, or float32 (float64)."""
         if accumulates:
             return FORMATS[self.numerics.accumulate]
-        return FORMATS["float64" if self.numerics.compute == "float64" else "float32"]
+        return self.numerics.function_format
 
     def store(
         self,
@@ -248,7 +213,7 @@ class Rounding:
         )
 
     def _step(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
-        value = Box(*(stepped(end, format, self.casts) for end in (before.lo, before.hi)))
+        value = Box(*(self.casts.step(end, format) for end in (before.lo, before.hi)))
         anywhere = torch.maximum(
             up(self.unit(format) * before.mag()), torch.full_like(before.lo, self.faint(format))
         )

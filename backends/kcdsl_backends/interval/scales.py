@@ -8,26 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kcdsl.model.formats import E8M0_EXPONENTS, NESTED_LEAST, NESTED_MOST, CodeFormat, ScaleLayout
 from kcdsl.model.numerics import Activations
-from kcdsl.model.quantisers import (
-    ACTIVATION_FORMATS,
-    CODE_FORMATS,
-    E8M0_EXPONENTS,
-    LAYOUTS,
-    NESTED_LEAST,
-    NESTED_MOST,
-)
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import power_of_two
 
 SLACK = 2.0**-22
 """More than the relative roundings of a ratio and of a product together."""
-GROUPS = {name: layout.columns for name, layout in LAYOUTS.items() if layout.columns}
-"""How many numbers of a row share a scale, where not all of them do."""
-CODES = {name: CODE_FORMATS[name].grid for name in ACTIVATION_FORMATS}
-"""The grids of codes of activations; a code of uint8 counts from its zero point."""
-STEPS_UINT8 = 255.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +33,7 @@ class Quantiser:
     `scale` from 0 where it may be 0. `ratio` forms x/s for x >= 0, pushed to one side.
     """
 
-    format: str
+    form: CodeFormat
     scale: Box
     tops: Tops
     ratio: Ratio
@@ -55,13 +43,13 @@ Push = Callable[[Tensor], Tensor]
 Ratio = Callable[[Tensor, Tensor, Push], Tensor]
 
 
-def group_maximum(magnitude: Tensor, scale: str) -> Tensor:
+def group_maximum(magnitude: Tensor, layout: ScaleLayout | None) -> Tensor:
     """Return the largest magnitude of the group that shares an element's scale."""
-    if scale in ("none", "per_tensor", "per_batch"):
+    if layout is None or layout.whole:
         return magnitude.amax().expand_as(magnitude)
-    if scale == "per_token":
+    if not layout.columns:
         return magnitude.amax(-1, keepdim=True).expand_as(magnitude)
-    width, size = magnitude.shape[-1], GROUPS[scale]
+    width, size = magnitude.shape[-1], layout.columns
     padded = torch.nn.functional.pad(magnitude, (0, -width % size))
     blocks = padded.reshape(*magnitude.shape[:-1], -1, size).amax(-1)
     return blocks.repeat_interleave(size, dim=-1)[..., :width]
@@ -77,28 +65,32 @@ def quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
     Raises:
         NoBound: there is no static scale, or the input may exceed it.
     """
-    if spec.scale == "static":
+    if spec.static:
         return static_quantiser(x, spec, weight, node)
-    format = spec.format
-    if spec.scale == "nvfp4":  # the multiple may be cut to 0, so no code is known
+    form = spec.codes
+    if spec.nested:  # the multiple may be cut to 0, so no code is known
         _, most = nested_scales(x, spec, weight, node)
-        return Quantiser(
-            format, Box(torch.zeros_like(most), most), fixed_tops(x.lo, format), RATIOS[format]
-        )
-    tops = _zero_points(x, spec.scale) if format == "uint8" else fixed_tops(x.lo, format)
+        return known_steps(form, x, Box(torch.zeros_like(most), most))
     refuse_batch(x, spec, node)
-    return Quantiser(format, scale_range(x, spec), tops, RATIOS[format])
+    scale = scale_range(x, spec)
+    if form.zero_point:
+        return Quantiser(form, scale, _zero_points(x, spec), divided_by(form))
+    return known_steps(form, x, scale)
 
 
-def fixed_tops(like: Tensor, format: str) -> Tops:
+def known_steps(form: CodeFormat, v: Box, scale: Box) -> Quantiser:
+    """Return the quantiser of scales in a box, with the codes of a format without zero point."""
+    return Quantiser(form, scale, fixed_tops(v.lo, form), divided_by(form))
+
+
+def fixed_tops(like: Tensor, form: CodeFormat) -> Tops:
     """Return the largest codes of a format without a zero point."""
-    form = CODE_FORMATS[format]
     return Tops(*(Box.point(torch.full_like(like, top)) for top in (form.above, form.below)))
 
 
 def refuse_batch(x: Box, spec: Activations, node: str) -> None:
     """Raise NoBound where an element may be larger than any of a batch is said to be."""
-    if spec.scale != "per_batch" or bool((x.mag() <= spec.batch_amax).all()):
+    if not spec.batch_amax or bool((x.mag() <= spec.batch_amax).all()):
         return
     flat = int(x.mag().argmax())
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), x.lo.shape)]
@@ -114,15 +106,15 @@ def scale_range(x: Box, spec: Activations) -> Box:
 
     The largest magnitude of a group is at least that of the element which is surely far from 0.
     """
-    if spec.scale == "none":
+    form, layout = spec.codes, spec.layout
+    if layout is None:
         return Box.point(torch.ones_like(x.lo))
-    form, layout = CODE_FORMATS[spec.format], LAYOUTS[spec.scale]
     if form.zero_point:
-        (low, low_most), (high, high_most) = _ends(x, spec.scale)
+        (low, low_most), (high, high_most) = _ends(x, layout)
         least, most = _added(low, high, down), _added(low_most, high_most, up)
     else:
-        least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), spec.scale)
-        most = group_maximum(x.mag(), spec.scale).clamp_min(spec.batch_amax)
+        least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), layout)
+        most = group_maximum(x.mag(), layout).clamp_min(spec.batch_amax)
         least, most = least.clamp_max(spec.amax_limit), most.clamp_max(spec.amax_limit)
     if layout.rule == "floor":
         powers = [_floor(end, form.top_exponent) for end in (least, most)]
@@ -143,41 +135,43 @@ def nested_scales(x: Box, spec: Activations, weight: str, node: str) -> tuple[Te
     Raises:
         NoBound: as `static_scale`.
     """
-    form, magnitude = CODE_FORMATS[spec.format], x.mag()
+    form, magnitude = spec.codes, x.mag()
     if spec.input_scale:
         whole = static_scale(x.lo, spec, weight, node)
     else:
         whole = up(magnitude.amax() / (form.divisor * NESTED_MOST)).expand_as(magnitude)
-    group = group_maximum(magnitude, spec.scale) * (17 / 16) / form.divisor
+    group = group_maximum(magnitude, spec.layout) * (17 / 16) / form.divisor
     return whole, up(torch.maximum(group, whole * NESTED_LEAST), 4)
 
 
-def _ends(x: Box, scale: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _ends(
+    x: Box, layout: ScaleLayout | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return how far below and above zero a group reaches, each from least to most."""
-    low = group_maximum((-x.hi).clamp_min(0), scale), group_maximum((-x.lo).clamp_min(0), scale)
-    high = group_maximum(x.lo.clamp_min(0), scale), group_maximum(x.hi.clamp_min(0), scale)
+    low = group_maximum((-x.hi).clamp_min(0), layout), group_maximum((-x.lo).clamp_min(0), layout)
+    high = group_maximum(x.lo.clamp_min(0), layout), group_maximum(x.hi.clamp_min(0), layout)
     return low, high
 
 
-def _zero_points(x: Box, scale: str) -> Tops:
+def _zero_points(x: Box, spec: Activations) -> Tops:
     """Return 255 - z and z, z the nearest even of float32(-min/s)."""
-    (low, low_most), (high, high_most) = _ends(x, scale)
-    around = scale_range(x, Activations("uint8", scale))
+    (low, low_most), (high, high_most) = _ends(x, spec.layout)
+    around, levels = scale_range(x, spec), spec.codes.above
 
     def share(part: Tensor, other: Tensor, factor: float) -> Tensor:
         total = (part + other).clamp_min(2.0**-1000)
-        return STEPS_UINT8 * (part / total) * factor
+        return levels * (part / total) * factor
 
     def zero(part: Tensor, by: Tensor, ratio: Tensor, push: Push) -> Tensor:
         exact = quotient(part, by, push)
         one = torch.round(torch.where(by > 0, exact, ratio))
         other = torch.round(ratio)
         met = torch.maximum(one, other) if push is down else torch.minimum(one, other)
-        return met.clamp(0, STEPS_UINT8)
+        return met.clamp(0, levels)
 
     first = zero(low, around.hi, share(low, high_most, 1 - SLACK), down)
     last = zero(low_most, around.lo, share(low_most, high, 1 + SLACK), up)
-    return Tops(Box(STEPS_UINT8 - last, STEPS_UINT8 - first), Box(first, last))
+    return Tops(Box(levels - last, levels - first), Box(first, last))
 
 
 def static_scale(x: Tensor, spec: Activations, weight: str, node: str) -> Tensor:
@@ -204,15 +198,15 @@ def static_quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quant
     Raises:
         NoBound: as `static_scale`, or some element may be beyond the last code.
     """
-    scale, form = static_scale(x.lo, spec, weight, node), CODE_FORMATS[spec.format]
-    if spec.format == "uint8":
+    scale, form = static_scale(x.lo, spec, weight, node), spec.codes
+    if form.zero_point:
         found = spec.calibrated(weight)
         zero = 0 if found is None else found.zero_point
-        above, below = STEPS_UINT8 - zero, float(zero)
+        above, below = form.above - zero, float(zero)
         ends = Box.point(torch.full_like(x.lo, above)), Box.point(torch.full_like(x.lo, below))
         tops = Tops(*ends)
     else:
-        tops = fixed_tops(x.lo, spec.format)
+        tops = fixed_tops(x.lo, form)
     # to half a step beyond the last integer a code is off by no more than elsewhere
     beyond = 0.5 if form.integer else 0.0
     high = (tops.above.lo + beyond) * scale * (1 + SLACK)
@@ -224,7 +218,7 @@ def static_quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quant
         side = high if bool((x.hi - high).flatten()[flat] >= (-x.lo - low).flatten()[flat]) else low
         limit = f"{float(side.flatten()[flat]):g} ({spec.format} with its static scale)"
         raise NoBound(node, f"overflow reachable: element {index} of the input may exceed {limit}")
-    return Quantiser(spec.format, Box.point(scale), tops, either)
+    return Quantiser(form, Box.point(scale), tops, either)
 
 
 def single(x: Tensor) -> Tensor:
@@ -252,10 +246,9 @@ def either(a: Tensor, b: Tensor, push: Push) -> Tensor:
     return (a / b * (1 - SLACK if push is down else 1 + SLACK)).clamp_min(0)
 
 
-RATIOS: dict[str, Ratio] = {
-    name: reciprocal if form.reciprocal else quotient for name, form in CODE_FORMATS.items()
-}
-"""How a kernel divides by a dynamic scale."""
+def divided_by(form: CodeFormat) -> Ratio:
+    """Return how a kernel divides by a dynamic scale."""
+    return reciprocal if form.reciprocal else quotient
 
 
 def _added(a: Tensor, b: Tensor, push: Push) -> Tensor:

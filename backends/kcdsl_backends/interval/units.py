@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
+from kcdsl.model.formats import CODE_FORMATS, FORMATS, CodeFormat, ScaleLayout
 from kcdsl.model.numerics import Activations, Numerics, Unit, Weights
-from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS, CodeFormat
 from kcdsl_backends.interval.box import up
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.scales import group_maximum, static_scale
+from kcdsl_backends.interval.scales import static_scale
 
 _BLOCK = 2**22
 """Products formed at a time."""
@@ -21,7 +20,6 @@ _WIDER = 1.0 + 2.0**-6
 """More than what a product may grow by while its operands are rounded to bfloat16."""
 _SMALL = 2.0**-20
 _LARGEST_BYTE, _LARGEST_PAIR = 255.0, 2.0**15 - 1
-_LAST_CODE = {"int8": 127.0, "int8_full": 128.0}
 
 
 def unit_of(kernel: Rounding, quantised: bool) -> Unit | None:
@@ -79,17 +77,16 @@ def _floors(
 
 def _least_input(left: Tensor, spec: Activations, plain: float, weight: str) -> Tensor | float:
     """Return the size that a code of the input counts with at least: 2^(least exponent)·scale."""
-    form = CODE_FORMATS[spec.format]
+    form, layout = spec.codes, spec.layout
     if form.integer:
         return plain
     least = 2.0**form.grid.min_exponent
-    if spec.scale == "none":
-        return least
-    if spec.scale == "static":
+    if spec.static:
         return least * static_scale(left, spec, weight, weight).amax()
-    whole = LAYOUTS[spec.scale].rows != 1
-    top = group_maximum(left, "per_tensor" if whole else "per_token")[..., :1]
-    scale = _largest_scale(top.clamp_min(spec.batch_amax), form, spec.scale)
+    if layout is None:
+        return least
+    top = (left.amax() if layout.whole else left.amax(-1, keepdim=True)).expand_as(left)[..., :1]
+    scale = _largest_scale(top.clamp_min(spec.batch_amax), form, layout)
     return scale.clamp_min(spec.least_scale) * least
 
 
@@ -98,17 +95,17 @@ def _least_weight(right: Tensor, stored: Weights, plain: float) -> Tensor | floa
     if form is None or form.integer:
         return plain
     least = 2.0**form.grid.min_exponent
-    if stored.scale == "none":
+    if stored.layout is None:
         return least
-    return _largest_scale(right.amax(), form, stored.scale) * least
+    return _largest_scale(right.amax(), form, stored.layout) * least
 
 
-def _largest_scale(top: Tensor, form: CodeFormat, scale: str) -> Tensor:
+def _largest_scale(top: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
     """Return what no scale exceeds, by the largest magnitude of what was quantised.
 
     amax codes for 2^emax at least; for half of that where scales are rounded up or to FP8.
     """
-    twice = 1 if LAYOUTS[scale].rule in ("amax", "floor", "batch") else 2
+    twice = 1 if layout.rule in ("amax", "floor", "batch") else 2
     return top * (twice * 2.0**-form.top_exponent * _ROUGH)
 
 
@@ -150,9 +147,9 @@ def pair_loss(weight: Tensor, numerics: Numerics) -> Tensor:
     Args:
         weight: the stored weight [out, in], codes times their scale.
     """
-    last = _LAST_CODE[numerics.weights.format]
+    last, layout = numerics.weights.codes.below, numerics.weights.layout
     rows = weight.abs().amax(-1, keepdim=True)
-    step = (rows if numerics.weights.scale == "per_channel" else rows.amax()) / last
+    step = (rows.amax() if layout is not None and layout.whole else rows) / last
     limit = _LARGEST_PAIR * step * (1 - _SMALL)
     lost = torch.zeros_like(rows[:, 0])
     for side in (weight, -weight):

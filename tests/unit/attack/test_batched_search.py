@@ -13,7 +13,7 @@ from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import batched_search
-from kcdsl_backends.attack.accumulation_order import nearest_to
+from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.attack.batched_search import Batch, SmoothedGradient, ValueRanges, widths_of
 from kcdsl_backends.attack.gradient_ascent import Ascent
 from kcdsl_backends.attack.runs import Attack, attack_of, record_run, run_of
@@ -61,7 +61,7 @@ def steps_problem() -> tuple[tuple[Simulator, Simulator], Tensor, Tensor, float]
     form = FORMATS["fp8_e4m3"]
     grid = torch.linspace(-1, 1, 4097, dtype=torch.float64).reshape(-1, 1)
     x = centre + radius * grid
-    off = (nearest_to(x, form) - x) * weight.double()
+    off = (straight(x, form.nearest) - x) * weight.double()
     best = float(torch.maximum(off.amax(0).sum(), -off.amin(0).sum()))
     kernels = simulator(weight, **SUMS), simulator(weight, **SUMS, **FP8)
     return kernels, centre, radius, best

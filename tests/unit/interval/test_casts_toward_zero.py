@@ -16,10 +16,10 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.weights import cut_to as cut_weight
 from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.attack.accumulation_order import cut_to
+from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding, toward_zero
+from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_certs.recheck import box as other_box
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.document import parse
@@ -52,8 +52,10 @@ def all_ways(form: str) -> dict[str, Callable[[Floats], Floats]]:
         return lambda x: function(torch.from_numpy(x)).double().numpy()
 
     return {
-        "prover": torch_of(lambda x: toward_zero(x, FORMATS[form])),
-        "attack": lambda x: np.copysign(torch_of(lambda y: cut_to(y, FORMATS[form]))(x), x),
+        "prover": torch_of(FORMATS[form].toward_zero),
+        "attack": lambda x: np.copysign(
+            torch_of(lambda y: straight(y, FORMATS[form].toward_zero))(x), x
+        ),
         "weights": torch_of(lambda x: cut_weight(x, form)),
         "checker": lambda x: cut(x, OTHER[form]),
         "rationals": rationals,
@@ -95,7 +97,7 @@ def test_the_error_is_below_two_roundoffs_or_a_whole_subnormal(form: str) -> Non
     would do."""
     x, spec = halves(), FORMATS[form]
     x = x[np.abs(x) <= spec.largest]
-    found = toward_zero(torch.from_numpy(x), spec).numpy()
+    found = spec.toward_zero(torch.from_numpy(x)).numpy()
     error, normal = np.abs(x - found), np.abs(x) >= 2.0**spec.min_exponent
     assert (np.abs(found) <= np.abs(x)).all()
     most = 2 * spec.unit_roundoff / (1 + 2 * spec.unit_roundoff)
@@ -143,10 +145,10 @@ def test_there_is_no_number_to_cut_off_to_beyond_the_next_of_the_grid() -> None:
     """Up to there the largest number is what is left; from there on nothing is claimed."""
     inside, beyond = np.array([65504.0, 65519.9, 65535.9]), np.array([65536.0])
     form, half = FORMATS["float16"], OTHER["float16"]
-    assert (toward_zero(torch.from_numpy(inside), form) == 65504).all()
+    assert (form.toward_zero(torch.from_numpy(inside)) == 65504).all()
     assert (cut(inside, half) == 65504).all()
     assert float(cut_weight(torch.tensor([65535.0]), "float16")) == 65504
-    assert float(toward_zero(torch.from_numpy(beyond), form)) > form.largest
+    assert float(form.toward_zero(torch.from_numpy(beyond))) > form.largest
     assert np.isinf(cut(beyond, half)).all()
     with pytest.raises(Refusal, match="does not fit float16"):
         cut_weight(torch.from_numpy(beyond), "float16")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kcdsl.model.formats import FORMATS
-from kcdsl_backends.interval.rounding import nearest
 from kcdsl_certs.recheck.formats import nearest as other_nearest
 from kcdsl_certs.recheck.formats import saturated
 from kcdsl_certs.recheck.spec import FORMATS as OTHER
@@ -28,7 +27,7 @@ def test_the_error_of_every_cast_is_within_the_model(name: str) -> None:
     """max(u/(1+u)·|x|, η) over all float16 inputs, both attained; so u|x| + η holds."""
     form, x = FORMATS[name], halves()
     x = x[np.abs(x) <= form.largest]
-    rounded = nearest(torch.from_numpy(x), form).numpy()
+    rounded = form.nearest(torch.from_numpy(x)).numpy()
     error, u = np.abs(rounded - x), form.unit_roundoff
     finest = np.maximum(u / (1 + u) * np.abs(x), form.underflow)
     assert (error <= finest * (1 + 2.0**-52)).all()
@@ -52,7 +51,7 @@ def test_every_code_is_its_own_cast_and_every_tie_goes_to_the_even_one(name: str
         (np.nextafter((codes[1:] + codes[:-1]) / 2, np.inf), codes[1:]),
         (np.nextafter((codes[1:] + codes[:-1]) / 2, -np.inf), codes[:-1]),
     ):
-        first = nearest(torch.from_numpy(values), form).numpy()
+        first = form.nearest(torch.from_numpy(values)).numpy()
         assert np.array_equal(first, other_nearest(values, OTHER[name]))
         if expected is not None:
             assert np.array_equal(first, expected)
@@ -85,5 +84,5 @@ def test_the_libraries_agree_on_e5m2() -> None:
 def test_casts_of_float64_round_twice_in_the_libraries_and_once_here() -> None:
     """1.0625 + 1e-12 is nearer to 1.125; through float32 it would become 1.0."""
     value = 1.0625 + 1e-12
-    assert float(nearest(torch.tensor([value], dtype=torch.float64), FORMATS["fp8_e4m3"])) == 1.125
+    assert float(FORMATS["fp8_e4m3"].nearest(torch.tensor([value], dtype=torch.float64))) == 1.125
     assert float(np.float64(value).astype(ml_dtypes.float8_e4m3fn)) == 1.0

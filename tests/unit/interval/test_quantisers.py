@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
+from kcdsl.model.formats import CODE_FORMATS
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
 from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.quantisers import codes, known_steps, quantised_hull, staircase
+from kcdsl_backends.interval.quantisers import codes, quantised_hull, staircase
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import activation_error
-from kcdsl_backends.interval.scales import CODES, scale_range
+from kcdsl_backends.interval.scales import known_steps, scale_range
 
 DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 FORMATS = ["fp8_e4m3", "fp8_e5m2", "int8"]
@@ -26,7 +27,7 @@ def grid(format: str) -> np.ndarray:
 
 def coded(ratio: np.ndarray, format: str) -> np.ndarray:
     """Return the codes of float32 ratios, saturating."""
-    limited = np.clip(ratio, -CODES[format].largest, CODES[format].largest)
+    limited = np.clip(ratio, -CODE_FORMATS[format].grid.largest, CODE_FORMATS[format].grid.largest)
     if format == "int8":
         return np.rint(limited).astype(np.float32)
     return limited.astype(DTYPES[format]).astype(np.float32)
@@ -63,7 +64,7 @@ def test_the_hull_is_that_of_all_codes(format: str, spread: float) -> None:
     v = np.minimum(v, high * every[-1])
     _least, _most = oracle(v, low, high, format)
     point, around = Box.point(torch.from_numpy(v)), Box(*map(torch.from_numpy, (low, high)))
-    box = quantised_hull(point, known_steps(format, point, around))
+    box = quantised_hull(point, known_steps(CODE_FORMATS[format], point, around))
     lo, hi = box.lo.numpy(), box.hi.numpy()
     # The oracle does not round: a product may be off by a rounding, and a ratio within one of a
     # tie gets either code, where the hull may be a step wider or narrower than the oracle.
@@ -83,7 +84,7 @@ def test_every_code_of_a_known_scale_is_known(format: str) -> None:
     inside = every[1:] * (1 + 2.0**-10 * np.where(np.arange(len(every) - 1) % 2, 1, -1))
     scale = Box.point(torch.tensor([0.037], dtype=torch.float64).expand(len(inside)).contiguous())
     v = Box.point(torch.from_numpy(inside * 0.037))
-    by = known_steps(format, v, scale)
+    by = known_steps(CODE_FORMATS[format], v, scale)
     hull = quantised_hull(v, by)
     expected = torch.from_numpy(every[1:] * 0.037)
     assert bool(((hull.lo - expected).abs() <= 1e-6 * expected).all())
@@ -98,14 +99,14 @@ def test_every_code_of_a_known_scale_is_known(format: str) -> None:
 def test_float32_quantisers_lie_in_the_hull(format: str, scale: str) -> None:
     """Random rows within a region, quantised in float32 with their own maximum."""
     rng = np.random.default_rng(1)
-    top = np.float32(CODES[format].largest)
+    top = np.float32(CODE_FORMATS[format].grid.largest)
     for wide in (0.0, 1e-4, 1e-2, 0.3):
         centre = rng.standard_normal((8, 64)) * np.exp(rng.uniform(-12, 2, (8, 64)))
         centre = centre.astype(np.float32).astype(np.float64)
         x = Box(torch.from_numpy(centre - wide), torch.from_numpy(centre + wide))
         around = scale_range(x, Activations(format, scale))
         assert bool((around.lo > 0).all())
-        by = known_steps(format, x, around)
+        by = known_steps(CODE_FORMATS[format], x, around)
         hull, found = quantised_hull(x, by), codes(x, by)
         for _ in range(40):
             v = centre + wide * rng.choice([-0.99, 0.99, 0.3, -0.7], centre.shape)
@@ -137,7 +138,7 @@ def test_ties_of_known_numbers_are_known() -> None:
     assert ties.sum() > 100
     x = Box.point(torch.from_numpy(held.astype(np.float64)))
     around = scale_range(x, Activations("fp8_e4m3", "per_token"))
-    hull = quantised_hull(x, known_steps("fp8_e4m3", x, around))
+    hull = quantised_hull(x, known_steps(CODE_FORMATS["fp8_e4m3"], x, around))
     value = coded(held / s, "fp8_e4m3") * s
     assert (hull.lo.numpy() == value).all()
     assert (hull.hi.numpy() == value).all()
@@ -184,7 +185,7 @@ def test_mx_codes_saturate_inside_the_hull() -> None:
         box = Box(x * 0.999, x * 1.001)
         box = Box(torch.minimum(box.lo, box.hi), torch.maximum(box.lo, box.hi))
         around = scale_range(box, Activations("fp8_e4m3", "mx"))
-        hull = quantised_hull(box, known_steps("fp8_e4m3", box, around))
+        hull = quantised_hull(box, known_steps(CODE_FORMATS["fp8_e4m3"], box, around))
         for factor in (0.999, 0.9995, 1.0, 1.0004, 1.001):
             v = (x * factor).numpy().astype(np.float32)
             s = np.float32(2.0 ** (np.floor(np.log2(np.abs(v).max())) - 8))
@@ -205,7 +206,7 @@ def test_free_casts_have_no_staircase() -> None:
 def test_subnormal_products_are_within(format: str) -> None:
     """Rows so small that scales, and products of scales with codes, lose bits to underflow."""
     rng = np.random.default_rng(3)
-    top = np.float32(CODES[format].largest)
+    top = np.float32(CODE_FORMATS[format].grid.largest)
     rounding = kernel(format, "per_token")
     for exponent in range(-140, -90, 5):
         size = 2.0**exponent

@@ -9,7 +9,7 @@ from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding, nearest
+from kcdsl_backends.interval.rounding import Rounding
 
 
 def numerics(compute: str, casts: str) -> Numerics:
@@ -41,7 +41,7 @@ def test_nearest_agrees_with_the_format_on_a_dense_sample(name: str, dtype: type
     values = np.concatenate([values, values * (1 + 2.0**-11), values * 2.0**-3])
     values = values[np.abs(values) <= limit].astype(np.float32)
     expected = values.astype(dtype).astype(np.float64)
-    got = nearest(torch.from_numpy(values.astype(np.float64)), FORMATS[name]).numpy()
+    got = FORMATS[name].nearest(torch.from_numpy(values.astype(np.float64))).numpy()
     keep = np.isfinite(expected)
     np.testing.assert_array_equal(got[keep], expected[keep])
 
@@ -49,7 +49,7 @@ def test_nearest_agrees_with_the_format_on_a_dense_sample(name: str, dtype: type
 def test_nearest_float32_agrees_with_numpy() -> None:
     generator = np.random.default_rng(0)
     values = generator.standard_normal(100_000) * np.exp(generator.uniform(-90, 80, 100_000))
-    got = nearest(torch.from_numpy(values), FORMATS["float32"]).numpy()
+    got = FORMATS["float32"].nearest(torch.from_numpy(values)).numpy()
     np.testing.assert_array_equal(got, values.astype(np.float32).astype(np.float64))
 
 
@@ -66,7 +66,7 @@ def test_storing_holds_every_rounded_value(compute: str, casts: str) -> None:
     for _ in range(20):
         v = centre + radius * (2 * torch.rand(5000, generator=generator, dtype=torch.float64) - 1)
         held = v + internal * (2 * torch.rand(5000, generator=generator, dtype=torch.float64) - 1)
-        value = nearest(held, kernel.compute)
+        value = kernel.compute.nearest(held)
         if casts == "nearest" and compute == "float32":
             value = held
         assert bool((stored.value.lo <= value).all() and (value <= stored.value.hi).all())

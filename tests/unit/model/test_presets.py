@@ -14,7 +14,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import NUMERICS
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
-from kcdsl.model.numerics import CASTS, Activations, Attention, Weights
+from kcdsl.model.formats import CASTS
+from kcdsl.model.numerics import Activations, Attention, Weights
 from kcdsl.model.presets import ADAPTER_PRESETS, PRESETS, TENSOR_CORES, resolve
 
 

@@ -86,7 +86,7 @@ def softmax(run: KernelRun, node: Node) -> None:
     again = run.again(node, 0)
     wide = scores.reach if again is None else (scores.reach + again) * SAFE
     box = Box(scores.reference - wide, scores.reference + wide)
-    if run.rounding.numerics.attention.style == "composed":
+    if not run.rounding.numerics.attention.fused:
         theta = _theta(run, box, mask, again)
         inside = torch.where(mask, theta * high + 2.0**-120, 0.0)
         place = store(run, node, Result(p, project, moved, (own + inside) * SAFE))
@@ -187,7 +187,7 @@ def context(run: KernelRun, node: Node) -> None:
     """Append probabilities @ values."""
     p, v = run.operand(node, 0), run.operand(node, 1)
     keys = p.reference.shape[-1]
-    steps = keys + 2 * interval.tile_count(keys, run.rounding) + 4
+    steps = keys + 2 * run.rounding.numerics.attention.tiles(keys) + 4
     result = product(run, p, v, steps, 2)
     second = p.reach @ v.reach * SAFE
     cases = _in_cases(run, p, v, result.internal)

@@ -170,7 +170,7 @@ def _of_codes(run: KernelRun, error: Tensor) -> Roundings | None:
 def matmul(run: KernelRun, node: Node) -> None:
     """Append a @ b of two computed matrices."""
     scores = node.role == "scores"
-    before = 6 if scores and run.rounding.numerics.attention.style == "fused" else 2
+    before = run.rounding.numerics.attention.term_roundings if scores else 2
     query, key = (
         (heads(run, node, 0), heads(run, node, 1, transposed=True)) if scores else (None, None)
     )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.formats import CODE_FORMATS
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.quantisers import CODE_FORMATS
 
 _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn}
 _ALIGNED = 16

@@ -107,7 +107,7 @@ def arranged(x: Tensor, node: Node, numerics: Numerics) -> Tensor:
     x = x.reshape(-1, *x.shape[-2:])
     if numerics.kv_cache.scale == "per_head":
         return x.reshape(len(x), -1)
-    return x.permute(1, 2, 0) if numerics.kv_cache.scale == "static" else x
+    return x.permute(1, 2, 0) if numerics.kv_cache.static else x
 
 
 def replaced(x: Tensor, node: Node, numerics: Numerics, like: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def replaced(x: Tensor, node: Node, numerics: Numerics, like: Tensor) -> Tensor:
     assert numerics.kv_cache is not None
     keys = node.attrs["part"] == "keys"
     rows, width = like.shape[-2:][::-1] if keys else like.shape[-2:]
-    x = x.permute(2, 0, 1) if numerics.kv_cache.scale == "static" else x
+    x = x.permute(2, 0, 1) if numerics.kv_cache.static else x
     x = x.reshape(*like.shape[:-2], rows, width)
     return (x.mT if keys else x).contiguous()
 

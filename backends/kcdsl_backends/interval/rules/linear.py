@@ -7,15 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import Activations
-from kcdsl.model.quantisers import (
+from kcdsl.model.formats import (
     CODE_FORMATS,
     E8M0_EXPONENTS,
-    LAYOUTS,
+    FORMATS,
     NESTED_MOST,
     CodeFormat,
 )
+from kcdsl.model.numerics import Activations
 from kcdsl_backends.interval.box import Box, Factor, gamma, magnitude_product, matmul, up
 from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
@@ -175,7 +174,9 @@ def term_roundings(kernel: Rounding) -> int:
     if not kernel.numerics.by_codes:
         return _ROUNDED_TERMS
     sections = kernel.numerics.weights, kernel.numerics.activations
-    return _CODED_TERMS + sum(section.scale == "nvfp4" for section in sections)
+    return _CODED_TERMS + sum(
+        one.layout is not None and one.layout.rule == "nested" for one in sections
+    )
 
 
 def saturation_error(
@@ -338,7 +339,7 @@ def flushing_error(
     subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that multiply in
     float32, unless activations are quantised: then the product of two scales may be subnormal.
     """
-    faint = _FAINT_PRODUCT if kernel.numerics.activations.format != "none" else 0.0
+    faint = _FAINT_PRODUCT if kernel.numerics.activations.quantised else 0.0
     terms, each = columns or left.shape[-1], columns or 1
     if not kernel.coarse and kernel.numerics.products == "compute":
         return faint * terms
@@ -356,7 +357,7 @@ def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> T
         NoBound: a format without scale or with a static one may overflow, or that is not known, or
             casts are directed.
     """
-    if kernel.numerics.activations.format == "none":
+    if not kernel.numerics.activations.quantised:
         return None
     if kernel.casts.units != 1:  # no rule says how a quantiser rounds beside such casts
         raise NoBound(node, f"a quantiser beside casts {kernel.numerics.casts!r}")
@@ -365,17 +366,17 @@ def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> T
 
 def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
     spec, magnitude = kernel.numerics.activations, x.mag()
-    if spec.scale == "static":
+    if spec.static:
         return _static_error(x, kernel, node, weight)
-    if spec.scale == "nvfp4":
+    if spec.nested:
         return _nested_error(x, spec, node, weight)
-    form = CODE_FORMATS[spec.format]
+    form = spec.codes
     if form.zero_point:
-        low = group_maximum((-x.lo).clamp_min(0), spec.scale)
-        high = group_maximum(x.hi.clamp_min(0), spec.scale)
+        low = group_maximum((-x.lo).clamp_min(0), spec.layout)
+        high = group_maximum(x.hi.clamp_min(0), spec.layout)
         step = (low + high) / form.divisor
         return up((step * (0.5 + _OFF_ZERO) + magnitude * 2.0**-20) * _DIVISION, 4)
-    if spec.scale == "none":
+    if spec.layout is None:
         refuse_overflow(node, magnitude, form.grid, " of the input")
     refuse_batch(x, spec, node)
     scale = _largest_scale(magnitude, spec, form)
@@ -390,17 +391,17 @@ def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tenso
         last = spec.amax_limit * (min(form.above, form.below) / form.divisor) * (1 - 2.0**-20)
         beyond = (magnitude - last).clamp_min(0)
         rounded = torch.maximum(rounded, beyond + magnitude * 2.0**-20)
-    if spec.scale == "mx":
-        rounded = torch.maximum(rounded, _saturation(x, form))
+    if spec.layout is not None and spec.layout.cuts:
+        rounded = torch.maximum(rounded, _saturation(x, spec))
     return up(rounded, 4)
 
 
 def _largest_scale(magnitude: Tensor, spec: Activations, form: CodeFormat) -> Tensor:
     """Return what no dynamic scale exceeds but for its roundings."""
-    if spec.scale == "none":
+    if spec.layout is None:
         return torch.ones_like(magnitude)
-    largest = group_maximum(magnitude, spec.scale).clamp(spec.batch_amax, spec.amax_limit)
-    match LAYOUTS[spec.scale].rule:
+    largest = group_maximum(magnitude, spec.layout).clamp(spec.batch_amax, spec.amax_limit)
+    match spec.layout.rule:
         case "floor":
             scale = (largest * 2.0**-form.top_exponent).clamp_min(_LEAST_POWER)
         case "ceil":
@@ -414,7 +415,7 @@ def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
     """Return Q of a static scale that holds all of x: half a step, or that of the fp8 number."""
     spec, magnitude = kernel.numerics.activations, x.mag()
     scale = static_quantiser(x, spec, weight, node).scale.hi
-    form = CODE_FORMATS[spec.format]
+    form = spec.codes
     if form.integer:
         least = torch.minimum(magnitude, scale / 2)
         return up((least + magnitude * 2.0**-20) * _DIVISION, 4)
@@ -429,10 +430,10 @@ def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
     that is below 2^-6, or 448 where that is less. So 6·m·s keeps 15/16 of the group's own maximum,
     or all of it but 6·2^-10·s, or 2688·s. A scale that is made from the tensor may be subnormal.
     """
-    form, magnitude = CODE_FORMATS[spec.format], x.mag()
+    form, magnitude = spec.codes, x.mag()
     whole, scale = nested_scales(x, spec, weight, node)
     rounded = (form.grid.unit_roundoff * magnitude + scale * form.grid.underflow) * _DIVISION
-    least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), spec.scale)
+    least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), spec.layout)
     kept = (15 / 16) * least * (1 - 2.0**-20)
     cut = torch.minimum(magnitude / 16, (magnitude - kept).clamp_min(0))
     faint = torch.minimum(magnitude, form.above * 2.0**-10 * whole * _DIVISION)
@@ -442,17 +443,17 @@ def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
     return up(found if spec.input_scale else found + _FAINT_TENSOR, 4)
 
 
-def _saturation(x: Box, form: CodeFormat) -> Tensor:
+def _saturation(x: Box, spec: Activations) -> Tensor:
     """Return how much of a number an mx scale may cut off.
 
     The scale is 2^(floor(log2 amax) - emax), so at least κ = qmax·2^-(emax+1) of the block's own
     maximum is kept, and that maximum is known from both sides only: a number is cut by at most
     1 - κ of itself, and not at all below κ of the least possible maximum.
     """
+    form, magnitude = spec.codes, x.mag()
     kept = form.above * 2.0 ** -(form.top_exponent + 1)
-    magnitude = x.mag()
     least = torch.maximum(x.lo, -x.hi).clamp_min(0)
-    certain = kept * group_maximum(least, "mx") * (1 - 2.0**-20)
+    certain = kept * group_maximum(least, spec.layout) * (1 - 2.0**-20)
     cut = torch.minimum(magnitude * (1 - kept), (magnitude - certain).clamp_min(0))
     return cut + magnitude * 2.0**-20
 
@@ -473,7 +474,6 @@ def product(step: Step) -> State:
 
 
 def _matmul_error(step: Step, a: Box, b: Box, result: Box, kernel: Rounding) -> Tensor:
-    scaled_apart = step.node.role == "scores" and kernel.numerics.attention.style == "fused"
     total = magnitude_product(a.mag(), b.mag())
-    before = 6 if scaled_apart else 2
+    before = kernel.numerics.attention.term_roundings if step.node.role == "scores" else 2
     return summation_error(a.mag(), b.mag(), total, result.mag(), kernel, before=before)

@@ -113,7 +113,7 @@ def _spread(box: Box, shape: tuple[int, ...]) -> Box:
 
 def _context_error(wrong: Tensor, values: Box, kernel: Rounding, longest: int) -> Tensor:
     """Return E of a context product [..., rows, n]; `wrong` is Σ|computed p - p| of every row."""
-    extra = 2 * softmax.tile_count(longest, kernel) + 4
+    extra = 2 * kernel.numerics.attention.tiles(longest) + 4
     magnitude = values.mag()
     weights = up(1 + wrong)
     off, total = up(wrong * magnitude), up(weights * magnitude)

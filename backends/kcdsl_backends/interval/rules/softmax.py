@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -142,26 +140,20 @@ def log_error(columns: int, argument: Tensor, kernel: Rounding) -> Tensor:
     `argument` bounds the size of the numbers that are rounded on the way to the argument of exp.
     """
     attention = kernel.numerics.attention
-    tiles = tile_count(columns, kernel)
+    tiles = attention.tiles(columns)
     u = kernel.u_function
     exp_error = 2 * attention.exp_ulps * u
     exp_log = exp_error / (1 - exp_error)
     one = u / (1 - u)
     total = 2 * tiles * (u * argument + exp_log + one) + (columns + 8) * one
     stored = FORMATS[attention.probabilities]
-    if attention.style == "fused" and stored.precision < 24:
+    if attention.fused and stored.coarse:
         u_stored = kernel.unit(stored)
         lost = (1 + u_stored) * columns * kernel.faint(stored)
         if lost >= 1:
             return torch.full_like(argument, torch.inf)
         total = total + u_stored / (1 - u_stored) + lost / (1 - lost)
     return up(total, 4)
-
-
-def tile_count(columns: int, kernel: Rounding) -> int:
-    """Return how many tiles of keys a kernel walks through."""
-    attention = kernel.numerics.attention
-    return 1 if attention.style == "composed" else math.ceil(columns / attention.tile)
 
 
 def _rounding(
@@ -185,7 +177,7 @@ def relative_error(
         - _fill(scores.lo, mask, torch.inf).amin(-1, keepdim=True)
     )
     argument = spread
-    if kernel.numerics.attention.style == "fused":
+    if kernel.numerics.attention.fused:
         largest = _fill(scores.mag(), mask, 0.0).amax(-1, keepdim=True)
         argument = up(spread + 2 * largest, 2)
     log = log_error(columns, argument, kernel)
@@ -250,7 +242,7 @@ def _hull_over_keys(values: Box, mask: Tensor | None) -> Box:
 
 
 def _context_error(p: Box, rounding: Tensor, values: Box, result: Box, kernel: Rounding) -> Tensor:
-    extra = 2 * tile_count(p.shape[-1], kernel) + 4
+    extra = 2 * kernel.numerics.attention.tiles(p.shape[-1]) + 4
     magnitude = values.mag()
     wrong = magnitude_product(rounding, magnitude)
     weights = up(p.hi + rounding)
