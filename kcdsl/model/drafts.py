@@ -23,13 +23,12 @@ from kcdsl.model.stored import OWN, WIDE
 
 OPERATIONS = frozenset({
     "input", "param", "constant", "embedding", "linear", "matmul", "add", "sub", "mul", "scale",
-    "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "reshape", "expand", "permute",
-    "slice", "concat", "cast", "softmax", "rms_norm", "layer_norm", "rope",
+    "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "view",
+    "concat", "cast", "softmax", "rms_norm", "layer_norm", "rope",
 })  # fmt: skip
 LEAVES = frozenset({"input", "param", "constant"})
 UNROUNDED = frozenset({
-    "input", "param", "embedding", "reshape", "expand", "permute", "slice", "concat", "neg", "relu",
-    "mask",
+    "input", "param", "embedding", "view", "concat", "neg", "relu", "mask",
 })  # fmt: skip
 """Operations that store nothing: in a block graph their format is not read."""
 

@@ -12,14 +12,13 @@ from scipy.special import erf, expit
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.stored import TYPES
+from kcdsl.model.view import View
 
 Array = NDArray[Any]
 Round = Callable[[Array, str], Array]
 """Rounds a value to a format of `Node.format`."""
 
-UNROUNDED = frozenset({
-    "embedding", "reshape", "expand", "permute", "slice", "concat", "neg", "relu",
-})  # fmt: skip
+UNROUNDED = frozenset({"embedding", "view", "concat", "neg", "relu"})
 """Operations that store nothing; inputs, parameters and constants are stored before."""
 
 
@@ -120,11 +119,10 @@ def _gelu_share(n: Node, x: Array) -> Array:
     return np.asarray(np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def _slice(node: Node, store: Round, x: Array) -> Array:
-    a = node.attrs
-    places = [slice(None)] * x.ndim
-    places[a["dim"]] = slice(a["start"], a["stop"], a["step"])
-    return x[tuple(places)]
+def _view(node: Node, store: Round, x: Array) -> Array:
+    view = View.of(node)
+    taken = x.reshape(view.split)[view.slices].transpose(view.order)
+    return np.broadcast_to(taken, view.sizes).reshape(view.shape)
 
 
 def _softmax(node: Node, store: Round, scores: Array, mask: Array | None = None) -> Array:
@@ -202,10 +200,7 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
     "tanh": lambda n, s, x: np.tanh(x),
     "silu": _silu,
     "gelu": lambda n, s, x: 0.5 * x * (1.0 + _gelu_share(n, x)),
-    "reshape": lambda n, s, x: x.reshape(n.attrs["shape"]),
-    "expand": lambda n, s, x: np.broadcast_to(x, tuple(n.attrs["shape"])),
-    "permute": lambda n, s, x: x.transpose(n.attrs["dims"]),
-    "slice": _slice,
+    "view": _view,
     "concat": lambda n, s, *parts: np.concatenate(parts, axis=n.attrs["dim"]),
     "softmax": _softmax,
     "rms_norm": _norm,

@@ -22,7 +22,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.drafts import Drafts, finish, remove_dead
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import Traced, lower
-from kcdsl.model.rewrites import RULES
+from kcdsl.model.rewrites import RULES, joined_views
 from kcdsl.model.roles import mark_attention
 from kcdsl.model.stored import NAMES, TYPES, traced_format
 
@@ -111,12 +111,14 @@ def _chance(seed: int) -> Iterator[None]:
 
 
 def simplify(drafts: Drafts) -> None:
-    """Apply every rewrite, remove what nothing reads, and mark attention."""
+    """Apply every rewrite, remove what nothing reads, mark attention, and join views."""
     remove_dead(drafts)
     for rule in RULES:
         drafts.rewrite(rule)
     remove_dead(drafts)
     mark_attention(drafts)
+    drafts.rewrite(joined_views)
+    remove_dead(drafts)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

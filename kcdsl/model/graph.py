@@ -20,14 +20,16 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | shift | x | offset | x + offset |
 | neg, relu, tanh, silu | x | – | elementwise |
 | gelu | x | approximate: "tanh" (optional) | the erf form, or that by tanh |
-| reshape, expand | x | shape | |
-| permute | x | dims | |
-| slice | x | dim, start, stop, step | |
+| view | x | split, ranges, order, sizes | x as `split`, [ranges].permute(order).expand(sizes) |
 | concat | x… | dim | |
 | softmax | scores[, mask] | – | last dimension; mask is a bool constant, True = takes part |
 | rms_norm | x[, weight] | eps, form, parts | x / sqrt(mean(x²) + eps) * weight, last dimension |
 | layer_norm | x[, weight, bias] | eps, form, parts | (x - mean) / sqrt(var + eps) * weight + bias |
 | rope | x, cos, sin | – | x * cos + concat(-x[…, h:], x[…, :h]) * sin, h = half the last dim |
+
+`view` moves elements (`view.py`) and reads the result in the shape of the node. `ranges` has a
+[start, stop, step] for each dimension of `split`; `ranges`, `order` and `sizes` are left out where
+they change nothing.
 
 `role` marks the parts of an attention pattern, because numerics specifications speak of them:
 "scores" (the product q·kᵀ and every op between it and the softmax), "probabilities" (the softmax),
@@ -67,7 +69,7 @@ from numpy.typing import NDArray
 PINNED = ("float64", "float32", "float16", "bfloat16")
 """Formats that a node may name."""
 
-GRAPH_SCHEMA = "kcdsl.block-graph/2"
+GRAPH_SCHEMA = "kcdsl.block-graph/3"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kcdsl.model.drafts import LEAVES
 from kcdsl.model.lowering_state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
+from kcdsl.model.view import View
 
 Handler = Callable[[Lowering, Arguments], Any]
 HANDLERS: dict[str, Handler] = {}
@@ -223,22 +224,21 @@ def reshaped(s: Lowering, x: Ref, shape: tuple[int, ...]) -> Ref:
     """Return x in another shape."""
     if x.shape == shape:
         return x
-    return s.emit("reshape", [x], shape, stored=s.format_of(x), shape=list(shape))
+    return _viewed(s, x, View.reshaped(shape))
 
 
 def expanded(s: Lowering, x: Ref, shape: tuple[int, ...]) -> Ref:
     """Return x broadcast to a shape."""
     if x.shape == shape:
         return x
-    return s.emit("expand", [x], shape, stored=s.format_of(x), shape=list(shape))
+    return _viewed(s, x, View.expanded(x.shape, shape))
 
 
 def permuted(s: Lowering, x: Ref, dims: list[int]) -> Ref:
     """Return x with its dimensions in another order."""
     if dims == list(range(len(dims))):
         return x
-    shape = tuple(x.shape[d] for d in dims)
-    return s.emit("permute", [x], shape, stored=s.format_of(x), dims=dims)
+    return _viewed(s, x, View.permuted(x.shape, dims))
 
 
 def exchanged(s: Lowering, x: Ref, one: int, two: int) -> Ref:
@@ -257,10 +257,11 @@ def sliced(s: Lowering, x: Ref, dim: int, start: int | None, stop: int | None, s
     if length == x.shape[dim]:
         return x
     s.need(length > 0, "an empty slice")
-    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
-    return s.emit(
-        "slice", [x], shape, stored=s.format_of(x), dim=dim, start=start, stop=stop, step=step
-    )
+    return _viewed(s, x, View.sliced(x.shape, dim, start, stop, step))
+
+
+def _viewed(s: Lowering, x: Ref, view: View) -> Ref:
+    return s.emit("view", [x], view.shape, stored=s.format_of(x), **view.attrs)
 
 
 def repeated(s: Lowering, x: Ref, times: int, dim: int) -> Ref:
@@ -469,10 +470,11 @@ def _addmm(s: Lowering, a: Arguments) -> Any:
 def transposed_parameter(s: Lowering, y: Ref) -> Ref | None:
     """Return w where y is the transpose of a matrix parameter w."""
     node = s.drafts.nodes[y.name]
-    if node.op != "permute" or list(node.attrs["dims"]) != [1, 0]:
+    source = s.drafts.nodes[node.inputs[0]] if node.op == "view" else node
+    if source.op != "param" or len(source.shape) != 2:
         return None
-    source = s.drafts.nodes[node.inputs[0]]
-    return Ref(source.name, source.shape) if source.op == "param" else None
+    transposed = dict(node.attrs) == View.permuted(source.shape, (1, 0)).attrs
+    return Ref(source.name, source.shape) if transposed else None
 
 
 def _is_param(s: Lowering, value: Ref) -> bool:

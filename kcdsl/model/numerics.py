@@ -505,7 +505,7 @@ def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str |
     return None
 
 
-_MOVES = frozenset({"reshape", "expand", "permute", "slice", "concat", "neg", "relu", "embedding"})
+_MOVES = frozenset({"view", "concat", "neg", "relu", "embedding"})
 
 
 def held_formats(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl.model.drafts import UNROUNDED, Draft, Drafts, Rule
+from kcdsl.model.view import View
 
 
 def masked_softmax(drafts: Drafts, node: Draft) -> Draft | None:
@@ -132,6 +133,17 @@ def written_out_rope(drafts: Drafts, node: Draft) -> Draft | None:
     return None
 
 
+def joined_views(drafts: Drafts, node: Draft) -> Draft | None:
+    """view(view(x)) -> view(x), where nothing else reads the first and one view says both."""
+    source = drafts.nodes[node.inputs[0]] if node.op == "view" else node
+    if source.op != "view" or source is node or source.name == drafts.output:
+        return None
+    view = View.of(node).after(View.of(source))
+    if view is None or len(drafts.users(source.name)) != 1:
+        return None
+    return replace(node, inputs=source.inputs, attrs=view.attrs)
+
+
 ONE_ROUNDING = frozenset({
     "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu", "gelu",
     "softmax", "rms_norm", "layer_norm", "rope",
@@ -234,12 +246,14 @@ def _is_half_turn(drafts: Drafts, name: str, x: str, half: int) -> bool:
     if negative.op != "neg" or node.shape[-1] != 2 * half:
         return False
     upper, lower = drafts.nodes[negative.inputs[0]], drafts.nodes[node.inputs[1]]
-    return _is_slice(upper, x, last, half, 2 * half) and _is_slice(lower, x, last, 0, half)
-
-
-def _is_slice(node: Draft, x: str, dim: int, start: int, stop: int) -> bool:
-    wanted = {"dim": dim, "start": start, "stop": stop, "step": 1}
-    return node.op == "slice" and node.inputs == (x,) and dict(node.attrs) == wanted
+    whole = drafts.nodes[x].shape
+    parts = ((upper, half, 2 * half), (lower, 0, half))
+    return len(whole) == len(node.shape) and all(
+        part.op == "view"
+        and part.inputs == (x,)
+        and dict(part.attrs) == View.sliced(whole, last, start, stop).attrs
+        for part, start, stop in parts
+    )
 
 
 def _same(drafts: Drafts, x: str, node: Draft) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from kcdsl.model.drafts import Draft, Drafts
 
 BETWEEN = frozenset({"scale", "divide", "shift", "add", "sub", "mul", "neg", "tanh", "cast"})
-LAYOUT = frozenset({"reshape", "expand", "permute"})
 FIXED = frozenset({"constant", "param"})
 
 
@@ -40,7 +39,7 @@ def _scores(drafts: Drafts, softmax: str) -> list[str]:
         if node.op == "matmul":
             return path
         moving = [i for i in node.inputs if drafts.nodes[i].op not in FIXED]
-        if node.op not in BETWEEN | LAYOUT or len(moving) != 1:
+        if not (node.op in BETWEEN or _keeps_all(node)) or len(moving) != 1:
             return []
         name = moving[0]
 
@@ -57,13 +56,17 @@ def _context(drafts: Drafts, softmax: str) -> list[str]:
         if name == drafts.output:
             return []
         for user in drafts.users(name):
-            if user.op in LAYOUT:
+            if _keeps_all(user):
                 waiting.append(user.name)
             elif _multiplies_values(user, name):
                 found.append(user.name)
             else:
                 return []
     return found
+
+
+def _keeps_all(node: Draft) -> bool:
+    return node.op == "view" and "ranges" not in node.attrs
 
 
 def _multiplies_values(user: Draft, probabilities: str) -> bool:

@@ -213,7 +213,7 @@ def attention_alone(rows: int) -> Any:
     """Return softmax(x xᵀ) x."""
     g = proofs.Graph((rows, 3))
     x = g.add("input", [], (rows, 3))
-    k = g.add("permute", [x], (3, rows), dims=[1, 0])
+    k = g.permute(x, [1, 0])
     s = g.add("matmul", [x, k], (rows, rows), role="scores")
     p = g.add("softmax", [s], (rows, rows), role="probabilities")
     g.add("matmul", [p, x], (rows, 3), role="context")

@@ -46,15 +46,15 @@ def product(rng: np.random.Generator, groups: int) -> Any:
     x, heads = g.add("input", [], (ROWS, 6)), 2 * groups
     w = g.param("w", rng.standard_normal((heads * ROWS, 6)))
     s = g.add("linear", [x, w], (ROWS, heads * ROWS))
-    s = g.add("reshape", [s], (heads, ROWS, ROWS), shape=[heads, ROWS, ROWS])
+    s = g.reshape(s, (heads, ROWS, ROWS))
     p = g.add("softmax", [s], (heads, ROWS, ROWS), role="probabilities")
     w = g.param("v", rng.standard_normal((groups * WIDTH, 6)))
     v = g.add("linear", [x, w], (ROWS, groups * WIDTH))
-    v = g.add("reshape", [v], (ROWS, groups, WIDTH), shape=[ROWS, groups, WIDTH])
-    v = g.add("permute", [v], (groups, ROWS, WIDTH), dims=[1, 0, 2])
-    v = g.add("reshape", [v], (groups, 1, ROWS, WIDTH), shape=[groups, 1, ROWS, WIDTH])
-    v = g.add("expand", [v], (groups, 2, ROWS, WIDTH), shape=[groups, 2, ROWS, WIDTH])
-    v = g.add("reshape", [v], (heads, ROWS, WIDTH), shape=[heads, ROWS, WIDTH])
+    v = g.reshape(v, (ROWS, groups, WIDTH))
+    v = g.permute(v, [1, 0, 2])
+    v = g.reshape(v, (groups, 1, ROWS, WIDTH))
+    v = g.expand(v, (groups, 2, ROWS, WIDTH))
+    v = g.reshape(v, (heads, ROWS, WIDTH))
     g.add("matmul", [p, v], (heads, ROWS, WIDTH), role="context")
     return g
 

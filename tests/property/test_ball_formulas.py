@@ -78,7 +78,7 @@ def rows_read_again(rng: np.random.Generator) -> Any:
     y = heads(g, x, rng, "h")
     shape = (2, ROWS, 2)
     angles = rng.standard_normal((ROWS, 2))
-    y = g.add("slice", [y], shape, dim=-1, start=0, stop=2, step=1)
+    y = g.slice(y, dim=-1, start=0, stop=2)
     cos = g.constant("cos", np.cos(angles).astype(np.float32))
     sin = g.constant("sin", np.sin(angles).astype(np.float32))
     turned = g.add("rope", [y, cos, sin], shape)

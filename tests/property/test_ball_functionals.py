@@ -44,28 +44,28 @@ def attended(oddly: str) -> Build:
         g, x = source()
         w, s = g.param("w", rng.standard_normal((6, 6))), scores(g, x, rng)
         if oddly == "values of a stack of rows":
-            x = g.add("reshape", [x], (1, 3, 6), shape=[1, 3, 6])
+            x = g.reshape(x, (1, 3, 6))
             v = g.add("linear", [x, w], (1, 3, 6))
-            v = g.add("reshape", [v], (3, 2, 3), shape=[3, 2, 3])
-            v = g.add("permute", [v], (2, 3, 3), dims=[1, 0, 2])
+            v = g.reshape(v, (3, 2, 3))
+            v = g.permute(v, [1, 0, 2])
         elif oddly == "values of no linear":
             v = g.add("relu", [g.add("linear", [x, w], (3, 6))], (3, 6))
-            v = g.add("reshape", [v], (3, 2, 3), shape=[3, 2, 3])
-            v = g.add("permute", [v], (2, 3, 3), dims=[1, 0, 2])
+            v = g.reshape(v, (3, 2, 3))
+            v = g.permute(v, [1, 0, 2])
         elif oddly == "values with rows and heads mixed":
             v = g.add("linear", [x, w], (3, 6))
-            v = g.add("reshape", [v], (2, 3, 3), shape=[2, 3, 3])
+            v = g.reshape(v, (2, 3, 3))
         elif oddly == "values of one row for each head":
             v = g.add("linear", [x, w], (3, 6))
-            v = g.add("slice", [v], (2, 6), dim=0, start=1, stop=3, step=1)
-            v = g.add("reshape", [v], (2, 1, 6), shape=[2, 1, 6])
-            v = g.add("expand", [v], (2, 3, 6), shape=[2, 3, 6])
+            v = g.slice(v, dim=0, start=1, stop=3)
+            v = g.reshape(v, (2, 1, 6))
+            v = g.expand(v, (2, 3, 6))
         else:  # values of the last rows
-            s = g.add("slice", [s], (2, 3, 2), dim=2, start=0, stop=2, step=1)
+            s = g.slice(s, dim=2, start=0, stop=2)
             v = g.add("linear", [x, w], (3, 6))
-            v = g.add("reshape", [v], (3, 2, 3), shape=[3, 2, 3])
-            v = g.add("permute", [v], (2, 3, 3), dims=[1, 0, 2])
-            v = g.add("slice", [v], (2, 2, 3), dim=1, start=1, stop=3, step=1)
+            v = g.reshape(v, (3, 2, 3))
+            v = g.permute(v, [1, 0, 2])
+            v = g.slice(v, dim=1, start=1, stop=3)
         columns, width = (2, 3) if oddly == "values of the last rows" else (3, 3)
         width = 6 if oddly == "values of one row for each head" else width
         p = g.add("softmax", [s], (2, 3, columns), role="probabilities")
@@ -83,11 +83,11 @@ def turned_oddly(some: bool) -> Build:
         g, x = source()
         q, k = turned(g, x, rng, "q", 3), turned(g, x, rng, "k", 3)
         if some:
-            k = g.add("slice", [k], (3, 2, 4), dim=1, start=1, stop=3, step=1)
+            k = g.slice(k, dim=1, start=1, stop=3)
         else:
-            k = g.add("permute", [k], (3, 3, 4), dims=[1, 0, 2])
+            k = g.permute(k, [1, 0, 2])
         rows = 2 if some else 3
-        k = g.add("permute", [k], (3, 4, rows), dims=[0, 2, 1])
+        k = g.permute(k, [0, 2, 1])
         g.add("matmul", [q, k], (3, 3, rows), role="scores")
         return g
 
@@ -202,7 +202,7 @@ def copies(kind: str) -> Any:
     g = proofs.Graph((3, 1))
     x = g.add("input", [], (3, 1))
     if kind == "copied":
-        g.add("expand", [x], (3, 40), shape=[3, 40])
+        g.expand(x, (3, 40))
     else:
         g.add("concat", [x] * 40, (3, 40), dim=1)
     return g

@@ -47,7 +47,7 @@ def softmax(rng: np.random.Generator, masked: bool) -> Any:
     g = proofs.Graph((3, 6))
     w = g.param("w", rng.standard_normal((6, 6)))
     y = g.add("linear", [g.add("input", [], (3, 6)), w], (3, 6))
-    inputs = [g.add("reshape", [y], SHAPE, shape=list(SHAPE))]
+    inputs = [g.reshape(y, SHAPE)]
     if masked:
         inputs.append(g.constant("mask", MASKED[0].copy()))
     g.add("softmax", inputs, SHAPE, role="probabilities")

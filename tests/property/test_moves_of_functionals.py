@@ -6,6 +6,7 @@ copies may be taken for each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kcdsl.model.view import View
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.propagate import write
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
@@ -28,28 +30,47 @@ KERNEL = proofs.numerics("float32", "any")
 Shape = tuple[int, ...]
 
 
-def _slice(dim: int, start: int, stop: int, step: int, shape: Shape) -> tuple[str, Shape, Any]:
-    return "slice", shape, {"dim": dim, "start": start, "stop": stop, "step": step}
-
-
-def _expand(*shape: int) -> tuple[str, Shape, Any]:
-    return "expand", shape, {"shape": list(shape)}
+def _view(view: View) -> tuple[str, Shape, Any]:
+    return "view", view.shape, view.attrs
 
 
 MOVES: dict[str, tuple[Shape, tuple[str, Shape, Any]]] = {
-    "a dimension in front": ((3, 4), _expand(2, 3, 4)),
-    "in front and a row": ((1, 4), _expand(2, 3, 4)),
-    "in front and a column": ((3, 1), _expand(2, 3, 4)),
-    "in front and both": ((1, 1), _expand(3, 2, 4)),
-    "two in front, and the middle": ((2, 1, 2), _expand(3, 2, 2, 2, 2)),
-    "two in front, and the first": ((1, 2, 2), _expand(3, 2, 2, 2, 2)),
-    "the first of equal sizes": ((1, 3, 3), _expand(3, 3, 3)),
-    "reshape": ((2, 6), ("reshape", (3, 2, 2), {"shape": [3, 2, 2]})),
-    "permute": ((2, 3, 4), ("permute", (4, 2, 3), {"dims": [2, 0, 1]})),
-    "slice": ((5, 4), _slice(0, 1, 4, 1, (3, 4))),
-    "slice from behind": ((3, 2, 5), _slice(-1, 2, 5, 1, (3, 2, 3))),
-    "every second": ((3, 7), _slice(1, 1, 7, 2, (3, 3))),
-    "every third row": ((7, 3), _slice(-2, 0, 7, 3, (3, 3))),
+    "a dimension in front": ((3, 4), _view(View.expanded((3, 4), (2, 3, 4)))),
+    "in front and a row": ((1, 4), _view(View.expanded((1, 4), (2, 3, 4)))),
+    "in front and a column": ((3, 1), _view(View.expanded((3, 1), (2, 3, 4)))),
+    "in front and both": ((1, 1), _view(View.expanded((1, 1), (3, 2, 4)))),
+    "two in front, and the middle": (
+        (2, 1, 2),
+        _view(View.expanded((2, 1, 2), (3, 2, 2, 2, 2))),
+    ),
+    "two in front, and the first": ((1, 2, 2), _view(View.expanded((1, 2, 2), (3, 2, 2, 2, 2)))),
+    "the first of equal sizes": ((1, 3, 3), _view(View.expanded((1, 3, 3), (3, 3, 3)))),
+    "reshape": ((2, 6), _view(View.reshaped((3, 2, 2)))),
+    "permute": ((2, 3, 4), _view(View.permuted((2, 3, 4), (2, 0, 1)))),
+    "slice": ((5, 4), _view(View.sliced((5, 4), 0, 1, 4))),
+    "slice from behind": ((3, 2, 5), _view(View.sliced((3, 2, 5), -1, 2, 5))),
+    "every second": ((3, 7), _view(View.sliced((3, 7), 1, 1, 7, 2))),
+    "every third row": ((7, 3), _view(View.sliced((7, 3), -2, 0, 7, 3))),
+    "heads": (
+        (3, 8),
+        _view(replace(View.permuted((3, 2, 4), (1, 0, 2)), shape=(2, 12))),
+    ),
+    "copies of heads": (
+        (3, 8),
+        _view(replace(View.expanded((3, 2, 1, 4), (3, 2, 3, 4)), shape=(3, 24))),
+    ),
+    "some of every head, turned and copied": (
+        (5, 12),
+        _view(
+            View(
+                (5, 3, 4),
+                ((1, 5, 2), (0, 3, 1), (1, 2, 1)),
+                (2, 0, 1),
+                (2, 2, 3),
+                (4, 3),
+            )
+        ),
+    ),
     "neg": ((3, 4), ("neg", (3, 4), {})),
     "joined": ((3, 4), ("concat", (6, 4), {"dim": 0})),
     "joined from behind": ((2, 3, 4), ("concat", (2, 3, 8), {"dim": -1})),
@@ -64,7 +85,7 @@ def test_functionals_go_where_numbers_came_from(name: str, tmp_path: Path) -> No
     graph = proofs.Graph(rows)
     x = graph.add("input", [], rows)
     if len(before) != 2:
-        x = graph.add("reshape", [x], before, shape=list(before))
+        x = graph.reshape(x, before)
     y = graph.add(op, [x] * (2 if op == "concat" else 1), after, **attrs)
     centre = rng.standard_normal(rows)
 

@@ -221,7 +221,7 @@ LEAST: dict[str, tuple[float, float, float, float]] = {
     "scale": (1.49, 1.49, 1.49, 1.49),
     "divide": (1.49, 1.49, 1.49, 1.49),
     "shift": (0.24, 0.0, 0.24, 0.0),  # its drift is that of its operand
-    "expand": (0.49, 0.49, 0.49, 0.49),
+    "view": (0.49, 0.49, 0.49, 0.49),
     "rope": (1.19, 1.19, 1.19, 1.19),
     "linear": (1.19, 1.19, 1.19, 1.19),
     "mul": (0.99, 0.99, 0.99, 0.99),
@@ -255,7 +255,7 @@ def test_both_programs_cover_as_much(tmp_path: Path, rule: str, size: float) -> 
         op = nodes[place]["op"] if place in nodes else "numerator"
         if other.noise is None or mine.relu is not None or op not in LEAST:
             continue
-        if op == "expand" and mine.reference.size == source_of(graph, nodes[place]):
+        if op == "view" and mine.reference.size == source_of(graph, nodes[place]):
             continue
         added = other.noise.deviation.numpy(), other.noise.drift.numpy()
         for k, box in enumerate((mine.e, mine.d)):

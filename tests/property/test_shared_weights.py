@@ -146,7 +146,7 @@ def test_a_parameter_that_is_added_is_the_same_in_both(
 ) -> None:
     graph, x = chain(1.5), 0.75
     found, added = graph.output, graph.param("p", np.full(shape, 2.0))
-    added = graph.add("reshape", [added], (1, 1), shape=[1, 1])
+    added = graph.reshape(added, (1, 1))
     graph.add("add", [found, added], (1, 1))
     lo, hi = program(graph, (exact(), exact(input="bfloat16")), np.array([[x]]), RHO, tmp_path)
     largest = 1.5 * x * 2.0**-8 * (1 + float(RHO))

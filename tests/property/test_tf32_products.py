@@ -37,7 +37,7 @@ def problem(weight: Tensor, x: Tensor, numerics: dict[str, str]) -> BlockProblem
         Node("w", "param", (), tuple(weight.shape), {"key": "w"}),
         Node("x", "input", (), tuple(x.shape)),
         Node("y", "linear", ("x", "w"), (rows, outputs)),
-        Node("t", "permute", ("y",), (outputs, rows), {"dims": [1, 0]}),
+        Node("t", "view", ("y",), (outputs, rows), {"split": [rows, outputs], "order": [1, 0]}),
         Node("z", "matmul", ("y", "t"), (rows, rows)),
     )
     graph = BlockGraph("mlp_0", nodes, "z", {}, tuple(x.shape))

@@ -96,13 +96,13 @@ def square(op: str, **attrs: Any) -> Build:
 
 def moves(rng: np.random.Generator) -> Any:
     g, x = source()
-    y = g.add("reshape", [x], (ROWS, 2, 3), shape=[ROWS, 2, 3])
-    y = g.add("permute", [y], (2, ROWS, 3), dims=[1, 0, 2])
-    y = g.add("reshape", [y], (2, 1, ROWS, 3), shape=[2, 1, ROWS, 3])
-    y = g.add("expand", [y], (2, 2, ROWS, 3), shape=[2, 2, ROWS, 3])
-    y = g.add("reshape", [y], (4, ROWS, 3), shape=[4, ROWS, 3])
-    a = g.add("slice", [y], (4, ROWS, 2), dim=2, start=0, stop=3, step=2)
-    b = g.add("slice", [y], (4, ROWS, 2), dim=-1, start=1, stop=3, step=1)
+    y = g.reshape(x, (ROWS, 2, 3))
+    y = g.permute(y, [1, 0, 2])
+    y = g.reshape(y, (2, 1, ROWS, 3))
+    y = g.expand(y, (2, 2, ROWS, 3))
+    y = g.reshape(y, (4, ROWS, 3))
+    a = g.slice(y, dim=2, start=0, stop=3, step=2)
+    b = g.slice(y, dim=-1, start=1, stop=3)
     g.add("neg", [g.add("concat", [a, b], (4, ROWS, 4), dim=2)], (4, ROWS, 4))
     return g
 
@@ -119,13 +119,13 @@ def rope(rng: np.random.Generator) -> Any:
 def heads(g: Any, x: str, rng: np.random.Generator, name: str) -> str:
     w = g.param(f"{name}.weight", rng.standard_normal((WIDTH, WIDTH)) / 2)
     y = g.add("linear", [x, w], (ROWS, WIDTH))
-    y = g.add("reshape", [y], (ROWS, 2, 3), shape=[ROWS, 2, 3])
-    return str(g.add("permute", [y], (2, ROWS, 3), dims=[1, 0, 2]))
+    y = g.reshape(y, (ROWS, 2, 3))
+    return str(g.permute(y, [1, 0, 2]))
 
 
 def scores(g: Any, x: str, rng: np.random.Generator) -> str:
     q, k = heads(g, x, rng, "q"), heads(g, x, rng, "k")
-    k = g.add("permute", [k], (2, 3, ROWS), dims=[0, 2, 1])
+    k = g.permute(k, [0, 2, 1])
     return str(g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores"))
 
 
@@ -138,7 +138,7 @@ def straight_scores(rng: np.random.Generator) -> Any:
 def softmax(masked: bool) -> Build:
     def build(rng: np.random.Generator) -> Any:
         g, x = source()
-        inputs = [g.add("reshape", [x], (2, ROWS, 3), shape=[2, ROWS, 3])]
+        inputs = [g.reshape(x, (2, ROWS, 3))]
         if masked:
             inputs.append(g.constant("mask", np.tril(np.ones((ROWS, 3), dtype=bool))))
         g.add("softmax", inputs, (2, ROWS, 3), role="probabilities")
@@ -166,8 +166,8 @@ def turned(g: Any, x: str, rng: np.random.Generator, name: str, count: int) -> s
     """Append heads [count, T, 4] of a linear, turned by their position."""
     w = g.param(f"{name}.weight", rng.standard_normal((4 * count, WIDTH)) / 2)
     y = g.add("linear", [x, w], (ROWS, 4 * count))
-    y = g.add("reshape", [y], (ROWS, count, 4), shape=[ROWS, count, 4])
-    y = g.add("permute", [y], (count, ROWS, 4), dims=[1, 0, 2])
+    y = g.reshape(y, (ROWS, count, 4))
+    y = g.permute(y, [1, 0, 2])
     angles = rng.standard_normal((ROWS, 4))
     cos = g.constant(f"{name}.cos", np.cos(angles).astype(np.float32))
     sin = g.constant(f"{name}.sin", np.sin(angles).astype(np.float32))
@@ -176,14 +176,14 @@ def turned(g: Any, x: str, rng: np.random.Generator, name: str, count: int) -> s
 
 def twice(g: Any, x: str, width: int) -> str:
     """Append every head [1, T, width] once more: [2, T, width]."""
-    x = g.add("reshape", [x], (1, 1, ROWS, width), shape=[1, 1, ROWS, width])
-    x = g.add("expand", [x], (1, 2, ROWS, width), shape=[1, 2, ROWS, width])
-    return str(g.add("reshape", [x], (2, ROWS, width), shape=[2, ROWS, width]))
+    x = g.reshape(x, (1, 1, ROWS, width))
+    x = g.expand(x, (1, 2, ROWS, width))
+    return str(g.reshape(x, (2, ROWS, width)))
 
 
 def shared_scores(g: Any, x: str, rng: np.random.Generator) -> str:
     q, k = turned(g, x, rng, "q", 2), twice(g, turned(g, x, rng, "k", 1), 4)
-    k = g.add("permute", [k], (2, 4, ROWS), dims=[0, 2, 1])
+    k = g.permute(k, [0, 2, 1])
     return str(g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores"))
 
 
@@ -196,7 +196,7 @@ def turned_scores(groups: int) -> Build:
             shared_scores(g, x, rng)
             return g
         q, k = turned(g, x, rng, "q", 2), turned(g, x, rng, "k", 2)
-        k = g.add("permute", [k], (2, 4, ROWS), dims=[0, 2, 1])
+        k = g.permute(k, [0, 2, 1])
         g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores")
         return g
 
@@ -211,8 +211,8 @@ def shared_context(rng: np.random.Generator) -> Any:
     p = g.add("softmax", [s, mask], (2, ROWS, ROWS), role="probabilities")
     w = g.param("v.weight", rng.standard_normal((3, WIDTH)) / 2)
     v = g.add("linear", [x, w], (ROWS, 3))
-    v = g.add("reshape", [v], (ROWS, 1, 3), shape=[ROWS, 1, 3])
-    v = twice(g, g.add("permute", [v], (1, ROWS, 3), dims=[1, 0, 2]), 3)
+    v = g.reshape(v, (ROWS, 1, 3))
+    v = twice(g, g.permute(v, [1, 0, 2]), 3)
     g.add("matmul", [p, v], (2, ROWS, 3), role="context")
     return g
 
@@ -230,20 +230,20 @@ def straight_oddly(kind: str) -> Build:
             w = g.param("w", rng.standard_normal((1, 6)))
             v = g.add("linear", [x, w], (3, 1))
             s = g.add("concat", [x, x, x], (9, 6), dim=0)
-            s = g.add("slice", [s], (9, 3), dim=1, start=0, stop=6, step=2)
-            p = g.add("softmax", [g.add("reshape", [s], (3, 3, 3), shape=[3, 3, 3])], (3, 3, 3))
+            s = g.slice(s, dim=1, start=0, stop=6, step=2)
+            p = g.add("softmax", [g.reshape(s, (3, 3, 3))], (3, 3, 3))
             g.add("matmul", [p, v], (3, 3, 1), role="context")
             return g
         parts = []
         for name in "qk":
             y = g.add("linear", [x, g.param(name, rng.standard_normal((6, 6)))], (3, 6))
             if kind == "rows and heads mixed":  # heads are not columns of the linear
-                parts.append(g.add("reshape", [y], (2, 3, 3), shape=[2, 3, 3]))
+                parts.append(g.reshape(y, (2, 3, 3)))
             else:  # each head has other rows of the input
-                y = g.add("reshape", [y], (3, 2, 3), shape=[3, 2, 3])
-                parts.append(g.add("expand", [y], (3, 2, 3), shape=[3, 2, 3]))
+                y = g.reshape(y, (3, 2, 3))
+                parts.append(g.expand(y, (3, 2, 3)))
         heads, rows = (2, 3) if kind == "rows and heads mixed" else (3, 2)
-        k = g.add("permute", [parts[1]], (heads, 3, rows), dims=[0, 2, 1])
+        k = g.permute(parts[1], [0, 2, 1])
         g.add("matmul", [parts[0], k], (heads, rows, rows), role="scores")
         return g
 

@@ -8,7 +8,7 @@ record alone; the only thing taken from outside is what the kernel stores for ea
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import erf
 from typing import Any
@@ -451,20 +451,12 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
                 y, settled = run.relu(args[0]), False
             case "gelu" | "silu" | "tanh":
                 y = run.function("gelu by tanh" if "approximate" in attrs else op, args[0])
-            case "reshape":
-                y, settled = args[0].reshape(attrs["shape"]), False
-            case "expand":
-                y, settled = np.broadcast_to(args[0], attrs["shape"]), False
+            case "view":
+                y, settled = view(args[0], attrs, node["shape"]), False
             case "cache":
                 y, settled = args[0], False
                 if "kv_cache" in run.numerics:
                     y = run.cached(args[0], attrs["part"], attrs["source"])
-            case "permute":
-                y, settled = np.transpose(args[0], attrs["dims"]), False
-            case "slice":
-                index: list[Any] = [slice(None)] * args[0].ndim
-                index[attrs["dim"]] = slice(attrs["start"], attrs["stop"], attrs["step"])
-                y, settled = args[0][tuple(index)], False
             case "concat":
                 y, settled = np.concatenate(args, axis=attrs["dim"]), False
             case "softmax":
@@ -492,6 +484,21 @@ def stored_format(record: Mapping[str, Any], op: str, role: str) -> str:
         return str(record["attention"][role])
     named = record.get("results", {})
     return str(named.get(role) or named.get(op) or record["compute"])
+
+
+def view(x: Floats, attrs: Mapping[str, Any], shape: Sequence[int]) -> Floats:
+    """Return the elements that a view takes, by the number of their place."""
+    split = attrs["split"]
+    ranges = attrs.get("ranges", [[0, size, 1] for size in split])
+    order = attrs.get("order", range(len(split)))
+    taken = [range(*ranges[axis]) for axis in order]
+    sizes = attrs.get("sizes", [len(each) for each in taken])
+    places = np.zeros(sizes, dtype=np.int64)
+    for at in np.ndindex(*sizes):
+        for i, axis in enumerate(order):
+            stride = int(np.prod(split[axis + 1 :]))
+            places[at] += taken[i][at[i] if len(taken[i]) > 1 else 0] * stride
+    return x.reshape(-1)[places].reshape(shape)
 
 
 def weights_alone(graph: Any, name: str) -> bool:

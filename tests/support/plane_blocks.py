@@ -44,7 +44,7 @@ def shared(rng: np.random.Generator) -> Any:
     y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)) / 2)], (3, 6))
     z = g.add("mul", [g.add("silu", [y], (3, 6)), y], (3, 6))
     z = g.add("concat", [z, y, x], (3, 18), dim=1)
-    g.add("slice", [z], (3, 9), dim=1, start=0, stop=18, step=2)
+    g.slice(z, dim=1, start=0, stop=18, step=2)
     return g
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 Document = dict[str, Any]
-GRAPH_SCHEMA = "kcdsl.block-graph/2"
+GRAPH_SCHEMA = "kcdsl.block-graph/3"
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> str:
@@ -143,6 +143,29 @@ class Graph:
         self.output = name
         return name
 
+    def shape_of(self, name: str) -> list[int]:
+        return next(list(node["shape"]) for node in self.nodes if node["name"] == name)
+
+    def reshape(self, x: str, shape: Sequence[int]) -> str:
+        return self.add("view", [x], tuple(shape), split=list(shape))
+
+    def permute(self, x: str, dims: Sequence[int]) -> str:
+        before = self.shape_of(x)
+        order = [d % len(before) for d in dims]
+        return self.add("view", [x], tuple(before[d] for d in order), split=before, order=order)
+
+    def expand(self, x: str, shape: Sequence[int]) -> str:
+        before = self.shape_of(x)
+        split = [1] * (len(shape) - len(before)) + before
+        return self.add("view", [x], tuple(shape), split=split, sizes=list(shape))
+
+    def slice(self, x: str, dim: int, start: int, stop: int, step: int = 1) -> str:
+        before = self.shape_of(x)
+        ranges = [[0, size, 1] for size in before]
+        ranges[dim] = [start, stop, step]
+        shape = tuple(len(range(*each)) for each in ranges)
+        return self.add("view", [x], shape, split=before, ranges=ranges)
+
     def param(self, key: str, value: np.ndarray) -> str:
         self.tensors[key] = value.astype(np.float32)
         return self.add("param", [], value.shape, key=key)
@@ -229,16 +252,16 @@ def unmasked_attention(
         w = g.param(f"{name}.weight", rng.standard_normal((width, width)) / width**0.5)
         b = g.param(f"{name}.bias", 0.1 * rng.standard_normal(width))
         y = g.add("linear", [x, w, b], (rows, width))
-        y = g.add("reshape", [y], (rows, heads, size), shape=[rows, heads, size])
-        parts[name] = g.add("permute", [y], (heads, rows, size), dims=[1, 0, 2])
-    k = g.add("permute", [parts["k"]], (heads, size, rows), dims=[0, 2, 1])
+        y = g.reshape(y, (rows, heads, size))
+        parts[name] = g.permute(y, [1, 0, 2])
+    k = g.permute(parts["k"], [0, 2, 1])
     square = (heads, rows, rows)
     s = g.add("matmul", [parts["q"], k], square, role="scores")
     s = g.add("scale", [s], square, role="scores", factor=size**-0.5)
     p = g.add("softmax", [s], square, role="probabilities")
     c = g.add("matmul", [p, parts["v"]], (heads, rows, size), role="context")
-    c = g.add("permute", [c], (rows, heads, size), dims=[1, 0, 2])
-    c = g.add("reshape", [c], (rows, width), shape=[rows, width])
+    c = g.permute(c, [1, 0, 2])
+    c = g.reshape(c, (rows, width))
     w = g.param("o.weight", rng.standard_normal((width, width)) / width**0.5)
     return g.add("linear", [c, w], (rows, width))
 
@@ -261,22 +284,22 @@ def attention(
         w = g.param(f"{name}.weight", rng.standard_normal((count * size, width)) / width**0.5)
         b = g.param(f"{name}.bias", 0.1 * rng.standard_normal(count * size))
         y = g.add("linear", [h, w, b], (rows, count * size))
-        y = g.add("reshape", [y], (rows, count, size), shape=[rows, count, size])
-        y = g.add("permute", [y], (count, rows, size), dims=[1, 0, 2])
+        y = g.reshape(y, (rows, count, size))
+        y = g.permute(y, [1, 0, 2])
         if name != "v":
             y = g.add("rope", [y, cos, sin], (count, rows, size))
         if count != heads:
-            y = g.add("expand", [y], (heads, rows, size), shape=[heads, rows, size])
+            y = g.expand(y, (heads, rows, size))
         parts[name] = y
-    k = g.add("permute", [parts["k"]], (heads, size, rows), dims=[0, 2, 1])
+    k = g.permute(parts["k"], [0, 2, 1])
     square = (heads, rows, rows)
     s = g.add("matmul", [parts["q"], k], square, role="scores")
     s = g.add("divide", [s], square, role="scores", divisor=float(size**0.5))
     mask = g.constant("mask", np.tril(np.ones((rows, rows), dtype=bool)))
     p = g.add("softmax", [s, mask], square, role="probabilities")
     c = g.add("matmul", [p, parts["v"]], (heads, rows, size), role="context")
-    c = g.add("permute", [c], (rows, heads, size), dims=[1, 0, 2])
-    c = g.add("reshape", [c], (rows, width), shape=[rows, width])
+    c = g.permute(c, [1, 0, 2])
+    c = g.reshape(c, (rows, width))
     w = g.param("o.weight", rng.standard_normal((width, width)) / width**0.5)
     y = g.add("linear", [c, w], (rows, width))
     g.add("add", [x, y], (rows, width))
@@ -312,20 +335,20 @@ def piecewise(rng: np.random.Generator, rows: int = 3, width: int = 4) -> Graph:
     b = g.param("a.bias", rng.standard_normal(2 * width))
     y = g.add("linear", [x, w, b], (rows, 2 * width))
     y = g.add("relu", [y], (rows, 2 * width))
-    left = g.add("slice", [y], (rows, width), dim=1, start=0, stop=width, step=1)
-    right = g.add("slice", [y], (rows, width), dim=-1, start=width, stop=2 * width, step=1)
+    left = g.slice(y, dim=1, start=0, stop=width)
+    right = g.slice(y, dim=-1, start=width, stop=2 * width)
     y = g.add("mul", [left, right], (rows, width))
     y = g.add("scale", [y], (rows, width), factor=0.3)
     y = g.add("shift", [y], (rows, width), offset=-0.7)
     y = g.add("divide", [y], (rows, width), divisor=-1.7)
     z = g.add("neg", [left], (rows, width))
     y = g.add("sub", [y, z], (rows, width))
-    turned = g.add("permute", [y], (width, rows), dims=[1, 0])
+    turned = g.permute(y, [1, 0])
     y = g.add("matmul", [y, turned], (rows, rows))
     table = g.constant("table", rng.standard_normal((1, rows)).astype(np.float32))
     y = g.add("add", [y, table], (rows, rows))
     y = g.add("concat", [y, right], (rows, rows + width), dim=1)
     shape = (1, rows * (rows + width))
-    y = g.add("reshape", [y], shape, shape=list(shape))
-    g.add("expand", [y], (2, shape[1]), shape=[2, shape[1]])
+    y = g.reshape(y, shape)
+    g.expand(y, (2, shape[1]))
     return g

@@ -111,5 +111,5 @@ def rows_of(rows: int = 2, width: int = WIDTH) -> tuple[Any, str]:
 def scored(rows: int = 2) -> tuple[Any, str, str]:
     """Return a graph, its rows, and their scores with one another."""
     g, x = rows_of(rows)
-    k = g.add("permute", [x], (WIDTH, rows), dims=[1, 0])
+    k = g.permute(x, [1, 0])
     return g, x, g.add("matmul", [x, k], (rows, rows), role="scores")

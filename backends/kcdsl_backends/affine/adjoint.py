@@ -129,6 +129,8 @@ def by_rows(adjoint: Adjoint) -> Iterator[tuple[tuple[int, ...], Adjoint]]:
 
 def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
     """Pull functionals of x.permute(dims) back to x."""
+    if list(dims) == list(range(len(dims))):
+        return adjoint
     inverse = [dims.index(d) for d in range(len(dims))]
     return Adjoint(
         adjoint.values.permute(0, *(1 + d for d in inverse)),
@@ -137,8 +139,23 @@ def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
     )
 
 
+def summed(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
+    """Pull functionals of x.expand(...) back to x of this shape: those of copies are added up."""
+    if adjoint.shape == shape:
+        return adjoint
+    added = len(adjoint.shape) - len(shape)
+    values = adjoint.values.sum([1 + d for d in range(added)]) if added else adjoint.values
+    window = list(adjoint.window[added:])
+    for d, size in enumerate(shape):
+        if size != adjoint.shape[added + d]:
+            values, window[d] = values.sum(1 + d, keepdim=True), (0, 1)
+    return Adjoint(values, tuple(window), shape)
+
+
 def reshaped(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
     """Pull functionals of x.reshape(...) back to x of this shape, with windows where possible."""
+    if adjoint.shape == shape:
+        return adjoint
     window: list[tuple[int, int]] = []
     current = adjoint
     for mine, theirs in _groups(shape, adjoint.shape):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.view import View
 
-MOVES = frozenset({"reshape", "expand", "permute", "slice", "concat"})
+MOVES = frozenset({"view", "concat"})
 """The operations of `moved`."""
 _LEAVES = frozenset({"param", "constant"})
 _PAIRED = frozenset({"add", "sub", "mul", "matmul", "rope"})
@@ -23,32 +24,14 @@ _PAIRED = frozenset({"add", "sub", "mul", "matmul", "rope"})
 def moved(node: Node, operands: Sequence[Tensor], sources: Sequence[Node]) -> Tensor:
     """Return the value of one of `MOVES`; `sources` are the nodes of its operands."""
     fronts = [x.dim() - len(source.shape) for x, source in zip(operands, sources, strict=True)]
-    front, rank = fronts[0], len(sources[0].shape)
-    x = operands[0]
-    attrs = node.attrs
-    match node.op:
-        case "reshape":
-            return x.reshape(*x.shape[:front], *node.shape)
-        case "expand":
-            missing = len(node.shape) - rank
-            wide = x.reshape(*x.shape[:front], *[1] * missing, *x.shape[front:])
-            return wide.expand(*x.shape[:front], *node.shape)
-        case "permute":
-            dims = [int(d) % rank + front for d in attrs["dims"]]
-            return x.permute([*range(front), *dims])
-        case "slice":
-            index = [slice(None)] * x.dim()
-            start, stop, step = (int(attrs[key]) for key in ("start", "stop", "step"))
-            index[int(attrs["dim"]) % rank + front] = slice(start, stop, step)
-            return x[tuple(index)]
-        case _:
-            most = operands[fronts.index(max(fronts))]
-            count = most.shape[: max(fronts)]
-            whole = [
-                x.expand(*count, *x.shape[before:])
-                for x, before in zip(operands, fronts, strict=True)
-            ]
-            return torch.cat(whole, int(attrs["dim"]) % rank + len(count))
+    if node.op == "view":
+        return View.of(node).moved(operands[0], fronts[0])
+    most = operands[fronts.index(max(fronts))]
+    count = most.shape[: max(fronts)]
+    whole = [
+        x.expand(*count, *x.shape[before:]) for x, before in zip(operands, fronts, strict=True)
+    ]
+    return torch.cat(whole, int(node.attrs["dim"]) % len(sources[0].shape) + len(count))
 
 
 def side_by_side(graph: BlockGraph) -> bool:

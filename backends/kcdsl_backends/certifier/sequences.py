@@ -22,7 +22,7 @@ from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.interval.context import Kernels, Parameter
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import Bounds, propagate
-from kcdsl_backends.interval.sequences import SHOWN, Axes, FixedLength, row_axes
+from kcdsl_backends.interval.sequences import SHOWN, Axes, FixedLength, attrs_at, row_axes
 from kcdsl_backends.planes.propagate import Found as Planes
 from kcdsl_backends.threads import threads_for
 
@@ -105,7 +105,7 @@ def compare(graph: BlockGraph, axes: Mapping[str, Axes], other: BlockGraph, rows
         raise FixedLength(graph.output, f"other operations at {rows} rows")
     for one, two in zip(mine, theirs, strict=True):
         shape = tuple(rows if i in axes[one.name] else n for i, n in enumerate(one.shape))
-        attrs = {**one.attrs, "shape": list(shape)} if "shape" in one.attrs else dict(one.attrs)
+        attrs = dict(attrs_at(one, graph, axes, rows))
         same = (one.op, one.role, one.format) == (two.op, two.role, two.format)
         same = same and (shape, attrs) == (two.shape, dict(two.attrs))
         if not same or len(one.inputs) != len(two.inputs):

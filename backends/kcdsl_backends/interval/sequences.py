@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.view import View
 from kcdsl_backends.interval.errors import NoBound
 
 SHOWN = 2
@@ -58,6 +60,21 @@ def row_axes(graph: BlockGraph) -> dict[str, Axes]:
     if len(found[graph.output]) != 1 or found[graph.output][0] == len(output.shape) - 1:
         raise FixedLength(graph.output, "the output is not one row for each row of the input")
     return found
+
+
+def attrs_at(
+    node: Node, graph: BlockGraph, axes: Mapping[str, Axes], rows: int
+) -> Mapping[str, Any]:
+    """Return the attributes of a node where the graph at `SHOWN` rows is read at `rows`."""
+    if node.op != "view":
+        return node.attrs
+    view, source = View.of(node), graph.node(node.inputs[0])
+    split, ranges, sizes = list(view.split), list(view.ranges), list(view.sizes)
+    for axis in axes[source.name]:
+        place = _moved(_Seen(node, (source,), ()), axis, source.shape, view.split)
+        split[place], ranges[place], sizes[view.order.index(place)] = rows, (0, rows, 1), rows
+    shape = tuple(rows if i in axes[node.name] else n for i, n in enumerate(view.shape))
+    return View(tuple(split), tuple(ranges), view.order, tuple(sizes), shape).attrs
 
 
 # --- one rule for each operation ------------------------------------------------------------------
@@ -150,9 +167,15 @@ def _rope(seen: _Seen) -> Axes:
     return axes
 
 
-def _reshape(seen: _Seen) -> Axes:
-    old, new = seen.operands[0].shape, seen.node.shape
-    return tuple(_moved(seen, axis, old, new) for axis in seen.axes[0])
+def _view(seen: _Seen) -> Axes:
+    view, before = View.of(seen.node), seen.operands[0].shape
+    found = []
+    for axis in seen.axes[0]:
+        place = _moved(seen, axis, before, view.split)
+        if view.ranges[place] != (0, SHOWN, 1):
+            raise seen.refuse("it picks rows by their number")
+        found.append(_moved(seen, view.order.index(place), view.sizes, view.shape))
+    return tuple(found)
 
 
 def _moved(seen: _Seen, axis: int, old: Sequence[int], new: Sequence[int]) -> int:
@@ -162,23 +185,6 @@ def _moved(seen: _Seen, axis: int, old: Sequence[int], new: Sequence[int]) -> in
         if math.prod(new[:place]) == before and size == SHOWN:
             return place
     raise seen.refuse("the rows are merged with another dimension, or split")
-
-
-def _expand(seen: _Seen) -> Axes:
-    added = len(seen.node.shape) - len(seen.operands[0].shape)
-    return tuple(axis + added for axis in seen.axes[0])
-
-
-def _permute(seen: _Seen) -> Axes:
-    rank = len(seen.node.shape)
-    dims = [int(d) % rank for d in seen.node.attrs["dims"]]
-    return tuple(dims.index(axis) for axis in seen.axes[0])
-
-
-def _slice(seen: _Seen) -> Axes:
-    if int(seen.node.attrs["dim"]) % len(seen.node.shape) in seen.axes[0]:
-        raise seen.refuse("it picks rows by their number")
-    return seen.axes[0]
 
 
 def _concat(seen: _Seen) -> Axes:
@@ -207,10 +213,7 @@ _RULES: Mapping[str, Callable[[_Seen], Axes]] = {
     "tanh": _same,
     "silu": _same,
     "gelu": _same,
-    "reshape": _reshape,
-    "expand": _expand,
-    "permute": _permute,
-    "slice": _slice,
+    "view": _view,
     "concat": _concat,
     "softmax": _softmax,
     "rms_norm": _row_wise,

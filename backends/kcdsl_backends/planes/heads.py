@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
+from kcdsl.model.view import View
 from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.affine.rules.structural import MOVES, moved
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.planes.functional import Functional
 from kcdsl_backends.planes.run import Run
@@ -60,7 +60,7 @@ def heads(run: Run, node: Node, position: int, *, transposed: bool = False) -> H
         transposed: the operand is [heads, d, T].
     """
     moves, source = [], run.source(node, position)
-    while source.op in MOVES:
+    while source.op == "view":
         moves.append(source)
         source = run.source(source, 0)
     straight = run.straight.get(source.name)
@@ -72,7 +72,7 @@ def heads(run: Run, node: Node, position: int, *, transposed: bool = False) -> H
     tokens, features = entry.shape
     place = torch.arange(tokens * features, device=entry.reference.device).reshape(entry.shape)
     for move in reversed(moves):
-        place = moved(move, place)
+        place = View.of(move).moved(place)
     if place.dim() != 3:
         return None
     place = place.mT if transposed else place

@@ -12,7 +12,7 @@ from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.strict import Reader
 from kcdsl_certs.rejected import Rejected
 
-GRAPH_SCHEMA = "kcdsl.block-graph/2"
+GRAPH_SCHEMA = "kcdsl.block-graph/3"
 MOST_NODES = 100_000
 MOST_ELEMENTS = 2**26
 MOST_DIMENSIONS = 8

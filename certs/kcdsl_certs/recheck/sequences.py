@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kcdsl_certs.recheck.block import Array, Block, Node, parse_array
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.recheck.view import View
 from kcdsl_certs.rejected import Rejected
 
 SHOWN = 2
@@ -179,18 +180,26 @@ def _turned(node: Node, given: _Given) -> Marks:
     return marks
 
 
-def _reordered(node: Node, given: _Given) -> Marks:
+def _viewed(node: Node, given: _Given) -> Marks:
+    """Follow the marks through a view; rows are neither cut nor repeated."""
+    view = View.of(node, given.nodes[0].shape)
+    marks = _reordered(given.marks[0], view.before, view.split)
+    cut = zip(view.ranges, view.split, strict=True)
+    if any(mark and each != (0, size, 1) for mark, (each, size) in zip(marks, cut, strict=True)):
+        raise _wrong("a part of the rows, by their number")
+    turned = tuple(marks[axis] for axis in view.order)
+    return _reordered(turned, view.sizes, view.shape)
+
+
+def _reordered(marks: Marks, before: tuple[int, ...], after: tuple[int, ...]) -> Marks:
     """The elements stay in their order: a dimension of rows keeps the number of those before."""
-    source = given.nodes[0]
-    found = [""] * len(node.shape)
-    for place, mark in enumerate(given.marks[0]):
+    found = [""] * len(after)
+    for place, mark in enumerate(marks):
         if not mark:
             continue
-        before = math.prod(source.shape[:place])
+        earlier = math.prod(before[:place])
         fitting = [
-            k
-            for k, size in enumerate(node.shape)
-            if size == SHOWN and math.prod(node.shape[:k]) == before
+            k for k, size in enumerate(after) if size == SHOWN and math.prod(after[:k]) == earlier
         ]
         if len(fitting) != 1 or found[fitting[0]]:
             raise _wrong("a reshape that splits or merges the rows")
@@ -198,36 +207,12 @@ def _reordered(node: Node, given: _Given) -> Marks:
     return tuple(found)
 
 
-def _broadcast(node: Node, given: _Given) -> Marks:
-    marks = given.marks[0]
-    if len(marks) > len(node.shape):
-        raise Rejected("graph/shape", "an expansion to fewer dimensions")
-    found = ("",) * (len(node.shape) - len(marks)) + marks
-    if any(mark and size != SHOWN for mark, size in zip(found, node.shape, strict=True)):
-        raise _wrong("rows are repeated")
-    return found
-
-
-def _permuted(node: Node, given: _Given) -> Marks:
-    marks = given.marks[0]
-    dims = node.attrs.exactly("dims").integers("dims", -len(marks))
-    if sorted(d % len(marks) for d in dims) != list(range(len(marks))):
-        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
-    return tuple(marks[d % len(marks)] for d in dims)
-
-
 def _along(node: Node, marks: Marks) -> str:
-    """Return the mark of the dimension that a slice or a concat is along."""
+    """Return the mark of the dimension that a concat is along."""
     dim = node.attrs.integer("dim", -len(marks))
     if dim >= len(marks):
         raise Rejected("graph/field", "'dim' is beyond the dimensions")
     return marks[dim]
-
-
-def _part(node: Node, given: _Given) -> Marks:
-    if _along(node, given.marks[0]):
-        raise _wrong("a part of the rows, by their number")
-    return given.marks[0]
 
 
 def _joined(node: Node, given: _Given) -> Marks:
@@ -249,9 +234,6 @@ _MARKING: Mapping[str, Callable[[Node, _Given], Marks]] = {
     "matmul": _product,
     "softmax": _shares,
     "rope": _turned,
-    "reshape": _reordered,
-    "expand": _broadcast,
-    "permute": _permuted,
-    "slice": _part,
+    "view": _viewed,
     "concat": _joined,
 }

@@ -412,7 +412,7 @@ def fits(pattern: str, name: str) -> bool:
     return len(name) in ends
 
 
-_UNROUNDED = ("reshape", "expand", "permute", "slice", "concat", "neg", "relu", "embedding")
+_UNROUNDED = ("view", "concat", "neg", "relu", "embedding")
 
 
 def _grid(value: float, form: Format) -> Fraction:

@@ -7,8 +7,8 @@ from itertools import chain
 FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 OPS = (
     "input", "param", "constant", "embedding", "linear", "matmul", "add", "sub", "mul", "scale",
-    "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "reshape", "expand", "permute",
-    "slice", "concat", "softmax", "rms_norm", "layer_norm", "rope", "exp",
+    "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "view", "concat", "softmax",
+    "rms_norm", "layer_norm", "rope", "exp",
     "cache",
 )  # fmt: skip
 SCALES = (
@@ -20,7 +20,7 @@ CODES = ("int8", "int8_full", "uint8")
 NODE = "graphs{}.graph.nodes[]"
 
 WORDS: dict[str, tuple[str, ...]] = {
-    "schema": ("kcdsl.interval-proof/2", "kcdsl.block-graph/2"),
+    "schema": ("kcdsl.interval-proof/2", "kcdsl.block-graph/3"),
     "block": ("block_1", "model"),
     "claim": ("held", (1.0).hex()),
     "functional.kind": ("inf", "2", "span", "no_flip", "1"),
@@ -37,7 +37,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         *("0.0078125", "0.03125", "0.5", "1/3", "1/64", "0.50", "0.0156250", "15625e-6"),
         *("0", "0.0", "-0.015625", "0.75", "1", "nan", "0x1.0000000000000p-6"),
     ),
-    "graphs{}.graph.schema": ("kcdsl.block-graph/1", "kcdsl.interval-proof/1"),
+    "graphs{}.graph.schema": ("kcdsl.block-graph/2", "kcdsl.interval-proof/1"),
     "graphs{}.graph.block": ("block_1",),
     **{
         f"cases[].passes.{side}[].{field}": words

@@ -38,10 +38,7 @@ _RULES: dict[str, tuple[Callable[[Scene, Node, list[Known]], Known], int, int]] 
     "shift": (elementwise.shift, 1, 1),
     "neg": (elementwise.neg, 1, 1),
     "relu": (elementwise.relu, 1, 1),
-    "reshape": (moves.reshape_rule, 1, 1),
-    "expand": (moves.expand_rule, 1, 1),
-    "permute": (moves.permute_rule, 1, 1),
-    "slice": (moves.slice_rule, 1, 1),
+    "view": (moves.view_rule, 1, 1),
     "concat": (moves.concat_rule, 1, 10_000),
 }
 

@@ -8,8 +8,12 @@ import struct
 from collections.abc import Sequence
 from fractions import Fraction
 
+from kcdsl_certs.recheck.rationals.state import Known, Scene, held, reduce, stored
+from kcdsl_certs.recheck.rationals.weights import as_stored
+
 from kcdsl_certs.recheck.block import Array, Node
 from kcdsl_certs.recheck.spec import FLOAT32, FORMATS
+from kcdsl_certs.recheck.view import View
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
@@ -24,8 +28,6 @@ from tests.support.rationals.cells import (
     sub,
     widened,
 )
-from tests.support.rationals.state import Known, Scene, held, reduce, stored
-from tests.support.rationals.weights import as_stored
 
 
 def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
@@ -107,58 +109,15 @@ def _moved(x: Known, shape: Shape, order: Sequence[int]) -> Known:
     return Known(*(part.taken(shape, order) for part in (x.t, x.i, x.d)))
 
 
-def reshape_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
-    """Return the same elements in another shape."""
-    shape = _shape(node)
-    if math.prod(shape) != len(inputs[0].t.pairs):
-        raise Rejected("graph/shape", "the elements do not fit the shape")
-    return _moved(inputs[0], shape, range(math.prod(shape)))
-
-
-def expand_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
-    """Return the input broadcast to a shape."""
-    shape = _shape(node)
-    return _moved(inputs[0], shape, spread(inputs[0].t.shape, shape))
-
-
-def _shape(node: Node) -> Shape:
-    shape = node.attrs.exactly("shape").integers("shape", 1)
-    if shape != node.shape:
-        raise Rejected("graph/shape", "'shape' differs from the shape of the node")
-    return shape
-
-
-def permute_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
-    """Return the input with its dimensions in another order."""
-    old = inputs[0].t.shape
-    stated = node.attrs.exactly("dims").integers("dims", -len(old))
-    dims = [d % len(old) for d in stated if d < len(old)]
-    if sorted(dims) != list(range(len(old))) or len(stated) != len(old):
-        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
-    strides = [math.prod(old[d + 1 :]) for d in dims]
-    return _selected(
-        inputs[0], [[k * s for k in range(old[d])] for d, s in zip(dims, strides, strict=True)]
-    )
-
-
-def slice_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
-    """Return start:stop:step along one dimension."""
-    attrs = node.attrs.exactly("dim", "start", "stop", "step")
-    old = inputs[0].t.shape
-    dim = attrs.integer("dim", -len(old))
-    if dim >= len(old):
-        raise Rejected("graph/field", "'dim' is beyond the dimensions")
-    part = slice(attrs.integer("start", 0), attrs.integer("stop", 0), attrs.integer("step", 1))
-    kept = [range(size) for size in old]
-    kept[dim % len(old)] = range(*part.indices(old[dim % len(old)]))
-    places = [[k * math.prod(old[at + 1 :]) for k in keep] for at, keep in enumerate(kept)]
-    return _selected(inputs[0], places)
-
-
-def _selected(x: Known, places: list[list[int]]) -> Known:
-    """Return the elements at sums of one place from each list."""
-    order = [sum(index) for index in itertools.product(*places)]
-    return _moved(x, tuple(len(place) for place in places), order)
+def view_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return the elements where a view puts them."""
+    view = View.of(node, inputs[0].t.shape)
+    places: list[list[int]] = []
+    for axis, many in zip(view.order, view.sizes, strict=True):
+        stride = math.prod(view.split[axis + 1 :])
+        kept = [k * stride for k in range(*view.ranges[axis])]
+        places.append(kept if len(kept) == many else kept * many)
+    return _moved(inputs[0], node.shape, [sum(index) for index in itertools.product(*places)])
 
 
 def concat_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:

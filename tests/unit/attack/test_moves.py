@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.view import View
 from kcdsl_backends.attack.moves import moved, side_by_side
 
 SHAPE = (2, 3, 4)
-CASES: dict[str, tuple[Node, tuple[int, ...]]] = {
-    "reshape": (Node("y", "reshape", ("x",), (6, 4), {"shape": [6, 4]}), SHAPE),
-    "permute": (Node("y", "permute", ("x",), (4, 2, 3), {"dims": [-1, 0, 1]}), SHAPE),
-    "expand": (Node("y", "expand", ("x",), (2, 5, 4), {"shape": [2, 5, 4]}), (1, 4)),
-    "slice": (
-        Node("y", "slice", ("x",), (2, 3, 2), {"dim": -1, "start": 1, "stop": 4, "step": 2}),
+CASES: dict[str, tuple[View, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "reshape": (View.reshaped((6, 4)), SHAPE, lambda x: x.reshape(6, 4)),
+    "permute": (View.permuted(SHAPE, (-1, 0, 1)), SHAPE, lambda x: x.permute(-1, 0, 1)),
+    "expand": (View.expanded((1, 4), (2, 5, 4)), (1, 4), lambda x: x.expand(2, 5, 4)),
+    "slice": (View.sliced(SHAPE, -1, 1, 4, 2), SHAPE, lambda x: x[..., 1:4:2]),
+    "heads": (
+        View((2, 3, 2, 2), ((0, 2, 1), (1, 3, 1), (0, 2, 1), (0, 2, 1)), (2, 0, 1, 3), (2, 2, 2, 2),
+             (4, 4)),
         SHAPE,
+        lambda x: x.reshape(2, 3, 2, 2)[:, 1:].permute(2, 0, 1, 3).reshape(4, 4),
     ),
-}
-"""An operation, and the shape that it reads."""
-
-
-def expected(node: Node, x: torch.Tensor) -> torch.Tensor:
-    match node.op:
-        case "reshape":
-            return x.reshape(node.shape)
-        case "permute":
-            return x.permute(*node.attrs["dims"])
-        case "expand":
-            return x.expand(node.shape)
-        case _:
-            return x[..., 1:4:2]
+}  # fmt: skip
+"""A view, the shape that it reads, and what it is."""
 
 
 @pytest.mark.parametrize("op", CASES)
 def test_many_runs_move_as_one_does(op: str) -> None:
-    node, shape = CASES[op]
+    view, shape, expected = CASES[op]
+    node = Node("y", "view", ("x",), view.shape, view.attrs)
+    assert View.of(node) == view
     source = Node("x", "input", (), shape)
     many = torch.arange(5.0 * torch.Size(shape).numel()).reshape(5, *shape)
     together = moved(node, [many], [source])
     assert together.shape == (5, *node.shape)
     for run, found in zip(many, together, strict=True):
-        assert torch.equal(found, expected(node, run))
+        assert torch.equal(found, expected(run))
         assert torch.equal(moved(node, [run], [source]), found)
 
 

@@ -33,8 +33,8 @@ def test_parts_that_are_no_rows_are_told_apart_by_another_length() -> None:
 
     def folded(rows: int) -> Any:
         g, x = rows_of(rows)
-        y = g.add("reshape", [x], (2, rows, 2), shape=[2, rows, 2])
-        g.add("reshape", [y], (rows, WIDTH), shape=[rows, WIDTH])
+        y = g.reshape(x, (2, rows, 2))
+        g.reshape(y, (rows, WIDTH))
         return g
 
     short, long = (prover.block(folded(rows)) for rows in (2, 3))

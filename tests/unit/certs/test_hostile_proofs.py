@@ -186,7 +186,7 @@ def test_dimensions_that_are_not_there(
     """An order of two dimensions names these two, each once; 2 is not another word for 0."""
     graph = proofs.Graph((2, 2))
     x = graph.add("input", [], (2, 2))
-    graph.add("permute", [x], (2, 2), dims=dims)
+    graph.permute(x, dims)
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, {"w": np.zeros((1, 1), dtype=np.float32)})
     numerics = proofs.numerics()
@@ -204,7 +204,7 @@ def vast(folder: Path, layers: int, domain: str) -> tuple[bytes, Path]:
     side = 2**13
     graph = proofs.Graph((1, 1))
     x = graph.add("input", [], (1, 1))
-    wide = graph.add("expand", [x], (side, side), shape=[side, side])
+    wide = graph.expand(x, (side, side))
     parts = [graph.add("scale", [wide], (side, side), factor=1.5 + k) for k in range(layers)]
     while len(parts) > 1:
         parts.append(graph.add("add", [parts.pop(0), parts.pop(0)], (side, side)))

@@ -133,6 +133,11 @@ def place(op: str, at: int = 0) -> int:
     return [k for k, node in enumerate(graph.nodes) if node["op"] == op][at]
 
 
+def ranges(of: list[Any]) -> Callable[[Document], None]:
+    """Give the first view these ranges of its first dimension."""
+    return in_graph("nodes", place("view"), "attrs", "ranges", to=[of, [0, 2, 1], [0, 4, 1]])
+
+
 def constant(key: str, value: np.ndarray) -> Callable[[Document], None]:
     def change(document: Document) -> None:
         next(iter(document["graphs"].values()))["constants"][key] = proofs.array(value)
@@ -236,7 +241,7 @@ CHANGES: dict[str, tuple[Callable[[Document], None], str]] = {
         lambda d: put("nodes", place("rms_norm"), "attrs", "eps", to=(1e-2).hex())(the_graph(d)),
         "graph/digest",
     ),
-    "graph schema": (in_graph("schema", to="kcdsl.block-graph/1"), "graph/field"),
+    "graph schema": (in_graph("schema", to="kcdsl.block-graph/2"), "graph/field"),
     "unknown format of a node": (
         in_graph("nodes", place("add"), "format", to="tfloat32"),
         "graph/field",
@@ -287,11 +292,45 @@ CHANGES: dict[str, tuple[Callable[[Document], None], str]] = {
     "wrong shape": (in_graph("nodes", place("linear"), "shape", to=[5, 9]), "graph/shape"),
     "wrong input shape": (in_graph("input_shape", to=[5, 9]), "document/region"),
     "wrong permutation": (
-        in_graph("nodes", place("permute"), "attrs", "dims", to=[0, 0, 2]),
+        in_graph("nodes", place("view", 1), "attrs", "order", to=[0, 0, 2]),
         "graph/field",
     ),
-    "wrong reshape": (
-        in_graph("nodes", place("reshape"), "attrs", "shape", to=[40]),
+    "permutation of other dimensions": (
+        in_graph("nodes", place("view", 1), "attrs", "order", to=[0, 1, 2, 3]),
+        "graph/field",
+    ),
+    "wrong reshape": (in_graph("nodes", place("view"), "attrs", "split", to=[39]), "graph/shape"),
+    "a view of too many dimensions": (
+        in_graph("nodes", place("view"), "attrs", "split", to=[40, *[1] * 60]),
+        "graph/shape",
+    ),
+    "a reshape by way of another shape": (
+        in_graph("nodes", place("view"), "attrs", "split", to=[2, 5, 4]),
+        "graph/shape",
+    ),
+    "a view without a shape": (in_graph("nodes", place("view"), "attrs", to={}), "graph/field"),
+    "a range beyond the end": (ranges([0, 6, 1]), "graph/field"),
+    "a range that takes nothing": (ranges([2, 2, 1]), "graph/field"),
+    "a range from behind": (ranges([-2, 5, 1]), "graph/field"),
+    "a range without a step": (ranges([0, 5]), "graph/field"),
+    "a range of steps of nothing": (ranges([0, 5, 0]), "graph/field"),
+    "a range backwards": (ranges([0, 5, -1]), "graph/field"),
+    "a range that is a truth": (ranges([False, 5, 1]), "graph/field"),
+    "too few ranges": (
+        in_graph("nodes", place("view"), "attrs", "ranges", to=[[0, 5, 1]]),
+        "graph/field",
+    ),
+    "fewer elements": (ranges([0, 4, 1]), "graph/shape"),
+    "copies that are none": (
+        in_graph("nodes", place("view"), "attrs", "sizes", to=[10, 2, 4]),
+        "graph/shape",
+    ),
+    "copies of too many dimensions": (
+        in_graph("nodes", place("view"), "attrs", "sizes", to=[5, 2, 4, 1]),
+        "graph/shape",
+    ),
+    "another size of the result": (
+        in_graph("nodes", place("view"), "shape", to=[5, 2, 5]),
         "graph/shape",
     ),
     "attribute too many": (

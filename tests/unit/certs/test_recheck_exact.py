@@ -205,7 +205,7 @@ def products(rng: np.random.Generator) -> Any:
     w, b = rng.standard_normal((6, 36)), rng.standard_normal(6)
     x = g.add("input", [], (2, 36))
     x = g.add("linear", [x, g.param("a.weight", 0.3 * w), g.param("a.bias", b)], (2, 6))
-    turned = g.add("permute", [x], (6, 2), dims=[1, 0])
+    turned = g.permute(x, [1, 0])
     y = g.add("matmul", [x, turned], (2, 2), "scores")
     y = g.add("scale", [y], (2, 2), "scores", factor=0.01)
     y = g.add("matmul", [y, x], (2, 6), "context")

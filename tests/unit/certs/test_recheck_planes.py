@@ -197,7 +197,7 @@ def broadcast(op: str) -> Any:
         return straight_oddly("values of one column")(np.random.default_rng(1))
     g = proofs.Graph((2, 3))
     x = g.add("input", [], (2, 3))
-    one = g.add("slice", [x], (1, 3), dim=0, start=0, stop=1, step=1)
+    one = g.slice(x, dim=0, start=0, stop=1)
     g.add("mul", [x, one], (2, 3))
     return g
 

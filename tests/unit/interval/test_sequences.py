@@ -65,37 +65,37 @@ def bias_by_distance() -> Any:
 def joined_rows() -> Any:
     g, x = rows_of()
     y = g.add("concat", [x, x], (4, WIDTH), dim=0)
-    g.add("slice", [y], (2, WIDTH), dim=0, start=0, stop=2, step=1)
+    g.slice(y, dim=0, start=0, stop=2)
     return g
 
 
 def first_row() -> Any:
     g, x = rows_of()
-    g.add("slice", [x], (1, WIDTH), dim=0, start=0, stop=1, step=1)
+    g.slice(x, dim=0, start=0, stop=1)
     return g
 
 
 def first_row_from_the_end() -> Any:
     g, x = rows_of()
-    g.add("slice", [x], (1, WIDTH), dim=-2, start=1, stop=2, step=1)
+    g.slice(x, dim=-2, start=1, stop=2)
     return g
 
 
 def merged() -> Any:
     g, x = rows_of()
-    g.add("reshape", [x], (1, 2 * WIDTH), shape=[1, 2 * WIDTH])
+    g.reshape(x, (1, 2 * WIDTH))
     return g
 
 
 def scrambled() -> Any:
     g, x = rows_of()
-    g.add("reshape", [x], (WIDTH, 2), shape=[WIDTH, 2])
+    g.reshape(x, (WIDTH, 2))
     return g
 
 
 def turned_output() -> Any:
     g, x = rows_of()
-    g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    g.permute(x, [1, 0])
     return g
 
 
@@ -105,25 +105,25 @@ def scores_as_output() -> Any:
 
 def norm_over_rows() -> Any:
     g, x = rows_of()
-    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     y = g.add("rms_norm", [y], (WIDTH, 2), eps=1e-6)
-    g.add("permute", [y], (2, WIDTH), dims=[1, 0])
+    g.permute(y, [1, 0])
     return g
 
 
 def linear_over_rows() -> Any:
     g, x = rows_of()
-    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     y = g.add("linear", [y, g.param("w", np.eye(2))], (WIDTH, 2))
-    g.add("permute", [y], (2, WIDTH), dims=[1, 0])
+    g.permute(y, [1, 0])
     return g
 
 
 def softmax_over_rows() -> Any:
     g, x = rows_of()
-    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     y = g.add("softmax", [y], (WIDTH, 2))
-    g.add("permute", [y], (2, WIDTH), dims=[1, 0])
+    g.permute(y, [1, 0])
     return g
 
 
@@ -135,14 +135,14 @@ def norm_of_scores() -> Any:
 
 def rows_and_columns() -> Any:
     g, x = rows_of(width=2)
-    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     g.add("add", [x, y], (2, 2))
     return g
 
 
 def gram_of_features() -> Any:
     g, x = rows_of()
-    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     y = g.add("matmul", [y, x], (WIDTH, WIDTH))
     g.add("matmul", [x, y], (2, WIDTH))
     return g
@@ -170,22 +170,22 @@ def linear_by_rows() -> Any:
 
 def norm_of_pairs() -> Any:
     g, x, s = scored()
-    s = g.add("reshape", [s], (2, 2, 1), shape=[2, 2, 1])
+    s = g.reshape(s, (2, 2, 1))
     s = g.add("rms_norm", [s], (2, 2, 1), eps=1e-6)
-    s = g.add("reshape", [s], (2, 2), shape=[2, 2])
+    s = g.reshape(s, (2, 2))
     return attended(g, x, s)
 
 
 def pairs_by_row(g: Any, s: str) -> str:
     """Return the scores as [asked row, asking row, 1]."""
-    s = g.add("permute", [s], (2, 2), dims=[1, 0])
-    return str(g.add("reshape", [s], (2, 2, 1), shape=[2, 2, 1]))
+    s = g.permute(s, [1, 0])
+    return str(g.reshape(s, (2, 2, 1)))
 
 
 def scores_of_scores() -> Any:
     g, x, s = scored()
-    y = g.add("slice", [x], (2, 1), dim=1, start=0, stop=1, step=1)
-    y = g.add("permute", [y], (1, 2), dims=[1, 0])
+    y = g.slice(x, dim=1, start=0, stop=1)
+    y = g.permute(y, [1, 0])
     s = g.add("matmul", [pairs_by_row(g, s), y], (2, 2, 2), role="scores")
     p = g.add("softmax", [s], (2, 2, 2), role="probabilities")
     g.add("matmul", [p, x], (2, 2, WIDTH), role="context")
@@ -194,14 +194,14 @@ def scores_of_scores() -> Any:
 
 def unnamed_scores() -> Any:
     g, x = rows_of()
-    k = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    k = g.permute(x, [1, 0])
     return attended(g, x, g.add("matmul", [x, k], (2, 2)))
 
 
 def features_named_scores() -> Any:
     """Sums over rows, named as if they were sums over features."""
     g, x = rows_of(width=2)
-    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     s = g.add("matmul", [y, x], (2, 2), role="scores")
     return attended(g, x, s, width=2)
 
@@ -215,7 +215,7 @@ def unnamed_context() -> Any:
 
 def context_over_features() -> Any:
     g, x = rows_of()
-    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     p = g.add("softmax", [x], (2, WIDTH))
     g.add("matmul", [p, y], (2, 2), role="context")
     return g
@@ -230,16 +230,16 @@ def unnamed_probabilities() -> Any:
 
 def sum_of_rows() -> Any:
     g, x = rows_of()
-    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     y = g.add("matmul", [y, g.param("ones", np.ones((2, 1)))], (WIDTH, 1))
-    y = g.add("permute", [y], (1, WIDTH), dims=[1, 0])
+    y = g.permute(y, [1, 0])
     g.add("add", [x, y], (2, WIDTH))
     return g
 
 
 def columns_and_rows() -> Any:
     g, x = rows_of(width=2)
-    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     g.add("add", [y, x], (2, 2))
     return g
 
@@ -254,20 +254,20 @@ def masked_features() -> Any:
 def rotation_of_features() -> Any:
     g, x = rows_of(width=2)
     table = g.constant("cos", np.ones((2, 2), np.float32))
-    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     y = g.add("rope", [y, table, table], (2, 2))
-    g.add("permute", [y], (2, 2), dims=[1, 0])
+    g.permute(y, [1, 0])
     return g
 
 
 def rotation_of_pairs() -> Any:
     g, x, s = scored()
     table = g.constant("cos", np.ones((2, 2), np.float32))
-    y = g.add("expand", [pairs_by_row(g, s)], (2, 2, 2), shape=[2, 2, 2])
+    y = g.expand(pairs_by_row(g, s), (2, 2, 2))
     y = g.add("rope", [y, table, table], (2, 2, 2))
-    y = g.add("slice", [y], (2, 2, 1), dim=2, start=0, stop=1, step=1)
-    y = g.add("reshape", [y], (2, 2), shape=[2, 2])
-    return attended(g, x, g.add("permute", [y], (2, 2), dims=[1, 0]))
+    y = g.slice(y, dim=2, start=0, stop=1)
+    y = g.reshape(y, (2, 2))
+    return attended(g, x, g.permute(y, [1, 0]))
 
 
 def doubled_rows() -> Any:
@@ -278,7 +278,7 @@ def doubled_rows() -> Any:
 
 def rows_beside_features() -> Any:
     g, x = rows_of(width=2)
-    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    y = g.permute(x, [1, 0])
     g.add("concat", [x, y], (2, 4), dim=1)
     return g
 
@@ -367,20 +367,20 @@ def of_no_dimension() -> Any:
 def of_another_rank() -> Any:
     g, x = rows_of()
     y = g.add("silu", [x], (2, WIDTH, 1))
-    g.add("reshape", [y], (2, WIDTH), shape=[2, WIDTH])
+    g.reshape(y, (2, WIDTH))
     return g
 
 
 def of_three_dimensions() -> Any:
     g = proofs.Graph((2, WIDTH))
     x = g.add("input", [], (2, WIDTH, 1))
-    g.add("reshape", [x], (2, WIDTH), shape=[2, WIDTH])
+    g.reshape(x, (2, WIDTH))
     return g
 
 
 def one_dimension_twice() -> Any:
     g, x = rows_of(width=2)
-    g.add("permute", [x], (2, 2), dims=[0, 0])
+    g.permute(x, [0, 0])
     return g
 
 
@@ -399,8 +399,8 @@ def a_product_of_three() -> Any:
 
 def rows_repeated() -> Any:
     g, x = rows_of()
-    y = g.add("expand", [x], (4, WIDTH), shape=[4, WIDTH])
-    g.add("slice", [y], (4, 2), dim=1, start=0, stop=2, step=1)
+    y = g.expand(x, (4, WIDTH))
+    g.slice(y, dim=1, start=0, stop=2)
     return g
 
 
@@ -412,7 +412,7 @@ MALFORMED: dict[Callable[[], Any], str] = {
     one_dimension_twice: "graph/field",
     a_dimension_beyond: "graph/field",
     a_product_of_three: "graph/field",
-    rows_repeated: "graph/rows",
+    rows_repeated: "graph/shape",
 }
 
 
@@ -438,19 +438,19 @@ def gated_rows() -> Any:
 def one_head() -> Any:
     """Return attention with dimensions of size 1 beside those of rows."""
     g, x = rows_of()
-    q = g.add("reshape", [x], (2, 1, WIDTH), shape=[2, 1, WIDTH])
-    q = g.add("permute", [q], (1, 2, WIDTH), dims=[1, 0, 2])
-    kv = g.add("reshape", [q], (1, 1, 2, WIDTH), shape=[1, 1, 2, WIDTH])
-    kv = g.add("expand", [kv], (1, 3, 2, WIDTH), shape=[1, 3, 2, WIDTH])
-    kv = g.add("reshape", [kv], (3, 2, WIDTH), shape=[3, 2, WIDTH])
-    k = g.add("permute", [kv], (3, WIDTH, 2), dims=[0, 2, 1])
+    q = g.reshape(x, (2, 1, WIDTH))
+    q = g.permute(q, [1, 0, 2])
+    kv = g.reshape(q, (1, 1, 2, WIDTH))
+    kv = g.expand(kv, (1, 3, 2, WIDTH))
+    kv = g.reshape(kv, (3, 2, WIDTH))
+    k = g.permute(kv, [0, 2, 1])
     s = g.add("matmul", [q, k], (3, 2, 2), role="scores")
     s = g.add("tanh", [g.add("scale", [s], (3, 2, 2), role="scores", factor=0.5)], (3, 2, 2))
     mask = g.constant("mask", np.tril(np.ones((2, 2), dtype=bool)))
     p = g.add("softmax", [s, mask], (3, 2, 2), role="probabilities")
     c = g.add("matmul", [p, kv], (3, 2, WIDTH), role="context")
-    c = g.add("permute", [c], (2, 3, WIDTH), dims=[1, 0, 2])
-    g.add("reshape", [c], (2, 3 * WIDTH), shape=[2, 3 * WIDTH])
+    c = g.permute(c, [1, 0, 2])
+    g.reshape(c, (2, 3 * WIDTH))
     return g
 
 

@@ -190,7 +190,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], set[str]]
     ),
     "a bias that is computed": (lambda x, m, v: F.linear(x, m, 2 * v[:3]), {"matmul", "concat"}),
     "addmm with a bias": (lambda x, m, v: torch.addmm(v[:3], x, m.T), {"matmul", "concat"}),
-    "product with a weight as it is": (lambda x, m, v: x[:, :3] @ m, {"matmul", "slice"}),
+    "product with a weight as it is": (lambda x, m, v: x[:, :3] @ m, {"matmul", "view"}),
     "inverse root norm": (
         lambda x, m, v: v * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)),
         {"rms_norm"},
@@ -240,14 +240,14 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], set[str]]
     "alpha": (lambda x, m, v: torch.sub(torch.add(x, v, alpha=3), x, alpha=0.5), {"scale", "sub"}),
     "pieces": (
         lambda x, m, v: torch.cat([*torch.split(x, [1, 3], -1), x.repeat_interleave(2, -1)], -1),
-        {"concat", "slice", "expand"},
+        {"concat", "view"},
     ),
     "layouts": (
         lambda x, m, v: (
             torch.stack((x.unsqueeze(0).squeeze(), x.narrow(0, 0, 3)), 1).flatten(1)
             + x[1].expand(3, 4).repeat_interleave(2, 1)
         ),
-        {"concat", "reshape"},
+        {"concat", "view"},
     ),
     "constants": (
         lambda x, m, v: x * torch.arange(4).cos() + torch.ones(3, 1) * torch.tensor(2.0),

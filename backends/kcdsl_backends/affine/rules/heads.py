@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
+from kcdsl.model.view import View
 from kcdsl_backends.affine.ellipsoids import Ellipsoids, longest
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.reaches import rows
-from kcdsl_backends.affine.rules.structural import MOVES, moved
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.tape import SAFE, Entry
 
@@ -81,7 +81,7 @@ def behind(run: KernelRun, source: Node) -> tuple[list[Node], Node]:
     """Return the operations that only moved what a node holds, the last one first, and where it
     was computed."""
     moves = []
-    while source.op in MOVES:
+    while source.op == "view":
         moves.append(source)
         source = run.source(source, 0)
     return moves, source
@@ -121,5 +121,5 @@ def places(entry: Entry, moves: Sequence[Node], *, transposed: bool) -> Tensor:
     count = entry.reference.numel()
     place = torch.arange(count, device=entry.reference.device).reshape(entry.shape)
     for move in reversed(moves):
-        place = moved(move, place)
+        place = View.of(move).moved(place)
     return place.mT if transposed else place

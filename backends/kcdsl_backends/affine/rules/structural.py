@@ -2,82 +2,79 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import held_formats
-from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped
+from kcdsl.model.view import View
+from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped, summed
 from kcdsl_backends.affine.cases import Cases
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import Entry
 from kcdsl_backends.interval.box import gamma
 
-Back = Callable[[Adjoint, tuple[int, ...]], Adjoint]
+
+def pulled(view: View, a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
+    """Pull functionals of a view back to the x of this shape that it reads."""
+    a = reshaped(a, view.sizes)
+    if view.sizes != view.turned:
+        a = summed(a, view.turned)
+    a = permuted(a, view.order)
+    if view.cuts:
+        a = _scattered(a, view)
+    return reshaped(a, shape)
 
 
-MOVES = frozenset({"reshape", "permute", "expand", "slice"})
-"""Operations whose result is made of elements of one operand."""
+def _scattered(a: Adjoint, view: View) -> Adjoint:
+    """Put functionals where the ranges of a view took their elements from."""
+    window = list(a.window)
+    for d, (start, _, step) in enumerate(view.ranges):
+        if step == 1:
+            window[d] = (window[d][0] + start, window[d][1] + start)
+    if all(step == 1 for _, _, step in view.ranges):
+        return Adjoint(a.values, tuple(window), view.split)
+    values = a.values.new_zeros((a.values.shape[0], *view.split))
+    values[(slice(None), *view.slices)] = a.dense().values
+    return Adjoint.full(values)
 
 
-def moved(node: Node, x: Tensor) -> Tensor:
-    """Return the elements of x where an operation of `MOVES` puts them."""
-    match node.op:
-        case "reshape":
-            return x.reshape(node.shape)
-        case "permute":
-            return x.permute([int(d) for d in node.attrs["dims"]])
-        case "expand":
-            return x.expand(node.shape).contiguous()
-        case "cast" | "cache":
-            return x
-        case "slice":
-            dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
-            return x[(*(slice(None) for _ in range(dim % x.dim())), slice(start, stop, step))]
-        case _:
-            raise ValueError(f"{node.op} does not only move elements")
-
-
-def _moved_cases(node: Node, cases: Cases | None) -> Cases | None:
+def _moved_cases(view: View, cases: Cases | None) -> Cases | None:
     """Return the cases of moved elements, where their blocks stay together."""
-    match node.op:
-        case "cast" | "cache":
-            return cases
-        case "reshape" if cases is not None:
-            return cases.reshaped(node.shape)
-        case "permute" if cases is not None:
-            return cases.permuted([int(d) for d in node.attrs["dims"]])
-        case _:
-            return None
+    if view.cuts or view.sizes != view.turned:
+        return None
+    if cases is not None:
+        cases = cases.reshaped(view.split)
+    if cases is not None:
+        cases = cases.permuted(view.order)
+    return None if cases is None else cases.reshaped(view.shape)
 
 
-def _move(run: KernelRun, node: Node, back: Back, copies: int = 1) -> None:
-    """Append a rearrangement of one operand; of a known number it is a known number.
+def view(run: KernelRun, node: Node) -> None:
+    """Append a view of one operand; of a known number it is a known number.
 
     Functionals of several copies are added up, which rounds.
     """
-    x = run.operand(node, 0)
+    x, found = run.operand(node, 0), View.of(node)
     if x.index is None:
-        run.known[node.name] = moved(node, x.reference)
+        run.known[node.name] = found.moved(x.reference)
         return
     index, shape = x.index, tuple(x.reference.shape)
-    reach = moved(node, x.reach)
+    reach = found.moved(x.reach)
     entry = Entry(
         node.name,
-        moved(node, x.reference),
+        found.moved(x.reference),
         reach,
-        lambda a: [(index, back(a, shape))],
-        radius=None if copies == 1 else gamma(copies) * reach,
-        cases=_moved_cases(node, run.tape.entries[index].cases),
+        lambda a: [(index, pulled(found, a, shape))],
+        radius=None if found.copies == 1 else gamma(found.copies) * reach,
+        cases=_moved_cases(found, run.tape.entries[index].cases),
     )
     run.computed[node.name] = run.tape.add(entry)
     again = run.again(node, 0)
-    run.keep(node, None if again is None else moved(node, again))
+    run.keep(node, None if again is None else found.moved(again))
 
 
 def cast(run: KernelRun, node: Node) -> None:
@@ -100,18 +97,14 @@ def cast(run: KernelRun, node: Node) -> None:
 
 def same(run: KernelRun, node: Node) -> None:
     """Append x as it is."""
-    _move(run, node, lambda a, _: a)
-
-
-def reshape(run: KernelRun, node: Node) -> None:
-    """Append x in another shape."""
-    _move(run, node, reshaped)
-
-
-def permute(run: KernelRun, node: Node) -> None:
-    """Append x with its dimensions in another order."""
-    dims = [int(d) for d in node.attrs["dims"]]
-    _move(run, node, lambda a, _: permuted(a, dims))
+    x = run.operand(node, 0)
+    if x.index is None:
+        run.known[node.name] = x.reference
+        return
+    index, cases = x.index, run.tape.entries[x.index].cases
+    entry = Entry(node.name, x.reference, x.reach, lambda a: [(index, a)], cases=cases)
+    run.computed[node.name] = run.tape.add(entry)
+    run.keep(node, run.again(node, 0))
 
 
 def neg(run: KernelRun, node: Node) -> None:
@@ -124,43 +117,6 @@ def neg(run: KernelRun, node: Node) -> None:
     entry = Entry(node.name, -x.reference, x.reach, lambda a: [(index, a.times(-1.0))])
     run.computed[node.name] = run.tape.add(entry)
     run.keep(node, run.again(node, 0))
-
-
-def expand(run: KernelRun, node: Node) -> None:
-    """Append x repeated along dimensions of length 1."""
-
-    def back(a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-        added = len(a.shape) - len(shape)
-        repeated = [d for d in range(added, len(a.shape)) if shape[d - added] != a.shape[d]]
-        values = a.values.sum([1 + d for d in range(added)]) if added else a.values
-        window = list(a.window[added:])
-        for d in repeated:
-            values = values.sum(1 + d - added, keepdim=True)
-            window[d - added] = (0, 1)
-        return Adjoint(values, tuple(window), shape)
-
-    before = run.operand(node, 0).reference.numel()
-    _move(run, node, back, math.prod(node.shape) // max(1, before))
-
-
-def slice_(run: KernelRun, node: Node) -> None:
-    """Append a slice along one dimension."""
-    dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
-
-    def back(a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-        at = dim % len(shape)
-        first = start % shape[at] if start < 0 else start
-        a = a.dense() if step != 1 else a
-        window = list(a.window)
-        if step == 1:
-            window[at] = (window[at][0] + first, window[at][1] + first)
-            return Adjoint(a.values, tuple(window), shape)
-        values = a.values.new_zeros((a.values.shape[0], *shape))
-        change_at = (slice(None), *(slice(None) for _ in range(at)), slice(start, stop, step))
-        values[change_at] = a.values
-        return Adjoint.full(values)
-
-    _move(run, node, back)
 
 
 def concat(run: KernelRun, node: Node) -> None:

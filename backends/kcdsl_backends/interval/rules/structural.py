@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kcdsl.model.view import View
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.readings import Apart
@@ -21,33 +22,9 @@ def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
     return State(train, infer, drift, (one, two))
 
 
-def reshape(step: Step) -> State:
-    """Return the state in another shape."""
-    return move(step.operand(0), lambda x: x.reshape(step.node.shape))
-
-
-def expand(step: Step) -> State:
-    """Return the state repeated along broadcast dimensions."""
-    return move(step.operand(0), lambda x: x.expand(step.node.shape).contiguous())
-
-
-def permute(step: Step) -> State:
-    """Return the state with its dimensions in another order."""
-    dims = [int(d) for d in step.node.attrs["dims"]]
-    return move(step.operand(0), lambda x: x.permute(dims).contiguous())
-
-
-def slice_(step: Step) -> State:
-    """Return a slice along one dimension."""
-    attrs = step.node.attrs
-    dim, start, stop, stride = (int(attrs[k]) for k in ("dim", "start", "stop", "step"))
-
-    def change(x: Tensor) -> Tensor:
-        index = [slice(None)] * x.dim()
-        index[dim] = slice(start, stop, stride)
-        return x[tuple(index)]
-
-    return move(step.operand(0), change)
+def view(step: Step) -> State:
+    """Return the elements where a view puts them."""
+    return move(step.operand(0), View.of(step.node).moved)
 
 
 def concat(step: Step) -> State:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.affine.adjoint import Adjoint, summed
 from kcdsl_backends.interval.box import EPS, Box, gamma, up
 from kcdsl_backends.interval.rules.elementwise import (
     GELU,
@@ -22,7 +22,6 @@ from kcdsl_backends.interval.rules.elementwise import (
 from kcdsl_backends.planes.functional import Functional, total
 from kcdsl_backends.planes.relu import Change, ReluPlanes, first_slopes
 from kcdsl_backends.planes.rules.linear import PASS
-from kcdsl_backends.planes.rules.structural import gathered
 from kcdsl_backends.planes.run import Operand, Part, Rule, Run
 from kcdsl_backends.planes.tape import SAFE, Entry, Source
 
@@ -57,7 +56,7 @@ def add(sign: float) -> Rule:
 
 def _gathered(f: Functional, operand: Operand, factor: float) -> Source:
     shape = tuple(operand.reference.shape)
-    return operand.index, f.each(lambda part: gathered(part.times(factor), shape))
+    return operand.index, f.each(lambda part: summed(part.times(factor), shape))
 
 
 def scale(run: Run, node: Node) -> None:

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped
-from kcdsl_backends.affine.rules.structural import moved
+from kcdsl.model.view import View
+from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.affine.rules.structural import pulled
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.planes.functional import Functional
-from kcdsl_backends.planes.run import Operand, Part, Rule, Run, zero_part
+from kcdsl_backends.planes.run import Operand, Part, Run, zero_part
 from kcdsl_backends.planes.tape import Source
 
-Back = Callable[[Adjoint, tuple[int, ...]], Adjoint]
 
+def view(run: Run, node: Node) -> None:
+    """Append a view of one operand; functionals of several copies are summed, which rounds."""
+    x, found = run.operand(node, 0), View.of(node)
+    shape, reference = tuple(x.reference.shape), found.moved(x.reference)
+    inexact = 0.0 if found.copies == 1 else 2 * gamma(found.copies + 4)
+    zero = torch.zeros_like(reference)
 
-def _move(back: Back) -> Rule:
-    def rule(run: Run, node: Node) -> None:
-        x = run.operand(node, 0)
-        shape, reference = tuple(x.reference.shape), moved(node, x.reference)
-        nothing = zero_part(reference)
+    def part(box: Box) -> Part:
+        return Part(zero, inexact * found.moved(box.mag()))
 
-        def pull(a: Functional) -> list[Source]:
-            return [(x.index, a.each(lambda part: back(part, shape)))]
+    def pull(a: Functional) -> list[Source]:
+        return [(x.index, a.each(lambda values: pulled(found, values, shape)))]
 
-        run.append(node, reference, pull, nothing, nothing)
-
-    return rule
-
-
-def permute(run: Run, node: Node) -> None:
-    """Append x with its dimensions in another order."""
-    dims = [int(d) for d in node.attrs["dims"]]
-    _move(lambda a, _: permuted(a, dims))(run, node)
+    run.append(node, reference, pull, part(x.deviation), part(x.drift))
 
 
 def cast(run: Run, node: Node) -> None:
@@ -50,59 +43,6 @@ def neg(run: Run, node: Node) -> None:
     x = run.operand(node, 0)
     nothing = zero_part(x.reference)
     run.append(node, -x.reference, lambda a: [(x.index, a.negative())], nothing, nothing)
-
-
-def gathered(a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-    """Pull functionals of x.expand(...) back to x of this shape."""
-    if a.shape == shape:
-        return a
-    added = len(a.shape) - len(shape)
-    repeated = [d for d in range(added, len(a.shape)) if shape[d - added] != a.shape[d]]
-    values = a.values.sum([1 + d for d in range(added)]) if added else a.values
-    window = list(a.window[added:])
-    for d in repeated:
-        values = values.sum(1 + d - added, keepdim=True)
-        window[d - added] = (0, 1)
-    return Adjoint(values, tuple(window), shape)
-
-
-reshape = _move(reshaped)
-"""Append x in another shape."""
-
-
-def expand(run: Run, node: Node) -> None:
-    """Append x repeated along dimensions of length 1; functionals of the copies are summed."""
-    x = run.operand(node, 0)
-    shape, reference = tuple(x.reference.shape), moved(node, x.reference)
-    inexact = 2 * gamma(reference.numel() // max(x.reference.numel(), 1) + 4)
-    zero = torch.zeros_like(reference)
-
-    def part(box: Box) -> Part:
-        return Part(zero, inexact * moved(node, box.mag()))
-
-    def pull(a: Functional) -> list[Source]:
-        return [(x.index, a.each(lambda values: gathered(values, shape)))]
-
-    run.append(node, reference, pull, part(x.deviation), part(x.drift))
-
-
-def slice_(run: Run, node: Node) -> None:
-    """Append a slice along one dimension."""
-    dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
-
-    def back(a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-        at = dim % len(shape)
-        if step == 1:
-            first = start % shape[at] if start < 0 else start
-            window = list(a.window)
-            window[at] = (window[at][0] + first, window[at][1] + first)
-            return Adjoint(a.values, tuple(window), shape)
-        values = a.values.new_zeros((a.values.shape[0], *shape))
-        place = (slice(None), *(slice(None) for _ in range(at)), slice(start, stop, step))
-        values[place] = a.dense().values
-        return Adjoint.full(values)
-
-    _move(back)(run, node)
 
 
 def concat(run: Run, node: Node) -> None:

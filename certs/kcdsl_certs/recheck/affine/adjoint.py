@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.view import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,21 @@ def spread(adjoint: Adjoint, axis: int, start: int, step: int) -> Adjoint:
         index = (slice(None),) * (1 + axis) + (slice(None, None, step),)
         values[index] = adjoint.values
     return Adjoint(values, (*adjoint.start[:axis], begin, *adjoint.start[axis + 1 :]))
+
+
+def viewed(adjoint: Adjoint, view: View) -> Adjoint:
+    """Return the adjoint of the operand of a view; those of copies are added up."""
+    if view.sizes != view.shape:
+        adjoint = reshaped(adjoint, view.shape, view.sizes)
+    if view.sizes != view.turned:
+        adjoint = summed(adjoint, view.turned)
+    adjoint = permuted(adjoint, list(view.order))
+    for axis, (start, _, step) in enumerate(view.ranges):
+        if (start, step) != (0, 1):
+            adjoint = spread(adjoint, axis, start, step)
+    if view.split != view.before:
+        adjoint = reshaped(adjoint, view.split, view.before)
+    return adjoint
 
 
 def part(adjoint: Adjoint, axis: int, offset: int, size: int) -> Adjoint | None:

@@ -34,10 +34,7 @@ Rule = Callable[[Course, Node], None]
 _RULES: Mapping[str, Rule] = {
     "input": moves.source,
     "embedding": moves.embedding,
-    "reshape": moves.reshape,
-    "expand": moves.expand,
-    "permute": moves.permute,
-    "slice": moves.slice_,
+    "view": moves.view,
     "concat": moves.concat,
     "neg": moves.neg,
     "cast": moves.cast,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Array, Node
@@ -16,10 +12,9 @@ from kcdsl_certs.recheck.rules.parameters import held, known, rows
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric, reduce, stored
 from kcdsl_certs.recheck.spec import FLOAT32, FORMATS, Kernel
 from kcdsl_certs.recheck.versions import Own
+from kcdsl_certs.recheck.view import View
 from kcdsl_certs.recheck.weights import plain
 from kcdsl_certs.rejected import Rejected
-
-Move = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -109,38 +104,15 @@ def embedding(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return rows(held(scene, key, linear=False), ids)
 
 
-def reshape(scene: Scene, node: Node, inputs: list[Value]) -> Value:
-    """Return the same elements in another shape."""
-    shape = _shape(node)
-    return moved(inputs[0], lambda v: v.reshape(shape))
-
-
-def expand(scene: Scene, node: Node, inputs: list[Value]) -> Value:
-    """Return the input broadcast to a shape."""
-    shape = _shape(node)
-    return moved(inputs[0], lambda v: np.broadcast_to(v, shape))
-
-
-def permute(scene: Scene, node: Node, inputs: list[Value]) -> Value:
-    """Return the input with its dimensions in another order."""
-    rank = len(inputs[0].shape)
-    stated = node.attrs.exactly("dims").integers("dims", -rank)
-    dims = [d % rank for d in stated if d < rank]
-    if sorted(dims) != list(range(rank)) or len(stated) != rank:
-        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
-    return moved(inputs[0], lambda v: np.transpose(v, dims))
-
-
-def slice_(scene: Scene, node: Node, inputs: list[Value]) -> Value:
-    """Return start:stop:step along one dimension."""
-    attrs = node.attrs.exactly("dim", "start", "stop", "step")
-    rank = len(inputs[0].shape)
-    dim = attrs.integer("dim", -rank)
-    if dim >= rank:
-        raise Rejected("graph/field", "'dim' is beyond the dimensions")
-    start, stop = attrs.integer("start", 0), attrs.integer("stop", 0)
-    index = (slice(None),) * (dim % rank) + (slice(start, stop, attrs.integer("step", 1)),)
-    return moved(inputs[0], lambda v: v[index])
+def view(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the elements where a view puts them."""
+    found, value = View.of(node, inputs[0].shape), inputs[0]
+    if isinstance(value, Mask):
+        return Mask(found.moved(value.allowed))
+    state = numeric(value)
+    one, two = (None if own is None else found.moved(own) for own in state.own)
+    t, i, d = (part.map(found.moved) for part in (state.t, state.i, state.d))
+    return State(t, i, d, (one, two))
 
 
 def concat(scene: Scene, node: Node, inputs: list[Value]) -> Value:
@@ -169,26 +141,3 @@ def concat(scene: Scene, node: Node, inputs: list[Value]) -> Value:
 
     t, i, d = (joined([getattr(s, part) for s in states]) for part in ("t", "i", "d"))
     return State(t, i, d, (own(0), own(1)))
-
-
-def _shape(node: Node) -> tuple[int, ...]:
-    shape = node.attrs.exactly("shape").integers("shape", 1)
-    if shape != node.shape:
-        raise Rejected("graph/shape", "'shape' differs from the shape of the node")
-    return shape
-
-
-def moved(value: Value, move: Move) -> Value:
-    """Return a mask or state after a move of its elements.
-
-    Raises:
-        Rejected: "graph/shape" if numpy finds that the move does not fit.
-    """
-    try:
-        if isinstance(value, Mask):
-            return Mask(move(value.allowed))
-        state = numeric(value)
-        one, two = (None if part is None else move(part) for part in state.own)
-        return State(state.t.map(move), state.i.map(move), state.d.map(move), (one, two))
-    except ValueError as error:
-        raise Rejected("graph/shape", str(error)[:200]) from None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine.adjoint import part, permuted, reshaped, spread, summed
+from kcdsl_certs.recheck.affine.adjoint import part, viewed
+from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.drifting import symbol
 from kcdsl_certs.recheck.affine.form import (
     UNIT,
@@ -31,9 +29,8 @@ from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules import structural
 from kcdsl_certs.recheck.rules.state import Mask, State, gamma, target
 from kcdsl_certs.recheck.spec import FLOAT32
+from kcdsl_certs.recheck.view import View
 from kcdsl_certs.rejected import Rejected
-
-Move = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -112,57 +109,29 @@ def around(centre: Floats, wide: Box) -> Floats:
     return np.asarray(raised(np.maximum(far, 0.0)))
 
 
-def reshape(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Return the same elements in another shape."""
-    shape, before = _shape(node), inputs[0].shape
-    value = inputs[0]
-    form = _moved(
-        walk, node, value, lambda v: v.reshape(shape), lambda a: reshaped(a, shape, before)
-    )
-    if isinstance(form, Mask) or isinstance(value, Mask) or value.cases is None:
-        return form
-    return replace(form, cases=value.cases.shaped(shape))
+def view(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return the elements where a view puts them; sums of adjoints of copies round."""
+    found, value = View.of(node, inputs[0].shape), inputs[0]
+    if isinstance(value, Mask):
+        return Mask(found.moved(value.allowed))
+    reference = found.moved(value.reference)
+    if value.place is None:
+        return known(reference)
+    reach = found.moved(value.reach)
+    radius = None if found.copies == 1 else raised(reach * gamma(found.copies, UNIT)) + FAINT
+    place = walk.tape.add(Entry(reach, ((value.place, lambda a: viewed(a, found)),), radius))
+    own, origin = walk.own(node, 0), value.origin
+    _versions(walk, node, None if own is None else found.moved(own))
+    if origin is not None:
+        origin = replace(origin, index=found.moved(origin.index))
+    return Form(reference, reach, place, origin, cases=_cases(found, value.cases))
 
 
-def expand(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Return the input broadcast to a shape."""
-    shape, before = _shape(node), inputs[0].shape
-    copies = max(1, int(np.prod(shape)) // max(1, int(np.prod(before))))
-    return _moved(
-        walk,
-        node,
-        inputs[0],
-        lambda v: np.broadcast_to(v, shape),
-        lambda a: summed(a, before),
-        copies,
-    )
-
-
-def permute(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Return the input with its dimensions in another order."""
-    rank = len(inputs[0].shape)
-    stated = node.attrs.exactly("dims").integers("dims", -rank)
-    dims = [d % rank for d in stated if d < rank]
-    if sorted(dims) != list(range(rank)) or len(stated) != rank:
-        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
-    value = inputs[0]
-    form = _moved(walk, node, value, lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
-    if isinstance(form, Mask) or isinstance(value, Mask) or value.cases is None:
-        return form
-    return replace(form, cases=value.cases.turned(dims))
-
-
-def slice_(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Return start:stop:step along one dimension."""
-    attrs = node.attrs.exactly("dim", "start", "stop", "step")
-    rank = len(inputs[0].shape)
-    dim = attrs.integer("dim", -rank)
-    if dim >= rank:
-        raise Rejected("graph/field", "'dim' is beyond the dimensions")
-    axis, start = dim % rank, attrs.integer("start", 0)
-    stop, step = attrs.integer("stop", 0), attrs.integer("step", 1)
-    index = (slice(None),) * axis + (slice(start, stop, step),)
-    return _moved(walk, node, inputs[0], lambda v: v[index], lambda a: spread(a, axis, start, step))
+def _cases(view: View, cases: Cases | None) -> Cases | None:
+    """Return the cases of moved elements, where all of each block stay together."""
+    found = cases.shaped(view.split) if cases is not None and view.takes_all else None
+    found = None if found is None else found.turned(list(view.order))
+    return None if found is None else found.shaped(view.shape)
 
 
 def concat(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
@@ -232,30 +201,3 @@ def relu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     entry = Entry(reach, ((x.place, lambda a: a.times(on)),), radius)
     _versions(walk, node, walk.own(node, 0))
     return Form(reference, reach, walk.tape.add(entry))
-
-
-def _shape(node: Node) -> tuple[int, ...]:
-    shape = node.attrs.exactly("shape").integers("shape", 1)
-    if shape != node.shape:
-        raise Rejected("graph/shape", "'shape' differs from the shape of the node")
-    return shape
-
-
-def _moved(
-    walk: Walk, node: Node, value: Operand, move: Move, pull: Pull, copies: int = 1
-) -> Operand:
-    """Return a mask or a form after a move of its elements; sums of `copies` adjoints round."""
-    if isinstance(value, Mask):
-        return Mask(move(value.allowed))
-    reference = np.ascontiguousarray(move(value.reference))
-    if value.place is None:
-        return known(reference)
-    reach = np.ascontiguousarray(move(value.reach))
-    radius = None if copies == 1 else raised(reach * gamma(copies, UNIT)) + FAINT
-    place = walk.tape.add(Entry(reach, ((value.place, pull),), radius))
-    own = walk.own(node, 0)
-    _versions(walk, node, None if own is None else np.ascontiguousarray(move(own)))
-    origin = value.origin
-    if origin is not None:
-        origin = replace(origin, index=np.ascontiguousarray(move(origin.index)))
-    return Form(reference, reach, place, origin)

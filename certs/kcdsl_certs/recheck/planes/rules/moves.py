@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kcdsl_certs.recheck.affine.adjoint import (
-    Adjoint,
-    part,
-    permuted,
-    reshaped,
-    spread,
-    summed,
-)
+from kcdsl_certs.recheck.affine.adjoint import part, viewed
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Floats, magnitude
+from kcdsl_certs.recheck.box import magnitude
 from kcdsl_certs.recheck.planes.course import Added, Course, halves, nothing, raised
 from kcdsl_certs.recheck.planes.functional import Functional
 from kcdsl_certs.recheck.planes.tape import FAINT, UNIT
 from kcdsl_certs.recheck.rules.state import gamma
+from kcdsl_certs.recheck.view import View
 from kcdsl_certs.rejected import Rejected
-
-Move = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def source(course: Course, node: Node) -> None:
@@ -48,47 +37,24 @@ def embedding(course: Course, node: Node) -> None:
     course.write(node, state.t.lo, lambda f: (), nothing(state.shape), added)
 
 
-def reshape(course: Course, node: Node) -> None:
-    """Write the same elements in another shape."""
-    shape, before = node.shape, course.operand(node, 0).shape
-    _moved(course, node, lambda v: v.reshape(shape), lambda a: reshaped(a, shape, before))
-
-
-def permute(course: Course, node: Node) -> None:
-    """Write the dimensions in another order."""
-    rank = len(node.shape)
-    dims = [d % rank for d in node.attrs.integers("dims", -rank)]
-    _moved(course, node, lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
-
-
-def slice_(course: Course, node: Node) -> None:
-    """Write start:stop:step along one dimension."""
-    axis = node.attrs.integer("dim", -len(node.shape)) % len(node.shape)
-    start, step = node.attrs.integer("start", 0), node.attrs.integer("step", 1)
-    index = (slice(None),) * axis + (slice(start, node.attrs.integer("stop", 0), step),)
-    _moved(course, node, lambda v: v[index], lambda a: spread(a, axis, start, step))
-
-
-def expand(course: Course, node: Node) -> None:
-    """Write copies of the operand; functionals of them are summed."""
+def view(course: Course, node: Node) -> None:
+    """Write the elements where a view puts them; functionals of copies are summed."""
     x = course.operand(node, 0)
-    shape, before = node.shape, x.shape
+    view = View.of(node, x.shape)
+    reference = view.moved(x.reference)
+    none = np.zeros(reference.shape)
+    e, d = none, none
+    if view.copies > 1:
+        lost = gamma(view.copies + 4, UNIT)
+        e, d = (raised(view.moved(magnitude(part)) * lost) + FAINT for part in (x.e, x.d))
 
-    def move(values: NDArray[Any]) -> NDArray[Any]:
-        return np.broadcast_to(values, shape)
+    def pull(f: Functional) -> list[tuple[int, Functional]]:
+        return [(x.place, f.map(lambda a: viewed(a, view)))]
 
-    copies = max(1, int(np.prod(shape)) // max(1, int(np.prod(before))))
-    if copies == 1:
-        _moved(course, node, move, lambda a: summed(a, before))
-        return
-    lost = gamma(copies + 4, UNIT)
-    _moved(
-        course,
-        node,
-        move,
-        lambda a: summed(a, before),
-        (raised(move(magnitude(x.e)) * lost) + FAINT, raised(move(magnitude(x.d)) * lost) + FAINT),
-    )
+    course.write(node, reference, pull, Added(none, e), Added(none, d))
+    origin = course.origins.get(node.inputs[0])
+    if origin is not None:
+        course.origins[node.name] = replace(origin, index=view.moved(origin.index))
 
 
 def neg(course: Course, node: Node) -> None:
@@ -123,27 +89,3 @@ def concat(course: Course, node: Node) -> None:
 
     none = nothing(reference.shape)
     course.write(node, reference, pull, none, none)
-
-
-def _moved(
-    course: Course,
-    node: Node,
-    move: Move,
-    back: Callable[[Adjoint], Adjoint],
-    lost: tuple[Floats, Floats] | None = None,
-) -> None:
-    x = course.operand(node, 0)
-    reference = np.ascontiguousarray(move(x.reference))
-    none = np.zeros(reference.shape)
-    e, d = (none, none) if lost is None else lost
-    course.write(
-        node,
-        reference,
-        lambda f: ((x.place, f.map(back)),),
-        Added(none, e),
-        Added(none, d),
-    )
-    origin = course.origins.get(node.inputs[0])
-    if origin is not None:
-        index = np.ascontiguousarray(move(origin.index))
-        course.origins[node.name] = replace(origin, index=index)
