@@ -8,9 +8,6 @@ import struct
 from collections.abc import Sequence
 from fractions import Fraction
 
-from kcdsl_certs.recheck.rationals.state import Known, Scene, held, reduce, stored
-from kcdsl_certs.recheck.rationals.weights import as_stored
-
 from kcdsl_certs.recheck.block import Array, Node
 from kcdsl_certs.recheck.spec import FLOAT32, FORMATS
 from kcdsl_certs.recheck.view import View
@@ -28,6 +25,8 @@ from tests.support.rationals.cells import (
     sub,
     widened,
 )
+from tests.support.rationals.state import Known, Scene, held, reduce, stored
+from tests.support.rationals.weights import as_stored
 
 
 def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:

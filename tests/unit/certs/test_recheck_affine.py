@@ -187,7 +187,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "another permutation": (
         in_graph("nodes", place("view", 7), "attrs", "order", to=[0, 1, 2]),
-        "witness/too-small",
+        "graph/shape",
     ),
     "huge eps": (
         in_graph("nodes", place("layer_norm"), "attrs", "eps", to=(1e39).hex()),
