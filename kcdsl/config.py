@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,26 @@ from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
 from kcdsl.diagnostics.render import FORMATS
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.source.files import read_source, user_place
+from kcdsl.source.files import read_source, shown, user_place
 
 FILES = (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl")))
 """The files of a folder, in the order of their weight, with the path to our section."""
-COLOURS = ("auto", "always", "never")
-SEVERITIES = tuple(severity.value for severity in Severity)
 CODES_HELP = "such as KC208 or KC5; `kcdsl explain` lists the codes"
 _CODES = re.compile("KC[0-9]{0,3}")
 _OF_POLICIES = frozenset({"trusted-keys", "threshold", "max-validity"})
+_START = Span(0, 0)
 
 
-class Kind(Enum):
-    """What an option holds, in words."""
+class Colour(StrEnum):
+    """When output is coloured."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Kind(StrEnum):
+    """The type of an option's value, in words."""
 
     TEXT = "a text"
     TRUTH = "true or false"
@@ -45,56 +52,63 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of the configuration. `allowed` lists its words, where only some are allowed; a
-    word of `format` may go on with `=FILE`. One that is `personal` is not taken from the file of a
-    folder."""
+    """An option of the configuration, declared by a field of `Config`.
 
-    name: str
+    `allowed` lists its words, where only some are allowed; a word of `format` may go on with
+    `=FILE`. One that is `personal` is not taken from the file of a folder.
+    """
+
+    field: str
     kind: Kind
     default: Any
     help: str
     allowed: tuple[str, ...] = ()
+    example: str | None = None
     personal: bool = False
 
     @property
-    def field(self) -> str:
-        """Return the name of its field in `Config`."""
-        return self.name.replace("-", "_")
+    def name(self) -> str:
+        """Return its name in files, where `_` counts as `-`."""
+        return self.field.replace("_", "-")
 
     @property
     def variable(self) -> str:
         """Return its variable of the environment."""
         return f"KCDSL_{self.field.upper()}"
 
+    @property
+    def usage(self) -> str | None:
+        """Return what a value may be: the allowed words, or an example."""
+        return f"allowed: {', '.join(self.allowed)}" if self.allowed else self.example
 
-OPTIONS = (
-    Option("allow-folders", Kind.TEXTS, (), "folders whose files contracts may name as well"),
-    Option("color", Kind.TEXT, "auto", "when output is coloured", COLOURS),
-    Option("contract", Kind.TEXT, None, "the contract of commands that are given none"),
-    Option("docs-url", Kind.TEXT, None, "where the pages of codes are published: URL/KC203.md"),
-    Option("exclude", Kind.TEXTS, (), "files that are left out of the folders given"),
-    Option("fail-on", Kind.TEXT, "error", "least severity that fails `kcdsl lint`", SEVERITIES),
-    Option("format", Kind.TEXTS, (), "how `kcdsl lint` writes, as its --format", FORMATS),
-    Option("ignore", Kind.CODES, (), "codes whose warnings and notes are not shown"),
-    Option("metrics", Kind.TEXTS, (), "modules and files that declare metrics"),
-    Option("refuse-suppressions", Kind.TRUTH, False, "refuse contracts with accepted findings"),
-    Option("select", Kind.CODES, (), "the only codes whose warnings and notes are shown"),
-    Option(
-        "trusted-folders",
-        Kind.TEXTS,
-        (),
-        "folders whose contracts may run code of their own",
-        personal=True,
-    ),
-)
-"""Every option, by name; `_` in a name counts as `-`."""
+    def allows(self, word: str) -> bool:
+        """Say whether a text may be its value, or an item of its list."""
+        if "\0" in word:
+            return False
+        if self.kind is Kind.CODES:
+            return code_or_beginning(word) is not None
+        given = word.partition("=")[0] if self.field == "format" else word
+        return not self.allowed or given in self.allowed
 
+    def fits(self, value: Any) -> bool:
+        """Say whether a value of a file has its type."""
+        match self.kind:
+            case Kind.TEXT:
+                return isinstance(value, str)
+            case Kind.TRUTH:
+                return isinstance(value, bool)
+            case Kind.TEXTS | Kind.CODES:
+                return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
-def user_folder(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder of the user's own configuration; None where there is no home."""
-    variables = os.environ if environment is None else environment
-    folder = user_place("XDG_CONFIG_HOME", ".config", environment=variables)
-    return None if folder is None else folder / "kcdsl"
+    def read(self, text: str) -> Any:
+        """Return the value that a variable spells, items of a list separated by commas; None
+        where it spells none."""
+        value: Any = text
+        if self.kind in {Kind.TEXTS, Kind.CODES}:
+            value = tuple(part.strip() for part in text.split(",") if part.strip())
+        elif self.kind is Kind.TRUTH:
+            return truth(text)
+        return value if all(self.allows(word) for _, word in _words(value)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +134,23 @@ class Origin:
         return self.variable or (self.source.name if self.source is not None else "default")
 
     def __str__(self) -> str:
-        if self.variable is not None:
-            return self.variable
-        if self.source is None or self.span is None:
-            return "default"
-        return f"{self.source.name}:{self.source.position(self.span.start).line}"
+        span = self.span
+        if self.source is None or span is None:
+            return self.where
+        return f"{self.source.name}:{self.source.position(span.start).line}"
+
+
+def _text(default: Any, help: str, allowed: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"kind": Kind.TEXT, "help": help, "allowed": allowed})
+
+
+def _texts(help: str, example: str | None = None, **more: Any) -> Any:
+    declared = {"kind": Kind.TEXTS, "help": help, "example": example, **more}
+    return field(default=(), metadata=declared)
+
+
+def _codes(help: str) -> Any:
+    return _texts(help, 'such as ["KC208", "KC5"]', kind=Kind.CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +161,32 @@ class Config:
     none.
     """
 
-    allow_folders: tuple[str, ...] = ()
-    color: str = "auto"
-    contract: str | None = None
-    docs_url: str | None = None
-    exclude: tuple[str, ...] = ()
-    fail_on: str = "error"
-    format: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ()
-    refuse_suppressions: bool = False
-    select: tuple[str, ...] = ()
-    trusted_folders: tuple[str, ...] = ()
+    allow_folders: tuple[str, ...] = _texts(
+        "folders whose files contracts may name as well",
+        'such as ["."], the folder of the file and all below it',
+    )
+    color: str = _text(Colour.AUTO, "when output is coloured", tuple(Colour))
+    contract: str | None = _text(None, "the contract of commands that are given none")
+    docs_url: str | None = _text(None, "where the pages of codes are published: URL/KC203.md")
+    exclude: tuple[str, ...] = _texts(
+        "files that are left out of the folders given", 'such as ["drafts", "*/old-*.kc.yaml"]'
+    )
+    fail_on: str = _text(Severity.ERROR, "least severity that fails `kcdsl lint`", tuple(Severity))
+    format: tuple[str, ...] = _texts("how `kcdsl lint` writes, as its --format", allowed=FORMATS)
+    ignore: tuple[str, ...] = _codes("codes whose warnings and notes are not shown")
+    metrics: tuple[str, ...] = _texts(
+        "modules and files that declare metrics", 'such as ["package.metrics", "metrics.py"]'
+    )
+    refuse_suppressions: bool = field(
+        default=False,
+        metadata={"kind": Kind.TRUTH, "help": "refuse contracts with accepted findings"},
+    )
+    select: tuple[str, ...] = _codes("the only codes whose warnings and notes are shown")
+    trusted_folders: tuple[str, ...] = _texts(
+        "folders whose contracts may run code of their own",
+        'such as ["~/contracts"]',
+        personal=True,
+    )
     file: SourceFile | None = None
     own: SourceFile | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
@@ -163,17 +203,21 @@ class Config:
             return None
         for index in path:
             value = value[index]
-        if isinstance(value, str):
-            from kcdsl.source.toml import text_span
+        if not isinstance(value, str):
+            return origin.span
+        from kcdsl.source.toml import text_span
 
-            found = text_span(origin.source.text, (*origin.key, *path), value)
-            if found is not None or not path:
-                return found or origin.span
-            # A single format may be written without a list.
-            found = text_span(origin.source.text, origin.key, value)
-            if found is not None:
-                return found
-        return origin.span
+        text = origin.source.text
+        # A single format may be written without a list.
+        item = text_span(text, (*origin.key, *path), value)
+        alone = text_span(text, origin.key, value) if path and item is None else None
+        return item or alone or origin.span
+
+
+OPTIONS = tuple(
+    Option(f.name, default=f.default, **f.metadata) for f in fields(Config) if f.metadata
+)
+"""Every option, by name."""
 
 
 def load_config(start: Path, environment: Mapping[str, str] | None = None) -> Config:
@@ -198,8 +242,15 @@ def read_config(start: Path, sink: Sink, environment: Mapping[str, str] | None =
         config = _with_file(config, *file, sink)
     for option in OPTIONS:
         text = variables.get(option.variable)
-        if text is not None:
-            config = _from_environment(config, option, text, sink)
+        if text is None:
+            continue
+        value = option.read(text)
+        if value is None:
+            help = option.usage or f"it takes {option.kind}"
+            message = f"{option.variable} is {text!r}"
+            sink.add(Diagnostic(BAD_CONFIGURATION, message, help=help))
+            continue
+        config = _with(config, option, value, Origin(Path(), variable=option.variable))
     return config
 
 
@@ -215,21 +266,14 @@ def allowed_folders(start: Path, environment: Mapping[str, str] | None = None) -
     named = [part.strip() for part in variables.get(option.variable, "").split(",")]
     mine, here = user_file(variables), start.resolve()
     if mine is not None and mine.is_file():
-        named += _own_entries(option, mine, (), own=True)
+        named += _entries(option, mine, (), own=True)
     found = [Path(name).expanduser().resolve() for name in named if name]
-    for folder in (here, *here.parents):
-        for name, section in FILES:
-            if (folder / name).is_file() and folder / name != mine:
-                found += [
-                    (folder / entry).resolve()
-                    for entry in _own_entries(option, folder / name, section, own=False)
-                ]
+    for file, section in _files_above(here, mine):
+        found += [(file.parent / e).resolve() for e in _entries(option, file, section, own=False)]
     return tuple(found)
 
 
-def _own_entries(
-    option: Option, file: Path, section: tuple[str, ...], *, own: bool
-) -> tuple[str, ...]:
+def _entries(option: Option, file: Path, section: tuple[str, ...], *, own: bool) -> tuple[str, ...]:
     """Return the entries of an option that holds texts in one file; none where it is in error."""
     sink = Sink()
     read = _read(file, section, sink)
@@ -246,6 +290,13 @@ def _own_entries(
 # --- the files -----------------------------------------------------------------------------------
 
 
+def user_folder(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder of the user's own configuration; None where there is no home."""
+    variables = os.environ if environment is None else environment
+    folder = user_place("XDG_CONFIG_HOME", ".config", environment=variables)
+    return None if folder is None else folder / "kcdsl"
+
+
 def user_file(environment: Mapping[str, str] | None = None) -> Path | None:
     """Return where the user's own configuration is; None where there is no home."""
     folder = user_folder(environment)
@@ -260,17 +311,22 @@ _DOTS = 200
 """The most points that a line of a configuration has."""
 
 
+def _files_above(folder: Path, mine: Path | None) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the configuration files of a folder and of those above it, without the user's own."""
+    for place in (folder, *folder.parents):
+        for name, section in FILES:
+            if (place / name).is_file() and place / name != mine:
+                yield place / name, section
+
+
 def _nearest(
     start: Path, sink: Sink, mine: Path | None
 ) -> tuple[SourceFile, Path, Mapping[str, Any]] | None:
     """Return the nearest file that has our section, its folder, and the section; not `mine`."""
-    here = start.resolve()
-    for folder in (here, *here.parents):
-        for name, section in FILES:
-            if (folder / name).is_file() and folder / name != mine:
-                found = _read(folder / name, section, sink)
-                if found is not None:
-                    return found[0], folder, found[1]
+    for file, section in _files_above(start.resolve(), mine):
+        found = _read(file, section, sink)
+        if found is not None:
+            return found[0], file.parent, found[1]
     return None
 
 
@@ -294,6 +350,11 @@ def _read(
         return None
     if section and section[-1] not in source.text:
         return None
+
+    def unusable(message: str, span: Span = _START) -> tuple[SourceFile, Mapping[str, Any]]:
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, span))
+        return source, {}
+
     import tomllib
 
     try:
@@ -301,46 +362,28 @@ def _read(
             raise RecursionError  # reading such a key takes the square of its length
         table: Any = _tables(source.text)
     except RecursionError:
-        message = f"{source.name} nests too deeply"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
-        return source, {}
+        return unusable(f"{source.name} nests too deeply")
     except tomllib.TOMLDecodeError as error:
         from kcdsl.source.toml import error_span
 
         problem = str(error).partition(" (at ")[0]
-        message = f"{source.name} is not valid TOML: {problem}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, error_span(source, error)))
-        return source, {}
+        return unusable(f"{source.name} is not valid TOML: {problem}", error_span(source, error))
     except ValueError as error:  # a number of too many digits
-        message = f"{source.name} cannot be read: {error}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
-        return source, {}
+        return unusable(f"{source.name} cannot be read: {error}")
     for number, key in enumerate(section):
         table = table.get(key)
         if table is None:
             return None
         if not isinstance(table, dict):
-            span = _key_span(source, section[: number + 1])
-            message = f"`{'.'.join(section[: number + 1])}` is not a table"
-            sink.add(Diagnostic(BAD_CONFIGURATION, message, source, span))
-            return source, {}
+            path = section[: number + 1]
+            return unusable(f"`{'.'.join(path)}` is not a table", _key_span(source, path))
     return source, table
-
-
-def shown(path: Path) -> Path:
-    """Return a path as a person would name it: from the current folder, where it is below it."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def _section(source: SourceFile) -> tuple[str, ...]:
-    return dict(FILES)[Path(source.name).name]
 
 
 def _key_span(source: SourceFile, path: tuple[str, ...]) -> Span:
     from kcdsl.source.toml import key_span
 
-    return key_span(source.text, path) or Span(0, 0)
+    return key_span(source.text, path) or _START
 
 
 def _with_file(
@@ -348,11 +391,11 @@ def _with_file(
 ) -> Config:
     """Return the configuration with a file; what a file before it gave is replaced."""
     before = config.origins
-    config = replace(config, origins={})
     if len(table) > _ENTRIES:
         message = f"{source.name} has {len(table)} options, and there are {len(OPTIONS)}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
-        return replace(config, origins=before)
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, _START))
+        return config
+    config = replace(config, origins={})
     for key, value in table.items():
         config = _take(config, key, value, source, folder, sink)
     return replace(config, origins={**before, **config.origins})
@@ -362,47 +405,48 @@ def _take(
     config: Config, key: str, value: Any, source: SourceFile, folder: Path, sink: Sink
 ) -> Config:
     """Return the configuration with one entry of a file, or report why it cannot be used."""
-    origin = Origin(folder, source=source, key=(*_section(source), key))
-    option = next((o for o in OPTIONS if o.name == key.replace("_", "-")), None)
-    if option is None:
-        sink.add(_unknown(key, origin))
+    origin = Origin(folder, source=source, key=(*dict(FILES)[Path(source.name).name], key))
+
+    def unusable(message: str, help: str | None, place: Span | None = None) -> Config:
+        at = place or origin.span
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, at, help=help))
         return config
+
+    name = key.replace("_", "-")
+    option = next((o for o in OPTIONS if o.name == name), None)
+    if option is None:
+        return unusable(f"there is no option `{key}`", _near(key))
     if option.personal and source is not config.own:
-        message = f"`{option.name}` is yours to say, not the folder's"
         mine = user_file()
         help = f"write it in {mine}" if mine is not None else f"set {option.variable}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=help))
-        return config
-    if option.name in config.origins:
-        message, help = f"`{option.name}` is written twice, with `-` and with `_`", "remove one"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=help))
-        return config
-    given = (value,) if option.name == "format" and isinstance(value, str) else _frozen(value)
-    if not _fits(option, given):
-        example = _example(option)
-        message = f"`{key}` takes {option.kind.value}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=example))
-        return config
+        return unusable(f"`{name}` is yours to say, not the folder's", help)
+    if name in config.origins:
+        return unusable(f"`{name}` is written twice, with `-` and with `_`", "remove one")
+    given = tuple(value) if isinstance(value, list) else value
+    if option.field == "format" and isinstance(value, str):
+        given = (value,)
+    if not option.fits(given):
+        return unusable(f"`{key}` takes {option.kind}", option.usage)
     changed = _with(config, option, given, origin)
-    wrong = [(path, word) for path, word in _words(option, given) if not _allowed(option, word)]
+    wrong = [(path, word) for path, word in _words(given) if not option.allows(word)]
     for path, word in wrong:
-        place = changed.place(option.name, *path)
-        message, help = f"`{option.name}` cannot be `{word}`", _help(option, word)
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
+        place = changed.place(name, *path)
+        unusable(f"`{name}` cannot be `{word}`", _instead(option, word), place)
     if wrong:
         return config
-    if option.name == "allow-folders" and source is not config.own:
+    if option.field == "allow_folders" and source is not config.own:
         for index, entry in enumerate(given):
             if not (folder / entry).resolve().is_relative_to(folder.resolve()):
-                message = f"`{entry}` is no folder below that of {Path(source.name).name}"
-                help = f"{option.variable}=FOLDER,… allows folders elsewhere"
-                place = changed.place(option.name, index)
-                sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
-                return config
+                return unusable(
+                    f"`{entry}` is no folder below that of {Path(source.name).name}",
+                    f"{option.variable}=FOLDER,… allows folders elsewhere",
+                    changed.place(name, index),
+                )
     return changed
 
 
-def _help(option: Option, word: str) -> str:
+def _instead(option: Option, word: str) -> str:
+    """Say what a word that is not allowed should be."""
     if "\0" in word:
         return "remove the character U+0000: no path, name or address has it"
     if option.kind is Kind.CODES:
@@ -412,52 +456,29 @@ def _help(option: Option, word: str) -> str:
     return suggest(word, option.allowed)
 
 
-def _unknown(key: str, origin: Origin) -> Diagnostic:
+def _near(key: str) -> str:
+    """Say what an unknown option should be."""
+    if key.replace("_", "-") in _OF_POLICIES:
+        return "who is trusted is said by the one who checks: `kcdsl check --policy FILE`"
     from kcdsl.diagnostics.report import suggest
 
-    message = f"there is no option `{key}`"
-    help = suggest(key, [option.name for option in OPTIONS], "options")
-    if key.replace("_", "-") in _OF_POLICIES:
-        help = "who is trusted is said by the one who checks: `kcdsl check --policy FILE`"
-    return Diagnostic(BAD_CONFIGURATION, message, origin.source, origin.span, help=help)
+    return suggest(key, [option.name for option in OPTIONS], "options")
 
 
 def _with(config: Config, option: Option, value: Any, origin: Origin) -> Config:
+    """Return the configuration with a value that is allowed, or is reported by the caller."""
     origins = {**config.origins, option.name: origin}
     if option.kind is Kind.CODES:
         value = tuple(code_or_beginning(word) or word for word in value)
     return replace(config, **{option.field: value, "origins": origins})
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _fits(option: Option, value: Any) -> bool:
-    match option.kind:
-        case Kind.TEXT:
-            return isinstance(value, str)
-        case Kind.TRUTH:
-            return isinstance(value, bool)
-        case Kind.TEXTS | Kind.CODES:
-            return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-
-
-def _words(option: Option, value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+def _words(value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield the texts of a value, each with its index where it is in a list."""
     if isinstance(value, str):
         yield (), value
-    elif option.kind in {Kind.TEXTS, Kind.CODES}:
+    elif isinstance(value, tuple):
         yield from (((index,), word) for index, word in enumerate(value))
-
-
-def _allowed(option: Option, word: str) -> bool:
-    if "\0" in word:
-        return False
-    if option.kind is Kind.CODES:
-        return code_or_beginning(word) is not None
-    if not option.allowed:
-        return True
-    return (word.partition("=")[0] if option.name == "format" else word) in option.allowed
 
 
 def code_or_beginning(word: str) -> str | None:
@@ -465,40 +486,6 @@ def code_or_beginning(word: str) -> str | None:
     name = RETIRED.get(word.upper(), word.upper())
     fits = _CODES.fullmatch(name) and any(code.id.startswith(name) for code in all_codes())
     return name if fits else None
-
-
-def _example(option: Option) -> str | None:
-    if option.allowed:
-        return f"allowed: {', '.join(option.allowed)}"
-    return {
-        "allow-folders": 'such as ["."], the folder of the file and all below it',
-        "metrics": 'such as ["package.metrics", "metrics.py"]',
-        "ignore": 'such as ["KC208", "KC5"]',
-        "select": 'such as ["KC208", "KC5"]',
-        "exclude": 'such as ["drafts", "*/old-*.kc.yaml"]',
-        "trusted-folders": 'such as ["~/contracts"]',
-    }.get(option.name)
-
-
-# --- the environment -----------------------------------------------------------------------------
-
-
-def _from_environment(config: Config, option: Option, text: str, sink: Sink) -> Config:
-    """Return the configuration with a variable; the items of a list are separated by commas."""
-    value: Any = text
-    match option.kind:
-        case Kind.TEXTS | Kind.CODES:
-            value = tuple(part.strip() for part in text.split(",") if part.strip())
-        case Kind.TRUTH:
-            value = truth(text)
-        case _:
-            pass
-    if value is None or not all(_allowed(option, word) for _, word in _words(option, value)):
-        message = f"{option.variable} is {text!r}"
-        help = _example(option) or f"it takes {option.kind.value}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, help=help))
-        return config
-    return _with(config, option, value, Origin(Path(), variable=option.variable))
 
 
 def truth(text: str) -> bool | None:

@@ -16,3 +16,7 @@ class Exit(IntEnum):
     """Nothing is violated, but at least one required clause could not be decided."""
     CERTIFICATE_INVALID = 4
     """A certificate is forged, stale, untrusted or does not match what is deployed."""
+
+
+INTERRUPTED = 130
+"""The process status of a command that was interrupted from the keyboard, as shells expect it."""

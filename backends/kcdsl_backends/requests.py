@@ -16,13 +16,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, assert_never
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
 from kcdsl.model.files import Artefacts
-from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source
+from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source, shown
 
 SIZE_LIMIT = 256 * 2**20
 """Largest request file in bytes."""

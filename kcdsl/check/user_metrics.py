@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.config import Config, read_config, shown
+from kcdsl.config import Config, read_config
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
     METRIC_MODULE,
@@ -23,7 +23,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.metrics import MetricDefinition, Registry
-from kcdsl.source.files import read_source
+from kcdsl.source.files import read_source, shown
 
 if TYPE_CHECKING:
     from kcdsl.check.metric_files import Declared

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
-from kcdsl.source.files import open_file
+from kcdsl.source.files import open_file, shown
 
 EXACT_AS_FLOAT32 = {"F32", "F16", "BF16"}
 _OTHER_PROGRAM = "check model.architecture and the configuration beside the checkpoint"

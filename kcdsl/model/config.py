@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.files import Artefacts, companion
-from kcdsl.source.files import excerpt, read_bytes
+from kcdsl.source.files import excerpt, read_bytes, shown
 
 LARGEST_COUNT = 1 << 24
 """No width, vocabulary or length is greater; a number beyond would only fill the memory."""

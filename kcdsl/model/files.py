@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from kcdsl.config import allowed_folders, shown
+from kcdsl.config import allowed_folders
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
-from kcdsl.source.files import excerpt, open_file, read_bytes
+from kcdsl.source.files import excerpt, open_file, read_bytes, shown
 
 PACKAGE_PREFIX = "package:"
 CHECKPOINT = "the checkpoint"

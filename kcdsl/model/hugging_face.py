@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.files import weight_files
+from kcdsl.source.files import shown
 
 if TYPE_CHECKING:
     from kcdsl.model.architecture import Model

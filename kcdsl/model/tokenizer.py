@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.files import Artefacts, companion
-from kcdsl.source.files import excerpt, read_bytes
+from kcdsl.source.files import excerpt, read_bytes, shown
 
 
 class Tokenizer(Protocol):

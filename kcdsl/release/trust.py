@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kcdsl.config import load_config, user_folder
@@ -22,20 +22,26 @@ POLICY_VARIABLE = "KCDSL_POLICY"
 POLICY_FILE = "policy.toml"
 
 
-def trusted(arguments: argparse.Namespace, folder: Path) -> Trust:
+def trusted(
+    policy: str | None,
+    keys: Sequence[str],
+    threshold: int | None,
+    revocations: Sequence[str],
+    folder: Path,
+) -> Trust:
     """Return what a check goes by; raises Refusal where it says nothing or cannot be used.
 
-    The policy is that of the option, else of the environment, else of the user's configuration.
+    The policy is the file given, else that of the environment, else of the user's configuration.
     The configuration of the contract's `folder` can only refuse more: accepted findings.
     """
     try:
-        source, policy = _policy(arguments.policy)
+        source, chosen = _policy(policy)
         found = trust(
-            policy,
+            chosen,
             source,
-            keys=[Path(name) for name in arguments.key],
-            threshold=arguments.threshold,
-            revocations=[Path(name) for name in arguments.revocations],
+            keys=[Path(name) for name in keys],
+            threshold=threshold,
+            revocations=[Path(name) for name in revocations],
         )
     except Rejected as error:
         raise _refused(error) from error

@@ -50,6 +50,12 @@ def user_place(
     return home.joinpath(*below) if home.is_absolute() else None
 
 
+def shown(path: Path) -> Path:
+    """Return a path as a person would name it: from the current folder, where it is below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
     """Read a UTF-8 text file; raises Refusal where it is missing, unreadable or too large."""
     data = read_bytes(path, limit + 1)

@@ -13,7 +13,7 @@ import pytest
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException
 
-from kcdsl.cli import lsp as command
+from kcdsl.cli.commands import settings as command
 from kcdsl.lsp import answers
 from kcdsl.lsp.server import build
 from tests.conftest import Cli

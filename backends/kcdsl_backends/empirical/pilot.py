@@ -14,12 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 from scipy import stats
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.terms import Abs, Clause, Metric, Statistic
 from kcdsl.ir.words import term_text
-from kcdsl.source.files import MARK, MARKED, read_source
+from kcdsl.source.files import MARK, MARKED, read_source, shown
 from kcdsl_backends.empirical.allowance import allowed_rate, bounded_mean, is_mean, sides
 from kcdsl_backends.empirical.clauses import main_comparison
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error

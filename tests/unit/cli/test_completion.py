@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kcdsl.cli import COMMANDS, completion
+from kcdsl.cli import COMMANDS
+from kcdsl.cli.commands import load
+from kcdsl.cli.completion import SCRIPTS, offered
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -24,16 +28,14 @@ _files() { [[ $1 == -/ ]] && print -l -- $PREFIX*(N/) || print -l -- $PREFIX*(N)
 source "$1"; shift
 words=("$@"); CURRENT=$#; PREFIX=$words[-1]; _kcdsl
 """
-SHELLS = ("bash", "zsh", "fish")
-PRESENT = ("bash", *(pytest.param(name, marks=pytest.mark.programs) for name in SHELLS[1:]))
+PRESENT = ("bash", *(pytest.param(name, marks=pytest.mark.programs) for name in ("zsh", "fish")))
 
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the script of each shell."""
     folder = tmp_path_factory.mktemp("completion")
-    for shell in SHELLS:
-        text = completion.SHELLS[shell](completion.commands())
+    for shell, text in SCRIPTS.items():
         (folder / shell).write_text(text, encoding="utf-8")
     return folder
 
@@ -49,78 +51,90 @@ def complete(scripts: Path, folder: Path, shell: str, *words: str) -> set[str]:
         case _:
             line = " ".join(words)
             command = ["fish", "--no-config", "-c", f"source {script}; complete -C '{line}'"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": tools}
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     return {line.split("\t")[0] for line in done.stdout.splitlines() if line.strip()}
 
 
+def words_for(*words: str) -> set[str]:
+    """Return what is offered for the last word, without the help."""
+    _, *found = offered(words)
+    return {line.partition("\t")[0] for line in found}
+
+
+def files_for(*words: str) -> str:
+    """Return which files are offered for the last word."""
+    return next(offered(words))
+
+
+def test_commands_options_and_values() -> None:
+    assert words_for("") == set(COMMANDS)
+    assert words_for("comp") == {"compile", "completion"}
+    assert words_for("--color", "never", "comp") == {"compile", "completion"}
+    assert words_for("--ver") == {"--version"}
+    assert words_for("--color", "") == {"auto", "always", "never"}
+    assert words_for("lint", "--fa") == {"--fail-on"}
+    assert words_for("lint", "--fail-on", "") == {"error", "warning", "note"}
+    assert words_for("lint", "--color", "al") == {"always"}
+    assert "sarif" in words_for("lint", "--format", "")
+    assert words_for("lint", "--select", "KC90") >= {"KC900", "KC906"}
+    assert words_for("explain", "KC20") >= {"KC201", "KC203"}
+    assert words_for("completion", "") == set(SCRIPTS)
+    assert words_for("config", "") == {"show"}
+    assert words_for("config", "show", "--fo") == {"--format"}
+    assert words_for("config", "show", "--format", "") == {"table", "json"}
+    assert words_for("--color", "never", "lint", "--fail-on", "e") == {"error"}
+    assert words_for("nothing", "") == set()
+
+
+def test_files_and_folders() -> None:
+    assert files_for("lint", "so") == files_for("lint", "-o", "so") == "files:"
+    assert files_for("evaluate", "-o", "so") == files_for("config", "show", "so") == "folders:"
+    assert files_for("compile", "--timeout", "so") == files_for("doctor", "so") == ":"
+
+
+def test_a_value_behind_an_equals_sign() -> None:
+    assert words_for("lint", "--fail-on=wa") == {"warning"}
+    assert words_for("lint", "--fail-on", "=", "wa") == {"warning"}
+    assert words_for("lint", "--fail-on", "=") == {"error", "warning", "note"}
+
+
 @pytest.mark.parametrize("shell", PRESENT)
-def test_commands_options_values_and_files(scripts: Path, tmp_path: Path, shell: str) -> None:
+def test_shells_offer_what_they_are_told(scripts: Path, tmp_path: Path, shell: str) -> None:
     (tmp_path / "some.kc.yaml").touch()
     (tmp_path / "somewhere").mkdir()
 
-    def offered(*words: str) -> set[str]:
+    def shown(*words: str) -> set[str]:
         return {word.rstrip("/") for word in complete(scripts, tmp_path, shell, "kcdsl", *words)}
 
-    assert offered("") == set(COMMANDS)
-    assert offered("comp") == {"compile", "completion"}
-    assert offered("--color", "never", "comp") == {"compile", "completion"}
-    assert offered("--ver") == {"--version"}
-    assert offered("--color", "") == {"auto", "always", "never"}
-    assert offered("lint", "--fa") == {"--fail-on"}
-    assert offered("lint", "--fail-on", "") == {"error", "warning", "note"}
-    assert offered("lint", "--color", "al") == {"always"}
-    assert "sarif" in offered("lint", "--format", "")
-    assert offered("lint", "--select", "KC90") >= {"KC900", "KC906"}
-    assert offered("explain", "KC20") >= {"KC201", "KC203"}
-    assert offered("completion", "") == set(SHELLS)
-    assert offered("config", "") == {"show"}
-    assert offered("config", "show", "--fo") == {"--format"}
-    assert offered("config", "show", "--format", "") == {"table", "json"}
-    assert offered("--color", "never", "lint", "--fail-on", "e") == {"error"}
-    assert offered("lint", "so") == {"some.kc.yaml", "somewhere"}
-    assert offered("lint", "-o", "so") == {"some.kc.yaml", "somewhere"}
-    assert offered("evaluate", "-o", "so") == {"somewhere"}
-    assert offered("config", "show", "so") == {"somewhere"}
-    assert offered("compile", "--timeout", "so") == set()
-    assert offered("doctor", "so") == set()
-
-
-@pytest.mark.parametrize("shell", PRESENT)
-def test_a_value_behind_an_equals_sign(scripts: Path, tmp_path: Path, shell: str) -> None:
+    assert shown("comp") == {"compile", "completion"}
+    assert shown("lint", "--fa") == {"--fail-on"}
+    assert shown("lint", "--fail-on", "e") == {"error"}
+    assert shown("lint", "so") == {"some.kc.yaml", "somewhere"}
+    assert shown("evaluate", "-o", "so") == {"somewhere"}
+    assert shown("doctor", "so") == set()
     words = ["--fail-on=wa"] if shell != "bash" else ["--fail-on", "=", "wa"]
-    found = complete(scripts, tmp_path, shell, "kcdsl", "lint", *words)
+    found = shown("lint", *words)
     assert {word.removeprefix("--fail-on=") for word in found} == {"warning"}
-    if shell == "bash":
-        assert "error" in complete(scripts, tmp_path, shell, "kcdsl", "lint", "--fail-on", "=")
 
 
-@pytest.mark.parametrize("shell", PRESENT)
-def test_exactly_the_options_that_there_are(scripts: Path, tmp_path: Path, shell: str) -> None:
-    for command in completion.commands():
-        words = command.name.split()
-        found = complete(scripts, tmp_path, shell, "kcdsl", *words, "-")
-        if shell == "fish":  # which offers the longest name of an option
-            found |= complete(scripts, tmp_path, shell, "kcdsl", *words, "--")
-            wanted = {name for name in command.names if name.startswith("--")}
-            assert {name for name in found if name.startswith("--")} == wanted
-        else:
-            assert found == set(command.names), command.name
+def test_the_help_and_the_shells_name_every_option(cli: Cli) -> None:
+    for command in COMMANDS:
+        shown = cli(command, "--help").stdout
+        names = {name for _, option in load(command).options() for name in option.names}
+        assert words_for(command, "-") == names | {"-h", "--help", "--traceback", "--color"}
+        for name in names:
+            assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown), (command, name)
+        assert all(option.help for _, option in load(command).options()), command
 
 
-def test_the_help_names_every_option(cli: Cli) -> None:
-    known = completion.commands()
-    assert {command.name.split()[0] for command in known if command.name} == set(COMMANDS)
-    for command in known:
-        shown = cli(*command.name.split(), "--help").stdout
-        for name in command.names:
-            assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown), (command.name, name)
-        assert all(option.help for option in command.options), command.name
-
-
-def test_the_script_is_printed(cli: Cli, scripts: Path) -> None:
-    for shell in SHELLS:
-        assert cli("completion", shell).stdout == (scripts / shell).read_text(encoding="utf-8")
+def test_the_script_is_printed(cli: Cli) -> None:
+    for shell, text in SCRIPTS.items():
+        assert cli("completion", shell).stdout == text
 
 
 def test_an_unknown_shell(cli: Cli) -> None:

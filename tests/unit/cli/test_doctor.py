@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import json
 import shlex
@@ -18,8 +17,16 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kcdsl.cli import doctor, environment
-from kcdsl.cli.environment import Backend, Device, Environment, Package, examine, to_json
+from kcdsl.cli.commands import doctor
+from kcdsl.cli.commands.doctor import (
+    Backend,
+    Device,
+    Doctor,
+    Environment,
+    Package,
+    examine,
+    to_json,
+)
 from kcdsl.exits import Exit
 from kcdsl.route.catalogue import BackendSpec, Fragment
 
@@ -37,7 +44,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 raise metadata.PackageNotFoundError(asked)
             return real(asked)
 
-        monkeypatch.setattr(environment, "version", version)
+        monkeypatch.setattr(doctor, "version", version)
 
     return hide
 
@@ -45,8 +52,8 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the doctor believe that every module imports, so that the tests load no torch."""
-    monkeypatch.setattr(environment, "import_module", lambda name: ModuleType(name))
-    monkeypatch.setattr(environment, "_device", lambda: Device("cpu", "2 threads"))
+    monkeypatch.setattr(doctor, "import_module", lambda name: ModuleType(name))
+    monkeypatch.setattr(doctor, "_device", lambda: Device("cpu", "2 threads"))
 
 
 def package(found: Environment, name: str) -> Package:
@@ -55,10 +62,8 @@ def package(found: Environment, name: str) -> Package:
 
 def test_purposes_are_the_run_time_requirements(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = {
-        environment._normalised(line.split(">=")[0].strip()) for line in project["dependencies"]
-    }
-    assert set(environment.PURPOSES) == names
+    names = {doctor._normalised(line.split(">=")[0].strip()) for line in project["dependencies"]}
+    assert set(doctor.PURPOSES) == names
 
 
 def test_a_complete_installation_is_ready() -> None:
@@ -90,7 +95,7 @@ def test_a_missing_package_names_the_command_and_the_backends_it_disables(
 
 def test_a_version_outside_the_range_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
-    monkeypatch.setattr(environment, "version", lambda n: "2.7.1" if n == "torch" else real(n))
+    monkeypatch.setattr(doctor, "version", lambda n: "2.7.1" if n == "torch" else real(n))
     found = examine()
     problem = package(found, "torch").problem
     assert problem is not None
@@ -100,12 +105,12 @@ def test_a_version_outside_the_range_is_not_ready(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1"])
 def test_local_builds_of_a_version_in_range_are_in_range(version: str) -> None:
-    assert environment._out_of_range(version, "torch<2.14,>=2.8") is None
+    assert doctor._out_of_range(version, "torch<2.14,>=2.8") is None
 
 
 @pytest.mark.parametrize("version", ["2.7.9", "2.14.0", "2.14.0+cpu", "1.0"])
 def test_versions_outside_the_range_are_found(version: str) -> None:
-    assert environment._out_of_range(version, "torch<2.14,>=2.8") == "outside <2.14,>=2.8"
+    assert doctor._out_of_range(version, "torch<2.14,>=2.8") == "outside <2.14,>=2.8"
 
 
 def test_a_package_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +119,7 @@ def test_a_package_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyP
             raise OSError("libz3.so: cannot open shared object file\nmore lines")
         return ModuleType(name)
 
-    monkeypatch.setattr(environment, "import_module", load)
+    monkeypatch.setattr(doctor, "import_module", load)
     found = examine()
     assert package(found, "z3-solver").problem == (
         "does not import: OSError: libz3.so: cannot open shared object file"
@@ -156,40 +161,15 @@ def test_a_backend_of_a_plug_in_with_a_missing_need_is_shown(
     assert not found.ready
 
 
-@pytest.mark.parametrize(
-    ("installed", "usable"), [("0.3", False), ("0.2", False), ("0.7.1", True), (None, False)]
-)
-def test_auto_lirpa_is_optional_and_old_releases_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, installed: str | None, usable: bool
-) -> None:
-    real = metadata.version
-
-    def version(name: str) -> str:
-        if name != "auto_LiRPA":
-            return real(name)
-        if installed is None:
-            raise metadata.PackageNotFoundError(name)
-        return installed
-
-    monkeypatch.setattr(environment, "version", version)
-    found = examine()
-    lirpa = package(found, "auto_LiRPA")
-    assert lirpa.usable is usable
-    assert found.ready, "an optional package never decides whether the main road works"
-    assert (lirpa.command is None) is usable
-    if lirpa.command is not None:
-        assert "--no-deps ./auto_LiRPA" in lirpa.command
-
-
 def test_python_that_is_too_old_is_a_problem() -> None:
-    assert environment._python_problem((3, 11)) is None
-    assert environment._python_problem((3, 14)) is None
-    assert environment._python_problem((3, 10)) == "Python 3.11 or newer is needed"
+    assert doctor._python_problem((3, 11)) is None
+    assert doctor._python_problem((3, 14)) is None
+    assert doctor._python_problem((3, 10)) == "Python 3.11 or newer is needed"
 
 
 def test_json_document(capsys: pytest.CaptureFixture[str], without: Callable[[str], None]) -> None:
     without("z3-solver")
-    assert doctor.run(_arguments(json=True)) is Exit.COULD_NOT_RUN
+    assert Doctor(json=True).run() is Exit.COULD_NOT_RUN
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["schema"] == "kcdsl.doctor/1"
     assert document["ready"] is False
@@ -205,7 +185,7 @@ def test_commands_are_printed_on_one_line(
     capsys: pytest.CaptureFixture[str], without: Callable[[str], None]
 ) -> None:
     without("torch")
-    assert doctor.run(_arguments()) is Exit.COULD_NOT_RUN
+    assert Doctor().run() is Exit.COULD_NOT_RUN
     lines = capsys.readouterr().out.splitlines()
     (run,) = [line for line in lines if line.startswith("run: ")]
     assert shlex.split(run.removeprefix("run: "))[1:4] == ["-m", "pip", "install"]
@@ -227,7 +207,7 @@ def test_the_doctor_speaks_without_rich(
 
     without("rich")
     monkeypatch.setattr(builtins, "__import__", refuse_rich)
-    assert doctor.run(_arguments()) is Exit.COULD_NOT_RUN
+    assert Doctor().run() is Exit.COULD_NOT_RUN
     text = capsys.readouterr().out
     assert "problem: rich: missing (tables and progress)" in text
 
@@ -251,21 +231,17 @@ def test_float8_products_need_compute_capability_8_9(
     torch.__dict__.update(cuda=Cuda, float8_e4m3fn=object())
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "torch", torch)
-    device = environment._device()
+    device = doctor._device()
     assert (device.kind, device.name, device.memory_bytes) == ("cuda", "GPU", 2**34)
     assert device.capability == f"{capability[0]}.{capability[1]}"
     assert device.float8_products is products
 
 
 def test_importing_the_command_loads_nothing_heavy() -> None:
-    script = "import sys, kcdsl.cli.doctor; print(*sorted(sys.modules))"
+    script = "import sys, kcdsl.cli.commands.doctor; print(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     loaded = set(done.stdout.split())
-    assert "kcdsl.cli.environment" in loaded
+    assert "kcdsl.cli.commands.doctor" in loaded
     assert not loaded & {"torch", "numpy", "z3", "onnx", "scipy", "rich"}
-
-
-def _arguments(json: bool = False) -> argparse.Namespace:
-    return argparse.Namespace(json=json)

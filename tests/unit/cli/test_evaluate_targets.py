@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.cli import evaluate
+from kcdsl.cli.commands import evaluate
 
 CONTRACT = """\
 kcdsl: 1

@@ -208,7 +208,7 @@ def test_the_program_reaches_no_module_of_the_standard_library_here(folder: Path
 
 def test_absolute_entries_of_the_search_path_stay(folder: Path) -> None:
     trap(folder / "marked.py", "marked", folder)
-    program = "from kcdsl.cli.isolation import isolate; isolate(); import marked"
+    program = "from kcdsl.cli.process import isolate; isolate(); import marked"
     command = [sys.executable, "-P", "-c", program]
     assert "marked" in attempt(command, folder, variables={"PYTHONPATH": str(folder)}).executed
     assert "marked" not in attempt(command, folder, variables={"PYTHONPATH": "."}).executed
@@ -235,7 +235,7 @@ def test_z3_is_loaded_from_its_own_package(folder: Path) -> None:
 
 def test_workers_look_for_nothing_in_the_working_folder(folder: Path) -> None:
     program = (
-        "import sys, multiprocessing as m; from kcdsl.cli.isolation import isolate; isolate();"
+        "import sys, multiprocessing as m; from kcdsl.cli.process import isolate; isolate();"
         "p = m.get_context('spawn').Process(target=print, args=('ran',)); p.start(); p.join();"
         "sys.exit(p.exitcode)"
     )

@@ -8,14 +8,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 
-import kcdsl.cli
-from kcdsl.cli import COMMANDS, main
-from kcdsl.cli.discover import find_contract
+import kcdsl
+from kcdsl.cli import COMMANDS, application, main
+from kcdsl.cli.contracts import find_contract
+from kcdsl.cli.options import Command
 from kcdsl.diagnostics import Refusal
 from kcdsl.exits import Exit
 
@@ -199,16 +199,12 @@ def test_a_misspelt_command_is_suggested(cli: Cli) -> None:
     assert "did you mean `kcdsl compile`?" in cli("comple").stderr
 
 
-def _fail_with(error: BaseException) -> Callable[[str], ModuleType]:
-    module = ModuleType("failing")
-    module.HELP = "fails"  # type: ignore[attr-defined]
-    module.configure = lambda parser: None  # type: ignore[attr-defined]
+def _fail_with(error: BaseException) -> Callable[[str], type[Command]]:
+    class Failing(Command):
+        def run(self) -> Exit:
+            raise error
 
-    def run(arguments: object) -> Exit:
-        raise error
-
-    module.run = run  # type: ignore[attr-defined]
-    return lambda name: module
+    return lambda name: Failing
 
 
 @pytest.mark.parametrize(
@@ -227,7 +223,7 @@ def _fail_with(error: BaseException) -> Callable[[str], ModuleType]:
 def test_what_a_command_raises(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str
 ) -> None:
-    monkeypatch.setattr(kcdsl.cli, "_module", _fail_with(error))
+    monkeypatch.setattr(application, "load", _fail_with(error))
     ran = cli("lint")
     assert ran.code == code
     assert text in ran.stderr
@@ -235,7 +231,7 @@ def test_what_a_command_raises(
 
 
 def test_the_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kcdsl.cli, "_module", _fail_with(RuntimeError("odd")))
+    monkeypatch.setattr(application, "load", _fail_with(RuntimeError("odd")))
     with pytest.raises(RuntimeError):
         main(["--traceback", "lint"])
     monkeypatch.setenv("KCDSL_TRACEBACK", "1")

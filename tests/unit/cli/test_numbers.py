@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.cli.numbers import (
+from kcdsl.cli.options.readers import (
     LARGEST_SEED,
     count,
     fraction,

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from kcdsl.cli.progress import progress_bars
+from kcdsl.cli.output import progress_bars
 
 
 class Terminal(io.StringIO):

@@ -273,10 +273,10 @@ def test_weights_that_change_meanwhile_are_refused(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     """What is compared are the weights that were verified and are named, not others by then."""
-    from kcdsl.cli import transfer as command
+    from kcdsl.cli.commands.transfer import Transfer
 
     path = later(folder)
-    honest = command._verified
+    honest = Transfer._verified
     changing = path if which == "later" else folder / "model.safetensors"
 
     def verified(*given: Any) -> Any:
@@ -287,7 +287,7 @@ def test_weights_that_change_meanwhile_are_refused(
         save_file(tensors, changing)
         return found
 
-    monkeypatch.setattr(command, "_verified", verified)
+    monkeypatch.setattr(Transfer, "_verified", verified)
     found = run(cli, folder, path)
     assert found.code == 2, found.stdout
     assert "KC665" in found.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import load_program
-from kcdsl.cli.check import _print as print_check
+from kcdsl.cli.commands.check import print_report as print_check
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue, results_for
 from kcdsl.release.proved import proof_reference

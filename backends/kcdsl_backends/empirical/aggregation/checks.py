@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.source.files import shown
 from kcdsl_backends.empirical.aggregation.engine import Database
 from kcdsl_backends.empirical.aggregation.selecting import (
     Member,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.source.files import open_regular
+from kcdsl.source.files import open_regular, shown
 
 REQUEST, SLICE, POSITION, NAMES = "request", "slice", "position", "kcdsl.slices"
 """The columns of requests, slices and positions, and the key of the names of integer slices."""

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes
+from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes, shown
 from kcdsl_backends.empirical.rollouts.readers.rows import Rows
 
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")

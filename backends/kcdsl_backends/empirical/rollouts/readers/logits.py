@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.checkpoint import Stored, header_of
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
-from kcdsl.source.files import open_file
+from kcdsl.source.files import open_file, shown
 from kcdsl_backends.requests import Request
 
 GOLD = "gold."

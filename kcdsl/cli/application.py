@@ -1,0 +1,180 @@
+"""Run one command: parse its words, and turn whatever stops it into a diagnostic and a status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kcdsl import __version__
+from kcdsl.cli.commands import COMMANDS, load
+from kcdsl.cli.options import Command, declare, from_environment
+from kcdsl.config import Colour
+from kcdsl.diagnostics import Diagnostic, Refusal, refuse
+from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, NO_PACKAGE, USAGE
+from kcdsl.exits import INTERRUPTED, Exit
+
+COMMON = ("--traceback", "--color")
+"""Options that stand before the command, or among its own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (see `kcdsl.exits`)."""
+    from kcdsl.cli.process import coloured, isolate, mend_streams
+
+    if argv is None:
+        isolate()  # the process is ours; a program that calls `main` keeps its search path
+    words = list(sys.argv[1:] if argv is None else argv)
+    mend_streams()
+    with coloured(words):
+        return _guarded(words)
+
+
+def _guarded(words: list[str]) -> int:
+    """Run one command; whatever stops it becomes a diagnostic and an exit code."""
+    from kcdsl.cli.process import abandon_stdout
+
+    traceback = "--traceback" in words or os.environ.get("KCDSL_TRACEBACK") == "1"
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except Refusal as refusal:
+        report(refusal.diagnostics)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # so a rich console ends a process
+            abandon_stdout()
+        else:
+            report([Diagnostic(INTERNAL, f"a program asked to end the process: {stop.code!r}")])
+    except KeyboardInterrupt:
+        print("kcdsl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        abandon_stdout()
+    except Exception as error:
+        if traceback:
+            raise
+        report([_diagnosed(error)])
+    return int(Exit.COULD_NOT_RUN)
+
+
+def _diagnosed(error: Exception) -> Diagnostic:
+    """Return the diagnostic of an exception that no command expects."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return Diagnostic(INPUT_OUTPUT, f"{where}{error.strerror or error}")
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kcdsl"):
+        missing = f"the package {error.name} is not installed"
+        return Diagnostic(NO_PACKAGE, missing, help="`kcdsl doctor` says how to get it")
+    help = "run again with --traceback and report the text"
+    return Diagnostic(INTERNAL, f"{type(error).__name__}: {error}", help=help)
+
+
+def report(diagnostics: Sequence[Diagnostic]) -> None:
+    """Print diagnostics on stderr."""
+    from kcdsl.diagnostics.render.full import render_full
+
+    print(render_full(diagnostics, sys.stderr), file=sys.stderr)
+
+
+def _run(words: list[str]) -> int:
+    if any("\0" in word for word in words):  # of a program that calls `main`
+        raise refuse(USAGE, "an argument has a zero byte, which no path has")
+    name = command_of(words)
+    if name is not None and name not in COMMANDS:
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean `kcdsl {close[0]}`?" if close else "`kcdsl --help` lists the commands"
+        raise refuse(USAGE, f"there is no command `{name}`", help=hint)
+    command = None if name is None else load(name)
+    parser = parser_of(name, command)
+    try:
+        given, unknown = parser.parse_known_args(words)
+    except SystemExit as stop:
+        # --help, --version, or words that make no command; nothing that runs may end the process.
+        return stop.code if isinstance(stop.code, int) else int(Exit.COULD_NOT_RUN)
+    if unknown:
+        raise _not_taken(unknown[0], name, command)
+    if name is None or command is None:
+        parser.print_help(sys.stderr)
+        return int(Exit.COULD_NOT_RUN)
+    return int(built(name, command, vars(given)).run())
+
+
+def built(name: str, command: type[Command], given: dict[str, Any]) -> Command:
+    """Return a command with the arguments that are given, by the environment or in words."""
+    fields = {**from_environment(name, command, os.environ), **given}
+    many = {name for name, option in command.options() if option.many}
+    return command(
+        **{
+            field: tuple(found) if field in many and found is not None else found
+            for field, found in fields.items()
+            if field not in {"command", "traceback", "color"}
+        }
+    )
+
+
+def command_of(words: Sequence[str]) -> str | None:
+    """Return the word that names the command: the first that is no option and no value of one."""
+    before = ""
+    for word in words:
+        if not word.startswith("-") and before != "--color":
+            return word
+        before = word
+    return None
+
+
+def parser_of(name: str | None, command: type[Command] | None) -> argparse.ArgumentParser:
+    """Return the parser of one command; without one, a parser whose help lists all of them."""
+    parser = argparse.ArgumentParser(
+        prog="kcdsl",
+        description="Kernel contracts: state, certify and check how far an inference kernel may "
+        "drift from the training kernel.",
+        epilog="exit codes: 0 holds, 1 violated or findings, 2 could not run, 3 inconclusive, "
+        "4 certificate invalid",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kcdsl {__version__}")
+    _add_common(parser)
+    children = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for each in COMMANDS if name is None else (name,):
+        help = COMMANDS[each].help
+        child = children.add_parser(each, help=help, description=help, allow_abbrev=False)
+        if command is not None:
+            _add_common(child)
+            child.epilog = command.epilog
+            declare(child, command)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the Python traceback of an internal error",
+    )
+    parser.add_argument(
+        "--color",
+        choices=tuple(colour.value for colour in Colour),
+        default=argparse.SUPPRESS,
+        help="when output is coloured (default: auto, where it goes to a terminal)",
+    )
+
+
+def _not_taken(word: str, name: str | None, command: type[Command] | None) -> Refusal:
+    """Return the refusal of a word that is no option, or one argument too many."""
+    from difflib import get_close_matches
+
+    where = f"kcdsl {name}" if name is not None else "kcdsl"
+    hint = f"`{where} --help` lists what it takes"
+    if not word.startswith("-"):
+        return refuse(USAGE, f"`{where}` has no use for `{word}`", help=hint)
+    option = word.partition("=")[0]
+    own = [] if command is None else [n for _, o in command.options() for n in o.names]
+    close = get_close_matches(option, ["-h", "--help", *COMMON, *own], n=1)
+    hint = f"did you mean `{close[0]}`?" if close else hint
+    return refuse(USAGE, f"`{where}` has no option `{option}`", help=hint)

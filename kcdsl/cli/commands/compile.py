@@ -1,0 +1,312 @@
+"""`kcdsl compile` and `kcdsl diff`: route the clauses of a contract; compare two contracts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kcdsl.check.compile import analyse, compile_source, no_program
+from kcdsl.cli.contracts import find_contract
+from kcdsl.cli.options import Command, argument, choice, switch, value
+from kcdsl.cli.options.readers import seconds
+from kcdsl.cli.options.shared import contract_argument, output_option
+from kcdsl.cli.output import counted, deliver, rendered
+from kcdsl.cli.plugins import solver_backend
+from kcdsl.config import load_config
+from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
+from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE
+from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
+from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.spans import SourceFile
+from kcdsl.exits import Exit
+from kcdsl.ir.terms import Library, ModelRef, Program
+from kcdsl.route.router import Route, route
+from kcdsl.source.files import read_source
+
+if TYPE_CHECKING:
+    from kcdsl.verdict.difference import Difference
+
+QUESTION_MS = 2000
+"""The most milliseconds that a single question to z3 may take."""
+
+
+class Emitted(StrEnum):
+    """What is written instead of the table of routes."""
+
+    IR = "ir"
+    SMTLIB = "smtlib"
+
+
+class Purpose(StrEnum):
+    """What a contract is compiled for."""
+
+    TRAINING = "training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(Command):
+    """Check a contract, build its IR and show the route of each clause."""
+
+    contract: str | None = contract_argument()
+    emit: Emitted | None = choice(
+        Emitted,
+        "write the canonical JSON instead, or the question to a solver whether every clause can "
+        "hold at once",
+        group="written",
+    )
+    follows: str | None = value(
+        "CLAUSE",
+        "write the SMT-LIB question whether the other clauses imply this one",
+        group="written",
+    )
+    output: str | None = output_option("FILE", "write the result to a file")
+    format: str = choice(FORMATS, "form of diagnostics", "full")
+    purpose: Purpose | None = choice(
+        Purpose, "leave out held-out clauses and what they alone speak of", name="for"
+    )
+    consistency: bool = switch("ask z3 whether clauses contradict, repeat or hollow out each other")
+    timeout: float = value(
+        "SECONDS", "with --consistency: how long z3 may take for all questions", 60.0, read=seconds
+    )
+
+    def run(self) -> Exit:
+        """Compile; diagnostics go to stderr, the table or the IR to stdout or the file."""
+        from kcdsl.ir.canonical import document
+
+        path = find_contract(self.contract, Path())
+        source, sink = read_source(path), Sink()
+        analysis = analyse(source, sink, path.parent)
+        program, withheld, accepted = analysis.program, None, analysis.suppressed
+        if analysis.library is not None:
+            if self.emit or self.follows or self.consistency or self.purpose:
+                raise no_program(path, sink)
+            self._print(sink, path, accepted, Exit.HELD)
+            deliver(_library(analysis.library), self.output)
+            return Exit.HELD
+        if program is None:
+            self._print(sink, path, accepted, Exit.COULD_NOT_RUN)
+            return Exit.COULD_NOT_RUN
+        full = program
+        if self.purpose is Purpose.TRAINING:
+            from kcdsl.ir.training import for_training, training_document
+
+            program, withheld = for_training(program)
+        findings = Sink()
+        if self.consistency:
+            from kcdsl.check.suppressions import accept
+
+            findings = _consistency(program, source, self.timeout)
+            accepted += accept(source, analysis.root, findings, path.parent, solver=True)
+        routes = route(program)
+        for diagnostic in (*findings, *_undecided(routes)):
+            sink.add(diagnostic)
+        code = Exit.VIOLATED if findings.has_errors else Exit.HELD
+        self._print(sink, path, accepted, code, frozenset(findings))
+        if self.emit is Emitted.IR:
+            written = document(program) if withheld is None else training_document(full)
+            deliver(written.decode("utf-8") + "\n", self.output)
+        elif self.emit is Emitted.SMTLIB or self.follows:
+            deliver(_question(program, self.follows), self.output)
+        else:
+            terminal = self.output is None and sys.stdout.isatty()
+            weights = _weights(program.model, path.parent)
+            deliver(_table(program, weights, routes, terminal), self.output)
+        if withheld is not None:
+            print(one_line(f"left out for training: {withheld}"), file=sys.stderr)
+        return code
+
+    def _print(
+        self,
+        sink: Sink,
+        path: Path,
+        accepted: tuple[Suppressed, ...],
+        code: Exit,
+        asked: frozenset[Diagnostic] = frozenset(),
+    ) -> None:
+        """Print errors and warnings, and what was asked for; of other notes and of accepted
+        findings only their number."""
+        if self.format in DOCUMENTS:
+            docs_url = load_config(path.parent).docs_url
+            run = Run("kcdsl compile", (Checked(str(path)),), accepted, docs_url, exit_code=code)
+            print(render(sink, self.format, sys.stderr, run), file=sys.stderr)
+            return
+        shown = [d for d in sink if d.severity is not Severity.NOTE or d in asked]
+        if shown:
+            print(render(shown, self.format, sys.stderr), file=sys.stderr)
+        if self.format != "full":
+            return
+        hidden = len(sink.found) - len(shown)
+        if hidden:
+            print(f"{counted(hidden, 'note')}: `kcdsl lint` shows them", file=sys.stderr)
+        if accepted:
+            print(f"{counted(len(accepted), 'finding')} accepted by comments", file=sys.stderr)
+
+
+def _question(program: Program, follows: str | None) -> str:
+    from kcdsl.ir import smtlib
+
+    if follows is None:
+        return smtlib.consistency(program)
+    if all(clause.id != follows for clause in program.clauses):
+        raise refuse(
+            UNKNOWN_CLAUSE,
+            f"the contract has no clause {follows!r}",
+            help=f"clauses: {', '.join(clause.id for clause in program.clauses)}",
+        )
+    return smtlib.implication(program, follows)
+
+
+def _limits(timeout: float) -> tuple[int, int]:
+    """Return the milliseconds for each question to z3 and for all of them."""
+    total = max(1, int(1000 * timeout))
+    return min(total, QUESTION_MS), total
+
+
+def _consistency(program: Program, source: SourceFile, timeout: float) -> Sink:
+    from kcdsl.cli.output import progress_bars
+
+    backend, sink = solver_backend("--consistency"), Sink()
+    question, total = _limits(timeout)
+    with progress_bars() as report:
+        found: list[Diagnostic] = backend.consistency(program, question, source, total, report)
+    for diagnostic in found:
+        sink.add(diagnostic)
+    return sink
+
+
+def _undecided(routes: tuple[Route, ...]) -> Sink:
+    """Warn of every clause that no installed backend decides, with the reason of each."""
+    sink = Sink()
+    for item in routes:
+        if item.backend is None:
+            sink.add(
+                Diagnostic(
+                    NO_BACKEND,
+                    f"nobody decides the clause `{item.clause_id}`: {item.reason}",
+                    notes=tuple(f"not {name}: {why}" for name, why in item.why_not.items()),
+                    severity=Severity.WARNING,
+                )
+            )
+    return sink
+
+
+def _library(library: Library) -> str:
+    """Return what `compile` says of a library: its digest, as imports state it, and its names."""
+    from kcdsl.ir.canonical import library_digest
+
+    named = {
+        "slices": [s.name for s in library.slices],
+        "kernels": [name for name, _ in library.kernels],
+        "tables": [t.name for t in library.tables],
+    }
+    lines = [f"library {library.name} {library.version}", f"digest  {library_digest(library)}"]
+    lines += [f"{what:7} {', '.join(sorted(names))}" for what, names in named.items() if names]
+    return "\n".join(lines) + "\n"
+
+
+def _weights(model: ModelRef, folder: Path) -> str:
+    """Return the digest of the checkpoint as it is now, or where it was looked for in vain."""
+    from kcdsl.model.files import file_digest, resolve_file
+
+    try:
+        return f"sha256:{file_digest(resolve_file(model.checkpoint, folder))}"
+    except Refusal as refusal:
+        return refusal.diagnostics[0].message
+
+
+def _table(program: Program, weights: str, routes: tuple[Route, ...], terminal: bool) -> str:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kcdsl.ir.canonical import digest
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("clause", "level", "family", "fragment", "backend", "why"):
+        table.add_column(name, no_wrap=name == "clause", overflow="fold")
+    clauses = {clause.id: clause for clause in program.clauses}
+    for item in routes:
+        clause = clauses[item.clause_id]
+        backend = Text(item.backend or "none", style="" if item.backend else "red")
+        name = f"{clause.id} (held out)" if clause.holdout else clause.id
+        cells = (name, clause.level.value, clause.family.value, item.fragment.value)
+        table.add_row(*(Text(cell) for cell in cells), backend, Text(item.reason))
+    head = (
+        f"contract {program.name} {program.version}",
+        f"digest      sha256:{digest(program)}",
+        f"checkpoint  {one_line(weights)}\n",
+    )
+    return rendered(*head, table, terminal=terminal)
+
+
+# --- diff ----------------------------------------------------------------------------------------
+
+
+class DiffForm(StrEnum):
+    """The forms of a difference."""
+
+    FULL = "full"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff(Command):
+    """Say whether a contract became stricter or weaker, clause by clause."""
+
+    old: str = argument("OLD", "the contract as it was, or what --emit ir wrote")
+    new: str = argument("NEW", "the contract as it is to be, or the like")
+    format: DiffForm = choice(DiffForm, "form of the result", DiffForm.FULL)
+    output: str | None = output_option("FILE", "write the result to a file")
+    timeout: float = value("SECONDS", "how long z3 may take for all questions", 60.0, read=seconds)
+
+    def run(self) -> Exit:
+        """Print how the new contract differs; exit code 1 if it may accept what the old one
+        refuses, 3 if that is open."""
+        from kcdsl.cli.output import progress_bars
+        from kcdsl.verdict.difference import Relation
+
+        old, new = _program(self.old), _program(self.new)
+        backend = solver_backend("kcdsl diff")
+        question, total = _limits(self.timeout)
+        with progress_bars() as report:
+            found: Difference = backend.difference(old, new, question, total, report)
+        deliver(_difference(found, self.format), self.output)
+        if found.relation.is_finding:
+            return Exit.VIOLATED
+        return Exit.INCONCLUSIVE if found.relation is Relation.UNDECIDED else Exit.HELD
+
+
+def _program(given: str) -> Program:
+    """Return a contract, compiled or as it was stored; what is wrong with it goes to stderr."""
+    from kcdsl.ir.load import is_stored, load_bytes
+
+    path = find_contract(given, Path())
+    source, sink = read_source(path), Sink()
+    if is_stored(source.text):
+        return load_bytes(source.text.encode("utf-8"), str(path))
+    program = compile_source(source, sink, path.parent)
+    if program is None:
+        raise no_program(path, sink)
+    errors = [d for d in sink if d.severity is Severity.ERROR]
+    if errors:
+        print(render(errors, "full", sys.stderr), file=sys.stderr)
+    return program
+
+
+def _difference(found: Difference, format: DiffForm) -> str:
+    match format:
+        case DiffForm.JSON:
+            from kcdsl.verdict.difference_json import difference_json
+
+            return difference_json(found)
+        case DiffForm.FULL:
+            from kcdsl.verdict.difference_text import full
+
+            return full(found)
+        case DiffForm.MARKDOWN:
+            from kcdsl.verdict.difference_text import markdown
+
+            return markdown(found)

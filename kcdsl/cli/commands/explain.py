@@ -1,0 +1,366 @@
+"""`kcdsl explain`: what a code or a metric means, or which backends cover a clause and why."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.cli.contracts import find_contract
+from kcdsl.cli.options import Command, argument, choice
+from kcdsl.cli.options.shared import code_words
+from kcdsl.cli.output import counted, print_json, rendered
+from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
+from kcdsl.diagnostics.codes import (
+    FAMILIES,
+    NO_CONTRACT,
+    OUTSIDE_FRAGMENTS,
+    UNKNOWN_CLAUSE,
+    UNKNOWN_CODE,
+    USAGE,
+    Code,
+    all_codes,
+    find,
+)
+from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.check.compile import Analysis
+    from kcdsl.diagnostics.spans import SourceFile
+    from kcdsl.ir.fragment import Blame
+    from kcdsl.ir.terms import Clause, Program
+    from kcdsl.metrics import MetricDefinition, Registry
+    from kcdsl.route.catalogue import BackendSpec
+    from kcdsl.route.router import Route
+
+_CODE = re.compile(r"(?i)(?:kc)?([0-9]+)")
+
+
+class Form(StrEnum):
+    """The forms of an answer."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain(Command):
+    """Explain a diagnostic code, a metric, or which backends cover a clause and why."""
+
+    topic: str | None = argument(
+        "CODE|METRIC|CLAUSE",
+        "a code such as KC203, a family of codes such as KC2, a metric such as kl, or a clause of "
+        "the contract; without: list the codes",
+        "?",
+        words=code_words,
+    )
+    contract: str | None = argument("CONTRACT", "the contract of the clause", "?")
+    format: Form = choice(Form, "form of the answer", Form.TEXT)
+
+    def run(self) -> Exit:
+        """Print the page of a code, a metric, what backends say to a clause, or the list of all
+        codes.
+
+        A clause that has the name of a metric is meant where its contract is given.
+        """
+        if self.topic is None:
+            _list_codes(all_codes(), self.format)
+            return Exit.HELD
+        code = _CODE.fullmatch(self.topic)
+        if code is not None:
+            _explain_code(f"KC{code[1]}", self.format)
+            return Exit.HELD
+        from kcdsl.metrics import BUILT_IN
+
+        metric = None if self.contract is not None else _metric_named(self.topic, BUILT_IN)
+        if metric is not None:
+            _show_metric(metric, self.format)
+        elif self.format is Form.MARKDOWN:
+            raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
+        else:
+            _explain_clause(self.topic, self.contract, self.format)
+        return Exit.HELD
+
+
+# --- codes ---------------------------------------------------------------------------------------
+
+
+def _explain_code(wanted: str, format: Form) -> None:
+    """Print the page of a code, or the list of a family of codes."""
+    if wanted in FAMILIES:
+        _list_codes(tuple(c for c in all_codes() if c.family == wanted), format)
+        return
+    found = find(wanted)
+    if found is None:
+        # Near numbers mean nothing alike, so that none is suggested.
+        family = wanted[:3]
+        help = "`kcdsl explain` lists every code"
+        if family in FAMILIES:
+            help = f"`kcdsl explain {family}` lists the codes about {FAMILIES[family]}"
+        raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=help)
+    if format is Form.JSON:
+        _print_codes((found,))
+    elif format is Form.MARKDOWN:
+        print(found.page.markdown, end="")
+    else:
+        _print_markdown(found.page.markdown, found.page.plain)
+
+
+def _print_markdown(markdown: str, plain: str) -> None:
+    """Print a text set for a terminal, and as plain text for anything else."""
+    if not sys.stdout.isatty():
+        print(plain, end="")
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(markdown))
+
+
+def _list_codes(codes: Sequence[Code], format: Form) -> None:
+    """Print codes by family: their titles, in Markdown and JSON what they mean too."""
+    if format is Form.JSON:
+        _print_codes(codes)
+        return
+    markdown = format is Form.MARKDOWN
+    for family in dict.fromkeys(code.family for code in codes):
+        before = "\n" if codes[0].family != family else ""
+        print(f"{before}{'## ' if markdown else ''}{family}: {FAMILIES[family]}\n")
+        for code in codes:
+            if code.family == family:
+                named = f"{code.id}  {code.title}"
+                print(f"- **{code.id}**: {code.title}. {code.summary}" if markdown else named)
+
+
+def _print_codes(codes: Sequence[Code]) -> None:
+    described = [
+        {
+            "code": code.id,
+            "title": code.title,
+            "family": FAMILIES[code.family],
+            "summary": code.summary,
+            "explanation": code.explanation,
+            "markdown": code.page.markdown,
+        }
+        for code in codes
+    ]
+    print_json({"schema": "kcdsl.codes/1", "codes": described})
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def _metric_named(name: str, registry: Registry) -> MetricDefinition | None:
+    """Return the metric of a name, also of one of the record form such as `p99_kl`."""
+    found = registry.find(name)
+    if found is not None:
+        return found
+    record = registry.find_record(name)
+    return None if record is None else registry.find(record.metric)
+
+
+def _show_metric(metric: MetricDefinition, format: Form) -> None:
+    """Print a metric as editors show it. Refuse JSON."""
+    from kcdsl.lsp.words import describe_metric
+
+    if format is Form.JSON:
+        help = "leave --format out; docs/metrics.md has the table of all metrics"
+        raise refuse(USAGE, "a metric is not explained as JSON", help=help)
+    text = describe_metric(metric)
+    if format is Form.MARKDOWN:
+        print(text)
+    else:
+        _print_markdown(text, text.replace("**", "").replace("`", "") + "\n")
+
+
+# --- clauses -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a backend says to a clause. `blame` is the part out of its reach, where there is one."""
+
+    backend: str
+    covers: bool
+    reason: str
+    blame: Blame | None
+
+
+def _explain_clause(name: str, given: str | None, format: Form) -> None:
+    """Print the table of backends for a clause of a contract.
+
+    A clause that no backend covers is explained too, and so is one beside clauses in error. Where
+    there is no such clause, a metric that the contract's user declares under this name is shown.
+    """
+    from kcdsl.check.compile import analyse, no_program
+    from kcdsl.diagnostics.report import nearest, suggest
+    from kcdsl.route.catalogue import catalogue
+    from kcdsl.route.router import route
+    from kcdsl.source.files import read_source
+
+    path = _contract_for(name, given)
+    source, sink = read_source(path), Sink()
+    analysis = analyse(source, sink, path.parent)
+    if analysis.raw is not None and all(c.id.text != name for c in analysis.raw.clauses):
+        metric = _metric_named(name, analysis.scope.metrics)
+        if metric is not None:
+            _show_metric(metric, format)
+            return
+        clauses = [c.id.text for c in analysis.raw.clauses]
+        near = (*clauses, *analysis.scope.metrics.names())
+        raise refuse(
+            UNKNOWN_CLAUSE,
+            f"{path} has no clause `{name}`, and there is no code or metric of this name",
+            help=suggest(name, near if nearest(name, near) else clauses, "clauses"),
+        )
+    program = analysis.draft
+    elsewhere = [found for found in sink if found.severity is Severity.ERROR]
+    clause = next((c for c in program.clauses if c.id == name), None) if program else None
+    own = tuple(found for found in elsewhere if _speaks_of(found, name, analysis))
+    if own:
+        raise Refusal(own)
+    if program is None or clause is None:
+        raise no_program(path, sink)
+    specs = catalogue()
+    chosen = next(r for r in route(program, specs) if r.clause_id == clause.id)
+    candidates = [_candidate(clause, spec, chosen) for spec in specs]
+    if format is Form.JSON:
+        print_json(_document(program, clause, chosen, candidates, source))
+    else:
+        _print_table(program, clause, chosen, candidates, source)
+    if elsewhere:
+        errors = counted(len(elsewhere), "error")
+        print(f"the contract has {errors}: `kcdsl lint` shows them", file=sys.stderr)
+
+
+def _contract_for(topic: str, given: str | None) -> Path:
+    """Return the path of the contract. Where none is named and none is here, the topic may be a
+    misspelt code or metric, so the refusal says what it is not."""
+    from kcdsl.diagnostics.report import nearest, suggest
+    from kcdsl.metrics import BUILT_IN
+
+    try:
+        return find_contract(given, Path())
+    except Refusal as refusal:
+        if given is not None or refusal.diagnostics[0].code is not NO_CONTRACT:
+            raise
+        known = BUILT_IN.names()
+        raise refuse(
+            UNKNOWN_CLAUSE,
+            f"`{topic}` is no code and no metric, and there is no contract here to look for a"
+            " clause of this name",
+            help=suggest(topic, known)
+            if nearest(topic, known)
+            else f"name the contract of the clause: kcdsl explain {topic} CONTRACT;"
+            " docs/metrics.md lists the metrics, `kcdsl explain` the codes",
+        ) from refusal
+
+
+def _speaks_of(found: Diagnostic, name: str, analysis: Analysis) -> bool:
+    """Say whether an error is one of a clause, other than that no backend covers it."""
+    if found.code is OUTSIDE_FRAGMENTS or found.span is None or analysis.raw is None:
+        return False
+    if found.source is not None and found.source.name != analysis.source.name:
+        return False
+    own = [c for c in analysis.raw.clauses if c.id.text == name]
+    spans = [part.span for c in own for part in (c.id, c.body) if part is not None]
+    return any(span.start <= found.span.start <= span.end for span in spans)
+
+
+def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> Candidate:
+    from kcdsl.ir.fragment import Blame, classify
+    from kcdsl.route.blame import why_uncovered
+    from kcdsl.route.catalogue import Fragment
+
+    blame = why_uncovered(clause, spec.fragments)
+    if blame is not None:
+        return Candidate(spec.name, False, blame.reason, blame)
+    if chosen.fragment is Fragment.IMPLIED and not chosen.premises:
+        reason = chosen.why_not[spec.name]
+        place = classify(clause).blame[0].span
+        return Candidate(spec.name, False, reason, Blame(reason, place))
+    if spec.name == chosen.backend:
+        return Candidate(spec.name, True, "it is the least backend that covers the clause", None)
+    return Candidate(spec.name, True, chosen.why_not.get(spec.name, ""), None)
+
+
+def _print_table(
+    program: Program,
+    clause: Clause,
+    chosen: Route,
+    candidates: list[Candidate],
+    source: SourceFile,
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kcdsl.diagnostics.render.full import render_place
+
+    at = source.position(clause.span.start)
+    head = (
+        f"clause    {clause.id} of {program.name}, {one_line(source.name)}:{at.line}",
+        f"requires  {one_line(clause.text)}",
+        f"fragment  {chosen.fragment}: {chosen.reason}",
+        f"backend   {chosen.backend or 'none'}\n",
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("backend", "covers it", "because"):
+        table.add_column(name, overflow="fold")
+    for item in candidates:
+        word = Text("yes" if item.covers else "no", style="green" if item.covers else "red")
+        quoted = "" if item.blame is None else " ".join(_text_of(item.blame, source).split())
+        reason = f"`{quoted}`: {item.reason}" if quoted else item.reason
+        table.add_row(Text(item.backend), word, Text(reason))
+    sys.stdout.write(rendered(*map(Text, head), table, terminal=sys.stdout.isatty()))
+    for item in candidates:
+        if item.blame is not None and item.blame.span.end > item.blame.span.start:
+            print(f"\nout of reach of {item.backend}: {item.blame.reason}")
+            print(render_place(source, item.blame.span, "", sys.stdout))
+
+
+def _text_of(blame: Blame, source: SourceFile) -> str:
+    return source.text[blame.span.start : blame.span.end]
+
+
+def _document(
+    program: Program,
+    clause: Clause,
+    chosen: Route,
+    candidates: list[Candidate],
+    source: SourceFile,
+) -> dict[str, Any]:
+    return {
+        "schema": "kcdsl.explain/1",
+        "contract": program.name,
+        "clause": clause.id,
+        "requires": clause.text,
+        "fragment": str(chosen.fragment),
+        "backend": chosen.backend,
+        "reason": chosen.reason,
+        "backends": [
+            {
+                "backend": item.backend,
+                "covers": item.covers,
+                "reason": item.reason,
+                "blame": None if item.blame is None else _place(item.blame, source),
+            }
+            for item in candidates
+        ],
+    }
+
+
+def _place(blame: Blame, source: SourceFile) -> dict[str, object]:
+    start, end = source.position(blame.span.start), source.position(blame.span.end)
+    return {
+        "text": _text_of(blame, source),
+        "line": start.line,
+        "column": start.column,
+        "end_line": end.line,
+        "end_column": end.column,
+    }

@@ -1,0 +1,381 @@
+"""`kcdsl lint`: check contracts and say everything that is wrong with them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kcdsl.check.compile import Analysis, analyse
+from kcdsl.cli.contracts import contracts_in
+from kcdsl.cli.options import Command, argument, choice, switch, value, values
+from kcdsl.cli.options.shared import code_words, output_option
+from kcdsl.cli.output import Output, counted, outputs
+from kcdsl.config import CODES_HELP, code_or_beginning, load_config
+from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
+from kcdsl.diagnostics.codes import (
+    BAD_CONFIGURATION,
+    FILE_MISSING,
+    INPUT_OUTPUT,
+    NO_CONTRACT,
+    SEVERAL_CONTRACTS,
+    USAGE,
+)
+from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, SUFFIXES, Checked, Run, render
+from kcdsl.diagnostics.spans import SourceFile, Span
+from kcdsl.exits import Exit
+from kcdsl.source.files import SIZE_LIMIT, decode_source, is_folder, read_source
+
+if TYPE_CHECKING:
+    from kcdsl.check.sections.structure import RawClause
+
+_UNREADABLE = {FILE_MISSING, INPUT_OUTPUT, NO_CONTRACT, SEVERAL_CONTRACTS, BAD_CONFIGURATION}
+_STDIN = "-"
+_LISTS = ("full", "concise")
+"""The formats that are lists for people."""
+_SEVERITIES = tuple(Severity)
+"""The most severe first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lint(Command):
+    """Check contracts and report what is wrong, without running anything."""
+
+    paths: tuple[str, ...] = argument(
+        "PATH",
+        "contracts, folders of contracts, or - for standard input (default: the one here)",
+        "*",
+    )
+    format: tuple[str, ...] = values(
+        "FORMAT[=FILE]",
+        f"how findings are written: {', '.join(FORMATS)}; with a file, there; may be repeated "
+        "(default: full, and github in GitHub Actions)",
+        words=lambda: FORMATS,
+    )
+    output: str | None = output_option("FILE", "write findings to a file too, format by its suffix")
+    fail_on: Severity | None = choice(
+        Severity, "least severity that gives exit code 1 (default: error)"
+    )
+    select: tuple[str, ...] | None = values(
+        "CODES",
+        "show warnings and notes of these codes only, such as KC208,KC5; errors always",
+        None,
+        words=code_words,
+    )
+    ignore: tuple[str, ...] | None = values(
+        "CODES", "leave out warnings and notes of these codes; errors never", None, words=code_words
+    )
+    statistics: bool = switch("show how often each code occurs, not where")
+    fix: bool = switch("apply the safe fixes")
+    unsafe_fixes: bool = switch("with --fix or --diff, apply the probable ones too")
+    diff: bool = switch("show what --fix would change, and write nothing")
+    stdin_filename: str = value("NAME", "the name of standard input", "<stdin>")
+    watch: bool = switch("check again whenever a file changes, until Ctrl-C")
+    exit_zero: bool = switch("exit 0 whatever is found, unless nothing could run")
+
+    def run(self) -> Exit:
+        """Print every finding; exit code 1 if one is at least as severe as `--fail-on`, 2 if a
+        file cannot be read."""
+        session = _Session(self)
+        if not self.watch:
+            return session.run()
+        if _STDIN in self.paths:
+            raise refuse(USAGE, "standard input cannot be watched", help="name files or folders")
+        from kcdsl.cli.watch import watch
+
+        def again() -> Exit:
+            session.wishes = _Wishes(self)
+            return session.run()
+
+        return watch(session.watched, again)
+
+
+class _Wishes:
+    """What a run was asked for: the command line over the environment over the configuration.
+
+    `select` and `ignore` hold codes and beginnings of codes. What the command line asks for by
+    `--select` and no more, the configuration cannot leave out.
+    """
+
+    def __init__(self, given: Lint) -> None:
+        """Raise Refusal where the wishes cannot be met."""
+        self.config = config = load_config(Path())
+        self.outputs = self._outputs(given)
+        lists = all(o.file is not None or o.format in _LISTS for o in self.outputs)
+        if given.statistics and not lists:
+            help = f"use it with the format {' or '.join(_LISTS)}"
+            raise refuse(USAGE, "--statistics is for people", help=help)
+        chosen = given.select is not None
+        self.select = _codes(given.select, "select", config.select)
+        self.ignore = _codes(given.ignore, "ignore", () if chosen else config.ignore)
+        self.fail_on = Severity(given.fail_on or config.fail_on)
+
+    def _outputs(self, given: Lint) -> tuple[Output, ...]:
+        """Return where findings go, in which form; at most one goes to standard output."""
+        more = []
+        if not given.format:
+            self._refuse_elsewhere()
+        if given.output is not None:
+            path = Path(given.output)
+            if path.suffix not in SUFFIXES:
+                raise refuse(
+                    USAGE,
+                    f"the suffix of {path} says no format",
+                    help=f"one of {', '.join(SUFFIXES)}, or --format FORMAT={path}",
+                )
+            more.append(Output(SUFFIXES[path.suffix], path))
+        usual = "github" if os.environ.get("GITHUB_ACTIONS") == "true" else "full"
+        words = given.format or self.config.format
+        return outputs(words, FORMATS, usual, more, screen=given.output is None)
+
+    def _refuse_elsewhere(self) -> None:
+        """Refuse a file that the configuration of a folder would have written outside of it."""
+        config, origin = self.config, self.config.origin("format")
+        if origin.source is not config.file or config.file is None:
+            return
+        for word in config.format:
+            name = word.partition("=")[2]
+            if name and not Path(name).resolve().is_relative_to(origin.folder):
+                raise refuse(
+                    BAD_CONFIGURATION,
+                    f"`format` names the file {name}, which is not below {origin.folder}",
+                    help="name a file below the folder of the configuration, or use --format",
+                    source=origin.source,
+                    span=origin.span,
+                )
+
+    def shows(self, diagnostic: Diagnostic) -> bool:
+        """Say whether a diagnostic is shown: every error is."""
+        if diagnostic.severity is Severity.ERROR:
+            return True
+        code = diagnostic.code.id
+        return (not self.select or code.startswith(self.select)) and not code.startswith(
+            self.ignore
+        )
+
+    def fails(self, severity: Severity) -> bool:
+        """Say whether a finding of this severity gives exit code 1."""
+        return _SEVERITIES.index(severity) <= _SEVERITIES.index(self.fail_on)
+
+
+def _codes(given: Sequence[str] | None, name: str, configured: tuple[str, ...]) -> tuple[str, ...]:
+    """Return codes and beginnings of codes; each must fit a code that there is."""
+    if given is None:
+        return configured
+    found = []
+    for word in (part.strip() for item in given for part in item.split(",")):
+        fitting = code_or_beginning(word) if word else None
+        if word and fitting is None:
+            raise refuse(USAGE, f"--{name}: no code begins with `{word}`", help=CODES_HELP)
+        found += [] if fitting is None else [fitting]
+    return tuple(found)
+
+
+class _Session:
+    """Runs over the same paths; keeps which files the last one has read."""
+
+    def __init__(self, command: Lint) -> None:
+        self.command = command
+        self.wishes = _Wishes(command)
+        self.found: list[Diagnostic] = []
+        self.suppressed: list[Suppressed] = []
+        self.files: list[Checked] = []
+        self.behind: set[Path] = set()
+        self.fixed = 0
+        self.changed = 0
+
+    def watched(self) -> set[Path]:
+        """Return the files whose change matters: the contracts, those that are named and not
+        there yet, and what they import or name."""
+        named = {Path(name) for name in self.command.paths}
+        paths, _ = self._paths()
+        return {*paths, *self.behind, *(path for path in named if not is_folder(path))}
+
+    def run(self) -> Exit:
+        """Check every path once and write the findings."""
+        self.found, self.suppressed, self.files = [], [], []
+        self.fixed = self.changed = 0
+        for source, folder, path in self._texts():
+            self._check(source, folder, path)
+        if self.wishes.config.file is not None:
+            self.behind.add(Path(self.wishes.config.file.name))
+        shown = [d for d in dict.fromkeys(self.found) if self.wishes.shows(d)]
+        code = self._code(shown)
+        if self.command.diff and not shown:
+            return Exit.VIOLATED if self.changed and not self.command.exit_zero else Exit.HELD
+        self._deliver(shown, code)
+        return code
+
+    def _paths(self) -> tuple[list[Path], list[Diagnostic]]:
+        """Return the files that the paths name, and what is wrong with other paths."""
+        config = self.wishes.config
+        found: dict[Path, None] = {}
+        wrong: list[Diagnostic] = []
+        for name in self.command.paths or (None,):
+            given = () if name is None else (name,)
+            try:
+                paths = contracts_in(given, Path(), config.exclude, config.origin("exclude").folder)
+            except Refusal as refusal:
+                wrong.extend(refusal.diagnostics)
+            else:
+                found.update(dict.fromkeys(paths))
+        return list(found), wrong
+
+    def _texts(self) -> Iterator[tuple[SourceFile, Path | None, Path | None]]:
+        """Yield each text with its folder and file; what cannot be read is among the findings."""
+        if _STDIN in self.command.paths:
+            if len(self.command.paths) > 1:
+                raise refuse(USAGE, "standard input is read alone", help="leave the others out")
+            name = self.command.stdin_filename
+            source = self._read(name, lambda: decode_source(name, _standard_input()))
+            if source is not None:
+                yield source, Path(name).parent, None
+            return
+        paths, wrong = self._paths()
+        self.found.extend(wrong)
+        for path in paths:
+            source = self._read(str(path), partial(read_source, path))
+            if source is not None:
+                yield source, path.parent, path
+
+    def _read(self, name: str, read: Callable[[], SourceFile]) -> SourceFile | None:
+        try:
+            return read()
+        except Refusal as refusal:
+            self.files.append(Checked(name))
+            self.found.extend(refusal.diagnostics)
+            return None
+
+    def _check(self, source: SourceFile, folder: Path | None, path: Path | None) -> None:
+        if not self.command.fix and not self.command.diff:
+            sink = Sink()
+            self._keep(analyse(source, sink, folder), sink)
+            return
+        from kcdsl.check.fixing import fix
+
+        mended = fix(source, folder, unsafe=self.command.unsafe_fixes, wanted=self.wishes.shows)
+        self.fixed += mended.applied
+        self.changed += mended.source.text != source.text
+        for diagnostic in mended.refused:
+            where = f"{source.name}: {diagnostic.code}"
+            print(
+                f"{where}: its fix was taken back: the contract would be no better", file=sys.stderr
+            )
+        if self.command.diff:
+            from kcdsl.cli.output import difference
+
+            sys.stdout.write(difference(source, mended.source.text, "fixed"))
+            return
+        if path is None:
+            sys.stdout.write(mended.source.text)
+        elif mended.source.text != source.text:
+            from kcdsl.source.writing import write_bytes
+
+            write_bytes(path, mended.source.text.encode("utf-8"), path.stat().st_mode & 0o777)
+        self._keep(mended.analysis, mended.left)
+
+    def _keep(self, analysis: Analysis, found: Sink | Sequence[Diagnostic]) -> None:
+        self.found.extend(found)
+        self.suppressed.extend(analysis.suppressed)
+        clauses = analysis.raw.clauses if analysis.raw is not None else ()
+        named = tuple((clause.id.text, _whole(clause)) for clause in clauses)
+        self.files.append(Checked(analysis.source.name, named))
+        sources = [d.source for d in found if d.source is not None]
+        self.behind |= {Path(source.name) for source in sources}
+        self.behind |= {item.loaded.path for item in analysis.imports if item.loaded is not None}
+
+    def _code(self, shown: Sequence[Diagnostic]) -> Exit:
+        if any(d.code in _UNREADABLE for d in shown):
+            return Exit.COULD_NOT_RUN
+        failed = any(self.wishes.fails(d.severity) for d in shown)
+        return Exit.VIOLATED if failed and not self.command.exit_zero else Exit.HELD
+
+    def _deliver(self, shown: list[Diagnostic], code: Exit) -> None:
+        wishes = self.wishes
+        accepted = tuple(s for s in self.suppressed if wishes.shows(s.diagnostic))
+        about = Run(
+            files=tuple(self.files),
+            suppressed=accepted,
+            docs_url=wishes.config.docs_url,
+            fail_on=wishes.fail_on,
+            exit_code=int(code),
+        )
+        for output in wishes.outputs:
+            if output.file is not None:
+                from kcdsl.source.writing import write_bytes
+
+                text = render(shown, output.format, None, about)
+                # Names of files may hold bytes that are no characters; in JSON, this is an escape.
+                write_bytes(output.file, f"{text}\n".encode("utf-8", "backslashreplace"))
+                continue
+            # The mended text of standard input has standard output for itself.
+            asked = self.command
+            mended = asked.fix and not asked.diff and _STDIN in asked.paths
+            stream = sys.stderr if mended else sys.stdout
+            if self.command.statistics:
+                text = _statistics(shown)
+            elif shown or output.format in DOCUMENTS:
+                text = render(shown, output.format, stream, about)
+            else:
+                text = ""
+            if text:
+                print(text, file=stream, flush=True)
+            if output.format == "full" and self.files:
+                print(self._summary(shown, len(accepted)), file=sys.stderr)
+
+    def _summary(self, shown: list[Diagnostic], accepted: int) -> str:
+        counts = [
+            counted(n, severity.value)
+            for severity in Severity
+            if (n := sum(d.severity is severity for d in shown))
+        ]
+        if accepted:
+            counts.append(f"{accepted} accepted")
+        found = ", ".join(counts) or "nothing found"
+        text = f"{counted(len(self.files), 'contract')}: {found}"
+        if self.fixed:
+            text += f"; {self.fixed} fixed"
+        if not any(d.fix for d in shown):
+            return text
+        from kcdsl.check.fixing import mends
+
+        safe = sum(mends(d.fix, unsafe=False) for d in shown)
+        every = sum(mends(d.fix, unsafe=True) for d in shown)
+        if not safe:
+            return f"{text}; {every} fixable with --fix --unsafe-fixes"
+        more = f", {every - safe} more with --unsafe-fixes" if every > safe else ""
+        return f"{text}; {safe} fixable with --fix{more}"
+
+
+def _whole(clause: RawClause) -> Span:
+    """Return the place of a clause with all its fields."""
+    if clause.body is None:
+        return clause.span
+    body = clause.body.span
+    return Span(min(clause.span.start, body.start), max(clause.span.end, body.end))
+
+
+def _standard_input() -> bytes:
+    """Return what standard input holds, one byte more than is allowed at most."""
+    stream = getattr(sys.stdin, "buffer", None)
+    if stream is None:
+        raise refuse(INPUT_OUTPUT, "there is no standard input", help="name a file")
+    data: bytes = stream.read(SIZE_LIMIT + 1)
+    return data
+
+
+def _statistics(shown: list[Diagnostic]) -> str:
+    """Return a line for each code, the most frequent first: how often, severities, fixable."""
+    rows = []
+    for code in {d.code for d in shown}:
+        those = [d for d in shown if d.code == code]
+        severity = max((d.severity for d in those), key=_SEVERITIES.index)
+        fixable = sum(d.fix is not None for d in those)
+        note = f" ({fixable} with a fix)" if fixable else ""
+        rows.append((-len(those), code.id, f"{severity.value:7}  {code.id}  {code.title}{note}"))
+    width = len(str(max((-count for count, _, _ in rows), default=0)))
+    return "\n".join(f"{-count:{width}}  {text}" for count, _, text in sorted(rows))

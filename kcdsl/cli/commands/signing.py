@@ -1,0 +1,234 @@
+"""`kcdsl keygen` and `kcdsl sign`: make keys, and sign statements.
+
+`sign` runs in a process that runs and imports nothing of the contract of the statement.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kcdsl.cli.options import Command, argument, choice, switch, value, values
+from kcdsl.cli.options.shared import output_option
+from kcdsl.cli.output import say
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import CANNOT_SIGN, INPUT_OUTPUT
+from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl_certs.admission import Admitted
+    from kcdsl_certs.envelope import Envelope
+    from kcdsl_certs.keys import SigningKey
+
+
+class KeyKind(StrEnum):
+    """The algorithms of signatures, by the names of `kcdsl_certs.keys.Algorithm`."""
+
+    ECDSA_P256 = "ecdsa-p256"
+    ED25519 = "ed25519"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keygen(Command):
+    """Make a key pair for signing certificates."""
+
+    output: str = output_option("FILE", "the private key; the public one is FILE.pub", "kcdsl.key")
+    algorithm: KeyKind = choice(
+        KeyKind,
+        "how keys sign; every verifier of DSSE envelopes accepts ecdsa-p256",
+        KeyKind.ECDSA_P256,
+    )
+    password_env: str | None = value(
+        "VAR", "encrypt the private key with the password in this environment variable"
+    )
+    force: bool = switch("replace a key that is already there")
+
+    def run(self) -> Exit:
+        """Write both files or none; the private one is readable by its owner alone."""
+        from kcdsl.release.keys import password_from
+        from kcdsl.source.writing import NewFile, make_folder, write_together
+        from kcdsl_certs.keys import Algorithm, generate
+
+        password = None if self.password_env is None else password_from(self.password_env)
+        key = generate(Algorithm(self.algorithm.value))
+        private = Path(self.output)
+        public = private.with_name(private.name + ".pub")
+        for path in (private, public):
+            if path.is_symlink():
+                raise refuse(INPUT_OUTPUT, f"{path} is a link", help="name the file itself")
+        make_folder(private.parent)
+        write_together(
+            [
+                NewFile(private, key.to_pem(password), 0o600),
+                NewFile(public, key.public.pem, 0o644),
+            ],
+            replace=self.force,
+        )
+        print(one_line(f"private key  {private}  (keep it secret, out of version control)"))
+        print(one_line(f"public key   {public}  ({key.public.algorithm}, hint {key.public.hint})"))
+        return Exit.HELD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign(Command):
+    """Show and sign the statement of a certificate; nothing of its contract is run."""
+
+    statement: str = argument(
+        "STATEMENT", "written by verify, evaluate or transfer; with --add a certificate"
+    )
+    key: tuple[str, ...] = values(
+        "KEY", "private key, repeatable; without one the statement is shown alone"
+    )
+    add: bool = switch("add signatures to a certificate that has some")
+    output: str | None = output_option(
+        "FILE",
+        "the certificate, in the folder of STATEMENT (default: STATEMENT with .cert.json; with "
+        "--add: the certificate itself)",
+    )
+
+    def run(self) -> Exit:
+        """Show what the statement says and sign it; what a checker would refuse is refused (2)."""
+        from kcdsl.release.signing import (
+            cannot_sign,
+            certificate_of,
+            refuse_other_signers,
+            signing_keys,
+        )
+        from kcdsl.source.writing import write_bytes
+        from kcdsl_certs.admission import admit
+        from kcdsl_certs.envelope import bundle_bytes, sign
+        from kcdsl_certs.rejected import Rejected
+
+        path = Path(self.statement)
+        keys = signing_keys(self.key)
+        target = path if self.add else certificate_of(path)
+        if self.output is not None:
+            target = _beside(Path(self.output), path)
+        try:
+            payload, before = _read(path, self.add)
+            admitted = admit(payload, path.parent, datetime.now(UTC))
+        except Rejected as error:
+            raise cannot_sign(error, path) from error
+        _show(admitted, before)
+        if not keys:
+            print("nothing was signed: name a key, --key KEY", file=sys.stderr)
+            return Exit.HELD
+        envelope = sign(payload, keys)
+        hint = keys[0].public.hint
+        if before is not None:
+            _refuse_signed(before, keys, path)
+            envelope = replace(before, signatures=(*before.signatures, *envelope.signatures))
+            hint = before.signatures[0].keyid or hint
+        if (before is None or target != path) and refuse_other_signers(target, keys):
+            say(f"note: {target} replaces an earlier one by the same keys")
+        chosen = self.output is None and not self.add
+        write_bytes(target, bundle_bytes(envelope, hint), own_name=chosen)
+        print(one_line(f"certificate: {target}"))
+        return Exit.HELD
+
+
+def _beside(target: Path, statement: Path) -> Path:
+    """Return the file to be written; a certificate lies beside the proofs that it names."""
+    if target.resolve().parent != statement.resolve().parent:
+        raise refuse(
+            CANNOT_SIGN,
+            "a certificate lies in the folder of its statement, with the proofs that it names",
+            help=f"name a file in {statement.parent}",
+        )
+    return target
+
+
+def _read(path: Path, add: bool) -> tuple[bytes, Envelope | None]:
+    """Return the statement, and the envelope that it lies in where signatures are added."""
+    from kcdsl.release.signing import read_envelope
+    from kcdsl_certs.envelope import PAYLOAD_TYPE
+    from kcdsl_certs.policy import read_limited
+    from kcdsl_certs.rejected import Rejected
+    from kcdsl_certs.statement import LARGEST_PAYLOAD
+
+    if not add:
+        payload = read_limited(path, LARGEST_PAYLOAD)
+        if b'"dsseEnvelope"' in payload[:4096]:
+            raise Rejected("statement/signed", "it is a certificate; --add adds a signature to one")
+        return payload, None
+    envelope = read_envelope(path)
+    if envelope.payload_type != PAYLOAD_TYPE:
+        raise Rejected("payload/type", f"{envelope.payload_type!r}")
+    return envelope.payload, envelope
+
+
+def _refuse_signed(before: Envelope, keys: Sequence[SigningKey], path: Path) -> None:
+    """Refuse a key that has signed already: one key counts once."""
+    from kcdsl_certs.envelope import MOST_SIGNATURES, pae
+
+    message = pae(before.payload_type, before.payload)
+    for key in keys:
+        if any(key.public.verifies(old.value, message) for old in before.signatures):
+            raise refuse(
+                CANNOT_SIGN,
+                f"{path} carries a signature of {key.public.hint} already",
+                help="one key counts once, however often it signs; name another",
+            )
+    if len(before.signatures) + len(keys) > MOST_SIGNATURES:
+        raise refuse(
+            CANNOT_SIGN,
+            f"a certificate has at most {MOST_SIGNATURES} signatures",
+            help="sign the statement anew, with the keys that count",
+        )
+
+
+def _show(admitted: Admitted, before: Envelope | None) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kcdsl.verdict.console import print_on
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
+    for name, text in _rows(admitted):
+        table.add_row(Text(name), Text(" ".join(text.split())))
+    for signature in () if before is None else before.signatures:
+        claimed = signature.keyid or "without a hint"
+        table.add_row(Text("signature"), Text(f"claims to be of {claimed}; not checked here"))
+    print_on(sys.stdout, table)
+
+
+def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
+    """Yield all that is signed and that a person can judge."""
+    from kcdsl_certs.statement import Predicate, certificate_id
+    from kcdsl_certs.strict import time_text
+
+    body = admitted.body
+    triple = body.triple
+    yield "identity", f"sha256:{certificate_id(admitted.payload)}"
+    yield "kind", "certificate" if isinstance(body, Predicate) else "weights transfer"
+    contract = triple.contract
+    yield "contract", f"{contract.id} {contract.version} (sha256:{contract.digest})"
+    yield "checkpoint", f"{triple.checkpoint.name} (sha256:{triple.checkpoint.digest})"
+    yield "training kernel", f"{triple.train.name} (sha256:{triple.train.digest})"
+    yield "inference kernel", f"{triple.infer.name} (sha256:{triple.infer.digest})"
+    yield "stage", body.stage
+    yield "valid", f"from {time_text(body.issued_at)} until {time_text(body.valid_until)}"
+    yield "sequence", str(body.sequence)
+    if isinstance(body, Predicate):
+        whole = "the whole contract" if body.scope.complete else "a part of the contract"
+        yield "verdict", f"{body.verdict}, of {whole}"
+        for clause in body.clauses:
+            yield clause.label, f"{clause.verdict}, {clause.evidence} by {clause.method}"
+        for file in body.inputs:
+            yield "input", f"{file.name} (sha256:{file.sha256})"
+        for accepted in body.suppressions:
+            yield "accepted finding", f"{accepted.code}: {accepted.reason}"
+    else:
+        yield "earlier", f"{body.path} (sha256:{body.base})"
+        for item in body.carried:
+            yield item.id if item.slice is None else f"{item.id} [{item.slice}]", "goes over"
+    for text in body.assumptions:
+        yield "assumes", text

@@ -1,0 +1,370 @@
+"""What is measured beside the clauses: `kcdsl plan`, `attribute`, `aggregate`, `experiment`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kcdsl.cli.contracts import read_contract, refuse_foreign_code, results_folder
+from kcdsl.cli.options import argument, choice, switch, value, values
+from kcdsl.cli.options.readers import count, gigabytes, percentile, positive, probability
+from kcdsl.cli.options.readers import requirement as read_requirement
+from kcdsl.cli.options.shared import (
+    Device,
+    Looks,
+    RunsCode,
+    choose_device,
+    contract_argument,
+    device_option,
+    json_option,
+    output_option,
+    seed_option,
+    slice_option,
+)
+from kcdsl.cli.output import deliver, json_text, progress_bars, say
+from kcdsl.cli.plugins import attributor, measuring_backend, planner
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import UNKNOWN_SLICE, USAGE
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.ir.terms import Program
+    from kcdsl.verdict.attribution import Attribution
+    from kcdsl.verdict.plan import Plan as Planned
+
+
+# --- plan ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Looks):
+    """Tell how many requests the clauses need to be decidable."""
+
+    contract: str | None = contract_argument()
+    slices: tuple[str, ...] = slice_option()
+    power: float = value(
+        "P", "how likely a clause that is kept is to be shown", 0.8, read=probability
+    )
+    pilot: str | None = value(
+        "FILE",
+        "report.json or a trace (.jsonl, .parquet) of an earlier evaluation: its rates, its "
+        "spread, and the thresholds that it would have shown",
+    )
+    json: bool = json_option("print the plan as JSON")
+
+    def run(self) -> Exit:
+        """Plan: nothing is measured and nothing is written."""
+        from kcdsl.source.files import in_contract
+
+        contract = read_contract(self.contract)
+        _refuse_unknown_slices(contract.program, self.slices)
+        plan = planner()
+        with in_contract(contract.path):
+            found: Planned = plan(
+                contract.program,
+                contract.base,
+                looks=self.looks_taken,
+                power=self.power,
+                pilot=None if self.pilot is None else Path(self.pilot),
+                slices=self.slices,
+            )
+        if self.json:
+            sys.stdout.write(found.dumps())
+        else:
+            from kcdsl.verdict.plan_text import print_plan
+
+            print_plan(found, sys.stdout)
+        return Exit.HELD
+
+
+def _refuse_unknown_slices(program: Program, names: tuple[str, ...]) -> None:
+    from kcdsl.diagnostics.report import suggest
+
+    known = [s.name for s in program.slices]
+    for name in names:
+        if name not in known:
+            help = suggest(name, known, "slices")
+            raise refuse(UNKNOWN_SLICE, f"the contract has no slice {name!r}", help=help)
+
+
+# --- attribute -----------------------------------------------------------------------------------
+
+
+class Statistic(StrEnum):
+    """The statistic of a drift that is split."""
+
+    MEAN = "mean"
+    P50 = "p50"
+    P90 = "p90"
+    P95 = "p95"
+    P99 = "p99"
+    MAX = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribute(RunsCode):
+    """Split the drift among its sources and blocks."""
+
+    contract: str | None = contract_argument()
+    metric: str | None = value("NAME", "what is split (default: kl; of encoders hidden_l2)")
+    statistic: Statistic = choice(
+        Statistic, "of it: mean over tokens, or of the worst tokens of requests", Statistic.MEAN
+    )
+    slice: str | None = value("NAME", "only this slice")
+    batch: int = value("N", "requests that the inference side runs together", 4, read=count)
+    no_bounds: bool = switch("leave out what certified bounds exclude")
+    device: Device = device_option()
+    seed: int = seed_option()
+    json: bool = json_option("print the document as JSON")
+    output: str | None = output_option(
+        "DIR", "folder of attribution.json and attribution.svg (default: out beside the contract)"
+    )
+
+    def run(self) -> Exit:
+        """Attribute, write the files, print what was found."""
+        from kcdsl.source.files import in_contract
+
+        contract = read_contract(self.contract)
+        refuse_foreign_code(contract, allowed=self.allow_code)
+        folder = results_folder(self.output, contract.path)
+        device = choose_device(self.device)
+        attribute = attributor()
+        with in_contract(contract.path), progress_bars() as progress:
+            found: Attribution = attribute(
+                contract.program,
+                contract.base,
+                device=device,
+                metric=self.metric,
+                statistic=self.statistic.value,
+                slice_name=self.slice,
+                batch=self.batch,
+                bounds=not self.no_bounds,
+                seed=self.seed,
+                progress=progress,
+            )
+        written = _write_attribution(folder, found)
+        if self.json:
+            sys.stdout.write(found.dumps())
+        else:
+            from kcdsl.verdict.attribution_text import print_attribution
+
+            print_attribution(found, sys.stdout)
+        for name in written:
+            say(f"wrote {name}")
+        return found.exit
+
+
+def _write_attribution(folder: Path, found: Attribution) -> list[Path]:
+    """Write both files, or none; return their names."""
+    from kcdsl.source.writing import make_folder, result, write_together
+    from kcdsl.verdict.attribution_svg import picture
+
+    make_folder(folder)
+    files = [
+        result(folder / "attribution.json", found.dumps().encode()),
+        result(folder / "attribution.svg", picture(found).encode()),
+    ]
+    write_together(files, replace=True)
+    return [file.path for file in files]
+
+
+# --- aggregate -----------------------------------------------------------------------------------
+
+_TABLES = ("duckdb", "pyarrow")
+"""The packages that aggregating and experiments need beside those of the backend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregate(Looks):
+    """Count logged tokens by slice, and decide a contract on them."""
+
+    tables: tuple[str, ...] = argument(
+        "TABLE",
+        "Parquet files, or folders of them: one row per token, with a column `request`",
+        "+",
+    )
+    contract: str | None = value("CONTRACT", "decide its clauses on the tables")
+    slices: tuple[str, ...] = slice_option()
+    metric: tuple[str, ...] = values("NAME", "only this column")
+    limit: tuple[tuple[str, str, Fraction], ...] = values(
+        "REQUIREMENT", "count what does not meet it, such as 'kl <= 0.05'", read=read_requirement
+    )
+    percentile: tuple[Fraction, ...] = values(
+        "P", "such as 99.9 (default: 50, 95 and 99)", read=percentile
+    )
+    seed: int = seed_option("resampling")
+    memory: int | None = value(
+        "GIB", "how much memory may be used (default: half of what is free)", read=gigabytes
+    )
+    threads: int | None = value("N", "default: all cores", read=count)
+    spill: str | None = value("DIR", "where a folder for what does not fit is made, and removed")
+    sql: bool = switch("print the queries that were run too")
+    json: bool = json_option("print the result as JSON")
+    output: str | None = output_option("FILE", "write the result as JSON")
+
+    def run(self) -> Exit:
+        """Aggregate: the status is that of the clauses; 0 without a contract."""
+        from kcdsl.check.compile import load_program
+        from kcdsl.source.files import in_contract
+
+        path = None if self.contract is None else Path(self.contract)
+        program = None if path is None else load_program(path)
+        backend = measuring_backend(*_TABLES)
+        with in_contract(path or Path("contract.yaml")), progress_bars() as progress:
+            document = backend.aggregate(
+                list(self.tables),
+                program,
+                slices=self.slices,
+                metrics=self.metric,
+                limits=self.limit,
+                percentiles=self.percentile,
+                seed=self.seed,
+                looks=self.looks_taken,
+                memory=self.memory,
+                threads=self.threads,
+                spill=None if self.spill is None else Path(self.spill),
+                progress=progress,
+            )
+        text = json_text(document, allow_nan=False)
+        if self.output is not None:
+            deliver(text, self.output)
+        if self.json:
+            sys.stdout.write(text)
+        else:
+            from kcdsl.verdict.aggregate_text import print_aggregate
+
+            print_aggregate(document, sys.stdout, queries=self.sql)
+        if self.output is not None:
+            say(f"wrote {self.output}")
+        return Exit(document["exit"])
+
+
+# --- experiment ----------------------------------------------------------------------------------
+
+
+class Kind(StrEnum):
+    """The experiments that there are."""
+
+    E1 = "e1"
+    E2 = "e2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(RunsCode):
+    """Sweep kernels, batches, lengths and streams under one contract."""
+
+    kind: Kind = choice(
+        Kind,
+        "e1: one change of the inference kernel at a time; e2: device, length, batch and "
+        "concurrent streams",
+        positional="",
+    )
+    contract: str | None = contract_argument()
+    only: tuple[str, ...] = values("NAME", "e1: a variant, or a factor; may be repeated")
+    device: tuple[Device, ...] = choice(
+        (Device.CPU, Device.CUDA),
+        "e1: where kernels run (default: cpu); e2: may be repeated (default: cpu and cuda)",
+        (),
+        many=True,
+    )
+    length: tuple[int, ...] = values("L", "e2: tokens (default: 16, 32, 64, 128)", read=count)
+    batch: tuple[int, ...] = values(
+        "B", "e2: requests in a batch (default: 1, 2, 4, 8)", read=count
+    )
+    concurrency: tuple[int, ...] = values(
+        "C", "e2: batches at a time (default: 1, 2, 4)", read=count
+    )
+    seed: int = seed_option("token sampling")
+    seconds: float = value("S", "e1: how long a variant is timed", 5.0, read=positive)
+    fresh: bool = switch("measure cells again that are there")
+    json: bool = json_option("print the result as JSON")
+    output: str | None = output_option(
+        "DIR", "folder of the results (default: out/e1 or out/e2 beside the contract)"
+    )
+
+    def run(self) -> Exit:
+        """Run the experiment: cells are written as they are measured, the rest together at the
+        end."""
+        from kcdsl.source.files import in_contract
+        from kcdsl.source.writing import make_folder, result, write_together
+        from kcdsl.verdict.html.experiment import experiment_page
+        from kcdsl.verdict.html.experiment_maps import maps
+
+        self._refuse_options_of_the_other()
+        kind, contract = self.kind, read_contract(self.contract)
+        refuse_foreign_code(contract, allowed=self.allow_code)
+        folder = results_folder(self.output, contract.path, kind)
+        if not self.output:
+            results_folder(None, contract.path, kind, "cells")
+        backend = measuring_backend(*_TABLES)
+        with in_contract(contract.path), progress_bars() as progress:
+            document = backend.experiment(
+                kind.value,
+                contract.program,
+                contract.base,
+                folder,
+                devices=tuple(device.value for device in self.device),
+                only=self.only,
+                lengths=self.length,
+                batches=self.batch,
+                concurrency=self.concurrency,
+                seed=self.seed,
+                seconds=self.seconds,
+                fresh=self.fresh,
+                progress=progress,
+            )
+        text = json_text(document, allow_nan=False)
+        files = [
+            result(folder / f"{kind}.json", text.encode()),
+            result(folder / f"{kind}.html", experiment_page(document).encode()),
+        ]
+        for one in maps(document) if kind is Kind.E2 else ():
+            alone = one.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+            files.append(result(folder / f"{one.name}.svg", f"{alone}\n".encode()))
+        make_folder(folder)
+        before = _pictures(folder / f"{kind}.json")
+        write_together(files, replace=True)
+        for stale in before - {file.path.name for file in files}:
+            (folder / stale).unlink(missing_ok=True)
+        if self.json:
+            sys.stdout.write(text)
+        else:
+            from kcdsl.verdict.experiment_text import print_experiment
+
+            print_experiment(document, sys.stdout)
+        for file in files:
+            say(f"wrote {file.path}")
+        return Exit.HELD
+
+    def _refuse_options_of_the_other(self) -> None:
+        """Refuse options of the other experiment, which would not be heeded."""
+        first = self.kind is Kind.E1
+        for name in ("length", "batch", "concurrency") if first else ("only",):
+            if getattr(self, name):
+                other = Kind.E2 if first else Kind.E1
+                raise refuse(USAGE, f"--{name} is for {other}", help=f"`kcdsl experiment {other}`")
+        if first and len(self.device) > 1:
+            raise refuse(USAGE, "e1 runs on one device", help="give --device once")
+
+
+def _pictures(path: Path) -> set[str]:
+    """Return the names of the pictures that an earlier run wrote beside its document.
+
+    Nothing else in the folder is ours. Of a document that is damaged nothing is known.
+    """
+    from json import loads
+
+    from kcdsl.source.files import read_bytes
+    from kcdsl.verdict.html.experiment_maps import names
+    from kcdsl.verdict.report_file import LARGEST
+
+    try:
+        document = loads(read_bytes(path, LARGEST))
+        found = names(document) if document["experiment"] == "e2" else ()
+    except (Refusal, OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+    return {f"{name}.svg" for name in found}

@@ -1,0 +1,247 @@
+"""The contract that a command is about: where it is, what it says, and whether its code may run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kcdsl.config import load_config
+from kcdsl.diagnostics import Refusal, Suppressed, refuse
+from kcdsl.diagnostics.codes import FOREIGN_CODE, NO_CONTRACT, SEVERAL_CONTRACTS
+from kcdsl.source.files import missing, open_regular, shown
+
+if TYPE_CHECKING:
+    from kcdsl.ir.terms import Program
+
+_LIBRARY = re.compile(rb"^library[ \t]*:", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """A contract that was found and compiled, with its accepted findings."""
+
+    path: Path
+    program: Program
+    accepted: tuple[Suppressed, ...]
+
+    @property
+    def base(self) -> Path:
+        """Return the folder that its paths are relative to."""
+        return self.path.resolve().parent
+
+
+def read_contract(given: str | None) -> Contract:
+    """Find a contract and compile it; raises Refusal."""
+    from kcdsl.check.compile import load_contract
+
+    path = find_contract(given, Path())
+    program, accepted = load_contract(path)
+    return Contract(path, program, tuple(accepted))
+
+
+def find_contract(given: str | None, start: Path) -> Path:
+    """Return the path of the contract.
+
+    `given` wins; then `contract` of the configuration of `start` (see `kcdsl.config`); then the
+    only contract.yaml or *.kc.yaml in `start`.
+    Raises Refusal where there is none, where there are several, or where the file is missing.
+    """
+    if given is not None:
+        return _existing(Path(given), origin=None)
+    configured = _configured(start)
+    if configured is not None:
+        return configured
+    found = _in_folder(start)
+    if len(found) == 1:
+        return found[0]
+    help = "name the contract on the command line"
+    if found:
+        names = ", ".join(path.name for path in found)
+        raise refuse(SEVERAL_CONTRACTS, f"{start} holds several contracts: {names}", help=help)
+    message = f"no contract.yaml or *.kc.yaml in {start}, and no [tool.kcdsl] contract above it"
+    raise refuse(NO_CONTRACT, message, help=help)
+
+
+def contracts_in(
+    given: Sequence[str], start: Path, exclude: Sequence[str] = (), base: Path | None = None
+) -> list[Path]:
+    """Return the files that a command is about: those given, the contracts below each folder
+    given, sorted, or the one contract of `start` where nothing is given.
+
+    `exclude` leaves files out of folders, by patterns as shells have them: those with `/` fit paths
+    from `base` on, the others any name on the way. `*` fits `/` too.
+    Raises Refusal for a file that is missing, a folder that holds no contract, and a link in it
+    that leads out of it.
+    """
+    if not given:
+        return [_the_one(start)]
+    found: dict[Path, None] = {}
+    for name in given:
+        path = Path(name)
+        if not path.is_dir():
+            found[_existing(path, origin=None)] = None
+            continue
+        inside = sorted(
+            p
+            for p in path.rglob("*")
+            if _is_contract(p) and not _hidden(p, path) and not _excluded(p, exclude, base or start)
+        )
+        if not inside:
+            message = f"no contract.yaml or *.kc.yaml below {name}"
+            raise refuse(NO_CONTRACT, message, help="name a file, or another folder")
+        for link in filter(Path.is_symlink, inside):
+            _refuse_elsewhere(link, path)
+        found.update(dict.fromkeys(inside))
+    return list(found)
+
+
+def results_folder(given: str | None, contract: Path, *inner: str) -> Path:
+    """Return the folder for the results of a contract: the one given, else `out` beside it.
+
+    What was not given lies below the contract's folder, or where the user allows it: raises Refusal
+    for a link that leads elsewhere.
+    """
+    if given:
+        return Path(given)
+    folder = contract.parent.joinpath("out", *inner)
+    _refuse_elsewhere(folder, contract.parent)
+    return folder
+
+
+def _refuse_elsewhere(path: Path, folder: Path) -> None:
+    """Refuse a path that was found in a folder, and lies or leads elsewhere."""
+    from kcdsl.model.files import Artefacts
+
+    Artefacts.of(folder).admitted(path, str(path))
+
+
+def _the_one(start: Path) -> Path:
+    try:
+        return find_contract(None, start)
+    except Refusal as refusal:
+        (problem,) = refusal.diagnostics
+        if problem.code != SEVERAL_CONTRACTS:
+            raise
+        raise Refusal(replace(problem, help="name one of them, or `.` for all")) from refusal
+
+
+def _excluded(path: Path, patterns: Sequence[str], base: Path) -> bool:
+    if not patterns:
+        return False
+    from fnmatch import fnmatchcase
+
+    whole = Path(os.path.relpath(path.resolve(), base.resolve()))
+    ways = [step.as_posix() for step in (whole, *whole.parents)]
+    return any(
+        any(fnmatchcase(way, pattern.strip("/")) for way in ways)
+        if "/" in pattern
+        else any(fnmatchcase(part, pattern) for part in whole.parts)
+        for pattern in patterns
+    )
+
+
+def _hidden(path: Path, below: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(below).parts)
+
+
+def _is_contract(path: Path) -> bool:
+    named = path.name == "contract.yaml" or path.name.endswith((".kc.yaml", ".kc.yml"))
+    return named and path.is_file()
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """Return the contracts in a folder; its libraries where there is nothing else."""
+    if not folder.is_dir():
+        return []
+    found = sorted(filter(_is_contract, folder.iterdir()))
+    for link in filter(Path.is_symlink, found):
+        _refuse_elsewhere(link, folder)
+    if len(found) < 2:
+        return found
+    return [path for path in found if not _is_library(path)] or found
+
+
+def _is_library(path: Path) -> bool:
+    try:
+        with open_regular(path) as stream:
+            return _LIBRARY.search(stream.read(2**16)) is not None
+    except OSError:
+        return False
+
+
+def _existing(path: Path, origin: str | None) -> Path:
+    if path.is_file():
+        return path
+    notes = (f"named in {origin}",) if origin is not None else ()
+    if path.is_dir():
+        found = _in_folder(path)
+        if len(found) == 1:
+            return found[0]
+        raise refuse(
+            NO_CONTRACT if not found else SEVERAL_CONTRACTS,
+            f"{path} is a folder with {len(found) or 'no'} contracts",
+            help="name the contract file",
+            notes=notes,
+        )
+    raise missing(path, notes)
+
+
+def _configured(start: Path) -> Path | None:
+    config = load_config(start)
+    if config.contract is None:
+        return None
+    origin = config.origin("contract")
+    path = shown(origin.folder / config.contract)
+    if config.file is not None and origin.source is config.file:
+        _refuse_elsewhere(path, origin.folder)
+    return _existing(path, origin=origin.where)
+
+
+# --- code that a contract brings along -----------------------------------------------------------
+
+
+def refuse_foreign_code(contract: Contract, *, allowed: bool, metrics: bool = True) -> None:
+    """Raise Refusal where a command would run code of a contract that nobody allowed.
+
+    A contract names Python code in two places: the factory of its model, and metrics of its own.
+    `allowed` is what `--allow-code` says. Without `metrics` the command runs the model alone.
+    """
+    if allowed:
+        return
+    program, base = contract.program, contract.base
+    named = [] if program.model.module is None else [(program.model.module, base)]
+    if metrics and program.metrics:
+        from kcdsl.check.user_metrics import configured_functions
+
+        folders = configured_functions(base)
+        functions = [metric.function for metric in program.metrics]
+        named += [(name, folders[name]) for name in functions if name in folders]
+    if not named:
+        return
+    from kcdsl.config import user_file
+    from kcdsl.diagnostics.model import at
+    from kcdsl.source.files import in_contract
+
+    config = load_config(base)
+    origin = config.origin("trusted-folders")
+    trusted = [(origin.folder / Path(f).expanduser()).resolve() for f in config.trusted_folders]
+    unknown = [
+        name
+        for name, folder in named
+        if not all(any(f.is_relative_to(t) for t in trusted) for f in (base, folder))
+    ]
+    if not unknown:
+        return
+    listed = ", ".join(unknown[:3]) + (" and others" if len(unknown) > 3 else "")
+    mine = user_file()
+    where = f", or list the folder in `trusted-folders` of {mine}" if mine is not None else ""
+    with in_contract(contract.path), at(program.model.span):
+        raise refuse(
+            FOREIGN_CODE,
+            f"the contract names Python code that would run with your rights: {listed}",
+            help=f"read the code; then pass --allow-code{where}",
+        )

@@ -1,0 +1,223 @@
+"""Commands as data: a command is a dataclass, and each field declares one of its arguments.
+
+The declaration gives the argument of argparse, the variable of the environment that replaces its
+default, and what shells complete. What the command line says counts more than the environment:
+KCDSL_LINT_FAIL_ON is the default of `kcdsl lint --fail-on`. A list is separated by commas there, a
+switch is 1 or 0. A variable that names no option is refused, so that a misspelt one is noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from inspect import get_annotations
+from typing import Any, ClassVar
+
+from kcdsl.config import truth
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import USAGE
+from kcdsl.exits import Exit
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The declaration of an argument.
+
+    Args:
+        help: what it says, without the default.
+        metavar: the name of its value in the help; None for a switch and for `choices`.
+        default: its value where nothing is given.
+        read: turns a text into a value; raises ValueError or ArgumentTypeError.
+        choices: the only texts that it may be.
+        many: whether it may be repeated; its value is a tuple.
+        positional: how many there may be, as argparse writes it ("" for one); None for an option.
+        name: the name of an option, where it is not that of the field.
+        short: a second name of one letter.
+        group: of the options of one group, one may be given.
+        words: what shells offer for it, beside `choices`.
+    """
+
+    help: str
+    metavar: str | None = None
+    default: Any = None
+    read: Callable[[str], Any] = str
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    positional: str | None = None
+    name: str | None = None
+    short: str | None = None
+    group: str | None = None
+    words: Callable[[], Iterable[str]] | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        """Say whether no value follows its name."""
+        return self.metavar is None and not self.choices
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of an option, the long one last; none of a positional argument."""
+        if self.positional is not None:
+            return ()
+        return tuple(filter(None, (self.short, f"--{self.name}")))
+
+    @property
+    def described(self) -> str:
+        """Return the help with the default."""
+        default = self.default
+        if default is None or default is False or default == ():
+            return self.help
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        return f"{self.help} (default: {shown})"
+
+    def add_to(self, parser: argparse._ActionsContainer, field: str) -> None:
+        """Add the argument to a parser; a value that is not given is not in its namespace."""
+        more: dict[str, Any] = {"help": self.described.replace("%", "%%")}
+        if self.is_switch:
+            more["action"] = "store_true"
+        else:
+            more |= {"metavar": self.metavar, "type": self.read}
+            more |= {"choices": self.choices} if self.choices else {}
+            more |= {"nargs": self.positional} if self.positional else {}
+            more |= {"action": "append"} if self.many and self.positional is None else {}
+        if self.names:
+            more["dest"] = field
+        parser.add_argument(*(self.names or (field,)), default=argparse.SUPPRESS, **more)
+
+    def spelled(self, variable: str, text: str) -> Any:
+        """Return the value that a variable of the environment gives; raises Refusal."""
+        if self.is_switch:
+            found = truth(text)
+            if found is None:
+                raise _refused(variable, text, "1 or 0")
+            return found
+        if self.many:
+            parts = (part.strip() for part in text.split(","))
+            return tuple(self._item(variable, part) for part in parts if part)
+        return self._item(variable, text)
+
+    def _item(self, variable: str, text: str) -> Any:
+        try:
+            found = self.read(text)
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            raise _refused(variable, text, str(error)) from error
+        if self.choices and found not in self.choices:
+            raise _refused(variable, text, f"allowed: {', '.join(self.choices)}")
+        return found
+
+
+def _refused(variable: str, text: str, help: str) -> Refusal:
+    return refuse(USAGE, f"{variable} is {text!r}", help=help)
+
+
+# --- declarations of fields ----------------------------------------------------------------------
+
+
+def argument(metavar: str, help: str, nargs: str = "", **more: Any) -> Any:
+    """Declare a positional argument; `nargs` is that of argparse."""
+    many = nargs in {"*", "+"}
+    return _declared(
+        Option(help, metavar, () if many else None, many=many, positional=nargs, **more)
+    )
+
+
+def value(metavar: str, help: str, default: Any = None, **more: Any) -> Any:
+    """Declare an option with a value."""
+    return _declared(Option(help, metavar, default, **more))
+
+
+def values(metavar: str, help: str, default: tuple[Any, ...] | None = (), **more: Any) -> Any:
+    """Declare an option that may be repeated."""
+    return _declared(Option(help, metavar, default, many=True, **more))
+
+
+def switch(help: str, **more: Any) -> Any:
+    """Declare an option without a value."""
+    return _declared(Option(help, default=False, **more))
+
+
+def choice(words: Iterable[str], help: str, default: Any = None, **more: Any) -> Any:
+    """Declare an option, or a positional argument, whose values are certain words, such as the
+    members of an enum."""
+    members = {str(word): word for word in words}
+
+    def read(text: str) -> str:
+        return members.get(text, text)
+
+    return _declared(Option(help, None, default, read, tuple(members), **more))
+
+
+def _declared(option: Option) -> Any:
+    return field(default=option.default, metadata={"option": option})
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command with its arguments."""
+
+    epilog: ClassVar[str | None] = None
+    """What ends its help."""
+
+    def run(self) -> Exit:
+        """Run the command; raises Refusal where it cannot."""
+        raise NotImplementedError
+
+    @classmethod
+    def options(cls) -> Iterator[tuple[str, Option]]:
+        """Yield field and declaration of each argument: its own, then those that it shares."""
+        declared = {f.name: f.metadata["option"] for f in fields(cls) if f.metadata}
+        for owner in cls.__mro__:
+            for name in get_annotations(owner):
+                if name in declared:
+                    option = declared.pop(name)
+                    yield name, option if option.name else _named(option, name)
+
+
+def _named(option: Option, field: str) -> Option:
+    from dataclasses import replace
+
+    return replace(option, name=field.replace("_", "-"))
+
+
+def declare(parser: argparse.ArgumentParser, command: type[Command]) -> None:
+    """Add the arguments of a command to its parser."""
+    groups: dict[str, argparse._ActionsContainer] = {}
+    for name, option in command.options():
+        target: argparse._ActionsContainer = parser
+        if option.group is not None:
+            if option.group not in groups:
+                groups[option.group] = parser.add_mutually_exclusive_group()
+            target = groups[option.group]
+        option.add_to(target, name)
+
+
+def from_environment(
+    name: str, command: type[Command], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the values of arguments that variables give, by field; raises Refusal."""
+    start = f"KCDSL_{name.upper()}_"
+    given = sorted(variable for variable in environment if variable.startswith(start))
+    if not given:
+        return {}
+    known = {
+        start + option.names[-1].removeprefix("--").replace("-", "_").upper(): (field, option)
+        for field, option in command.options()
+        if option.names
+    }
+    found = {}
+    for variable in given:
+        if variable not in known:
+            from kcdsl.diagnostics.report import suggest
+
+            raise refuse(
+                USAGE,
+                f"{variable} names no option of `kcdsl {name}`",
+                help=suggest(variable, sorted(known), "its variables"),
+            )
+        field, option = known[variable]
+        found[field] = option.spelled(variable, environment[variable])
+    return found

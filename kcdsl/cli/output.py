@@ -1,0 +1,199 @@
+"""What commands print and write: JSON, reports in several formats, tables, progress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import USAGE
+from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.progress import TaskID
+
+    from kcdsl.diagnostics.spans import SourceFile, Span
+    from kcdsl.ir.terms import Program
+
+REPORT_FORMATS = ("text", "json", "junit", "github", "sarif", "concise", "html")
+"""The formats of a report; `text` is for people, the others are for programs and browsers."""
+Progress = Callable[[str, int, int], None]
+"""What long work calls: the name of a stage, how much of it is done, how much there is."""
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def json_text(document: Any, **how: Any) -> str:
+    """Return a JSON document that no terminal obeys, ending with a line break."""
+    import json
+
+    return (
+        json_for_terminals(json.dumps(document, **{"indent": 2, "ensure_ascii": False} | how))
+        + "\n"
+    )
+
+
+def print_json(document: Any, **how: Any) -> None:
+    """Print a JSON document."""
+    sys.stdout.write(json_text(document, **how))
+
+
+def deliver(text: str, file: str | Path | None) -> None:
+    """Write a text to a file, or to standard output where none is named."""
+    if file is None:
+        sys.stdout.write(text)
+        return
+    from kcdsl.source.writing import write_bytes
+
+    write_bytes(Path(file), text.encode("utf-8"))
+
+
+def say(text: str) -> None:
+    """Print a line for people on stderr."""
+    print(one_line(text), file=sys.stderr)
+
+
+def rendered(*parts: RenderableType, terminal: bool) -> str:
+    """Return what a terminal, or a file of 100 columns, would show; lines of text stay whole."""
+    from io import StringIO
+
+    from rich.text import Text
+
+    from kcdsl.verdict.console import HarmlessConsole
+
+    buffer = StringIO()
+    console = HarmlessConsole(
+        file=buffer, width=None if terminal else 100, force_terminal=terminal, highlight=False
+    )
+    for part in parts:
+        whole = isinstance(part, str)
+        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=whole)
+    return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+
+
+def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
+    """Return what would change in a file, as a unified diff."""
+    from difflib import unified_diff
+    from io import StringIO
+
+    name, no_end = one_line(source.name), "\n\\ No newline at end of file\n"
+    old, new = (list(StringIO(part, newline="\n")) for part in (source.text, text))
+    lines = unified_diff(old, new, name, f"{name} ({how})")
+    return "".join(line if line.endswith("\n") else f"{line}{no_end}" for line in lines)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+# --- formats -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A format, and the file that it is written to; None for standard output."""
+
+    format: str
+    file: Path | None
+
+
+def outputs(
+    words: Sequence[str],
+    formats: Sequence[str],
+    usual: str,
+    more: Sequence[Output] = (),
+    *,
+    screen: bool = True,
+) -> tuple[Output, ...]:
+    """Return what is asked for by words such as `html` and `json=report.json`, and by `more`.
+
+    Where nothing is for standard output, `usual` is, unless nothing is to be on the `screen`.
+    Raises Refusal for a format that there is not, and for two on standard output.
+    """
+    found = []
+    for word in words:
+        name, sign, file = word.partition("=")
+        if name not in formats or (sign and not file):
+            raise refuse(USAGE, f"there is no format `{word}`", help=f"one of {', '.join(formats)}")
+        found.append(Output(name, Path(file) if sign else None))
+    found += [output for output in more if output.file is not None or output not in found]
+    if sum(output.file is None for output in found) > 1:
+        raise refuse(USAGE, "two formats for standard output", help="give one of them a file")
+    if screen and all(output.file is not None for output in found):
+        found.append(Output(usual, None))
+    return tuple(found)
+
+
+def report_in(
+    format: str,
+    report: Mapping[str, Any],
+    *,
+    command: str,
+    source: SourceFile | None = None,
+    places: Mapping[str, Span] | None = None,
+    attribution: Mapping[str, Any] | None = None,
+) -> str:
+    """Return a report document in a format other than `text`, ending with a line break."""
+    match format:
+        case "json":
+            return json_text(report, allow_nan=False)
+        case "html":
+            from kcdsl.verdict.html import page
+
+            return page(report, attribution) + "\n"
+        case _:
+            from kcdsl.verdict.annotations import in_format
+
+            text = in_format(report, format, command, source, places)
+            return text + "\n" if text and not text.endswith("\n") else text
+
+
+def clause_places(path: Path, program: Program) -> tuple[SourceFile, dict[str, Span]]:
+    """Return a contract's file, and where each of its clauses stands in it."""
+    from kcdsl.source.files import read_source
+
+    source = read_source(path)
+    inside = range(len(source.text) + 1)
+    places = {clause.id: clause.span for clause in program.clauses}
+    return source, {name: span for name, span in places.items() if span.end in inside}
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """Show a bar for each stage while the body runs; nothing where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, completed=done)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield report

@@ -1,0 +1,118 @@
+"""The backend that does what a command asks for, found through the catalogue and loaded.
+
+Each function raises Refusal (KC402 and its like) where no backend does it, or where what the
+backend needs is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import NO_BACKEND, WEIGHTS_REGION
+from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
+
+_DOCTOR = "`kcdsl doctor` says how to install what is missing"
+
+
+def _first(
+    able: Sequence[BackendSpec],
+    verb: str,
+    lacking: Callable[[BackendSpec], Sequence[str]] = BackendSpec.missing,
+) -> BackendSpec:
+    """Return the first of the backends that lacks nothing."""
+    for spec in able:
+        if not lacking(spec):
+            return spec
+    absent = ", ".join(sorted({name for spec in able for name in lacking(spec)}))
+    what = f"no installed backend {verb}: {absent} missing" if absent else f"no backend {verb}"
+    raise refuse(NO_BACKEND, what, help=_DOCTOR)
+
+
+def _absent(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if find_spec(name) is None)
+
+
+def measuring_backend(*more: str) -> Any:
+    """Return the backend that measures; it and the command need `more` packages."""
+    able = [spec for spec in catalogue() if Fragment.STATISTICAL in spec.fragments]
+    return _first(able, "measures", lambda spec: (*spec.missing(), *_absent(more))).load()
+
+
+def planner() -> Any:
+    """Return what tells how many units the clauses need."""
+    able = [s for s in catalogue() if Fragment.STATISTICAL in s.fragments and s.planner]
+    return _first(able, "plans", lambda spec: _absent(spec.planner_needs)).load_planner()
+
+
+def attributor() -> Any:
+    """Return what splits a drift among its sources."""
+    able = [spec for spec in catalogue() if spec.attributor]
+    return _first(able, "attributes").load_attributor()
+
+
+def replaying_backend() -> Any:
+    """Return the backend that runs counterexamples."""
+    for spec in catalogue():
+        if Fragment.UNIVERSAL_DRIFT in spec.fragments and not spec.missing():
+            backend = spec.load()
+            if hasattr(backend, "replay"):
+                return backend
+    raise refuse(NO_BACKEND, "no installed backend runs counterexamples", help=_DOCTOR)
+
+
+def solver_if_installed() -> Any:
+    """Return the backend that asks z3, or None."""
+    spec = next((s for s in catalogue() if s.name == "smt" and not s.missing()), None)
+    return None if spec is None else spec.load()
+
+
+def solver_backend(purpose: str) -> Any:
+    """Return the backend that asks z3, for a purpose that is named where there is none."""
+    spec = next((spec for spec in catalogue() if spec.name == "smt"), None)
+    if spec is None or spec.missing():
+        lacking = "the backend smt" if spec is None else ", ".join(spec.missing())
+        raise refuse(
+            NO_BACKEND,
+            f"{purpose} needs {lacking}, which is not installed",
+            help="pip install z3-solver",
+        )
+    return spec.load()
+
+
+def formal_backend(
+    name: str | None, *, around_weights: bool = False, seconds: float = math.inf
+) -> Any:
+    """Return the backend for drift goals: the named one, else the first of the catalogue.
+
+    One that knows no region around the weights is refused where one is asked for. One of another
+    distribution is asked in a process of its own, and has so many `seconds` for all its answers.
+    """
+    from kcdsl.release.foreign import ForeignBackend
+    from kcdsl.route.catalogue import is_foreign
+
+    specs = catalogue()
+    able = [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]
+    named = [s for s in able if name is None or s.name == name]
+    fit = [s for s in named if s.around_weights or not around_weights]
+    if fit:
+        return ForeignBackend(fit[0], seconds) if is_foreign(fit[0]) else fit[0].load()
+    if named:
+        raise refuse(
+            WEIGHTS_REGION,
+            f"backend {named[0].name!r} decides for the weights of the checkpoint alone",
+            help="leave --weights out, or --backend",
+        )
+    for spec in specs:
+        if spec.name == name:
+            lacking = ", ".join(spec.missing())
+            why = f"needs {lacking}" if lacking else "does not decide drift for all inputs"
+            raise refuse(NO_BACKEND, f"backend {name!r} {why}", help=_DOCTOR)
+    raise refuse(
+        NO_BACKEND,
+        f"there is no backend {name!r}" if name else "no installed backend decides drift clauses",
+        help=f"backends: {', '.join(s.name for s in able) or 'none; see kcdsl doctor'}",
+    )
