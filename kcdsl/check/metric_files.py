@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl.check.expressions.names import BLOCK, FUNCTIONS, PERCENTILE
+from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS, PERCENTILE
 from kcdsl.check.metric_literals import LiteralReader
 from kcdsl.diagnostics.codes import METRIC_DECLARATION, METRIC_NAME_TAKEN
 from kcdsl.diagnostics.model import Label, Sink

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kcdsl.check.expressions.functions import Function, find_function
 from kcdsl.check.layout import blank, layout, stands_alone
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.lexemes import Role, lexemes, open_frames
 from kcdsl.lsp.nodes import Path, fields, language
-from kcdsl.lsp.words import Function, find_function
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 _WORD_BEFORE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kcdsl.check.compile import Analysis
+from kcdsl.check.expressions.functions import find_function
 from kcdsl.check.expressions.measurements import in_words
 from kcdsl.check.expressions.predicates import field_sorts
 from kcdsl.check.expressions.sorts import Unknown, sort_at
@@ -38,7 +39,6 @@ from kcdsl.lsp.words import (
     describe_metric,
     describe_unit,
     description_at,
-    find_function,
 )
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.yaml_nodes import Mapping, Scalar

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from kcdsl.check.expressions.names import BLOCK
+from kcdsl.check.expressions.functions import BLOCK, DRIFTS, REGIONS
 from kcdsl.source.numbers import NUMBER_PATTERN
 from kcdsl.syntax.lalr import SIGNS
 from kcdsl_grammar.expression_table import ENDS, KEYWORDS, RULES, STARTS, STATES
@@ -75,8 +75,7 @@ _PIECE = re.compile(
     r"|(?P<other>[^\s])"
 )
 _UNIT = re.compile(r"[A-Za-z]+(?:/[A-Za-z]+)?")
-_REGIONS = {"points", "ball", "hull", "rows"}
-_BLOCK_FIRST = {"drift", "measured_drift", "no_flip"}
+_BLOCK_FIRST = {*DRIFTS, "no_flip"}
 
 
 def lexemes(
@@ -200,7 +199,7 @@ class _Reader:
 
 def _by_argument(frame: Frame) -> Role | None:
     """Return the role that the place in a call alone decides."""
-    if frame.opener in _REGIONS and frame.argument == 0:
+    if frame.opener in REGIONS and frame.argument == 0:
         return Role.SLICE
     if frame.opener == "table":
         return Role.TABLE

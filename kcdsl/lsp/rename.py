@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.expressions.names import BLOCK, FUNCTIONS
+from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS
 from kcdsl.check.fixing import edited
 from kcdsl.check.sections.reading import CLAUSE_ID, SLICE_NAME
 from kcdsl.check.sections.shared import RawImport

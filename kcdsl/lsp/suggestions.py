@@ -12,7 +12,18 @@ from pathlib import Path
 from lsprotocol.types import CompletionItemKind as ItemKind
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.expressions.names import PERCENTILE, REGIONS, STATEMENTS, STATISTICS
+from kcdsl.check.expressions.functions import (
+    BLOCK_EXAMPLES,
+    DRIFTS,
+    NORMS,
+    PERCENTILE,
+    REGIONS,
+    STATEMENTS,
+    STATISTICS,
+    Function,
+    all_functions,
+    find_function,
+)
 from kcdsl.check.expressions.predicates import field_sorts
 from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.diagnostics.model import Refusal
@@ -23,21 +34,15 @@ from kcdsl.lsp.knowledge import slice_text
 from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, next_terminals, open_frames
 from kcdsl.lsp.words import (
     KEYWORDS,
-    Function,
-    all_functions,
     describe_block,
     describe_function,
     describe_metric,
     describe_unit,
-    find_function,
 )
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.files import open_regular
 from kcdsl.units import UNITS, Dimension, describe
 
-_NORMS = ("norm_inf", "norm_2", "span")
-_DRIFTS = ("drift", "measured_drift")
-_BLOCKS = ("attn_0", "mlp_0", "norm_0", "layer_0", "head", "model")
 _COMPARE = ("<=", ">=", "<", ">", "==")
 _LOGIC = {"AND": "and", "OR": "or", "IMPLIES": "implies"}
 _ARITHMETIC = {"PLUS": "+", "MINUS": "-", "STAR": "*", "SLASH": "/"}
@@ -140,10 +145,10 @@ def _names(place: _Place) -> Iterator[Item]:
     elif opener in REGIONS:
         if argument == 0:
             yield from _slices(place)
-    elif opener in (*_DRIFTS, "no_flip"):
+    elif opener in (*DRIFTS, "no_flip"):
         yield from _block_or_variable(place, argument)
-    elif opener in _NORMS:
-        yield from (_call(place, find_function(name), 0) for name in _DRIFTS)
+    elif opener in NORMS:
+        yield from (_call(place, find_function(name), 0) for name in DRIFTS)
     elif opener in STATISTICS or PERCENTILE.fullmatch(opener):
         if opener != "quantile" or argument == 1:
             yield from _metrics(place, opener)
@@ -217,7 +222,7 @@ def _known_blocks(place: _Place) -> list[str]:
         for word in expression.words
         if word.lexeme.role is Role.BLOCK
     ]
-    return list(dict.fromkeys([*sorted(used), *_BLOCKS]))
+    return list(dict.fromkeys([*sorted(used), *BLOCK_EXAMPLES]))
 
 
 def _metrics(place: _Place, statistic: str) -> Iterator[Item]:
@@ -264,13 +269,13 @@ def _statements(place: _Place) -> Iterator[Item]:
         )
     quantified = any(w.text in {"forall", "exists"} for w in place.words)
     for function in all_functions():
-        if function.name in (*_DRIFTS, *REGIONS) or (
+        if function.name in (*DRIFTS, *REGIONS) or (
             function.name == "table" and not after_comparison
         ):
             continue
         if function.sort == "Bool" and after_comparison:
             continue
-        drifting = function.name in (*_NORMS, "no_flip")
+        drifting = function.name in (*NORMS, "no_flip")
         if drifting and not quantified:
             continue
         order = 10 if drifting is quantified else 30

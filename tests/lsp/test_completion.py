@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from lsprotocol import types as lsp
 
+from kcdsl.check.expressions.functions import all_functions, find_function
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.answers import signature_help
 from kcdsl.lsp.completion import Item, complete, plain
 from kcdsl.lsp.cursor import Signature, comment_before, locate, signature
 from kcdsl.lsp.lexemes import lexemes
-from kcdsl.lsp.words import all_functions, find_function
 from tests.support.editor import HEAD
 from tests.support.snapshots import snapshot
 

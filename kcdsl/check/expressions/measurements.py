@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kcdsl.check.expressions.names import (
-    BLOCK,
-    FUNCTIONS,
-    PERCENTILE,
-    STATISTICS,
-    Scope,
-    arguments_error,
-    quantity,
-)
+from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS, PERCENTILE, STATISTICS
+from kcdsl.check.expressions.names import Scope, quantity, takes
 from kcdsl.check.expressions.sorts import described
 from kcdsl.diagnostics.codes import (
     DIMENSION,
@@ -188,17 +181,13 @@ def statistic(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
     percentile = PERCENTILE.fullmatch(name)
     if percentile is not None:
         kind, q = "quantile", Fraction(int(percentile[1]), 100)
+    if not takes(call, reporter):
+        return None
     if name == "quantile":
-        if len(arguments) != 2:
-            arguments_error(call, reporter)
-            return None
         q = _level(arguments[0], reporter)
         arguments = arguments[1:]
         if q is None:
             return None
-    if len(arguments) != 1:
-        arguments_error(call, reporter)
-        return None
     inner = pointwise(arguments[0], scope, reporter)
     if inner is None:
         return None

@@ -1,12 +1,12 @@
-"""Names of the language and what they mean at a place: functions, blocks, variables, units."""
+"""The names at a place and what they mean, calls of functions, quantities, comparisons."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from kcdsl.check.expressions.functions import find_function
 from kcdsl.diagnostics.codes import (
     UNKNOWN_UNIT,
     WRONG_ARGUMENTS,
@@ -19,44 +19,6 @@ from kcdsl.ir.terms import ThresholdTable
 from kcdsl.metrics import BUILT_IN, Registry
 from kcdsl.syntax import ast
 from kcdsl.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
-
-BLOCK = re.compile(r"(?:attn|mlp|norm|layer)_(?:0|[1-9][0-9]*)|head|model")
-PERCENTILE = re.compile(r"p([1-9][0-9]?)")
-NORMS = {"norm_inf": "inf", "norm_2": "2", "span": "span"}
-STATISTICS = ("mean", "max", "min", "rate", "quantile", "p50", "p90", "p95", "p99")
-DRIFTS = ("drift", "measured_drift")
-REGIONS = ("points", "ball", "hull", "rows")
-STATEMENTS = ("no_flip", "has")
-FUNCTIONS = (*STATISTICS, *NORMS, "abs", "table", *DRIFTS, *REGIONS, *STATEMENTS)
-OTHER_NAMES = {
-    "median": "p50",
-    "avg": "mean",
-    "average": "mean",
-    "maximum": "max",
-    "p100": "max",
-    "minimum": "min",
-    "p0": "min",
-    "percentile": "quantile",
-    "share": "rate",
-}
-"""What people call functions that have another name here."""
-SIGNATURES = {
-    "drift": "drift(block, x)",
-    "measured_drift": "measured_drift(block, x)",
-    "no_flip": "no_flip(block, x) or no_flip(block, x, k)",
-    "has": "has(trace, [field, ...])",
-    "points": "points(slice)",
-    "ball": "ball(slice, radius)",
-    "hull": "hull(slice) or hull(slice, margin)",
-    "rows": "rows(slice, longest) or rows(slice, longest, margin)",
-    "quantile": "quantile(q, metric)",
-    "norm_inf": "norm_inf(drift(block, x))",
-    "norm_2": "norm_2(drift(block, x))",
-    "span": "span(drift(block, x))",
-    "abs": "abs(term)",
-    "table": "table(name)",
-}
-BLOCK_EXAMPLES = ("attn_0", "mlp_0", "norm_0", "layer_0", "head", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +42,22 @@ class Scope:
         )
 
 
+def takes(call: ast.Call, reporter: Reporter) -> bool:
+    """Say whether a call has as many arguments as its function takes; report it if not."""
+    function = find_function(call.function.id)
+    assert function is not None
+    fits = function.least <= len(call.arguments) <= len(function.parameters)
+    if not fits:
+        arguments_error(call, reporter)
+    return fits
+
+
 def arguments_error(call: ast.Call, reporter: Reporter) -> None:
     """Report that a call does not have the arguments its function takes."""
-    name = call.function.id
-    signature = SIGNATURES.get(name, f"{name}(metric)")
-    reporter.error(
-        WRONG_ARGUMENTS, f"`{name}` is called with unsuitable arguments", call.span, signature
-    )
+    function = find_function(call.function.id)
+    assert function is not None
+    message = f"`{call.function.id}` is called with unsuitable arguments"
+    reporter.error(WRONG_ARGUMENTS, message, call.span, function.usage)
 
 
 def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, bool] | None:

@@ -10,15 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kcdsl.check.expressions.names import (
-    BLOCK,
-    DRIFTS,
-    NORMS,
-    PERCENTILE,
-    REGIONS,
-    STATISTICS,
-    Scope,
-)
+from kcdsl.check.expressions.functions import BLOCK, DRIFTS, NORMS, PERCENTILE, REGIONS, STATISTICS
+from kcdsl.check.expressions.names import Scope
 from kcdsl.diagnostics.spans import Span
 from kcdsl.metrics import Counted, MetricDefinition
 from kcdsl.syntax import ast

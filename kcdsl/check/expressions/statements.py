@@ -6,17 +6,9 @@ import re
 from fractions import Fraction
 
 from kcdsl.check.expressions.bounds import check_threshold, tables_stand_alone
+from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS, REGIONS, STATEMENTS
 from kcdsl.check.expressions.measurements import align, check_signs
-from kcdsl.check.expressions.names import (
-    BLOCK,
-    FUNCTIONS,
-    REGIONS,
-    STATEMENTS,
-    Scope,
-    arguments_error,
-    quantity,
-    single_comparison,
-)
+from kcdsl.check.expressions.names import Scope, quantity, single_comparison, takes
 from kcdsl.check.expressions.sorts import REGION, Unknown, described, sort_of
 from kcdsl.check.expressions.terms import block_name, check_input, term, variable_name
 from kcdsl.check.expressions.traces import TRACE_FIELDS, doubtful
@@ -207,9 +199,7 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
             suggest(name, REGIONS, "regions"),
         )
         return None
-    counts = {"points": (1,), "ball": (2,), "hull": (1, 2), "rows": (2, 3)}[name]
-    if len(arguments) not in counts:
-        arguments_error(call, reporter)
+    if not takes(call, reporter):
         return None
     slice_name = arguments[0]
     if not isinstance(slice_name, ast.Name):
@@ -273,8 +263,7 @@ def _radius(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
 
 
 def _no_flip(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
-    if len(call.arguments) not in (2, 3):
-        arguments_error(call, reporter)
+    if not takes(call, reporter):
         return None
     block = block_name(call.arguments[0], scope, reporter)
     variable = variable_name(call.arguments[1], scope, reporter)
@@ -297,8 +286,7 @@ def _no_flip(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | N
 
 
 def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
-    if len(call.arguments) != 2:
-        arguments_error(call, reporter)
+    if not takes(call, reporter):
         return None
     trace, listed = call.arguments
     if not isinstance(trace, ast.Name) or trace.id != "trace":

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from kcdsl.check.expressions.measurements import Typed, aggregate, combine, negated, statistic
-from kcdsl.check.expressions.names import (
+from kcdsl.check.expressions.functions import (
     BLOCK,
     BLOCK_EXAMPLES,
     DRIFTS,
@@ -18,10 +17,9 @@ from kcdsl.check.expressions.names import (
     OTHER_NAMES,
     PERCENTILE,
     STATISTICS,
-    Scope,
-    arguments_error,
-    quantity,
 )
+from kcdsl.check.expressions.measurements import Typed, aggregate, combine, negated, statistic
+from kcdsl.check.expressions.names import Scope, arguments_error, quantity, takes
 from kcdsl.check.expressions.sorts import BLOCK_SORT, STATES, Sequence, described
 from kcdsl.diagnostics.codes import (
     BLOCK_NAME,
@@ -55,8 +53,7 @@ def drift(expression: ast.Expression, scope: Scope, reporter: Reporter) -> ir.Dr
             "norms take drift(block, x) or measured_drift(block, x)",
         )
         return None
-    if len(expression.arguments) != 2:
-        arguments_error(expression, reporter)
+    if not takes(expression, reporter):
         return None
     block = block_name(expression.arguments[0], scope, reporter)
     variable = variable_name(expression.arguments[1], scope, reporter)
@@ -103,14 +100,12 @@ def term(expression: ast.Expression, scope: Scope, reporter: Reporter) -> Typed 
 def _call(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
     name = call.function.id
     if name in NORMS:
-        if len(call.arguments) != 1:
-            arguments_error(call, reporter)
+        if not takes(call, reporter):
             return None
         inner = drift(call.arguments[0], scope, reporter)
         return None if inner is None else Typed(ir.Norm(NORMS[name], inner, call.span), ONE)
     if name == "abs":
-        if len(call.arguments) != 1:
-            arguments_error(call, reporter)
+        if not takes(call, reporter):
             return None
         of = term(call.arguments[0], scope, reporter)
         return None if of is None else Typed(ir.Abs(of.term, call.span), of.dimension)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kcdsl.check.expressions.names import FUNCTIONS, Scope
+from kcdsl.check.expressions.functions import FUNCTIONS
+from kcdsl.check.expressions.names import Scope
 from kcdsl.check.expressions.sorts import NAMES, Unknown, described, sort_at, sort_of, sorts
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kcdsl.check.compile import Analysis, analyse, compile_contract
-from kcdsl.check.expressions.names import FUNCTIONS, PERCENTILE
+from kcdsl.check.expressions.functions import FUNCTIONS, PERCENTILE
 from kcdsl.check.expressions.predicates import predicate
 from kcdsl.check.expressions.sorts import sort_of
 from kcdsl.check.expressions.traces import TRACE_FIELDS

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kcdsl.check.expressions.names import FUNCTIONS
+from kcdsl.check.expressions.functions import FUNCTIONS
 from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.check.sections.clauses import FAMILIES
 from kcdsl.check.sections.kernels import ADAPTERS, ARCHITECTURES
