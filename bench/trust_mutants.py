@@ -41,6 +41,8 @@ from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import TrustedKey, TrustPolicy, generate
 from kcdsl_certs.manifest import build_manifest
 from kcdsl_certs.proofs import Rechecker
+from kcdsl_certs.quantities import Quantity, Region
+from kcdsl_certs.reals import real_text
 from kcdsl_certs.report import Report
 from kcdsl_certs.requirements import Comparison, RequiredClause
 from kcdsl_certs.rows import SliceSource
@@ -131,6 +133,11 @@ class Scene:
         """Return the digest of a slice."""
         return canonical_digest({"data": self.data, "where": self.slices[name].where})
 
+    @staticmethod
+    def _percentile(metric: str, percent: int) -> Quantity:
+        of = Quantity("metric", metric)
+        return Quantity("statistic", "quantile", (of,), q=Fraction(percent, 100))
+
     def _body(self) -> Predicate:
         sides = self.document["numerics"]
         train, infer = (
@@ -139,17 +146,20 @@ class Scene:
         )
         weights = Checkpoint.of(self.checkpoint.name, build_manifest(self.checkpoint), {})
         triple = Triple(weights, train, infer, Contract("c", "1.0.0", "0" * 64))
-        drift = Comparison("norm_inf(drift(block_0, x))", "<=", Fraction(1, 20))
-        kl = Comparison("p99(kl)", "<=", Fraction(1, 50))
-        late = Comparison("p95(latency)", "<=", Fraction(2))
-        has = Comparison("has(trace, [rng_seed])", ">=", Fraction(1))
+        drift = Comparison(
+            "N/first/0", Quantity("norm", "inf", block="block_0"), "<=", Fraction(1, 20)
+        )
+        kl = Comparison("K/all/0", self._percentile("kl", 99), "<=", Fraction(1, 50), "nat")
+        late = Comparison("L/all/0", self._percentile("latency", 95), "<=", Fraction(2), "s")
+        has = Comparison(
+            "T/all/0", Quantity("share", fields=("rng_seed",)), ">=", Fraction(1), "ratio"
+        )
         self.required = (
             RequiredClause(
                 *("N", "first", ((drift,),)),
                 evidence=Evidence.PROOF,
                 slice_digest=self.pin("first"),
-                block="block_0",
-                region=f"ball(first, {2.0**-10})",
+                region=Region("ball", "first", Fraction(1, 2**10)),
             ),
             RequiredClause("K", "all", ((kl,),), slice_digest=self.pin("all")),
             RequiredClause(
@@ -182,13 +192,12 @@ class Scene:
                 "bound": claim,
                 "low": claim / 2,
                 "n": 1,
-                "unit": "region",
                 "proof": ProofReference(digest, PROOF),
                 "numerics": tuple(
                     canonical_digest(self.document["numerics"][side]) for side in ("train", "infer")
                 ),
             },
-            {"evidence": Evidence.CENSUS, "method": "census/1", "value": 0.01, "n": 3},
+            {"evidence": Evidence.CENSUS, "method": "census/1", "value": Fraction(1, 100), "n": 3},
             {
                 "evidence": Evidence.SAMPLE,
                 "method": "clopper-pearson/1",
@@ -196,22 +205,23 @@ class Scene:
                 "exceed": 2,
                 "alpha": Fraction(1, 20),
             },
-            {"evidence": Evidence.CENSUS, "method": "census/1", "value": 1.0, "n": 3},
+            {"evidence": Evidence.CENSUS, "method": "census/1", "value": Fraction(1), "n": 3},
         )
         units = ("region", "requests", "timed runs", "records")
         return tuple(
             CertifiedClause(
+                obligation=wanted.alternatives[0][0].obligation,
                 id=wanted.id,
                 slice=wanted.slice,
                 slice_digest=wanted.slice_digest,
-                block=wanted.block,
                 region=wanted.region,
                 budget=wanted.budget,
                 quantity=wanted.alternatives[0][0].quantity,
                 op=wanted.alternatives[0][0].op,
                 tau=wanted.alternatives[0][0].tau,
+                unit=wanted.alternatives[0][0].unit,
                 verdict=Verdict.PASSED,
-                **{"unit": unit, **stating},
+                **{"counted": unit, **stating},
             )
             for wanted, unit, stating in zip(self.required, units, numbers, strict=True)
         )
@@ -229,18 +239,19 @@ class Scene:
         ]
         rows = [
             {
+                "obligation": one.obligation,
                 "clause": one.id,
                 "slice": one.slice,
                 "evidence": one.evidence.value,
                 "verdict": "held",
                 "n": one.n,
-                "value": one.value,
+                "exact": {"value": None if one.value is None else real_text(one.value)},
                 "exceedance": None if one.exceed is None else {"k": one.exceed, "n": one.n},
             }
             for one in measured
         ]
         contract = {"digest": f"sha256:{'0' * 64}"}
-        report = {"schema": "kcdsl.report/1", "contract": contract, "clauses": rows}
+        report = {"schema": "kcdsl.report/2", "contract": contract, "clauses": rows}
         sides = {"train": self.triple.train.fingerprint, "infer": self.triple.infer.fingerprint}
         contents = {
             "trace": ("trace.parquet", b"PAR1" + bytes(64) + b"PAR1"),

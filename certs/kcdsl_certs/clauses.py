@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any, TypeVar
 
 from kcdsl_certs.fields import Fields, plain_name
+from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import Measured, Rounding, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
 
@@ -50,10 +50,6 @@ OPERATORS = (*UPPER, *LOWER, "==")
 IMPLIED = "bound-chain/1"
 DOMAINS = frozenset({"affine", "interval", "planes"})
 """In which a case of a proof, or a link of one, is derived."""
-_OF_A_MACHINE = re.compile(
-    r"latency|ttft|tpot|throughput|peak_memory|kv_memory|prefill|decode|determinism"
-)
-"""What quantities are named by that hold of the machine that measured them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,35 +62,38 @@ class ProofReference:
 
 @dataclass(frozen=True, slots=True)
 class CertifiedClause:
-    """The result of one comparison `quantity op tau` of one clause on one slice.
+    """The result of one comparison `quantity op tau` of one obligation.
 
-    A clause that is a conjunction has one result for each comparison. Reals are exact: `tau`,
-    `budget` and `alpha` are fractions, measured numbers are doubles. For `<=` and `<`, `bound` is
-    a certified upper bound and `low` a value that a concrete run reached; for `>=` and `>`,
-    `bound` is a lower bound and `high` a value reached. In a sampled result `low` and `high` are
-    one-sided confidence limits at level `alpha`. `value` is the measured quantity itself.
-    `n` units were looked at, `exceed` of them violated the comparison; a budget None means hard.
+    `obligation` is its identifier: a clause on one slice, which for a conjunction has one
+    obligation for each part. `tau` and the numbers are in the base unit `unit` (1, ratio, nat, s,
+    B, tok/s). `tau`, `value`, `budget` and `alpha` are exact; `bound`, `low` and `high` are doubles
+    that were rounded outwards. For `<=` and `<`, `bound` is a certified upper bound and `low` a
+    value that a concrete run reached; for `>=` and `>`, `bound` is a lower bound and `high` a value
+    reached. In a sampled result `low` and `high` are one-sided confidence limits at level `alpha`.
+    `value` is the measured quantity itself. `n` units, called `counted`, were looked at, `exceed`
+    of them violated the comparison; a budget None means hard.
     `weights` ρ says that the proof holds for every θ' with |θ' - θ| ≤ ρ|θ|; None: for θ alone.
     """
 
+    obligation: str
     id: str
-    quantity: str
+    quantity: Quantity
     op: str
     tau: Fraction
+    unit: str
     evidence: Evidence
     method: str
     verdict: Verdict
     slice: str | None = None
     slice_digest: str | None = None
-    block: str | None = None
-    region: str | None = None
+    region: Region | None = None
     numerics: tuple[str, str] | None = None
     bound: float | None = None
-    value: float | None = None
+    value: Fraction | None = None
     low: float | None = None
     high: float | None = None
     n: int | None = None
-    unit: str | None = None
+    counted: str | None = None
     exceed: int | None = None
     budget: Fraction | None = None
     alpha: Fraction | None = None
@@ -106,9 +105,9 @@ class CertifiedClause:
     weights: Fraction | None = None
 
     @property
-    def is_of_a_machine(self) -> bool:
-        """Say whether it is about times, memory or repeated runs: what a machine measured."""
-        return _OF_A_MACHINE.search(self.quantity) is not None
+    def block(self) -> str | None:
+        """Return the block of which it bounds the drift or the order; None for other results."""
+        return self.quantity.block
 
     @property
     def label(self) -> str:
@@ -123,28 +122,32 @@ class CertifiedClause:
     def to_json(self) -> dict[str, Any]:
         """Return plain data without floats; absent fields are left out."""
         record: dict[str, Any] = {
+            "obligation": self.obligation,
             "id": self.id,
-            "quantity": self.quantity,
+            "quantity": self.quantity.to_json(),
             "op": self.op,
             "tau": real_text(self.tau),
+            "unit": self.unit,
             "evidence": self.evidence.value,
             "method": self.method,
             "verdict": self.verdict.value,
         }
-        for name in ("slice", "block", "region", "n", "unit", "exceed", "scope", "reason"):
+        for name in ("slice", "n", "counted", "exceed", "scope", "reason"):
             value = getattr(self, name)
             if value is not None:
                 record[name] = value
+        if self.region is not None:
+            record["region"] = self.region.to_json()
         if self.slice_digest is not None:
             record["sliceDigest"] = {"sha256": self.slice_digest}
         if self.numerics is not None:
             train, infer = self.numerics
             record["numerics"] = {"train": {"sha256": train}, "infer": {"sha256": infer}}
-        for name in ("bound", "value", "low", "high"):
+        for name in ("bound", "low", "high"):
             number = getattr(self, name)
             if number is not None:
                 record[name] = Measured(number, _rounding(name, self.op)).to_json()
-        for name in ("budget", "alpha", "weights"):
+        for name in ("value", "budget", "alpha", "weights"):
             exact = getattr(self, name)
             if exact is not None:
                 record[name] = real_text(exact)
@@ -165,24 +168,27 @@ class CertifiedClause:
         if op not in OPERATORS:
             raise Rejected("statement/malformed", f"{place}.op is {op!r}")
         clause = CertifiedClause(
+            obligation=fields.text("obligation"),
             id=fields.text("id"),
-            quantity=fields.text("quantity"),
+            quantity=Quantity.from_json(fields.raw("quantity"), f"{place}.quantity"),
             op=op,
             tau=parse_real(fields.text("tau")),
+            unit=fields.text("unit"),
             evidence=_member(Evidence, fields.text("evidence"), place),
             method=fields.text("method"),
             verdict=_member(Verdict, fields.text("verdict"), place),
             slice=fields.text_or_none("slice"),
             slice_digest=fields.sha256_or_none("sliceDigest"),
-            block=fields.text_or_none("block"),
-            region=fields.text_or_none("region"),
+            region=Region.from_json(fields.raw("region"), f"{place}.region")
+            if "region" in fields.record
+            else None,
             numerics=_numerics(fields),
             bound=_measured(fields, "bound", op),
-            value=_measured(fields, "value", op),
+            value=_exact(fields, "value"),
             low=_measured(fields, "low", op),
             high=_measured(fields, "high", op),
             n=fields.integer_or_none("n"),
-            unit=fields.text_or_none("unit"),
+            counted=fields.text_or_none("counted"),
             exceed=fields.integer_or_none("exceed"),
             budget=_exact(fields, "budget"),
             alpha=_exact(fields, "alpha"),
@@ -198,15 +204,9 @@ class CertifiedClause:
 
 
 def _rounding(name: str, op: str) -> Rounding:
-    match name:
-        case "bound":
-            return "down" if op in LOWER else "up"
-        case "low":
-            return "down"
-        case "high":
-            return "up"
-        case _:
-            return "nearest"
+    if name == "bound":
+        return "down" if op in LOWER else "up"
+    return "down" if name == "low" else "up"
 
 
 def _measured(fields: Fields, name: str, op: str) -> float | None:

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from kcdsl_certs.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.implied import check_implied
+from kcdsl_certs.quantities import Quantity
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import RequiredClause, uncovered
@@ -104,14 +105,14 @@ def around_weights(clauses: tuple[CertifiedClause, ...]) -> str:
     )
 
 
-def _comparison(clause: CertifiedClause) -> tuple[str, str, Fraction]:
-    return clause.quantity, clause.op, clause.tau
+def _comparison(clause: CertifiedClause) -> tuple[str, Quantity, str, Fraction]:
+    return clause.obligation, clause.quantity, clause.op, clause.tau
 
 
 def _machine(clause: CertifiedClause, triple: Triple) -> None:
     """What was timed, took memory or was repeated holds of a machine, which must be named; the
     inference kernel is what such clauses are about."""
-    if clause.verdict is not Verdict.PASSED or not clause.is_of_a_machine:
+    if clause.verdict is not Verdict.PASSED or not clause.quantity.is_of_a_machine:
         return
     if not states_machine(triple.infer):
         detail = (

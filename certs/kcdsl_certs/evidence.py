@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.fields import Fields, plain_name
 from kcdsl_certs.manifest import open_regular
+from kcdsl_certs.reals import parse_real
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load
 from kcdsl_certs.triple import Triple
@@ -22,7 +22,7 @@ NEEDED = ("trace", "records", "report", "kernels")
 concluded, and the fingerprints of the kernels that ran."""
 ROLES = (*NEEDED, "journal", "counterexample")
 _CHUNK = 1 << 20
-_KERNELS, _REPORT = "kcdsl.kernels/1", "kcdsl.report/1"
+_KERNELS, _REPORT = "kcdsl.kernels/1", "kcdsl.report/2"
 _WORDS = {Verdict.PASSED: ("held",), Verdict.FAILED: ("violated",)}
 
 
@@ -146,7 +146,7 @@ def _compare_report(document: Any, clauses: tuple[CertifiedClause, ...], triple:
     rows = [Fields.of(row, "report.clauses").record for row in fields.items("clauses")]
     measured = [clause for clause in clauses if clause.method in MEASURED]
     for clause in measured:
-        own = [r for r in rows if (r.get("clause"), r.get("slice")) == (clause.id, clause.slice)]
+        own = [row for row in rows if row.get("obligation") == clause.obligation]
         if not any(_is_of(row, clause) for row in own):
             detail = f"{clause.label} {clause.quantity} does not stand in the report"
             raise Rejected("evidence/report-mismatch", detail)
@@ -158,6 +158,8 @@ def _is_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
     counted, words = row.get("exceedance"), _WORDS.get(clause.verdict)
     if words is not None and row.get("verdict") not in words:
         return False
+    if (row.get("clause"), row.get("slice")) != (clause.id, clause.slice):
+        return False
     if row.get("evidence") != clause.evidence.value:
         return False
     counts = counted if isinstance(counted, dict) else {}
@@ -165,12 +167,8 @@ def _is_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
         return False
     if clause.exceed is not None and clause.exceed != counts.get("k"):
         return False
-    return clause.value is None or _equals(row.get("value"), clause.value)
-
-
-def _equals(stated: Any, value: float) -> bool:
-    """Say whether two doubles are one, or neighbours: a verdict that was decided exactly may need
-    the neighbour to be stated (19/20 of a mean meets 95 %, its nearest double does not)."""
-    if not isinstance(stated, int | float) or isinstance(stated, bool):
-        return False
-    return abs(Fraction(stated) - Fraction(value)) <= abs(Fraction(value)) / 2**52
+    exact = row.get("exact")
+    stated = exact.get("value") if isinstance(exact, dict) else None
+    if clause.value is None:
+        return True
+    return isinstance(stated, str) and parse_real(stated) == clause.value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict, holds
 from kcdsl_certs.fields import Fields, sha256_of
 from kcdsl_certs.manifest import open_regular
+from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import parse_hex, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import strict_base64, strict_load
@@ -155,7 +155,7 @@ def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:
 
     Proofs bound drifts from above, and show of an order that it stays, not by how much.
     """
-    if clause.quantity.startswith("no_flip("):
+    if clause.quantity.kind == "margin":
         shown = outcome.bound == "held" and clause.op in LOWER
         if not shown or clause.bound is None or not clause.bound <= SOME_MARGIN:
             detail = f"{clause.label}: a margin of {clause.bound!r} is stated, some margin is shown"
@@ -186,7 +186,7 @@ def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
             raise Rejected("proof/numerics-mismatch", detail)
     functional = proof.inner("functional")
     kind, k = functional.text("kind"), functional.integer("k")
-    if not _speaks_of(clause.quantity, kind, block, k):
+    if not _is_about(clause.quantity, kind, k):
         detail = f"{clause.label}: the proof is about {kind}, not {clause.quantity}"
         raise Rejected("proof/functional-mismatch", detail)
     weights = proof.inner("checkpoint").raw("sha256")
@@ -221,8 +221,8 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
     """Refuse other kinds of region, smaller balls, and another number of cases than are stated."""
     cases = [Fields.of(item, "case") for item in proof.items("cases")]
     kinds = {case.inner("region").text("kind") for case in cases}
-    wanted_kind = "" if clause.region is None else clause.region.partition("(")[0]
-    if clause.region is None or kinds not in ({wanted_kind}, _WIDER.get(wanted_kind)):
+    region = clause.region
+    if region is None or kinds not in ({region.kind}, _WIDER.get(region.kind)):
         detail = f"{clause.label}: the proof is about {', '.join(sorted(kinds)) or 'nothing'}"
         raise Rejected("proof/region-mismatch", detail)
     names = [case.text("name") for case in cases]
@@ -233,14 +233,13 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
     if clause.weights is not None:
         _bind_weights(cases, clause, clause.weights)
     if kinds == {"rows"}:
-        _bind_longest(cases, clause)
-    if kinds != {"ball"} or wanted_kind != "ball":
+        _bind_longest(cases, clause, region)
+    if kinds != {"ball"} or region.kind != "ball":
         return
-    wanted = parse_real(clause.region.rpartition(", ")[2].removesuffix(")"))
     for case in cases:
         data = strict_base64(case.inner("region").inner("radius").text("data"))
-        if len(data) % 8 or not all(r >= wanted for (r,) in struct.iter_unpack("<d", data)):
-            detail = f"{clause.label}: a ball of the proof is smaller than {clause.region}"
+        if len(data) % 8 or not all(r >= region.radius for (r,) in struct.iter_unpack("<d", data)):
+            detail = f"{clause.label}: a ball of the proof is smaller than {region}"
             raise Rejected("proof/region-mismatch", detail)
 
 
@@ -268,25 +267,17 @@ def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -
             raise Rejected("proof/weights-mismatch", detail)
 
 
-def _bind_longest(cases: list[Fields], clause: CertifiedClause) -> None:
-    """Refuse a proof about shorter sequences than rows(SLICE, LONGEST[, MARGIN]) speaks of."""
-    stated = re.fullmatch(r"rows\(\w+, ([1-9][0-9]{0,6})(, .+)?\)", clause.region or "", re.ASCII)
+def _bind_longest(cases: list[Fields], clause: CertifiedClause, region: Region) -> None:
+    """Refuse a proof about shorter sequences than the region of rows speaks of."""
     for case in cases:
-        if stated is None or case.inner("region").integer("longest") < int(stated[1]):
-            detail = f"{clause.label}: the proof is about shorter sequences than {clause.region}"
+        longest = case.inner("region").integer("longest")
+        if region.longest is None or longest < region.longest:
+            detail = f"{clause.label}: the proof is about shorter sequences than {region}"
             raise Rejected("proof/region-mismatch", detail)
 
 
-def _speaks_of(quantity: str, kind: str, block: str, k: int) -> bool:
-    """Say whether the text of a quantity is this functional of this block, for any variable."""
-    match kind:
-        case "no_flip":
-            first = "" if k == 1 else f", {k}"
-            pattern = rf"no_flip\({re.escape(block)}, \w+{first}\)"
-        case "span":
-            pattern = rf"span\(drift\({re.escape(block)}, \w+\)\)"
-        case "inf" | "2":
-            pattern = rf"norm_{kind}\(drift\({re.escape(block)}, \w+\)\)"
-        case _:
-            return False
-    return re.fullmatch(pattern, quantity) is not None
+def _is_about(quantity: Quantity, kind: str, k: int) -> bool:
+    """Say whether a quantity is the functional of a proof about its block."""
+    if kind == "no_flip":
+        return quantity.kind == "margin" and quantity.k == k
+    return quantity.is_of_proofs and quantity.kind == "norm" and quantity.name == kind

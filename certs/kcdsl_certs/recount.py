@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +20,8 @@ from kcdsl_certs.verdicts import ATTACK, MEASURED
 
 Data = Callable[[str], Path | None]
 """Finds a data file by the name that the contract gives it; None where it is not at hand."""
-_HAS = re.compile(r"has\(trace, \[([\w, ]+)\]\)", re.ASCII)
 _WINDOW = 16
 """Consecutive units of one window."""
-_TIMED = re.compile(r"\b(?:latency|throughput|peak_memory|determinism)\b", re.ASCII)
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -111,7 +108,7 @@ class Recount:
     def _proved(self, clause: CertifiedClause, source: SliceSource, chosen: Selected) -> None:
         proof = strict_load(load_proof(self.folder, clause), LARGEST_PROOF)
         cases = [Fields.of(item, "case") for item in Fields.of(proof, "proof").items("cases")]
-        kind = (clause.region or "").partition("(")[0]
+        kind = "" if clause.region is None else clause.region.kind
         if kind in ("hull", "rows"):
             self._spanned(clause, kind, [case.text("name") for case in cases], chosen)
             return
@@ -194,10 +191,10 @@ class Recount:
             return
         if self.records is None:
             self._note(self.missing, "the records of requests")
-        if clause.unit in ("requests", "records") and not _is_timed(clause):
+        if clause.counted in ("requests", "records") and not clause.quantity.is_timed:
             least, most = len(chosen.rows), len(chosen.rows) + len(chosen.open)
             if clause.n is None or not least <= clause.n <= most or clause.n == 0:
-                detail = f"{clause.label}: {clause.n} {clause.unit}, the slice has {least} rows"
+                detail = f"{clause.label}: {clause.n} {clause.counted}, the slice has {least} rows"
                 raise Rejected("recount/count", detail)
         if self.records is None:
             return
@@ -209,12 +206,12 @@ class Recount:
         self._same_names(clause, names, len(own), chosen, "record")
         self._units(clause, own)
         self._fields(clause, own)
-        self._say(clause, f"{clause.n} {clause.unit}", chosen)
+        self._say(clause, f"{clause.n} {clause.counted}", chosen)
 
     def _units(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
         runs = [len(_times(record)) for record in own]
-        timed = sum(runs) if _is_timed(clause) else len(own)
-        match clause.unit:
+        timed = sum(runs) if clause.quantity.is_timed else len(own)
+        match clause.counted:
             case "requests" | "records":
                 counted = {len(own), timed}
             case "timed runs":
@@ -222,20 +219,21 @@ class Recount:
             case "windows":
                 counted = {max(1, timed // _WINDOW)}
             case _:
-                raise Rejected("recount/unit", f"{clause.label}: {clause.unit!r} is no unit here")
+                raise Rejected(
+                    "recount/unit", f"{clause.label}: {clause.counted!r} is no unit here"
+                )
         if clause.n not in counted:
             found = " or ".join(map(str, sorted(counted)))
-            detail = f"{clause.label}: {clause.n} {clause.unit} are stated, {found} are recorded"
+            detail = f"{clause.label}: {clause.n} {clause.counted} are stated, {found} are recorded"
             raise Rejected("recount/count", detail)
-        if _is_timed(clause) and min(runs) == 0:
+        if clause.quantity.is_timed and min(runs) == 0:
             raise Rejected("recount/rows-missing", f"{clause.label}: a row was never timed")
 
     def _fields(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
         """The share of records that carry every field is counted again as well."""
-        found = _HAS.fullmatch(clause.quantity)
-        if found is None:
+        if clause.quantity.kind != "share":
             return
-        names = [name.strip() for name in found[1].split(",")]
+        names = clause.quantity.fields
         lacking = sum(any(record.get(name) in _EMPTY for name in names) for record in own)
         if lacking and clause.verdict is Verdict.PASSED and clause.is_hard:
             detail = f"{clause.label}: {lacking} record(s) lack a field"
@@ -263,10 +261,6 @@ def _slices(record: Mapping[str, Any]) -> list[Any]:
 def _times(record: Mapping[str, Any]) -> list[Any]:
     found = record.get("latency_s")
     return found if isinstance(found, list) else []
-
-
-def _is_timed(clause: CertifiedClause) -> bool:
-    return _TIMED.search(clause.quantity) is not None
 
 
 def _content(region: Fields) -> str:

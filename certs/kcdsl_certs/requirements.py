@@ -9,12 +9,13 @@ from typing import Any
 
 from kcdsl_certs.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
 from kcdsl_certs.fields import Fields
+from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.rows import SliceSource
 from kcdsl_certs.triple import Triple
 
-SCHEMA = "kcdsl.expectation/2"
+SCHEMA = "kcdsl.expectation/3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +50,41 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`quantity op tau`, as the contract states it; `chain` where the bound chain may bound it."""
+    """`quantity op tau` of an obligation, `tau` in the base unit `unit`, as the contract states it;
+    `chain` where the bound chain may bound it."""
 
-    quantity: str
+    obligation: str
+    quantity: Quantity
     op: str
     tau: Fraction
+    unit: str = "1"
     chain: Chain | None = None
 
     def is_of(self, clause: CertifiedClause) -> bool:
-        """Say whether the result is about this comparison."""
-        return (clause.quantity, clause.op, clause.tau) == (self.quantity, self.op, self.tau)
+        """Say whether the result is about this comparison of this obligation."""
+        return (
+            clause.obligation == self.obligation
+            and clause.quantity == self.quantity
+            and clause.op == self.op
+            and clause.tau == self.tau
+            and clause.unit == self.unit
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         record: dict[str, Any] = {
-            "quantity": self.quantity,
+            "obligation": self.obligation,
+            "quantity": self.quantity.to_json(),
             "op": self.op,
             "tau": real_text(self.tau),
+            "unit": self.unit,
         }
         if self.chain is not None:
             record["chain"] = self.chain.to_json()
         return record
 
     def __str__(self) -> str:
-        return f"{self.quantity} {self.op} {real_text(self.tau)}"
+        return f"{self.quantity} {self.op} {real_text(self.tau)} [{self.unit}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +102,7 @@ class RequiredClause:
     budget: Fraction | None = None
     evidence: Evidence | None = None
     slice_digest: str | None = None
-    block: str | None = None
-    region: str | None = None
+    region: Region | None = None
     inside: tuple[str, ...] = ()
 
     @property
@@ -105,9 +116,10 @@ class RequiredClause:
             "id": self.id,
             "alternatives": [[c.to_json() for c in part] for part in self.alternatives],
         }
-        for name in ("slice", "block", "region"):
-            if getattr(self, name) is not None:
-                record[name] = getattr(self, name)
+        if self.slice is not None:
+            record["slice"] = self.slice
+        if self.region is not None:
+            record["region"] = self.region.to_json()
         if self.inside:
             record["inside"] = list(self.inside)
         if self.slice_digest is not None:
@@ -134,8 +146,9 @@ class RequiredClause:
             budget=None if budget is None else parse_real(budget),
             evidence=None if evidence is None else Evidence(evidence),
             slice_digest=fields.sha256_or_none("sliceDigest"),
-            block=fields.text_or_none("block"),
-            region=fields.text_or_none("region"),
+            region=Region.from_json(fields.raw("region"), "clause.region")
+            if "region" in fields.record
+            else None,
             inside=fields.texts("inside") if "inside" in fields.record else (),
         )
         fields.done()
@@ -145,9 +158,11 @@ class RequiredClause:
 def _comparison(value: Any) -> Comparison:
     fields = Fields.of(value, "comparison")
     comparison = Comparison(
-        fields.text("quantity"),
+        fields.text("obligation"),
+        Quantity.from_json(fields.raw("quantity"), "comparison.quantity"),
         fields.text("op"),
         parse_real(fields.text("tau")),
+        fields.text("unit"),
         Chain.from_json(fields.inner("chain")) if "chain" in fields.record else None,
     )
     fields.done()
@@ -226,7 +241,7 @@ def _mismatches(
 ) -> list[Finding]:
     found: list[Finding] = []
     if not any(c.is_of(result) for c in comparisons):
-        stated = f"{result.quantity} {result.op} {real_text(result.tau)}"
+        stated = f"{result.quantity} {result.op} {real_text(result.tau)} [{result.unit}]"
         detail = f"{required.label} states {stated}, the contract {comparisons[0]}"
         found.append(Finding("clause/threshold-mismatch", detail))
     if (result.budget or None) != (required.budget or None) and not result.evidence.is_proof:
@@ -234,7 +249,7 @@ def _mismatches(
     if required.evidence is not None and not result.evidence.is_at_least(required.evidence):
         detail = f"{required.label} demands {required.evidence}, it rests on {result.evidence}"
         found.append(Finding("clause/evidence-too-weak", detail))
-    for name in ("slice_digest", "block", "region"):
+    for name in ("slice_digest", "region"):
         wanted, stated = getattr(required, name), getattr(result, name)
         if wanted is not None and wanted != stated:
             word = name.removesuffix("_digest")

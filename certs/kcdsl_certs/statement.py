@@ -17,7 +17,7 @@ from kcdsl_certs.triple import Triple
 from kcdsl_certs.verdicts import overall
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.1"
+PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.2"
 SUBJECT_NAME = "kcdsl-triple"
 STAGES = ("offline-ci", "shadow", "canary", "full")
 LARGEST_PAYLOAD = 6 * 1024 * 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
 
 from kcdsl_certs.clauses import (
@@ -51,16 +50,6 @@ _PASS = frozenset({Verdict.PASSED, Verdict.INCONCLUSIVE})
 _FAIL = frozenset({Verdict.FAILED})
 _OPEN = frozenset({Verdict.INCONCLUSIVE})
 _REFUTED = frozenset({Verdict.FAILED, Verdict.INCONCLUSIVE})
-_EVERY_UNIT = re.compile(
-    r"\b(?:max|min|has|no_flip|span|norm_\w+|p0|p100)\(|\bquantile\([01],", re.ASCII
-)
-"""Quantities that speak of every unit, so that no sample bounds them."""
-
-
-_BY_PROOF = re.compile(
-    r"(?:norm_(?:inf|2)|span)\(drift\(\w+, \w+\)\)|no_flip\(\w+, \w+(?:, [1-9][0-9]*)?\)", re.ASCII
-)
-"""Quantities that proof objects speak of."""
 
 
 def _evidence_fits(clause: CertifiedClause) -> None:
@@ -82,7 +71,7 @@ def _evidence_fits(clause: CertifiedClause) -> None:
         raise Rejected("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
     if named and follows:
         raise Rejected("clause/evidence-kind", f"{clause.label} is proved, or it follows: not both")
-    if named and _BY_PROOF.fullmatch(clause.quantity) is None:
+    if named and not clause.quantity.is_of_proofs:
         detail = f"{clause.label}: no proof object speaks of {clause.quantity}"
         raise Rejected("clause/evidence-kind", detail)
     if follows != (clause.method == IMPLIED) or (named and not is_method_of_proofs(clause.method)):
@@ -151,7 +140,7 @@ def _admitted_by_census(clause: CertifiedClause) -> frozenset[Verdict]:
         return _by_count(clause, clause.n)
     if clause.value is None:
         return _OPEN if clause.exceed is None else (_FAIL if clause.exceed else _PASS)
-    return _PASS if holds(Fraction(clause.value), clause.op, clause.tau) else _FAIL
+    return _PASS if holds(clause.value, clause.op, clause.tau) else _FAIL
 
 
 def _by_count(clause: CertifiedClause, n: int) -> frozenset[Verdict]:
@@ -184,9 +173,9 @@ def _hard_sample(clause: CertifiedClause) -> frozenset[Verdict]:
 
     A mean, a percentile or a ratio passes where its one-sided confidence limit does.
     """
-    if clause.value is not None and not holds(Fraction(clause.value), clause.op, clause.tau):
+    if clause.value is not None and not holds(clause.value, clause.op, clause.tau):
         return _REFUTED
-    if _EVERY_UNIT.search(clause.quantity) is not None:
+    if clause.quantity.is_of_every_unit:
         return _REFUTED if clause.exceed else _OPEN
     limit = clause.high if clause.op in UPPER else clause.low if clause.op in LOWER else None
     if clause.alpha is None or limit is None or clause.value is None:

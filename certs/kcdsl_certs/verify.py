@@ -282,7 +282,7 @@ def _as_far_as_asked(
     then. Otherwise cores and memory of the host may, and what the policy says.
     """
     results = predicate.clauses if isinstance(predicate, Predicate) else ()
-    if any(clause.is_of_a_machine for clause in results):
+    if any(clause.quantity.is_of_a_machine for clause in results):
         return expected
     return relaxed(predicate.triple, expected, trusted.relaxed_parts | {"host"})
 

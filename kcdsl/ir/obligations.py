@@ -1,16 +1,77 @@
 """Obligations: the single statements that a contract demands, each with a name.
 
-A clause on several slices, or one that is a conjunction, is several obligations. Plans, reports and
-certificates name the obligation that a row or a result is about, so that none of them counts
-positions in another one.
+A clause on several slices, or one that is a conjunction, is several obligations. They are made once
+from the checked program: goals, plans, reports and certificates carry an obligation or its
+identifier, so that nothing takes a clause apart again and nothing counts positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+from math import prod
+from typing import TypeVar
 
-from kcdsl.ir.terms import Clause, Connective, Formula
+from kcdsl.ir.terms import (
+    Arith,
+    Clause,
+    Compare,
+    Connective,
+    Formula,
+    HasFields,
+    NoFlip,
+    Norm,
+    Not,
+    Number,
+    Quantified,
+    Region,
+    Term,
+)
+from kcdsl.ir.walk import walk
+from kcdsl.ir.words import formula_text, term_text
+
+_T = TypeVar("_T")
+
+MOST_ALTERNATIVES = 64
+_HOLDS: dict[str, Callable[[Fraction, Fraction], bool]] = {
+    "<=": operator.le,
+    "<": operator.lt,
+    ">=": operator.ge,
+    ">": operator.gt,
+    "==": operator.eq,
+}
+_NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`quantity op threshold`: the threshold is exact and in base units of `unit`.
+
+    The quantity of `no_flip` is the margin between the top k columns and the others, compared with
+    0; that of `has` is the share of records that carry every field, compared with 1.
+    """
+
+    quantity: Term | NoFlip | HasFields
+    op: str
+    threshold: Fraction
+    unit: str = "1"
+
+    @property
+    def text(self) -> str:
+        """Return the quantity as the language writes it."""
+        if isinstance(self.quantity, NoFlip | HasFields):
+            return formula_text(self.quantity)
+        return term_text(self.quantity)
+
+    def admits(self, value: Fraction) -> bool:
+        """Say whether a value of the quantity meets the threshold, exactly."""
+        return _HOLDS[self.op](value, self.threshold)
+
+
+Alternatives = tuple[tuple[Comparison, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +79,48 @@ class Obligation:
     """One part of a clause on one slice (None where the clause names none).
 
     `part` is the clause with that part of its conjunction as its requirement, the `number`-th from
-    zero in the order of the contract.
+    zero in the order of the contract. It holds where every comparison of one of the `alternatives`
+    does (disjunctive normal form); there are none where the part has no such form.
     """
 
     clause: Clause
     part: Clause
     number: int
     slice: str | None
+    alternatives: Alternatives
 
     @property
     def id(self) -> str:
         """Return the name: clause, slice and the number of the part."""
         return f"{self.clause.id}/{self.slice or ''}/{self.number}"
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Return the comparisons of all alternatives."""
+        return tuple(comparison for choice in self.alternatives for comparison in choice)
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return the one comparison that it consists of; None where there are several or none."""
+        found = self.comparisons
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def drift(self) -> tuple[Quantified, Comparison] | None:
+        """Return the universal statement about one drift or order that it is, with its comparison;
+        None for any other statement."""
+        formula, comparison = self.part.require, self.comparison
+        if comparison is None or not isinstance(formula, Quantified):
+            return None
+        match comparison:
+            case Comparison(NoFlip(variable=variable), ">"):
+                bound = variable
+            case Comparison(Norm(of=drift), "<=" | "<") if not drift.measured:
+                bound = drift.variable
+            case _:
+                return None
+        plain = isinstance(formula.body, Compare | NoFlip) and bound == formula.variable
+        return (formula, comparison) if plain else None
 
 
 def obligations_of(clause: Clause, slice: str | None) -> tuple[Obligation, ...]:
@@ -39,9 +130,22 @@ def obligations_of(clause: Clause, slice: str | None) -> tuple[Obligation, ...]:
     """
     parts = (clause.require,) if clause.budget is not None else tuple(_parts(clause.require))
     return tuple(
-        Obligation(clause, replace(clause, require=part), number, slice)
+        Obligation(clause, replace(clause, require=part), number, slice, alternatives(part))
         for number, part in enumerate(parts)
     )
+
+
+def slices_of(clause: Clause) -> tuple[str | None, ...]:
+    """Return the slices a clause is decided on; (None,) where it names none."""
+    if clause.slices:
+        return clause.slices
+    region = region_of(clause.require)
+    return (None,) if region is None else (region.slice,)
+
+
+def region_of(formula: Formula) -> Region | None:
+    """Return the region of the first quantifier, or None."""
+    return next((f.region for f in walk(formula) if isinstance(f, Quantified)), None)
 
 
 def _parts(formula: Formula) -> Iterator[Formula]:
@@ -50,3 +154,58 @@ def _parts(formula: Formula) -> Iterator[Formula]:
             yield from _parts(part)
     else:
         yield formula
+
+
+# --- disjunctive normal form ---------------------------------------------------------------------
+
+
+def alternatives(formula: Formula) -> Alternatives:
+    """Return a requirement in disjunctive normal form over comparisons.
+
+    Empty where it has none: an existential quantifier, the negation of a quantifier, or more than
+    64 alternatives. Under `forall` a disjunction is read as one of universal statements, which
+    implies it.
+    """
+    return _normal_form(formula, negated=False)
+
+
+def conjunction(parts: Sequence[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], ...]:
+    """Return the alternatives of several requirements together; none beyond 64."""
+    if prod(map(len, parts)) > MOST_ALTERNATIVES:
+        return ()
+    return tuple(tuple(c for part in choice for c in part) for choice in product(*parts))
+
+
+def _normal_form(formula: Formula, *, negated: bool) -> Alternatives:
+    match formula:
+        case Compare() if negated and formula.op not in _NEGATED:
+            return ()
+        case Compare(op, left, right):
+            return ((_comparison(_NEGATED[op] if negated else op, left, right),),)
+        case NoFlip() | HasFields() | Quantified() if negated:
+            return ()
+        case NoFlip():
+            return ((Comparison(formula, ">", Fraction(0)),),)
+        case HasFields():
+            return ((Comparison(formula, ">=", Fraction(1), "ratio"),),)
+        case Not(of):
+            return _normal_form(of, negated=not negated)
+        case Connective("implies", (antecedent, consequent)):
+            either = Connective("or", (Not(antecedent), consequent))
+            return _normal_form(either, negated=negated)
+        case Connective(op, parts):
+            inner = [_normal_form(part, negated=negated) for part in parts]
+            return conjunction(inner) if (op == "and") != negated else _disjunction(inner)
+        case Quantified(quantifier, _, _, body):
+            return _normal_form(body, negated=False) if quantifier == "forall" else ()
+
+
+def _disjunction(parts: list[Alternatives]) -> Alternatives:
+    found = tuple(choice for part in parts for choice in part)
+    return found if len(found) <= MOST_ALTERNATIVES else ()
+
+
+def _comparison(op: str, left: Term, right: Term) -> Comparison:
+    if isinstance(right, Number):
+        return Comparison(left, op, right.value, right.dimension)
+    return Comparison(Arith("-", left, right), op, Fraction(0))

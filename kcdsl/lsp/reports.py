@@ -1,7 +1,7 @@
 """The last verdicts about a contract, from the reports and certificates beside it.
 
 Read are `out/*.json` and `*.json` next to the contract: reports of `kcdsl evaluate`
-(`kcdsl.report/1`) and certificates. A verdict counts for a contract of the same digest; of another
+(`kcdsl.report/2`) and certificates. A verdict counts for a contract of the same digest; of another
 digest it is stale, and said to be. Signatures are not checked here.
 """
 
@@ -89,7 +89,7 @@ def _read(file: Path, modified: int, size: int) -> tuple[Verdict, ...]:
         data = json.loads(read_bytes(file, _SIZE_LIMIT))
         if not isinstance(data, dict):
             return ()
-        if data.get("schema") == "kcdsl.report/1":
+        if data.get("schema") == "kcdsl.report/2":
             return tuple(_of_report(data, file.name, modified))
         return tuple(_of_certificate(data, file.name, modified))
     except (Refusal, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -78,15 +78,16 @@ def results_for(
             "a quantifier, has no normal form",
         )
     stated: dict[str, Any] = {
+        "obligation": wanted.obligation,
         "id": required.id,
         "slice": required.slice,
         "slice_digest": required.slice_digest,
-        "block": required.block,
         "region": required.region,
         "budget": None if evidence.is_proof else required.budget,
         "quantity": wanted.quantity,
         "op": wanted.op,
         "tau": wanted.tau,
+        "unit": wanted.unit,
         "evidence": evidence,
         "method": method,
         "verdict": verdict,
@@ -144,7 +145,7 @@ def issue(
     data = {**data_digests(program, files), **code_digests(program, files)}
     if loaded is not None:
         refuse_others(loaded, stated_digests(triple.checkpoint, data))
-    # A clause may state one comparison twice; the certificate states its result once.
+    # An obligation may state one comparison twice; the certificate states its result once.
     named = (_of_machine(_with_numerics(clause, triple), triple) for clause in clauses)
     results = tuple(dict.fromkeys(weakened(clause) for clause in named))
     try:
@@ -209,7 +210,7 @@ def _with_numerics(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
 def _of_machine(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
     """Leave open what holds of the machine that measured it where nothing names the machine."""
     passed = clause.verdict is Verdict.PASSED
-    if not passed or not clause.is_of_a_machine or states_machine(triple.infer):
+    if not passed or not clause.quantity.is_of_a_machine or states_machine(triple.infer):
         return clause
     reason = "the machine that measured it is not known: the inference kernel did not run here"
     return dataclasses.replace(clause, verdict=Verdict.INCONCLUSIVE, reason=reason)

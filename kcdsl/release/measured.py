@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 from kcdsl.ir.buckets import expand_tables
-from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.obligations import obligations_of, slices_of
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.issue import results_for
-from kcdsl.release.requirements import comparisons_of, required_clauses, slices_of
+from kcdsl.release.requirements import required_clauses, stated_alternatives
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, reason
-from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict, holds
+from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.requirements import Comparison, RequiredClause
 
 _METHODS = {"census": "census/1", "sample": "one-sided-limits/1"}
@@ -35,7 +34,7 @@ def certified_clauses(
     required = {(r.id, r.slice): r for r in required_clauses(program, base)}
     expanded = expand_tables(program)
     stated = {
-        obligation.id: comparisons_of(obligation, expanded)
+        obligation.id: stated_alternatives(obligation, expanded)
         for clause in expanded.clauses
         for name in slices_of(clause)
         for obligation in obligations_of(clause, name)
@@ -51,16 +50,17 @@ def _compound(row: ClauseResult) -> ClauseResult:
     verdict = row.verdict
     if isinstance(verdict, Held | Violated):
         verdict = Inconclusive("its counts are of several comparisons together")
-    return replace(row, verdict=verdict, value=None, low=None, high=None, exceedance=None)
+    return replace(row, verdict=verdict, exact_value=None, low=None, high=None, exceedance=None)
 
 
 def result_of(
-    required: RequiredClause, comparisons: tuple[Comparison, ...], row: ClauseResult
+    required: RequiredClause, alternatives: tuple[tuple[Comparison, ...], ...], row: ClauseResult
 ) -> CertifiedClause:
-    """Return the result of a row that decides some comparisons of a clause on a slice.
+    """Return the result of a row that decides an obligation of a clause on a slice.
 
     Raises Refusal for what a certificate cannot state.
     """
+    comparisons = [comparison for choice in alternatives for comparison in choice]
     wanted = comparisons[0] if comparisons else None
     if len(comparisons) > 1:
         row = _compound(row)
@@ -75,26 +75,15 @@ def result_of(
         evidence=Evidence(row.evidence),
         method=_RATES if sampled else _METHODS[row.evidence],
         verdict=_verdict(row),
-        value=_as_compared(row, wanted) if usable else None,
+        value=row.exact_value if usable else None,
         n=(counted.n if counted is not None else row.n) if usable else None,
         exceed=counted.k if counted is not None and usable else None,
-        unit=row.counted,
+        counted=row.counted,
         low=row.low if limited else None,
         high=row.high if limited else None,
         alpha=Fraction(1, 20) if sampled or (limited and confident) else None,
         reason=reason(row.verdict),
     )
-
-
-def _as_compared(row: ClauseResult, wanted: Comparison | None) -> float | None:
-    """Return the value, at most one unit in the last place off, so that it compares with the
-    threshold as the exact quotient did: a mean of 19/20 meets 95 %, its nearest double does not."""
-    if row.value is None or not isinstance(row.verdict, Held) or wanted is None:
-        return row.value
-    if holds(Fraction(row.value), wanted.op, wanted.tau):
-        return row.value
-    good = math.inf if wanted.op in (">=", ">") else -math.inf
-    return math.nextafter(row.value, good)
 
 
 def _verdict(row: ClauseResult) -> Verdict:

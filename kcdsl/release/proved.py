@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.release.issue import results_for
-from kcdsl.release.requirements import required_clauses
+from kcdsl.release.requirements import quantity_of, required_clauses
 from kcdsl.verdict.implied import Implied
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.model import Verdict as Found
@@ -56,6 +57,7 @@ def _result(
     verdict, proof = outcome.verdict, proofs.get(required.id)
     flip = outcome.goal.functional == "no_flip"
     bound = SOME_MARGIN if flip else outcome.bound
+    reached = None if flip else outcome.attack
     by_chance = proof is not None and outcome.evidence.kind is EvidenceKind.PROBABILISTIC
     return results_for(
         required,
@@ -64,11 +66,13 @@ def _result(
         verdict=_word(verdict),
         numerics=numerics,
         bound=None if proof is None else bound,
-        low=None if flip or by_chance else outcome.attack,
+        low=None if by_chance else reached,
         alpha=outcome.goal.alpha if by_chance else None,
-        value=outcome.attack if proof is None and not flip else None,
+        value=None
+        if proof is not None or flip or outcome.attack is None
+        else Fraction(outcome.attack),
         n=len(outcome.cases),
-        unit="region",
+        counted="region",
         proof=proof,
         assumptions=outcome.evidence.assumptions,
         reason=verdict.reason if isinstance(verdict, Inconclusive | InvalidEvidence) else None,
@@ -95,30 +99,28 @@ def implied_clauses(
     found: list[CertifiedClause] = []
     for item in implied:
         wanted = required[item.clause_id, item.slice]
-        bounds = {(b.quantity, b.op): b.bound for b in item.bounds if b.decides}
+        bounds = {
+            (quantity_of(b.comparison.quantity), b.comparison.op, b.comparison.threshold): b.bound
+            for b in item.bounds
+            if b.decides
+        }
         decided = [
-            number
-            for number, comparisons in enumerate(wanted.alternatives)
-            if all((c.quantity, c.op) in bounds for c in comparisons)
+            choice
+            for choice in wanted.alternatives
+            if all((c.quantity, c.op, c.tau) in bounds for c in choice)
         ]
         if wanted.budget is None and decided:
-            found += _implied_results(wanted, decided[0], item, bounds)
+            found += [
+                results_for(
+                    wanted,
+                    comparison,
+                    evidence=Evidence.PROOF,
+                    method=IMPLIED,
+                    verdict=Verdict.PASSED,
+                    bound=bounds[comparison.quantity, comparison.op, comparison.tau],
+                    implied_by=item.by,
+                    assumptions=item.assumptions,
+                )
+                for comparison in decided[0]
+            ]
     return found
-
-
-def _implied_results(
-    wanted: RequiredClause, number: int, item: Implied, bounds: Mapping[tuple[str, str], float]
-) -> list[CertifiedClause]:
-    return [
-        results_for(
-            wanted,
-            comparison,
-            evidence=Evidence.PROOF,
-            method=IMPLIED,
-            verdict=Verdict.PASSED,
-            bound=bounds[comparison.quantity, comparison.op],
-            implied_by=item.by,
-            assumptions=item.assumptions,
-        )
-        for comparison in wanted.alternatives[number]
-    ]

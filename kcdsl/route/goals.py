@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl.ir.terms import (
-    Clause,
-    Compare,
-    EvidenceKind,
-    NoFlip,
-    Norm,
-    Number,
-    Program,
-    Quantified,
-    Region,
-)
+from kcdsl.ir.obligations import Obligation, obligations_of, region_of
+from kcdsl.ir.terms import Clause, EvidenceKind, NoFlip, Norm, Program, Region
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """forall x in region: functional(drift(block, x)) `op` threshold, or: the top k never change.
+    """An obligation that a formal backend can decide.
 
+    forall x in region: functional(drift(block, x)) `op` threshold, or: the top k never change.
     `functional` is "inf", "2", "span" or "no_flip"; `threshold` is None for "no_flip". With
     `weights` ρ it is asked for every θ' with |θ' - θ| <= ρ|θ|, element by element (a clause speaks
     of ρ = 0, and whoever verifies it may ask for more: docs/weights-region.md), and with `states`
@@ -31,7 +23,7 @@ class Goal:
     the roundings of a run, taken as independent, break it with at most that probability.
     """
 
-    clause: Clause
+    obligation: Obligation
     block: str
     region: Region
     functional: str
@@ -44,27 +36,36 @@ class Goal:
     alpha: Fraction | None = None
 
     @property
+    def clause(self) -> Clause:
+        """Return the clause of the obligation."""
+        return self.obligation.clause
+
+    @property
     def span(self) -> Span:
         """Return the place of the drift, or of `no_flip`, in the contract."""
-        match self.clause.require:
-            case Quantified(body=Compare(left=Norm(of=drift))):
+        comparison = self.obligation.comparison
+        match comparison.quantity if comparison is not None else None:
+            case Norm(of=drift):
                 return drift.span
-            case formula:
-                return formula.body.span if isinstance(formula, Quantified) else formula.span
+            case NoFlip(span=span):
+                return span
+            case _:
+                return self.clause.require.span
 
     def admits(self, bound: float) -> bool:
         """Say whether a finite upper bound of the functional settles the goal."""
-        if self.threshold is None or not 0 <= bound < float("inf"):
-            return False
-        exact = Fraction(bound)
-        return exact < self.threshold if self.op == "<" else exact <= self.threshold
+        return self._compared(bound) is True
 
     def refuted_by(self, value: float) -> bool:
         """Say whether a functional value that a concrete run attains breaks the goal."""
+        return self._compared(value) is False
+
+    def _compared(self, value: float) -> bool | None:
+        """Return whether a value meets the threshold; None for no threshold or no finite value."""
         if self.threshold is None or not 0 <= value < float("inf"):
-            return False
+            return None
         exact = Fraction(value)
-        return exact >= self.threshold if self.op == "<" else exact > self.threshold
+        return exact < self.threshold if self.op == "<" else exact <= self.threshold
 
 
 ALPHA = Fraction(1, 10**9)
@@ -72,32 +73,23 @@ ALPHA = Fraction(1, 10**9)
 
 
 def goal_of(clause: Clause) -> Goal | None:
-    """Return the goal of a clause, or None if it is not a universal statement about one drift."""
-    goal = _stated(clause)
-    if goal is None or clause.evidence is not EvidenceKind.PROBABILISTIC:
-        return goal
-    return replace(goal, alpha=ALPHA)
-
-
-def _stated(clause: Clause) -> Goal | None:
-    formula = clause.require
-    if not isinstance(formula, Quantified) or formula.quantifier != "forall":
+    """Return the goal of a clause, or None if it is not one universal statement about one drift."""
+    region = region_of(clause.require)
+    if region is None:
         return None
-    match formula.body:
-        case NoFlip(block=block, variable=variable, k=k) if variable == formula.variable:
-            return Goal(clause, block, formula.region, "no_flip", "<=", None, k)
-        case Compare(op="<=" | "<" as op, left=Norm() as norm, right=Number() as limit):
-            return _drift_goal(clause, formula, op, norm, limit)
+    obligation, *others = obligations_of(clause, region.slice)
+    if others or obligation.drift is None:
+        return None
+    quantified, comparison = obligation.drift
+    alpha = ALPHA if clause.evidence is EvidenceKind.PROBABILISTIC else None
+    match comparison.quantity:
+        case NoFlip(block=block, k=k):
+            return Goal(obligation, block, quantified.region, "no_flip", "<=", None, k, alpha=alpha)
+        case Norm(kind=kind, of=of):
+            limit, op = comparison.threshold, comparison.op
+            return Goal(obligation, of.block, quantified.region, kind, op, limit, alpha=alpha)
         case _:
             return None
-
-
-def _drift_goal(
-    clause: Clause, formula: Quantified, op: str, norm: Norm, limit: Number
-) -> Goal | None:
-    if norm.of.measured or norm.of.variable != formula.variable:
-        return None
-    return Goal(clause, norm.of.block, formula.region, norm.kind, op, limit.value)
 
 
 def goals(program: Program) -> tuple[Goal, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kcdsl.ir.obligations import Comparison
 from kcdsl.ir.terms import RegionKind
 
 
@@ -27,33 +28,25 @@ class ProvedDrift:
 
 @dataclass(frozen=True, slots=True)
 class ImpliedBound:
-    """One comparison of an implied clause, `quantity op threshold`, and the bound that decides it.
+    """One comparison of an implied clause, and the bound that decides it.
 
     For <= and < `bound` is an upper bound of the quantity, for >= and > a lower one. `metric` is
     the metric inside the quantity, None where it is compound.
     """
 
-    quantity: str
-    op: str
-    threshold: Fraction
+    comparison: Comparison
     bound: float
     metric: str | None
 
     @property
+    def quantity(self) -> str:
+        """Return the quantity as the language writes it."""
+        return self.comparison.text
+
+    @property
     def decides(self) -> bool:
         """Say whether the bound settles the comparison (one alternative of an `or` may not)."""
-        bound = Fraction(self.bound)
-        match self.op:
-            case "<=":
-                return bound <= self.threshold
-            case "<":
-                return bound < self.threshold
-            case ">=":
-                return bound >= self.threshold
-            case ">":
-                return bound > self.threshold
-            case _:
-                return False
+        return self.comparison.op != "==" and self.comparison.admits(Fraction(self.bound))
 
 
 @dataclass(frozen=True, slots=True)

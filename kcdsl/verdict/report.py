@@ -1,6 +1,6 @@
 """The report of an evaluation: the results of all clauses, and what stands beside them.
 
-Plain frozen data, JSON with the schema "kcdsl.report/1" (`report.schema.json`) and nothing heavy.
+Plain frozen data, JSON with the schema "kcdsl.report/2" (`report.schema.json`) and nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kcdsl.verdict.model import verdict_name
 from kcdsl.verdict.names import EXITS, worst
 from kcdsl.verdict.result import ClauseResult, number
 
-REPORT_SCHEMA = "kcdsl.report/1"
+REPORT_SCHEMA = "kcdsl.report/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Report:
         return overall(self.clauses)[1]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.report/1"."""
+        """Return the document "kcdsl.report/2"."""
         return {
             "schema": REPORT_SCHEMA,
             "verdict": self.verdict,

@@ -11,7 +11,7 @@ Document = Mapping[str, Any]
 
 
 def differences(recorded: Document, found: Document) -> tuple[str, ...]:
-    """Return what differs between two documents "kcdsl.report/1", clauses first; () if nothing.
+    """Return what differs between two documents "kcdsl.report/2", clauses first; () if nothing.
 
     Numbers are compared as JSON writes them, which is exact for float64.
     """

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
+from fractions import Fraction
 from typing import Any
 
 from kcdsl.verdict.beside import Beside
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Verdict, Violated, verdict_name
+from kcdsl_certs.reals import real_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,10 @@ class ClauseResult:
     """What was measured, certified and noise of the training kernel, beside the threshold."""
     obligation: str = ""
     """The name of the obligation that was decided (kcdsl.ir.obligations)."""
+    exact_value: Fraction | None = None
+    """The value before rounding to a double: what is compared with the threshold."""
+    exact_threshold: Fraction | None = None
+    """The threshold as the contract states it; None for an obligation of several comparisons."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -162,6 +168,10 @@ class ClauseResult:
             "n": self.n,
             "counted": self.counted,
             "threshold": number(self.threshold),
+            "exact": {
+                "value": _exact(self.exact_value),
+                "threshold": _exact(self.exact_threshold),
+            },
             "verdict": verdict_name(self.verdict),
             "reason": reason(self.verdict),
             "counterexample": (
@@ -184,6 +194,10 @@ class ClauseResult:
 def number(value: float | None) -> float | None:
     """Return a value as JSON can hold it: null where it is missing or not finite."""
     return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _exact(value: Fraction | None) -> str | None:
+    return None if value is None else real_text(value)
 
 
 def reason(verdict: Verdict) -> str | None:

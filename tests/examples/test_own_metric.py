@@ -101,6 +101,6 @@ def test_what_its_functions_print_is_no_part_of_the_report(
     rows_ = [r for r in prompts.read_text("utf-8").splitlines(keepends=True) if "safety" in r]
     prompts.write_text("".join(rows_[:2]), encoding="utf-8")
     ran = cli_process("evaluate", "--json", *QUICK, "--jobs", jobs, "-o", "out", cwd=folder)
-    assert json.loads(ran.stdout)["schema"] == "kcdsl.report/1"
+    assert json.loads(ran.stdout)["schema"] == "kcdsl.report/2"
     assert "from the function" in ran.stderr
     assert "from the module" in ran.stderr

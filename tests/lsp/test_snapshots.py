@@ -335,7 +335,7 @@ def test_no_lens_on_a_contract_that_does_not_compile() -> None:
 def report(folder: Path, name: str, digest: str, clause: str, verdict: str, **row: object) -> None:
     (folder / "out").mkdir(exist_ok=True)
     content = {
-        "schema": "kcdsl.report/1",
+        "schema": "kcdsl.report/2",
         "contract": {"name": "demo", "version": "1.0.0", "digest": f"sha256:{digest}"},
         "clauses": [{"clause": clause, "slice": "long", "verdict": verdict, **row}],
     }
@@ -380,9 +380,9 @@ def test_what_is_current_wins_over_what_is_newer(tmp_path: Path) -> None:
         "[]",
         "{}",
         "3",
-        '{"schema": "kcdsl.report/1"}',
+        '{"schema": "kcdsl.report/2"}',
         '{"payload": "!"}',
-        '{"schema": "kcdsl.report/1", "contract": {}, "clauses": [{}]}',
+        '{"schema": "kcdsl.report/2", "contract": {}, "clauses": [{}]}',
         "[" * 5000,
     ],
 )

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,9 +171,9 @@ def scene(root: Path, run: Callable[..., Ran]) -> Scene:
         evidence=Evidence.CENSUS,
         method="census/1",
         verdict=Verdict.PASSED,
-        value=0.01,
+        value=Fraction(1, 100),
         n=1,
-        unit="requests",
+        counted="requests",
     )
     # What the result rests on stays with the vendor: a check says that it is missing.
     rests_on = resting_on({role: (made.vendor / role, b"") for role in NEEDED})
@@ -507,14 +508,15 @@ def _signed_by_the_owner(at: Scene, payload: bytes) -> Outcome:
 def sign_what_contradicts_itself(at: Scene) -> Outcome:
     """A statement says PASSED although its value violates its limit."""
     record = json.loads(at.payload)
-    record["predicate"]["clauses"][0]["value"] = {"decimal": "0.5", "hex": "0x1.0p-1"}
+    record["predicate"]["clauses"][0]["value"] = "0.5"
     return _signed_by_the_owner(at, canonical_json(record))
 
 
 def sign_another_decimal_than_the_number(at: Scene) -> Outcome:
-    """A number is shown to people as smaller than the one that is compared."""
+    """A number has two spellings, of which people are shown the smaller."""
     record = json.loads(at.payload)
-    record["predicate"]["clauses"][0]["value"]["decimal"] = "0.001"
+    found = record["predicate"]["clauses"][0]
+    found["value"] = {"decimal": "0.001", "exact": found["value"]}
     return _signed_by_the_owner(at, canonical_json(record))
 
 

@@ -246,7 +246,7 @@ class _Walk:
         """Bound the last link as the goal asks; return what its proof states, None without."""
         factory, goal = self.context.factory, self.goal
         asked = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
-        del asked["clause"], asked["region"]
+        del asked["obligation"], asked["region"]
         asked["evidence"] = str(goal.clause.evidence)
         kept = self._kept(graph, entering, asked, (Bounded, CaseOutcome, LinkOutcome))
         if kept is not None:

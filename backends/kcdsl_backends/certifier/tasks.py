@@ -285,7 +285,7 @@ def _dependencies(context: WorkerContext, goal: Goal, case: Case) -> dict[str, A
     graph = problem_of(factory, goal, case).graph
     digests = context.builder(goal).digests_of(graph)
     stated = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
-    del stated["clause"], stated["region"]
+    del stated["obligation"], stated["region"]
     region: dict[str, Any] = {"kind": goal.region.kind.value, "box": case.digest}
     if case.longest is not None:
         tables = factory.sequences(goal.block, case.longest).tables

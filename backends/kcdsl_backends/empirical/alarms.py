@@ -49,7 +49,9 @@ def decide_all(
             alarm=alarm,
             blocked=case.blocked,
         )
-        return replace(row, obligation=case.obligation.id)
+        comparison = case.obligation.comparison
+        limit = None if comparison is None else comparison.threshold
+        return replace(row, obligation=case.obligation.id, exact_threshold=limit)
 
     rows = [decide(case) for case in cases]
     sampled = [i for i, row in enumerate(rows) if row.evidence == "sample"]

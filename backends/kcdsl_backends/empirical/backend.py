@@ -120,7 +120,7 @@ class EmpiricalBackend:
         progress: Progress = lambda stage, done, total: None,
         **wishes: Any,
     ) -> dict[str, Any]:
-        """Return the document "kcdsl.aggregate/1" of token tables; see `aggregation.document`.
+        """Return the document "kcdsl.aggregate/2" of token tables; see `aggregation.document`.
 
         `limits` are (metric, operator, value); further names are those of `Wish`.
         """

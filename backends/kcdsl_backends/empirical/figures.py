@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic, Term
 from kcdsl.ir.walk import subterms
 from kcdsl.ir.words import term_text
@@ -31,6 +32,8 @@ class Figures:
     high: float | None
     n: int
     threshold: float | None
+    exact: Fraction | None = None
+    """The value before it is rounded to a double."""
 
 
 def figures_of(clause: Clause, judge: Judge) -> Figures:
@@ -44,10 +47,11 @@ def figures_of(clause: Clause, judge: Judge) -> Figures:
         _unit(comparison.left, judge.data),
         comparison.op,
         _double(left.value),
-        _float(left.low),
-        _float(left.high),
+        None if left.low is None else round_down(left.low),
+        None if left.high is None else round_up(left.high),
         n,
         _double(right.value),
+        left.value,
     )
 
 
@@ -57,9 +61,19 @@ def _of_fields(clause: Clause, judge: Judge) -> Figures:
         return Figures(clause.text or clause.id, "1", "", None, None, None, n, None)
     records = judge.data.records
     present = sum(has_fields(clause.require, record) for record in records)
-    share = present / len(records) if records else None
+    share = Fraction(present, len(records)) if records else None
     name = f"coverage({', '.join(clause.require.fields)})"
-    return Figures(name, "ratio", "==", share, None, None, len(records), 1.0)
+    return Figures(
+        name,
+        "ratio",
+        "==",
+        None if share is None else float(share),
+        None,
+        None,
+        len(records),
+        1.0,
+        share,
+    )
 
 
 def no_figures(clause: Clause, data: SliceData) -> Figures:
@@ -83,10 +97,6 @@ def _unit(term: Term, data: SliceData) -> str:
 def unit_of(measure: MetricDefinition | None) -> str:
     """Return the unit of a metric's values."""
     return "1" if measure is None else str(measure.dimension)
-
-
-def _float(limit: Fraction | None) -> float | None:
-    return None if limit is None else _double(limit)
 
 
 def _double(value: Fraction) -> float:

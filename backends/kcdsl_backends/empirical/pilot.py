@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.vocabulary import Array, rounded_sum
 
 _SIZE_LIMIT = 2**30
-_REPORT, _TRACE = "kcdsl.report/1", "kcdsl.trace/1"
+_REPORT, _TRACE = "kcdsl.report/2", "kcdsl.trace/1"
 
 
 @dataclass(frozen=True, slots=True)

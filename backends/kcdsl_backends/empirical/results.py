@@ -186,6 +186,7 @@ def _row(
         holdout=clause.holdout,
         shown=shows,
         needed=enough,
+        exact_value=figures.exact,
     )
 
 

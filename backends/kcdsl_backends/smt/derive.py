@@ -15,6 +15,7 @@ import z3
 
 from kcdsl.inequalities import DomainError
 from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.obligations import Comparison
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -36,7 +37,6 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import subterms
-from kcdsl.ir.words import term_text
 from kcdsl.route.premises import WITHOUT_LOGITS
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
@@ -239,9 +239,7 @@ def _bound(compare: Compare, known: Mapping[str, Interval]) -> ImpliedBound | No
     if not any(metric in known for metric in metrics):
         return None
     return ImpliedBound(
-        term_text(compare.left),
-        compare.op,
-        compare.right.value,
+        Comparison(compare.left, compare.op, compare.right.value, compare.right.dimension),
         outward(end, up=upper),
         metrics[0] if len(metrics) == 1 and not _is_compound(compare.left) else None,
     )

@@ -8,7 +8,8 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 
 from kcdsl.inequalities import round_down, round_up
-from kcdsl.ir.terms import Clause
+from kcdsl.ir.terms import Clause, HasFields, NoFlip, Statistic, Term
+from kcdsl.ir.words import term_text
 from kcdsl_backends.smt.model import ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.premises import FORMULAS, Premises
 from kcdsl_certs.reals import real_text
@@ -70,22 +71,27 @@ def derivation(
         if limit is not None and metric in FORMULAS:
             steps.append(f"{FORMULAS[metric]} <= {number(float(limit))}")
     for found in shown:
-        upper = found.op in ("<=", "<")
-        bound = number(found.bound, up=upper, within=found.threshold)
-        end = _extreme(found.quantity, upper=upper)
+        upper = found.comparison.op in ("<=", "<")
+        limit = found.comparison.threshold
+        bound = number(found.bound, up=upper, within=limit)
+        end = _extreme(found.comparison.quantity, upper=upper)
         middle = "<=" if upper else ">="
         through = f"{middle} {end} " if end else ""
-        target = f" {found.op} {real_text(found.threshold)}" if found.decides else ""
+        target = (
+            f" {found.comparison.op} {real_text(found.comparison.threshold)}"
+            if found.decides
+            else ""
+        )
         steps.append(f"{found.quantity} {through}{middle} {bound}{target}")
     if len(shown) != 1:
         steps.append(f"hence {clause.text or clause.id}")
     return tuple(steps)
 
 
-def _extreme(quantity: str, *, upper: bool) -> str | None:
+def _extreme(quantity: Term | NoFlip | HasFields, *, upper: bool) -> str | None:
     """Return the extreme that a mean or quantile cannot pass: p99(tv) gives max(tv)."""
-    head, opening, rest = quantity.partition("(")
-    if not opening or head in ("", "abs", "max", "min") or not quantity.endswith(")"):
-        return None
-    inner = rest[:-1].rpartition(", ")[2] if head == "quantile" else rest[:-1]
-    return f"{'max' if upper else 'min'}({inner})"
+    match quantity:
+        case Statistic("mean" | "rate" | "quantile", of):
+            return term_text(Statistic("max" if upper else "min", of))
+        case _:
+            return None

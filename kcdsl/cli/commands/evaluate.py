@@ -284,8 +284,7 @@ def _tell(text: str) -> None:
 
 def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
     """Return the clauses that would follow from drift clauses, were those proved at their limit."""
-    import math
-
+    from kcdsl.inequalities import round_up
     from kcdsl.route.goals import goals
     from kcdsl.verdict.implied import ProvedDrift
     from kcdsl.verdict.report import ImpliedClause
@@ -297,7 +296,7 @@ def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
             slice=goal.region.slice,
             region=goal.region.kind,
             norm=goal.functional,
-            bound=math.nextafter(float(goal.threshold), math.inf),
+            bound=round_up(goal.threshold),
             temperature=program.constants.temperature,
         )
         for goal in goals(program)

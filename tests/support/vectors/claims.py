@@ -10,6 +10,7 @@ from typing import Any
 
 from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
 from kcdsl_certs.evidence import EvidenceFile
+from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.statement import Input, Predicate, Scope
 from kcdsl_certs.triple import Kernel
 from tests.support.vectors.building import Vector, certificate, with_result
@@ -116,9 +117,15 @@ def results(body: Predicate) -> list[Vector]:
         value=None,
     )
     loose: dict[str, Any] = {"bound": 0.001, "value": None, "assumptions": ("real numbers",)}
-    fails = with_result(body, 1, value=0.5, verdict=Verdict.FAILED)
+    fails = with_result(body, 1, value=Fraction(1, 2), verdict=Verdict.FAILED)
     hard_sample: dict[str, Any] = {"evidence": Evidence.SAMPLE, "method": "one-sided-limits/1"}
-    census = {"evidence": Evidence.CENSUS, "method": "census/1", "proof": None, "value": 0.0123}
+    census = {
+        "evidence": Evidence.CENSUS,
+        "method": "census/1",
+        "proof": None,
+        "value": Fraction("0.0123"),
+    }
+    mean = Quantity("statistic", "mean", (Quantity("metric", "kl"),))
     cases: list[tuple[str, str, Predicate, str]] = [
         ("missing-slice", "a slice of the contract is left out", drop_slice, "clause/missing"),
         (
@@ -156,7 +163,7 @@ def results(body: Predicate) -> list[Vector]:
         (
             "value-above-tau",
             "PASSED with a value above the limit",
-            with_result(body, 1, value=0.3),
+            with_result(body, 1, value=Fraction(3, 10)),
             "clause/verdict-contradicts-numbers",
         ),
         (
@@ -210,13 +217,49 @@ def results(body: Predicate) -> list[Vector]:
         (
             "other-tau",
             "a weaker limit than the contract's",
-            with_result(body, 1, tau=Fraction(1, 2), value=0.3),
+            with_result(body, 1, tau=Fraction(1, 2), value=Fraction(3, 10)),
             "clause/threshold-mismatch",
         ),
         (
             "other-quantity",
             "the mean instead of the percentile",
-            with_result(body, 1, quantity="mean(kl)"),
+            with_result(body, 1, quantity=mean),
+            "clause/threshold-mismatch",
+        ),
+        (
+            "other-functional",
+            "a bound of another norm of the same block",
+            with_result(body, 0, quantity=replace(body.clauses[0].quantity, name="2")),
+            "clause/threshold-mismatch",
+        ),
+        (
+            "other-block",
+            "a bound of another block",
+            with_result(body, 0, quantity=replace(body.clauses[0].quantity, block="mlp_0")),
+            "clause/threshold-mismatch",
+        ),
+        (
+            "other-unit",
+            "a quarter of something else than a second",
+            with_result(body, 3, unit="nat"),
+            "clause/threshold-mismatch",
+        ),
+        (
+            "other-direction",
+            "at least instead of at most",
+            with_result(body, 1, op=">=", value=Fraction(3, 10)),
+            "clause/threshold-mismatch",
+        ),
+        (
+            "rounded-tau",
+            "the double next to the limit, which is larger",
+            with_result(body, 1, tau=Fraction(0.02)),
+            "clause/threshold-mismatch",
+        ),
+        (
+            "other-obligation",
+            "the result of another obligation",
+            with_result(body, 1, obligation="N-KL/long/0"),
             "clause/threshold-mismatch",
         ),
         (
@@ -234,7 +277,7 @@ def results(body: Predicate) -> list[Vector]:
         (
             "other-region",
             "a smaller region",
-            with_result(body, 0, region="points(short)"),
+            with_result(body, 0, region=Region("points", "short")),
             "clause/region-mismatch",
         ),
         (
@@ -332,7 +375,7 @@ def results(body: Predicate) -> list[Vector]:
         (
             "result-not-in-report",
             "a value that the report does not have",
-            with_result(body, 1, value=0.0041),
+            with_result(body, 1, value=Fraction("0.0041")),
             "evidence",
             "evidence/report-mismatch",
         ),

@@ -100,7 +100,7 @@ def envelopes(body: Predicate, golden: bytes) -> list[Vector]:
         Vector(
             "result-changed",
             "a clause result is edited, the signature kept",
-            with_payload(golden, b'"decimal":"0.0071"', b'"decimal":"0.0001"'),
+            with_payload(golden, b'"value":"0.0071"', b'"value":"0.0001"'),
             *none,
         ),
         Vector(

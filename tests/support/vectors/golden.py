@@ -18,6 +18,8 @@ from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdi
 from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import ed25519_from_seed
 from kcdsl_certs.manifest import build_manifest
+from kcdsl_certs.quantities import Quantity, Region
+from kcdsl_certs.reals import real_text
 from kcdsl_certs.requirements import Chain, Comparison, Expectation, RequiredClause
 from kcdsl_certs.rows import BYTES, SliceSource
 from kcdsl_certs.statement import Evaluator, Input, Predicate, Scope
@@ -121,10 +123,23 @@ def triple(folder: Path) -> Triple:
     return Triple(checkpoint, TRAIN, INFER, CONTRACT)
 
 
-DRIFT = Comparison("norm_inf(drift(attn_0, x))", "<=", Fraction(1, 20))
-KL = Comparison("p99(kl)", "<=", Fraction(1, 50), Chain("kl"))
-LATENCY = Comparison("p95(latency)", "<=", Fraction(1, 4))
-TRACE = Comparison("has(trace, [rng_seed])", ">=", Fraction(1))
+ATTENTION = Quantity("norm", "inf", block="attn_0")
+DRIFT = Comparison("N-ATTN-0/short/0", ATTENTION, "<=", Fraction(1, 20))
+SEEDS = Quantity("share", fields=("rng_seed",))
+TRACE = Comparison("O-TRACE/all/0", SEEDS, ">=", Fraction(1), "ratio")
+
+
+def percentile(metric: str, q: Fraction) -> Quantity:
+    """Return a percentile of a metric."""
+    return Quantity("statistic", "quantile", (Quantity("metric", metric),), q=q)
+
+
+P95, P99 = Fraction(95, 100), Fraction(99, 100)
+LATENCY = Comparison("R-LAT/all/0", percentile("latency", P95), "<=", Fraction(1, 4), "s")
+KL_ALL, KL_LONG = (
+    Comparison(f"N-KL/{name}/0", percentile("kl", P99), "<=", Fraction(1, 50), "nat", Chain("kl"))
+    for name in ("all", "long")
+)
 
 REQUIRED = (
     RequiredClause(
@@ -133,11 +148,10 @@ REQUIRED = (
         ((DRIFT,),),
         evidence=Evidence.PROOF,
         slice_digest=pin("short"),
-        block="attn_0",
-        region="ball(short, 0.001)",
+        region=Region("ball", "short", Fraction(1, 1000)),
     ),
-    RequiredClause("N-KL", "all", ((KL,),), slice_digest=pin("all"), inside=("all",)),
-    RequiredClause("N-KL", "long", ((KL,),), slice_digest=pin("long"), inside=("all", "long")),
+    RequiredClause("N-KL", "all", ((KL_ALL,),), slice_digest=pin("all"), inside=("all",)),
+    RequiredClause("N-KL", "long", ((KL_LONG,),), slice_digest=pin("long"), inside=("all", "long")),
     RequiredClause("R-LAT", "all", ((LATENCY,),), budget=Fraction(1, 20), slice_digest=pin("all")),
     RequiredClause("O-TRACE", "all", ((TRACE,),), slice_digest=pin("all")),
 )
@@ -147,15 +161,16 @@ def result(required: RequiredClause, **numbers: Any) -> CertifiedClause:
     """Return a result with what the requirement states filled in."""
     wanted = required.alternatives[0][0]
     stated: dict[str, Any] = {
+        "obligation": wanted.obligation,
         "id": required.id,
         "slice": required.slice,
         "slice_digest": required.slice_digest,
-        "block": required.block,
         "region": required.region,
         "budget": required.budget,
         "quantity": wanted.quantity,
         "op": wanted.op,
         "tau": wanted.tau,
+        "unit": wanted.unit,
         "verdict": Verdict.PASSED,
     }
     return CertifiedClause(**{**stated, **numbers})
@@ -177,11 +192,11 @@ def clauses() -> tuple[CertifiedClause, ...]:
             bound=0.03125,
             low=0.0123,
             n=1,
-            unit="region",
+            counted="region",
             proof=ProofReference(hashlib.sha256(proof()).hexdigest(), PROOF_NAME),
         ),
-        result(kl_all, **census, value=0.0071, n=200, unit="requests"),
-        result(kl_long, **census, value=0.0113, n=40, unit="requests"),
+        result(kl_all, **census, value=Fraction("0.0071"), n=200, counted="requests"),
+        result(kl_long, **census, value=Fraction("0.0113"), n=40, counted="requests"),
         result(
             latency,
             evidence=Evidence.SAMPLE,
@@ -189,9 +204,9 @@ def clauses() -> tuple[CertifiedClause, ...]:
             n=600,
             exceed=12,
             alpha=Fraction(1, 20),
-            unit="timed runs",
+            counted="timed runs",
         ),
-        result(trace, **census, value=1.0, n=200, unit="records"),
+        result(trace, **census, value=Fraction(1), n=200, counted="records"),
     )
 
 
@@ -199,18 +214,19 @@ def report(results: Iterable[CertifiedClause]) -> bytes:
     """Return a report in which these measured results stand."""
     rows = [
         {
+            "obligation": clause.obligation,
             "clause": clause.id,
             "slice": clause.slice,
             "evidence": clause.evidence.value,
             "verdict": "held",
             "n": clause.n,
-            "value": clause.value,
+            "exact": {"value": None if clause.value is None else real_text(clause.value)},
             "exceedance": None if clause.exceed is None else {"k": clause.exceed, "n": clause.n},
         }
         for clause in results
     ]
     digest = f"sha256:{CONTRACT.digest}"
-    document = {"schema": "kcdsl.report/1", "contract": {"digest": digest}, "clauses": rows}
+    document = {"schema": "kcdsl.report/2", "contract": {"digest": digest}, "clauses": rows}
     return json.dumps(document, indent=1).encode() + b"\n"
 
 

@@ -11,17 +11,20 @@ import pytest
 
 from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.implied import check_implied
+from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import Chain, Comparison, RequiredClause
+from tests.support.quantities import margin, norm, statistic
 
 _SPAN = 0.125
 
 
 def _source(**changes: Any) -> CertifiedClause:
     stated: dict[str, Any] = {
-        "id": "N-MODEL", "quantity": "span(drift(model, x))", "op": "<=", "tau": Fraction(1, 4),
+        "obligation": "N-MODEL/all/0", "id": "N-MODEL", "quantity": norm("span", "model"),
+        "op": "<=", "tau": Fraction(1, 4), "unit": "1",
         "evidence": Evidence.PROOF, "method": "interval/1", "verdict": Verdict.PASSED,
-        "slice": "all", "block": "model", "bound": _SPAN,
+        "slice": "all", "bound": _SPAN,
         "proof": ProofReference("0" * 64, "p.json"),
     }  # fmt: skip
     return CertifiedClause(**{**stated, **changes})
@@ -30,15 +33,18 @@ def _source(**changes: Any) -> CertifiedClause:
 def _required(
     metric: str = "tv", tau: str = "1/10", op: str = "<=", **chain: Any
 ) -> RequiredClause:
-    comparison = Comparison(f"max({metric})", op, Fraction(tau), Chain(metric, **chain))
+    comparison = Comparison(
+        "S-TV/long/0", statistic("max", metric), op, Fraction(tau), "1", Chain(metric, **chain)
+    )
     return RequiredClause("S-TV", "long", ((comparison,),), inside=("all", "long"))
 
 
 def _implied(required: RequiredClause, bound: float | None, **changes: Any) -> CertifiedClause:
     ((comparison,),) = required.alternatives
     stated: dict[str, Any] = {
-        "id": "S-TV", "slice": "long", "quantity": comparison.quantity, "op": comparison.op,
-        "tau": comparison.tau, "evidence": Evidence.PROOF, "method": IMPLIED,
+        "obligation": comparison.obligation, "id": "S-TV", "slice": "long",
+        "quantity": comparison.quantity, "op": comparison.op, "tau": comparison.tau, "unit": "1",
+        "evidence": Evidence.PROOF, "method": IMPLIED,
         "verdict": Verdict.PASSED, "bound": bound, "implied_by": "N-MODEL",
     }  # fmt: skip
     return CertifiedClause(**{**stated, **changes})
@@ -67,15 +73,15 @@ def test_a_total_variation_follows_from_a_span() -> None:
 @pytest.mark.parametrize(
     ("quantity", "metric", "bound"),
     [
-        ("span(drift(model, x))", "abs_log_ratio", _SPAN),
-        ("norm_inf(drift(model, x))", "abs_log_ratio", 2 * _SPAN),
-        ("norm_2(drift(model, x))", "abs_log_ratio", math.sqrt(2) * _SPAN * (1 + 1e-15)),
-        ("norm_inf(drift(model, x))", "logit_linf", _SPAN),
-        ("norm_2(drift(model, y))", "logit_l2", _SPAN),
-        ("span(drift(model, x))", "logit_span", _SPAN),
+        (norm("span", "model"), "abs_log_ratio", _SPAN),
+        (norm("inf", "model"), "abs_log_ratio", 2 * _SPAN),
+        (norm("2", "model"), "abs_log_ratio", math.sqrt(2) * _SPAN * (1 + 1e-15)),
+        (norm("inf", "model"), "logit_linf", _SPAN),
+        (norm("2", "model"), "logit_l2", _SPAN),
+        (norm("span", "model"), "logit_span", _SPAN),
     ],
 )
-def test_each_norm_gives_its_bound(quantity: str, metric: str, bound: float) -> None:
+def test_each_norm_gives_its_bound(quantity: Quantity, metric: str, bound: float) -> None:
     required = _required(metric, "1")
     source = _source(quantity=quantity)
     assert _check(required, _implied(required, bound), source) == "ok"
@@ -107,17 +113,17 @@ def test_a_lower_bound_of_a_signed_metric() -> None:
         {"proof": None},
         {"verdict": Verdict.INCONCLUSIVE},
         {"verdict": Verdict.FAILED},
-        {"block": "attn_0", "quantity": "span(drift(attn_0, x))"},
-        {"quantity": "span(drift(attn_0, x))"},
-        {"quantity": "span(measured_drift(model, x))"},
-        {"quantity": "no_flip(model, x, 1)"},
+        {"quantity": norm("inf", "attn_0")},
+        {"quantity": norm("span", "attn_0")},
+        {"quantity": norm("span", "model", measured=True)},
+        {"quantity": margin("model")},
         {"slice": "short"},
         {"slice": None},
         {"bound": None},
         {"bound": -1.0},
         {"op": ">="},
         {"evidence": Evidence.PROOF_REAL},
-        {"region": "rows(all, 64)"},  # longer requests are not of that region
+        {"region": Region("rows", "all", longest=64)},  # longer requests are not of that region
     ],
 )
 def test_what_is_no_reason(changes: dict[str, Any]) -> None:

@@ -124,7 +124,7 @@ def test_other_results_need_no_machine(
     body: Predicate, certify: Callable[..., bytes], check: Callable[..., Report]
 ) -> None:
     bare = without_machine(body)
-    (place,) = (n for n, clause in enumerate(bare.clauses) if clause.is_of_a_machine)
+    (place,) = (n for n, clause in enumerate(bare.clauses) if clause.quantity.is_of_a_machine)
     results = list(bare.clauses)
     results[place] = replace(results[place], verdict=Verdict.INCONCLUSIVE)
     report = check(

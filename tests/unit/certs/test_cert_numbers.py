@@ -18,10 +18,12 @@ from kcdsl_certs.clauses import (
     ProofReference,
     Verdict,
 )
+from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.tails import certifies, lower_tail
 from kcdsl_certs.verdicts import admissible, check_verdict, overall
+from tests.support.quantities import metric, norm, share, statistic
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -125,8 +127,10 @@ _PROOF = ProofReference("0" * 64, "x.proof.json")
 
 def _clause(**changes: Any) -> CertifiedClause:
     stated: dict[str, Any] = {
+        "obligation": "C/all/0",
         "id": "C",
-        "quantity": "q",
+        "unit": "1",
+        "quantity": statistic("mean", "q"),
         "op": "<=",
         "tau": Fraction(1, 2),
         "evidence": Evidence.CENSUS,
@@ -141,13 +145,22 @@ def _clause(**changes: Any) -> CertifiedClause:
 
 _PROVED: dict[str, Any] = {
     "evidence": Evidence.PROOF, "proof": _PROOF, "n": None, "method": "affine+interval/1",
-    "quantity": "norm_inf(drift(attn_0, x))",
+    "quantity": norm("inf", "attn_0"),
 }  # fmt: skip
-_TIMED: dict[str, Any] = {"quantity": "p95(latency)", "bound": 0.1, "assumptions": ("a",)}
-_TRACED: dict[str, Any] = {**_TIMED, "quantity": "has(trace, [rng_seed])"}
+_SUM = Quantity("arithmetic", "+", (statistic("max", "a"), Quantity("number", value=Fraction(1))))
+_P95 = statistic("quantile", "latency", "0.95")
+_P99, _P100 = (statistic("quantile", "kl", q) for q in ("0.99", "1"))
+_MAX, _EACH = statistic("max", "kl"), metric("kl")
+_TIMED: dict[str, Any] = {
+    "quantity": _P95,
+    "bound": 0.1,
+    "assumptions": ("a",),
+}
+_TRACED: dict[str, Any] = {**_TIMED, "quantity": share("rng_seed")}
 _SAMPLED: dict[str, Any] = {
     "evidence": Evidence.SAMPLE, "method": "clopper-pearson/1", "alpha": Fraction(1, 20),
 }  # fmt: skip
+_BELOW: dict[str, Any] = {**_SAMPLED, "value": Fraction("0.1"), "high": 0.2}
 _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
 
 
@@ -165,34 +178,56 @@ _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
         ({**_PROVED, "bound": 0.4, "op": ">="}, "INCONCLUSIVE"),
         ({**_PROVED, "high": 0.4, "op": ">="}, "FAILED"),
         ({**_PROVED, "bound": 0.5, "op": "=="}, "INCONCLUSIVE"),
-        ({"value": 0.5}, "PASSED INCONCLUSIVE"),
-        ({"value": 0.6}, "FAILED"),
-        ({"value": 0.5, "n": 0}, "INCONCLUSIVE"),
-        ({"value": 0.5, "n": None}, "INCONCLUSIVE"),
+        ({"value": Fraction("0.5")}, "PASSED INCONCLUSIVE"),
+        ({"value": Fraction("0.6")}, "FAILED"),
+        ({"value": Fraction("0.5"), "n": 0}, "INCONCLUSIVE"),
+        ({"value": Fraction("0.5"), "n": None}, "INCONCLUSIVE"),
         ({}, "INCONCLUSIVE"),
         ({"exceed": 0}, "PASSED INCONCLUSIVE"),
         ({"exceed": 1}, "FAILED"),
-        ({"value": 0.5, "budget": Fraction(0)}, "PASSED INCONCLUSIVE"),
+        ({"value": Fraction("0.5"), "budget": Fraction(0)}, "PASSED INCONCLUSIVE"),
         ({"exceed": 1, "budget": Fraction(1, 10)}, "PASSED INCONCLUSIVE"),
         ({"exceed": 2, "budget": Fraction(1, 10)}, "FAILED"),
-        ({"value": 0.1, "budget": Fraction(1, 10)}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "budget": Fraction(0)}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.6}, "FAILED INCONCLUSIVE"),
-        ({**_SAMPLED, "exceed": 1, "quantity": "max(kl)"}, "FAILED INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.5}, "PASSED INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.51}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.2, "alpha": None}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "low": 0.0}, "INCONCLUSIVE"),
+        ({"value": Fraction("0.1"), "budget": Fraction(1, 10)}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.1")}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.1"), "budget": Fraction(0)}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.6")}, "FAILED INCONCLUSIVE"),
+        ({**_SAMPLED, "exceed": 1, "quantity": statistic("max", "kl")}, "FAILED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.1"), "high": 0.5}, "PASSED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.1"), "high": 0.51}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.1"), "high": 0.2, "alpha": None}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.1"), "low": 0.0}, "INCONCLUSIVE"),
         ({**_SAMPLED, "high": 0.2}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.9, "low": 0.6, "op": ">="}, "PASSED INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.9, "low": 0.4, "op": ">="}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "max(kl)"}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "p100(kl)"}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "quantile(1, kl)"}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "(max(a) + 1)"}, "INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "p99(kl)"}, "PASSED INCONCLUSIVE"),
-        ({**_SAMPLED, "value": 0.1, "high": 0.2, "op": "=="}, "FAILED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.9"), "low": 0.6, "op": ">="}, "PASSED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": Fraction("0.9"), "low": 0.4, "op": ">="}, "INCONCLUSIVE"),
+        (
+            {**_SAMPLED, "value": Fraction("0.1"), "high": 0.2, "quantity": statistic("max", "kl")},
+            "INCONCLUSIVE",
+        ),
+        (
+            {**_SAMPLED, "value": Fraction(1, 10), "high": 0.2, "quantity": metric("kl")},
+            "INCONCLUSIVE",
+        ),
+        (
+            {
+                **_SAMPLED,
+                "value": Fraction("0.1"),
+                "high": 0.2,
+                "quantity": statistic("quantile", "kl", "1"),
+            },
+            "INCONCLUSIVE",
+        ),
+        ({**_BELOW, "quantity": _SUM}, "INCONCLUSIVE"),
+        (
+            {
+                **_SAMPLED,
+                "value": Fraction("0.1"),
+                "high": 0.2,
+                "quantity": statistic("quantile", "kl", "0.99"),
+            },
+            "PASSED INCONCLUSIVE",
+        ),
+        ({**_SAMPLED, "value": Fraction("0.1"), "high": 0.2, "op": "=="}, "FAILED INCONCLUSIVE"),
         ({**_RATE, "exceed": 0, "n": 29}, "PASSED INCONCLUSIVE"),
         ({**_RATE, "exceed": 0, "n": 28}, "INCONCLUSIVE"),
         ({**_RATE, "exceed": 9, "n": 100}, "INCONCLUSIVE"),
@@ -243,10 +278,10 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
             for proof, reason in ((None, "clause/proof-missing"), (_PROOF, "clause/evidence-kind"))
         ),
         ({**_PROVED, "implied_by": "N"}, "clause/evidence-kind"),
-        ({"value": 0.1, "proof": _PROOF}, "clause/evidence-kind"),
-        ({"value": 0.1, "implied_by": "N"}, "clause/evidence-kind"),
-        ({"value": 0.1, "method": "census/2"}, "clause/method"),
-        ({"value": 0.1, "method": "interval/1"}, "clause/method"),
+        ({"value": Fraction("0.1"), "proof": _PROOF}, "clause/evidence-kind"),
+        ({"value": Fraction("0.1"), "implied_by": "N"}, "clause/evidence-kind"),
+        ({"value": Fraction("0.1"), "method": "census/2"}, "clause/method"),
+        ({"value": Fraction("0.1"), "method": "interval/1"}, "clause/method"),
         ({**_RATE, "exceed": 0, "n": 29, "method": "eyeballing/1"}, "clause/method"),
         *(
             ({**_PROVED, "bound": 0.1, "method": method}, "clause/method")
@@ -269,10 +304,10 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
         ),
         ({**_PROVED, "bound": 0.1, "low": 0.2}, "clause/attack-beyond-bound"),
         ({**_PROVED, "bound": 0.6, "high": 0.55, "op": ">="}, "clause/attack-beyond-bound"),
-        ({"value": 0.1, "slice_digest": None}, "clause/census-not-pinned"),
+        ({"value": Fraction("0.1"), "slice_digest": None}, "clause/census-not-pinned"),
         ({**_RATE, "exceed": 0, "n": 29, "alpha": Fraction(1, 4)}, "clause/alpha"),
-        ({**_SAMPLED, "value": 0.2, "high": 0.1}, "clause/limit"),
-        ({**_SAMPLED, "value": 0.6, "low": 0.7, "op": ">="}, "clause/limit"),
+        ({**_SAMPLED, "value": Fraction("0.2"), "high": 0.1}, "clause/limit"),
+        ({**_SAMPLED, "value": Fraction("0.6"), "low": 0.7, "op": ">="}, "clause/limit"),
     ],
 )
 def test_records_that_contradict_themselves(changes: dict[str, Any], reason: str) -> None:
@@ -291,9 +326,9 @@ def test_the_worst_verdict_is_that_of_the_whole() -> None:
 
 def test_a_result_with_every_field_is_read_back() -> None:
     clause = _clause(
-        block="attn_0", region="ball(all, 0.001)", numerics=("1" * 64, "2" * 64), bound=0.3,
-        value=0.25, low=0.2, high=0.3, unit="requests", exceed=0, budget=Fraction(1, 3),
-        alpha=Fraction(1, 20), proof=_PROOF, implied_by="N", assumptions=("a",), scope="s",
-        reason="r",
+        region=Region("ball", "all", Fraction(1, 1000)), numerics=("1" * 64, "2" * 64), bound=0.3,
+        value=Fraction(1, 4), low=0.2, high=0.3, counted="requests", exceed=0,
+        budget=Fraction(1, 3), alpha=Fraction(1, 20), proof=_PROOF, implied_by="N",
+        assumptions=("a",), scope="s", reason="r",
     )  # fmt: skip
     assert CertifiedClause.from_json(clause.to_json(), "c") == clause

@@ -19,7 +19,9 @@ import pytest
 
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference
 from kcdsl_certs.proofs import SOME_MARGIN, Outcome, Rechecker
+from kcdsl_certs.quantities import Region
 from kcdsl_certs.statement import Predicate
+from tests.support.quantities import margin, norm
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ def recheck(
 
 
 Recheck = Callable[..., tuple[Outcome, str]]
+
+
+def _rows(longest: int, margin: str = "0") -> Region:
+    return Region("rows", "all", Fraction(margin), longest)
+
+
 NOT_CONFIRMED = (Outcome.FAILED, "proof/bound-not-confirmed")
 
 
@@ -127,12 +135,40 @@ def test_the_bound_of_the_clause_must_be_that_of_the_proof_or_larger(recheck: Re
     assert recheck(bound=None) == (Outcome.FAILED, "proof/bound-not-confirmed")
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quantity": norm("2", "attn_0")},
+        {"quantity": norm("span", "attn_0")},
+        {"quantity": norm("inf", "attn_0", measured=True)},
+        {"quantity": margin("attn_0")},
+    ],
+)
+def test_a_result_about_another_functional(stated: dict[str, Any], recheck: Recheck) -> None:
+    assert recheck(**stated) == (Outcome.FAILED, "proof/functional-mismatch")
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"quantity": norm("inf", "attn_1")}, "proof/block-mismatch"),
+        ({"region": Region("ball", "short", Fraction(1, 500))}, "proof/region-mismatch"),
+        ({"region": Region("hull", "short")}, "proof/region-mismatch"),
+        ({"region": None}, "proof/region-mismatch"),
+    ],
+)
+def test_a_result_about_another_block_or_region(
+    stated: dict[str, Any], reason: str, recheck: Recheck
+) -> None:
+    assert recheck(**stated) == (Outcome.FAILED, reason)
+
+
 def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
     def about_flips(k: int) -> Callable[[dict[str, Any]], object]:
         return lambda p: p.update(functional={"kind": "no_flip", "k": k})
 
     flip: dict[str, Any] = {
-        "quantity": "no_flip(attn_0, x)", "op": ">", "tau": Fraction(0), "bound": SOME_MARGIN,
+        "quantity": margin("attn_0"), "op": ">", "tau": Fraction(0), "bound": SOME_MARGIN,
     }  # fmt: skip
     held = _Rederived(bound="held")
     assert recheck(about_flips(1), held, **flip) == (Outcome.OK, "")
@@ -164,7 +200,7 @@ def test_hulls_are_as_many_as_are_stated(recheck: Recheck) -> None:
 
         return edit
 
-    hull: dict[str, Any] = {"region": "hull(all, 0.05)"}
+    hull: dict[str, Any] = {"region": Region("hull", "all", Fraction(1, 20))}
     assert recheck(hulls(2), **hull, n=2) == (Outcome.OK, "")
     for n in (1, 3, None):
         assert recheck(hulls(2), **hull, n=n) == (Outcome.FAILED, "proof/region-mismatch")
@@ -192,20 +228,17 @@ def test_a_proof_is_rederived_once_for_all_clauses(
 @pytest.mark.parametrize(
     ("stated", "proved", "outcome"),
     [
-        ("rows(all, 64)", 64, (Outcome.OK, "")),
-        ("rows(all, 64, 0.05)", 64, (Outcome.OK, "")),
-        ("rows(all, 64)", 65, (Outcome.OK, "")),
-        ("rows(all, 64)", 63, (Outcome.FAILED, "proof/region-mismatch")),
-        ("rows(all, 64, 0.05)", 63, (Outcome.FAILED, "proof/region-mismatch")),
-        ("rows(all, 064)", 64, (Outcome.FAILED, "proof/region-mismatch")),
-        ("rows(all)", 64, (Outcome.FAILED, "proof/region-mismatch")),
-        ("rows(all, , 1)", 64, (Outcome.FAILED, "proof/region-mismatch")),
-        ("rows(all, 64", 64, (Outcome.FAILED, "proof/region-mismatch")),
-        ("hull(all)", 64, (Outcome.FAILED, "proof/region-mismatch")),
+        (_rows(64), 64, (Outcome.OK, "")),
+        (_rows(64, "0.05"), 64, (Outcome.OK, "")),
+        (_rows(64), 65, (Outcome.OK, "")),
+        (_rows(64), 63, (Outcome.FAILED, "proof/region-mismatch")),
+        (_rows(64, "0.05"), 63, (Outcome.FAILED, "proof/region-mismatch")),
+        (Region("rows", "all"), 64, (Outcome.FAILED, "proof/region-mismatch")),
+        (Region("hull", "all"), 64, (Outcome.FAILED, "proof/region-mismatch")),
     ],
 )
 def test_a_proof_about_shorter_sequences(
-    stated: str, proved: int, outcome: tuple[Outcome, str], recheck: Recheck
+    stated: Region, proved: int, outcome: tuple[Outcome, str], recheck: Recheck
 ) -> None:
     def edit(document: dict[str, Any]) -> None:
         document["cases"] = document["cases"][:1]
@@ -220,7 +253,7 @@ def test_a_longest_sequence_that_is_no_number(longest: object, recheck: Recheck)
         document["cases"] = document["cases"][:1]
         document["cases"][0]["region"].update(kind="rows", longest=longest)
 
-    assert recheck(edit, region="rows(all, 64)", n=1)[0] is Outcome.FAILED
+    assert recheck(edit, region=Region("rows", "all", longest=64), n=1)[0] is Outcome.FAILED
 
 
 def test_what_a_proof_leaves_to_chance_is_in_its_clause(recheck: Recheck) -> None:

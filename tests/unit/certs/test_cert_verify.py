@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from kcdsl_certs.statement import (
 )
 from kcdsl_certs.strict import parse_time
 from kcdsl_certs.triple import Triple
+from tests.support.quantities import statistic
 
 Certify = Callable[..., bytes]
 CheckBundle = Callable[..., Report]
@@ -363,7 +365,7 @@ def test_a_scope_without_its_results_is_missing_them(
 def test_a_second_result_cannot_paint_over_a_failure(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
-    failed = dataclasses.replace(body.clauses[1], value=0.5, verdict=Verdict.FAILED)
+    failed = dataclasses.replace(body.clauses[1], value=Fraction(1, 2), verdict=Verdict.FAILED)
     both = dataclasses.replace(body, clauses=(*body.clauses, failed))
     assert _failures(check(certify(both)))[0] == ("clauses", "clause/duplicate")
 
@@ -372,7 +374,7 @@ def test_one_alternative_of_a_disjunction_is_enough_and_a_conjunction_needs_all(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     first, kl, *rest = golden.REQUIRED
-    mean = dataclasses.replace(kl.alternatives[0][0], quantity="mean(kl)")
+    mean = dataclasses.replace(kl.alternatives[0][0], quantity=statistic("mean", "kl"))
     either = dataclasses.replace(kl, alternatives=((mean,), kl.alternatives[0]))
     every = dataclasses.replace(kl, alternatives=((*kl.alternatives[0], mean),))
     assert check(certify(body), required_clauses=(first, either, *rest)).accepted
@@ -535,7 +537,7 @@ def test_a_trusted_but_careless_signer_cannot_leave_out_what_counts(
 
     visit(statement)
     # `name` is that of the subject.
-    assert accepted == {"name", "unit", "low"}
+    assert accepted == {"name", "counted", "low"}
 
 
 def test_required_clauses_are_read_strictly() -> None:

@@ -27,6 +27,7 @@ from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import TrustedKey, TrustPolicy
 from kcdsl_certs.manifest import build_manifest
 from kcdsl_certs.proofs import Rechecker
+from kcdsl_certs.quantities import Region
 from kcdsl_certs.reals import Measured
 from kcdsl_certs.report import Report
 from kcdsl_certs.requirements import Comparison
@@ -38,6 +39,7 @@ from tests.support import proofs
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import Change, changes, field_of, places
 from tests.support.mutation.page import stated
+from tests.support.quantities import norm
 
 Check = Callable[[bytes], Report]
 BASE = "piecewise and tanh, interval"
@@ -47,7 +49,7 @@ PREDICATE = "predicate"
 CLAUSE = f"{PREDICATE}.clauses[]"
 WORDS: dict[str, tuple[str, ...]] = {
     "_type": ("https://in-toto.io/Statement/v0.1",),
-    "predicateType": ("urn:kcdsl:attestation:kernel-certificate:v0.2",),
+    "predicateType": ("urn:kcdsl:attestation:kernel-certificate:v0.3",),
     f"{PREDICATE}.stage": ("shadow", "canary", "full", "prod"),
     f"{PREDICATE}.verdict": ("FAILED", "INCONCLUSIVE"),
     f"{PREDICATE}.issuedAt": ("2026-12-02T00:00:00Z", "2026-11-30T12:00:00+00:00"),
@@ -58,12 +60,21 @@ WORDS: dict[str, tuple[str, ...]] = {
     f"{CLAUSE}.tau": ("0.049", "0.051", "1/20", "0", "-1", "1e9", "nan"),
     f"{CLAUSE}.budget": ("0.049", "0.051", "0", "1", "-1"),
     f"{CLAUSE}.alpha": ("0.049", "0.001", "0", "1", "-1"),
-    f"{CLAUSE}.quantity": ("norm_2(drift(block_0, x))", "norm_inf(drift(block_1, x))"),
+    f"{CLAUSE}.obligation": ("N-ATTN-0/short/1", "N-KL/all/0", "N-KL/long/0"),
+    f"{CLAUSE}.quantity.kind": ("metric", "norm", "margin", "share", "statistic", "abs"),
+    f"{CLAUSE}.quantity.name": ("inf", "2", "span", "mean", "max", "quantile"),
+    f"{CLAUSE}.quantity.of[].kind": ("number", "norm", "margin", "share", "statistic"),
+    f"{CLAUSE}.quantity.of[].name": ("kl", "tv", "latency"),
+    f"{CLAUSE}.quantity.q": ("0.98", "0.999", "1", "2"),
+    f"{CLAUSE}.quantity.fields[]": ("policy_version",),
     f"{CLAUSE}.slice": ("all", "long", "some"),
-    f"{CLAUSE}.region": ("points(all)", "ball(all, 0.0005)", "ball(all, 1)", "hull(all)"),
-    f"{CLAUSE}.block": ("block_1", "attn_0"),
+    f"{CLAUSE}.region.kind": ("points", "hull", "rows"),
+    f"{CLAUSE}.region.slice": ("all", "long"),
+    f"{CLAUSE}.region.radius": ("0.0005", "1", "0"),
+    f"{CLAUSE}.quantity.block": ("block_1", "attn_0"),
     f"{CLAUSE}.proofPath": ("../proof.json", "other.json"),
-    f"{CLAUSE}.unit": ("requests", "records", "timed runs", "windows", "region", "tokens"),
+    f"{CLAUSE}.unit": ("1", "s", "nat", "ratio"),
+    f"{CLAUSE}.counted": ("requests", "records", "timed runs", "windows", "region", "tokens"),
     f"{CLAUSE}.method": (
         "census/1", "attack/1", "affine/1", "chain+interval/1", "one-sided-limits/1",
         "clopper-pearson/1", "bound-chain/1",
@@ -101,15 +112,13 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
     )
     triple = Triple(weights, train, infer, golden.CONTRACT)
     claim = float.fromhex(document["claim"])
-    region = f"ball(short, {RADIUS})"
+    region = Region("ball", "short", Fraction(RADIUS))
     for name, content in golden.documents().values():
         (folder / name).write_bytes(content)
     (folder / golden.DATA_NAME).write_bytes(golden.data())
-    drift = Comparison("norm_inf(drift(block_0, x))", "<=", Fraction(1, 20))
+    drift = Comparison("N-ATTN-0/short/0", norm("inf", "block_0"), "<=", Fraction(1, 20))
     required = (
-        dataclasses.replace(
-            golden.REQUIRED[0], alternatives=((drift,),), block="block_0", region=region
-        ),
+        dataclasses.replace(golden.REQUIRED[0], alternatives=((drift,),), region=region),
         *golden.REQUIRED[1:],
     )
     body = golden.predicate(Path(str(golden.__file__)).parent)
@@ -117,7 +126,6 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
     first = dataclasses.replace(
         body.clauses[0],
         quantity=drift.quantity,
-        block="block_0",
         region=region,
         numerics=numerics,
         bound=claim,

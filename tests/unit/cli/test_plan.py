@@ -335,7 +335,7 @@ def reported(**changes: Any) -> dict[str, Any]:
 
 
 def by_report(folder: Path, planned: Any, **changes: Any) -> Any:
-    document = {"schema": "kcdsl.report/1", "clauses": [reported(**changes)]}
+    document = {"schema": "kcdsl.report/2", "clauses": [reported(**changes)]}
     (folder / "report.json").write_text(json.dumps(document))
     return planned(folder, "--pilot", "report.json")
 
@@ -391,7 +391,7 @@ def test_a_report_with_impossible_numbers_is_no_pilot(
 ) -> None:
     folder = write(300, "P99", "MEAN")
     rows = [reported(**changed), reported(clause="MEAN", metric="mean(kl)", high=6e-4) | changed]
-    document = {"schema": "kcdsl.report/1", "clauses": rows}
+    document = {"schema": "kcdsl.report/2", "clauses": rows}
     (folder / "report.json").write_text(json.dumps(document))
     ran = cli("plan", "--pilot", "report.json", cwd=folder)
     assert ran.code == 2
@@ -438,8 +438,8 @@ def test_a_mean_beyond_every_number_says_nothing(write: Write, planned: Any) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{}", "[]", "null", "NaN", "[" * 100_000, '{"schema": "kcdsl.report/1"}',
-        '{"schema": "kcdsl.report/1", "clauses": [{}]}', '{"schema": "kcdsl.trace/1"}',
+        "", "{}", "[]", "null", "NaN", "[" * 100_000, '{"schema": "kcdsl.report/2"}',
+        '{"schema": "kcdsl.report/2", "clauses": [{}]}', '{"schema": "kcdsl.trace/1"}',
         '{"schema": "kcdsl.trace/1"', "\x00", '{"schema": "kcdsl.kernels/1"}', "kcdsl: 1",
     ],
 )  # fmt: skip

@@ -26,6 +26,7 @@ from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import SigningKey, load_private
+from kcdsl_certs.reals import real_text
 
 CONTRACT = """\
 kcdsl: 1
@@ -124,7 +125,7 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
     both = required["N-BOTH", "all"]
     census: dict[str, Any] = {
         "evidence": Evidence.CENSUS, "method": "census/1", "verdict": Verdict.PASSED, "n": 1,
-        "unit": "requests",
+        "counted": "requests",
     }  # fmt: skip
     return [
         results_for(
@@ -137,11 +138,13 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
             n=1,
             proof=proof,
         ),
-        results_for(required["N-KL", "all"], **census, value=0.01),
-        results_for(required["N-KL", "long"], **census, value=0.01),
+        results_for(required["N-KL", "all"], **census, value=Fraction(1, 100)),
+        results_for(required["N-KL", "long"], **census, value=Fraction(1, 100)),
         *(
             results_for(both, wanted, **census, value=value)
-            for wanted, value in zip(both.alternatives[0], (0.001, 0.2), strict=True)
+            for wanted, value in zip(
+                both.alternatives[0], (Fraction(1, 1000), Fraction(1, 5)), strict=True
+            )
         ),
         results_for(
             required["R-LAT", "all"],
@@ -151,9 +154,9 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
             n=600,
             exceed=12,
             alpha=Fraction(1, 20),
-            unit="timed runs",
+            counted="timed runs",
         ),
-        results_for(required["O-TRACE", "all"], **census, value=1.0),
+        results_for(required["O-TRACE", "all"], **census, value=Fraction(1)),
     ]
 
 
@@ -182,12 +185,13 @@ def evidence_of(
     ]
     rows = [
         {
+            "obligation": clause.obligation,
             "clause": clause.id,
             "slice": clause.slice,
             "evidence": clause.evidence.value,
             "verdict": {"PASSED": "held", "FAILED": "violated"}.get(clause.verdict, "inconclusive"),
             "n": clause.n,
-            "value": clause.value,
+            "exact": {"value": None if clause.value is None else real_text(clause.value)},
             "exceedance": None if clause.exceed is None else {"k": clause.exceed, "n": clause.n},
         }
         for clause in found
@@ -200,7 +204,7 @@ def evidence_of(
         "report": (
             "report.json",
             json.dumps(
-                {"schema": "kcdsl.report/1", "contract": contract, "clauses": rows}
+                {"schema": "kcdsl.report/2", "contract": contract, "clauses": rows}
             ).encode(),
         ),
         "kernels": ("kernels.json", json.dumps({"schema": "kcdsl.kernels/1", **prints}).encode()),

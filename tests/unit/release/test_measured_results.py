@@ -17,6 +17,7 @@ from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Vi
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
 from kcdsl_certs.clauses import CertifiedClause, Evidence
 from kcdsl_certs.requirements import Comparison, RequiredClause
+from tests.support.quantities import statistic
 
 
 class Rows:
@@ -27,7 +28,7 @@ class Rows:
 
 
 def required(op: str, tau: Fraction, budget: Fraction | None = None) -> RequiredClause:
-    wanted = Comparison("mean(top1_overlap)", op, tau)
+    wanted = Comparison("S-1/all/0", statistic("mean", "top1_overlap"), op, tau, "ratio")
     return RequiredClause("S-1", "all", ((wanted,),), budget, slice_digest="a" * 64)
 
 
@@ -42,6 +43,7 @@ def row(verdict: Verdict, value: float | None, **changes: Any) -> ClauseResult:
         "unit": "ratio",
         "op": ">=",
         "value": value,
+        "exact_value": None if value is None else Fraction(str(value)),
         "low": None,
         "high": None,
         "n": 20,
@@ -55,16 +57,28 @@ def row(verdict: Verdict, value: float | None, **changes: Any) -> ClauseResult:
 
 
 def result(needed: RequiredClause, found: ClauseResult) -> CertifiedClause:
-    return result_of(needed, needed.alternatives[0], found)
+    return result_of(needed, needed.alternatives, found)
 
 
 def test_a_mean_of_nineteen_in_twenty_meets_its_threshold() -> None:
-    """The double next to 0.95 is less than 19/20; the exact quotient is not."""
+    """The double next to 0.95 is less than 19/20; the exact quotient is not, and is stated."""
     found = result(required(">=", Fraction(19, 20)), row(Held(), 0.95))
     assert found.verdict == "PASSED"
-    assert found.value == pytest.approx(0.95, abs=2e-16)
-    assert found.value is not None
-    assert Fraction(found.value) >= Fraction(19, 20)
+    assert found.value == Fraction(19, 20)
+    assert found.to_json()["value"] == "0.95"
+
+
+@pytest.mark.parametrize("value", [Fraction(1, 3), Fraction(0.1), Fraction(-7, 2**60), Fraction(0)])
+def test_a_value_is_stated_exactly(value: Fraction) -> None:
+    found = result(required(">=", Fraction(-1)), row(Held(), 0.0, exact_value=value))
+    assert CertifiedClause.from_json(found.to_json(), "clause").value == value
+
+
+def test_a_value_just_beyond_its_threshold_does_not_pass() -> None:
+    """By less than a double can tell."""
+    tau = Fraction(19, 20)
+    below = row(Held(), 0.95, exact_value=tau - Fraction(1, 10**40))
+    assert result(required(">=", tau), below).verdict == "FAILED"
 
 
 def test_a_verdict_that_the_value_contradicts_is_not_carried_over() -> None:
@@ -104,7 +118,7 @@ def test_rows_are_joined_to_their_comparisons_by_name(program: Program, folder: 
     ]
     results = [certified_clauses(program, folder, Rows(*some)) for some in (rows, rows[::-1])]  # type: ignore[arg-type]
     assert results[0] == results[1][::-1]
-    assert [one.value for one in results[0]] == [0.001, 0.2]
+    assert [one.value for one in results[0]] == [Fraction(1, 1000), Fraction(1, 5)]
     assert len({one.quantity for one in results[0]}) == 2
 
 

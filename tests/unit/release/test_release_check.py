@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def _reload(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_a_changed_clause_result_or_signature_is_named(certificate: Path, check: Check) -> None:
     bundle, payload = _reload(certificate)
-    payload["predicate"]["clauses"][1]["value"] = {"decimal": "0", "hex": "0x0.0p+0"}
+    payload["predicate"]["clauses"][1]["value"] = "0"
     inner = bundle["dsseEnvelope"]
     untouched = inner["payload"]
     inner["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
@@ -488,7 +489,7 @@ def test_the_units_of_a_measured_result_are_the_rows_of_the_slice(
     (folder / "prompts.jsonl").write_text(THREE)
     program = load_program(folder / "contract.yaml")
     required = next(r for r in required_clauses(program, folder) if r.id == "N-KL")
-    numbers: dict[str, Any] = {"value": 0.01, "n": n, "unit": "requests"}
+    numbers: dict[str, Any] = {"value": Fraction(1, 100), "n": n, "counted": "requests"}
     clause = results_for(
         required,
         evidence=Evidence.CENSUS,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kcdsl.diagnostics import Refusal
+from kcdsl.ir.obligations import alternatives
 from kcdsl.ir.terms import (
     Compare,
     Connective,
@@ -31,7 +32,7 @@ from kcdsl.ir.terms import (
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.release.issue import issue, results_for, weakened
 from kcdsl.release.proved import proof_reference, proved_clauses
-from kcdsl.release.requirements import alternatives, required_clauses
+from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import build_triple
 from kcdsl.route.goals import goals
 from kcdsl.source.writing import write_bytes
@@ -64,7 +65,8 @@ def test_the_same_results_give_the_same_bytes(
 ) -> None:
     fixed = ed25519_from_seed(bytes(32))
     common: dict[str, Any] = {
-        "program": program, "base": folder, "clauses": [_census(program, folder, value=0.01)],
+        "program": program, "base": folder,
+        "clauses": [_census(program, folder, value=Fraction(1, 100))],
         "evidence": evidence,
     }  # fmt: skip
     one = issue(**common, keys=[fixed], clock=lambda: NOW)
@@ -77,16 +79,20 @@ def test_the_same_results_give_the_same_bytes(
 @pytest.mark.parametrize(
     ("numbers", "verdict"),
     [
-        ({"value": 0.01}, Verdict.PASSED),
-        ({"value": 0.03}, Verdict.FAILED),
-        ({"value": 0.01, "n": 0}, Verdict.INCONCLUSIVE),
+        ({"value": Fraction("0.01")}, Verdict.PASSED),
+        ({"value": Fraction("0.03")}, Verdict.FAILED),
+        ({"value": Fraction("0.01"), "n": 0}, Verdict.INCONCLUSIVE),
         ({"value": None}, Verdict.INCONCLUSIVE),
         (
-            {"value": 0.01, "evidence": Evidence.SAMPLE, "method": "one-sided-limits/1"},
+            {
+                "value": Fraction("0.01"),
+                "evidence": Evidence.SAMPLE,
+                "method": "one-sided-limits/1",
+            },
             Verdict.INCONCLUSIVE,
         ),
-        ({"value": 0.01, "verdict": Verdict.INCONCLUSIVE}, Verdict.INCONCLUSIVE),
-        ({"value": 0.03, "verdict": Verdict.INCONCLUSIVE}, Verdict.FAILED),
+        ({"value": Fraction("0.01"), "verdict": Verdict.INCONCLUSIVE}, Verdict.INCONCLUSIVE),
+        ({"value": Fraction("0.03"), "verdict": Verdict.INCONCLUSIVE}, Verdict.FAILED),
     ],
 )
 def test_a_verdict_is_weakened_to_what_its_numbers_admit(
@@ -98,10 +104,10 @@ def test_a_verdict_is_weakened_to_what_its_numbers_admit(
 @pytest.mark.parametrize(
     "numbers",
     [
-        {"value": float("nan")},
-        {"value": float("inf")},
-        {"value": 0.01, "exceed": 2},
-        {"value": 0.01, "slice_digest": None},
+        {"value": Fraction("0.01"), "high": float("nan")},
+        {"value": Fraction("0.01"), "high": float("inf")},
+        {"value": Fraction("0.01"), "exceed": 2},
+        {"value": Fraction("0.01"), "slice_digest": None},
         {"evidence": Evidence.PROOF, "bound": 0.01},
         {"evidence": Evidence.PROOF_REAL, "bound": 0.01},
     ],
@@ -117,7 +123,7 @@ def test_results_that_support_nothing_are_refused(
 def test_what_the_contract_does_not_know_is_refused(
     program: Program, folder: Path, key: SigningKey
 ) -> None:
-    known = _census(program, folder, value=0.01)
+    known = _census(program, folder, value=Fraction(1, 100))
     for stray in (
         dataclasses.replace(known, slice="night"),
         dataclasses.replace(known, id="N-KM"),
@@ -131,7 +137,7 @@ def test_what_the_contract_does_not_know_is_refused(
 def test_measured_results_name_what_they_rest_on(
     program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
 ) -> None:
-    clauses = [_census(program, folder, value=0.01)]
+    clauses = [_census(program, folder, value=Fraction(1, 100))]
     for files in ((), evidence[1:], (*evidence, evidence[0])):
         with pytest.raises(Refusal, match="evidence/"):
             issue(program=program, base=folder, clauses=clauses, keys=[key], evidence=files)
@@ -170,7 +176,7 @@ def test_without_a_key_it_is_the_statement_alone(
     program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
 ) -> None:
     def made(*keys: SigningKey) -> bytes:
-        clauses = [_census(program, folder, value=0.01)]
+        clauses = [_census(program, folder, value=Fraction(1, 100))]
         common: Any = {"program": program, "base": folder, "clauses": clauses}
         return issue(**common, keys=keys, clock=lambda: NOW, evidence=evidence)
 
@@ -221,7 +227,7 @@ def _at_most(name: str, limit: int, op: str = "<=") -> Compare:
 
 
 def _texts(formula: Formula) -> list[list[str]]:
-    return [[str(c) for c in part] for part in alternatives(formula)]
+    return [[f"{c.text} {c.op} {c.threshold}" for c in part] for part in alternatives(formula)]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +263,7 @@ def test_quantifiers_and_large_forms() -> None:
 
 
 def test_weakening_keeps_what_is_right(program: Program, folder: Path) -> None:
-    clause = _census(program, folder, value=0.01)
+    clause = _census(program, folder, value=Fraction(1, 100))
     assert weakened(clause) is clause
 
 

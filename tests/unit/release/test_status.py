@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_a_refuted_clause_is_violated_whatever_another_statement_says(
 ) -> None:
     write("a-good", shown)
     kl = next(r for r in shown if (r.id, r.slice) == ("N-KL", "all"))
-    write("b-bad", [replace(kl, value=0.5, verdict=Verdict.FAILED)])
+    write("b-bad", [replace(kl, value=Fraction(1, 2), verdict=Verdict.FAILED)])
     code, document = status()
     assert (code, document["convergent"]) == (1, False)
     assert verdicts(document)["N-KL", "all"] == "violated"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl.inequalities import bound
+from kcdsl.ir.obligations import Comparison
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -104,7 +105,7 @@ def test_equality_of_bound_and_threshold_is_decided_exactly(build: Build) -> Non
 def test_the_other_spelling_of_the_comparison_is_the_same(build: Build) -> None:
     turned = build.clause("A", Compare(">=", Number(Fraction(1, 100)), build.p(99, "tv")))
     (implied,) = BACKEND.derive(build.program(turned), (PROOF,))
-    assert implied.bounds[0].op == "<="
+    assert implied.bounds[0].comparison.op == "<="
     assert implied.bounds[0].quantity == "p99(tv)"
 
 
@@ -316,7 +317,9 @@ def test_the_chain_is_written_out(build: Build) -> None:
         "p99(tv) <= max(tv) <= 7.75e-5 <= 0.01",
     )
     assert implied.bounds == (
-        ImpliedBound("p99(tv)", "<=", Fraction(1, 100), bound("tv", 0.00031), "tv"),
+        ImpliedBound(
+            Comparison(build.p(99, "tv"), "<=", Fraction(1, 100)), bound("tv", 0.00031), "tv"
+        ),
     )
     assert (implied.by, implied.proof_slice, implied.span) == ("N-LOGIT", "all", 0.00031)
     assert implied.bounds[0].decides
@@ -335,7 +338,7 @@ def test_a_compound_clause_ends_with_itself(build: Build) -> None:
     (implied,) = BACKEND.derive(program, (PROOF,))
     assert implied.steps[-1] == "hence text of A"
     assert implied.steps[-2] == "mean(log_ratio) >= min(log_ratio) >= -0.002001 >= -0.5"
-    assert [found.op for found in implied.bounds] == ["<=", ">="]
+    assert [found.comparison.op for found in implied.bounds] == ["<=", ">="]
 
 
 @pytest.mark.parametrize(("name", "term", "limit"), LIMITS[:8], ids=[n for n, _, _ in LIMITS[:8]])

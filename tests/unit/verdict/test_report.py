@@ -47,7 +47,7 @@ def test_the_document_follows_its_published_schema() -> None:
     document = json.loads(report(*rows).dumps())
     jsonschema.Draft202012Validator.check_schema(report_schema())
     jsonschema.validate(document, report_schema())
-    assert document["schema"] == "kcdsl.report/1"
+    assert document["schema"] == "kcdsl.report/2"
     assert document["clauses"][0]["value"] is None
     assert document["clauses"][0]["deviation"] is None
     assert document["health"]["deviation"] is None

@@ -1,4 +1,4 @@
-"""`kcdsl aggregate`: from files and a contract to the document "kcdsl.aggregate/1"."""
+"""`kcdsl aggregate`: from files and a contract to the document "kcdsl.aggregate/2"."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kcdsl_backends.empirical.aggregation.tables import (
 from kcdsl_backends.empirical.aggregation.tokens import count_tokens
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 
-SCHEMA = "kcdsl.aggregate/1"
+SCHEMA = "kcdsl.aggregate/2"
 Progress = Callable[[str, int, int], None]
 
 
