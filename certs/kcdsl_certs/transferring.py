@@ -212,7 +212,7 @@ def weights_of(proof: bytes, clause: CertifiedClause, triple: Triple) -> frozens
 
     Raises Rejected where it is no proof, or one of something else than the clause.
     """
-    document: Any = import_module("kcdsl_certs.recheck.document")
+    document: Any = import_module("kcdsl_certs.recheck.documents.document")
     bind(strict_load(proof, LARGEST_PROOF), clause, triple)
     try:
         parsed = document.parse(proof)
@@ -229,8 +229,8 @@ class Weights:
 
         Raises Rejected `transfer/tensors`, and what reading a checkpoint raises.
         """
-        self._norms: Any = _numpy("kcdsl_certs.recheck.norms")
-        read = import_module("kcdsl_certs.recheck.safetensors").read
+        self._norms: Any = _numpy("kcdsl_certs.recheck.interval.weight_ball")
+        read = import_module("kcdsl_certs.recheck.interval.parameters").read
         self._earlier, self._later = _of_file(earlier, read), _of_file(later, read)
         self._norms.same_tensors(self._earlier.tensors, self._later.tensors)
 
@@ -251,7 +251,7 @@ class Weights:
 
     def farthest(self, keys: frozenset[str], rho: Fraction) -> Any:
         """Return the element of these tensors that moved most, one outside of ρ if there is one
-        (`kcdsl_certs.recheck.norms.Moved`); `inside` says whether all of them are in the region.
+        (`Moved` of `recheck.interval.weight_ball`); `inside` says whether all are in the region.
 
         Raises Rejected for tensors that are missing or hold what is no number.
         """

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kcdsl.model.presets import resolve
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import accumulation_error
-from kcdsl_certs.recheck.rules import linear
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.interval import sums
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 
 SPEC = resolve({"preset": "torch-eager", "compute": "float16", "accumulate": "float16"})
 KERNEL = parse_kernel(SPEC.to_json(), "train")
@@ -47,7 +47,7 @@ def test_no_order_leaves_the_bound(a: list[float], b: list[float], data: st.Data
         Rounding(SPEC),
         1,
     )
-    second = linear.accumulated(
+    second = sums.accumulated(
         KERNEL, np.array([total * up]), np.array([result * up]), len(pairs) - 1, 1
     )
     assert found <= Fraction(float(first[0]))

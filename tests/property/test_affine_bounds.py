@@ -19,9 +19,9 @@ from kcdsl_backends.affine.tape import Entry as ProverEntry
 from kcdsl_backends.affine.tape import Pull as ProverPull
 from kcdsl_backends.affine.tape import Tape as ProverTape
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.lengths import length
-from kcdsl_certs.recheck.affine.remainder import Remainder
-from kcdsl_certs.recheck.affine.spectrum import largest
+from kcdsl_certs.recheck.affine.curves import Remainder
+from kcdsl_certs.recheck.affine.ellipsoids import largest
+from kcdsl_certs.recheck.affine.reverse_passes import length
 from kcdsl_certs.recheck.affine.tape import Entry, Pull, Tape
 
 Floats = np.ndarray

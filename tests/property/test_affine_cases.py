@@ -19,12 +19,12 @@ from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_certs.recheck.affine import cases as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.pair import pair as derive
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.spec import FORMATS as CHECKED
+from kcdsl_certs.recheck.derivation.affine import pair as derive
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.numerics.formats import FORMATS as CHECKED
 from tests.support import kernels, proofs
 from tests.support.grids import by_turns
 from tests.support.prover import block, parameters
@@ -180,7 +180,7 @@ def test_no_run_leaves_what_both_programs_find(
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, FULL, record, sha256, centre, radius)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
         theirs = derive(scene)
         derived = theirs.output()

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from kcdsl_certs.recheck.affine import drift
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import drift, walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.affine_rules import RULES
@@ -116,7 +115,7 @@ def scene_of(
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, train, infer, sha256, centre, radius)))
-    return Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    return Derivation(proof, read(path).tensors).scene(proof.cases[0])
 
 
 def point(rng: np.random.Generator, centre: np.ndarray, radius: float, trial: int) -> np.ndarray:

@@ -17,10 +17,10 @@ from kcdsl_backends.affine.propagate import write
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import kernels, proofs
 from tests.support.mutation.blocks import decoder, encoder
 from tests.support.prover import block, parameters
@@ -81,7 +81,7 @@ def walked(
         both = {"train": passes, "infer": passes}
         document["cases"][0].update(domain="affine", passes=both)
     proof = parse(proofs.dump(document))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
         hints = proof.cases[0].passes
         return walk(scene, scene.train, None if hints is None else hints[0])

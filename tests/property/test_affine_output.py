@@ -16,10 +16,10 @@ from kcdsl_backends.affine.pair import drift
 from kcdsl_backends.affine.storing import cast_freely
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_certs.recheck.affine import drift as derive
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import drift as derive
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs
 from tests.support.prover import block, numerics, parameters
 
@@ -43,7 +43,7 @@ def test_what_shrinks_is_rounded_less(tmp_path: Path, weight: float, radius: flo
     sha256 = proofs.write_safetensors(path, g.tensors)
     proof = parse(proofs.dump(proofs.document(g, EXACT, ROUNDED, sha256, centre, radius)))
     with np.errstate(all="ignore"):
-        derived = derive(Doubles(proof, read(path).tensors).scene(proof.cases[0])).output
+        derived = derive(Derivation(proof, read(path).tensors).scene(proof.cases[0])).output
     size = 0.75 * abs(weight)
     grows, shrinks = size * (2 * UNIT + UNIT**2), size * (2 * UNIT - UNIT**2)
     for lo, hi in ((float(found.lo), float(found.hi)), (derived.lo.item(), derived.hi.item())):

@@ -21,8 +21,8 @@ from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_regio
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.affine import reaches as checker_reaches
-from kcdsl_certs.recheck.affine.lengths import length
+from kcdsl_certs.recheck.affine import reverse_passes as checker_reaches
+from kcdsl_certs.recheck.affine.reverse_passes import length
 from tests.support.grids import by_turns
 from tests.support.random_models import random_model
 

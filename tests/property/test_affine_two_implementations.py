@@ -19,16 +19,16 @@ from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.affine.tape import Entry as ProverEntry
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_certs.recheck.affine import pair as derive
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.independent import Budget
-from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.affine.tape import Entry
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import pair as derive
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import BEYOND, RULES
@@ -159,7 +159,7 @@ def drifts(
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, *pair, sha256, centre, radius)))
     with np.errstate(all="ignore"):
-        scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
         likely = None if chance is None else (chance.alpha, chance.functionals)
         derived = derive(scene, chance=likely).output()
     return Box(found.lo.numpy(), found.hi.numpy()), derived
@@ -176,7 +176,7 @@ def checker(
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, radius)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
         return walk(scene, scene.train, budget=budget)
 

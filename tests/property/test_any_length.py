@@ -14,15 +14,15 @@ from kcdsl.model.numerics import Attention
 from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_backends.interval.rules import sequence as prover_rules
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.box import Box as CheckerBox
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules import attention as checker_attention
-from kcdsl_certs.recheck.rules import sequence as checker_rules
-from kcdsl_certs.recheck.rules.state import Mask, Probabilities, Scene, State, numeric
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.sequences import marks_of
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.graphs.any_length import marks_of
+from kcdsl_certs.recheck.interval.box import Box as CheckerBox
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import Mask, Probabilities, Scene, State, numeric
+from kcdsl_certs.recheck.ops.attention import context, probabilities
+from kcdsl_certs.recheck.ops.attention import context as checker_rules
 from tests.support import kernels, proofs, sequences
 from tests.support.grids import by_turns
 
@@ -86,7 +86,7 @@ class Given:
             self.short, self.tables, self.kernels, sha256, self.centre, radius, LONGEST
         )
         proof = parse(proofs.dump(self.document))
-        doubles = Doubles(proof, read(self.path).tensors)
+        doubles = Derivation(proof, read(self.path).tensors)
         scene = doubles.scene(proof.cases[0])
         self.parameters, self.parsed = scene.parameters, (proof.train, proof.infer)
         with np.errstate(all="ignore"):
@@ -206,7 +206,7 @@ def scene_of(longest: int, record: Any) -> Scene:
         graph, {}, (record, record), "0" * 64, np.zeros((1, 3)), 1.0, longest
     )
     proof = parse(proofs.dump(document))
-    return Doubles(proof, {}).scene(proof.cases[0])
+    return Derivation(proof, {}).scene(proof.cases[0])
 
 
 def attention_alone(rows: int) -> Any:
@@ -253,7 +253,7 @@ def variation_of(record: Any) -> float:
     full = np.full(shape, 1.0)
     wide = CheckerBox(-4 * full, 4 * full)
     state = State(wide, wide, CheckerBox(-full, full))
-    found = checker_rules.probabilities(scene, nodes["softmax"], [state], 64)
+    found = checker_rules.probabilities_at_any_length(scene, nodes["softmax"], [state], 64)
     assert isinstance(found, Probabilities)
     return float(found.variation.max())
 
@@ -300,7 +300,7 @@ def exact_theta(record: Any, columns: int, side: str) -> float:
         kernel = scene_of(2, record).train
         scores = CheckerBox(-ones, ones)
         return float(
-            checker_attention.relative_rounding(kernel, scores, np.ones((1, columns), bool)).max()
+            probabilities.relative_rounding(kernel, scores, np.ones((1, columns), bool)).max()
         )
     rounding = Rounding(prover.numerics(record))
     box = ProverBox(torch.from_numpy(-ones), torch.from_numpy(ones))
@@ -315,7 +315,7 @@ def theta_at_any_length(record: Any, longest: int, side: str) -> float:
         nodes = {node.op: node for node in scene.block.nodes}
         box = CheckerBox(-shape, shape)
         state = State(box, box, CheckerBox(0 * shape, 0 * shape))
-        found = checker_rules.probabilities(scene, nodes["softmax"], [state], longest)
+        found = checker_rules.probabilities_at_any_length(scene, nodes["softmax"], [state], longest)
         assert found.total is not None
         return float(found.total[0].max())
     problem = sequences.problem(attention_alone(2), {}, (record, record), longest)
@@ -348,9 +348,9 @@ def test_a_wrong_number_of_tiles_is_seen(side: str, monkeypatch: pytest.MonkeyPa
     record = N("float32", "nearest", style="fused", tile=16)
     before = exact_theta(record, 300, side)
     if side == "checker":
-        theta = checker_attention.relative_rounding
+        theta = probabilities.relative_rounding
         monkeypatch.setattr(
-            checker_attention,
+            context,
             "relative_rounding",
             lambda k, s, a, n=None, own=None: theta(k, s, a, 16 if n else None, own),
         )

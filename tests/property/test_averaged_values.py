@@ -19,10 +19,10 @@ from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.propagate import write
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import Pass, parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import Pass, parse
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.prover import block, parameters
@@ -128,7 +128,7 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, radius)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     made = written(graph, record, centre, radius).passes.to_json()
     hints = {Pass(p["at"], p["of"], p["kind"], p["stop"]): tuple(p["rows"]) for p in made}
     with np.errstate(all="ignore"):

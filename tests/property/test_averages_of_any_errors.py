@@ -21,12 +21,12 @@ from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.affine.rules.heads import heads
 from kcdsl_backends.affine.rules.one_row import of_values
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.affine.rules import straight
-from kcdsl_certs.recheck.affine.rules.averages import averages
-from kcdsl_certs.recheck.document import Pass, parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import Pass, parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.ops.linear import bilinear
+from kcdsl_certs.recheck.ops.linear.bilinear import averages
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -142,7 +142,7 @@ def checker(rng: np.random.Generator, groups: int, folder: Path) -> Product:
     sha256 = proofs.write_safetensors(path, graph.tensors)
     x = rng.standard_normal(graph.input_shape)
     proof = parse(proofs.dump(proofs.document(graph, RECORD, RECORD, sha256, x, RADIUS)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     made = written(graph, x).passes.to_json()
     hints = {Pass(p["at"], p["of"], p["kind"], p["stop"]): tuple(p["rows"]) for p in made}
     with np.errstate(all="ignore"):
@@ -150,7 +150,7 @@ def checker(rng: np.random.Generator, groups: int, folder: Path) -> Product:
     node = next(node for node in graph.nodes if node["name"] == graph.output)
     forms: Any = walked.forms
     p, v = (forms[name] for name in node["inputs"])
-    values = straight.values(walked, v, (2 * groups, ROWS, WIDTH))
+    values = bilinear.values(walked, v, (2 * groups, ROWS, WIDTH))
     assert values is not None
     one = Operands.of(rng, groups)
     p = replace(p, reference=one.p, reach=one.moved, balance=one.balance[..., None])

@@ -18,7 +18,7 @@ from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.propagate import write
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.affine.kernel import walk
+from kcdsl_certs.recheck.derivation.affine import walk
 from tests.support import proofs
 from tests.support.affine_rules import RULES, Build, scores, source, turned
 from tests.support.ball import numbers, runs

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.planes.course import Course
-from kcdsl_certs.recheck.planes.derive import walk
-from kcdsl_certs.recheck.planes.functional import Functional
-from kcdsl_certs.recheck.rules.state import Scene
+from kcdsl_certs.recheck.derivation.linear_bounds import walk
+from kcdsl_certs.recheck.interval.state import Scene
+from kcdsl_certs.recheck.linear_bounds.context import Context
+from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from tests.support import proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting
@@ -53,7 +53,7 @@ def exactly(graph: Any, scene: Scene, x: Floats) -> tuple[dict[str, Any], dict[s
     return found[0], found[1]
 
 
-def inside(course: Course, name: str, e: Any, d: Any, rng: np.random.Generator) -> None:
+def inside(course: Context, name: str, e: Any, d: Any, rng: np.random.Generator) -> None:
     """Fail unless deviation and drift of a node, and functionals of both, are within bounds."""
     entry = course.tape.entries[course.places[name]]
     for what, value, box in (("e", e, entry.e), ("D", d, entry.d)):

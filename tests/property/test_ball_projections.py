@@ -18,10 +18,10 @@ import torch
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.propagate import write
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.planes.course import halves
-from kcdsl_certs.recheck.planes.derive import walk as derive
-from kcdsl_certs.recheck.planes.functional import Functional
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
+from kcdsl_certs.recheck.linear_bounds.context import halves
+from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from tests.support import proofs
 from tests.support.ball import numbers
 from tests.support.ball.bounds import Setting

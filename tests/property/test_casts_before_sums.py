@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_certs.recheck.affine.pair import pair
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import numeric
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import pair
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import numeric
 from tests.support import proofs
 from tests.support.prover import block, parameters
 from tests.support.rationals.exact import Rational
@@ -53,7 +53,7 @@ def sizes(graph: Any, record: Any, folder: Path) -> dict[str, float]:
     x, zero = torch.from_numpy(centre), torch.zeros(1, 1, dtype=torch.float64)
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, exact, record, sha256, centre)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
         states = {node.name: value for node, value in propagate(scene)}
         walked = pair(scene).i

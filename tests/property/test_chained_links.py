@@ -31,10 +31,10 @@ from kcdsl_backends.interval import propagate as interval
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.chain_document import parse_chain
-from kcdsl_certs.recheck.document import load, numbers_of
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.chain_document import parse_chain
+from kcdsl_certs.recheck.documents.document import load, numbers_of
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support.chains import CLAUSES, PAIRS, Chained, chained, small
 from tests.support.grids import LATER
 from tests.support.mutation.changes import array_of, record_of
@@ -122,7 +122,7 @@ def test_ellipsoids_hold_what_links_return(
     outcome = recheck(found.document, found.checkpoint)
     assert outcome.ok, outcome
     chain = parse_chain(load(found.document))
-    doubles, held = Doubles(chain.inner, read(found.checkpoint).tensors), None
+    doubles, held = Derivation(chain.inner, read(found.checkpoint).tensors), None
     links = chain.cases[0].links
     runs, largest = list(found.runs(24, 5)), 0.0
     for place, (link, behind) in enumerate(pairwise(links)):
@@ -203,7 +203,7 @@ def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
     outcome = recheck(found.document, found.checkpoint)
     assert outcome.ok, outcome
     chain = parse_chain(load(found.document))
-    derive = Doubles(chain.inner, read(found.checkpoint).tensors).link
+    derive = Derivation(chain.inner, read(found.checkpoint).tensors).link
     for link in chain.cases[0].links[:-1]:
         assert link.output is not None
         _, _, ends = derive(link.case)
@@ -318,7 +318,7 @@ def test_an_input_that_is_not_cast_again(folder: Path) -> None:
     results are bfloat16: storing it again would add an error that no run has."""
     found = chained(folder, "llama", "bfloat16 twice")
     chain = parse_chain(load(found.document))
-    doubles = Doubles(chain.inner, read(found.checkpoint).tensors)
+    doubles = Derivation(chain.inner, read(found.checkpoint).tensors)
     link = chain.cases[0].links[1].case
     scene = doubles.scene(link)
     assert scene.drift is not None

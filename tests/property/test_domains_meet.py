@@ -15,13 +15,13 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.context import Kernels
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import boxes
-from kcdsl_certs.recheck.affine import Pair, pair
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import Enclosed, enclosed
-from kcdsl_certs.recheck.rules.state import Scene
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import Pair, pair
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import Enclosed, enclosed
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import Scene
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import RULES
@@ -152,7 +152,7 @@ def _scene(folder: Path, graph: Any, kernel: Any, centre: np.ndarray, radius: fl
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, FULL, kernel, sha256, centre, radius)))
-    return Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    return Derivation(proof, read(path).tensors).scene(proof.cases[0])
 
 
 def _derived(scene: Scene) -> Pair:

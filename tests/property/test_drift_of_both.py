@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.pair import both
-from kcdsl_certs.recheck.affine import pair
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import pair
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -58,7 +58,7 @@ def checker(
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, *records, sha256, centre, radius)))
     with np.errstate(all="ignore"):
-        forms = pair(Doubles(proof, read(path).tensors).scene(proof.cases[0]))
+        forms = pair(Derivation(proof, read(path).tensors).scene(proof.cases[0]))
     box = forms.output()
     return box.lo, box.hi, np.array(forms.sizes()[graph.output])
 

@@ -17,9 +17,9 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes_drift
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.rejected import Rejected
 from tests.support import eager, proofs
 from tests.support.prover import block, parameters
@@ -64,7 +64,7 @@ def checked(graph: Any, pair: Pair, x: np.ndarray, folder: Path) -> dict[str, fl
         document = proofs.document(graph, *pair, sha256, x, 0.0)
         document["cases"][0]["domain"] = "interval" if name == "exact" else name
         proof = parse(proofs.dump(document))
-        tier = Rational(proof, tensors) if name == "exact" else Doubles(proof, tensors)
+        tier = Rational(proof, tensors) if name == "exact" else Derivation(proof, tensors)
         try:
             found[name] = tier.derive(proof.cases[0])[0]
         except Rejected as rejection:

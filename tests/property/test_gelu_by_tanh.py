@@ -22,10 +22,14 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rules.elementwise import GELU_TANH, gelu_tanh_curvature
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.planes.propagate import drift as planes
-from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine.rules.activations import gelu_tanh_bend
-from kcdsl_certs.recheck.rules.elementwise import GELU_TANH as THEIRS
-from kcdsl_certs.recheck.rules.elementwise import gelu_tanh_second, image, slopes
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.ops.elementwise.functions import GELU_TANH as THEIRS
+from kcdsl_certs.recheck.ops.elementwise.functions import (
+    gelu_tanh_bend,
+    gelu_tanh_second,
+    image,
+    slopes,
+)
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)
 

@@ -22,17 +22,17 @@ from kcdsl_backends.affine.pair import both
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_certs.recheck.affine.adjoint import Adjoint as CheckedAdjoint
-from kcdsl_certs.recheck.affine.pair import drift
-from kcdsl_certs.recheck.affine.rules import quantised as checker
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.linear import quantisation
-from kcdsl_certs.recheck.rules.state import numeric
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.spec import parse_kernel
-from kcdsl_certs.recheck.staircase import quantised
+from kcdsl_certs.recheck.derivation.affine import drift
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.quantisers import quantised
+from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from kcdsl_certs.recheck.ops.linear import quantised_inputs as checker
+from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 from tests.support import kernels, proofs
 from tests.support.prover import block, parameters
 from tests.support.rationals.cells import Cells
@@ -93,7 +93,7 @@ def test_runs_stay_inside_of_what_both_find(tmp_path: Path, name: str, radius: f
     sha256 = proofs.write_safetensors(path, graph.tensors)
     document = proofs.document(graph, FULL, record, sha256, centre, radius)
     proof = parse(proofs.dump(document))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     problem = BlockProblem(block(graph), parameters(graph, FULL), parameters(graph, record))
     point, spread = torch.from_numpy(centre), torch.full((1, 1), radius, dtype=torch.float64)
     found = problem.bound(point, spread).output.drift

@@ -15,11 +15,11 @@ from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.interval.box import Box
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.box import Box as CheckerBox
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.box import Box as CheckerBox
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -63,7 +63,7 @@ def test_whatever_comes_in_lies_within_the_reach(seed: int, held: bool, tmp_path
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, KERNEL, KERNEL, sha256, centre, 0.0)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     pair = (middle, shapes) if held else None
     scene = replace(scene, drift=CheckerBox(low, high), held=pair)
     derived = walk(scene, scene.infer, moved=True)

@@ -14,13 +14,13 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.affine import pair as derive
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import Mask, numeric
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import pair as derive
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import Mask, numeric
 from tests.support import kernels, proofs
 from tests.support.caches import CACHES, with_caches
 from tests.support.grids import by_turns
@@ -108,7 +108,7 @@ def test_runs_lie_in_the_boxes_of_every_domain(
     centre = rng.standard_normal(graph.input_shape).astype(np.float32).astype(float)
     path = tmp_path / "model.safetensors"
     proof = parse(proofs.dump(document_of(graph, pair, centre, radius, path)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     built, sides = block(graph), [parameters(graph, record) for record in pair]
     problem = BlockProblem(built, *sides)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_both_programs_find_the_same(tmp_path: Path, cache: str, side: str, radi
         return
     proof = parse(proofs.dump(stated))
     with np.errstate(all="ignore"):
-        output = derive(Doubles(proof, read(path).tensors).scene(proof.cases[0])).output()
+        output = derive(Derivation(proof, read(path).tensors).scene(proof.cases[0])).output()
     wide = (forms.hi - forms.lo).numpy()
     least = wide * 2.0**-10 + 2.0**-42
     assert (output.lo >= forms.lo.numpy() - least).all()
@@ -186,7 +186,7 @@ def test_runs_with_a_cache_leave_the_bounds_without_one(tmp_path: Path) -> None:
         centre = rng.standard_normal(graph.input_shape).astype(np.float32).astype(float)
         path = tmp_path / "model.safetensors"
         proof = parse(proofs.dump(document_of(graph, pair, centre, 0.0, path)))
-        scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
         plain = {key: value for key, value in pair[1].items() if key != "kv_cache"}
         sides = [parameters(graph, record) for record in (pair[0], plain)]
         bounds = BlockProblem(block(graph), *sides).bound(

@@ -19,10 +19,10 @@ from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.propagate import write
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -104,7 +104,7 @@ def test_functionals_go_where_numbers_came_from(name: str, tmp_path: Path) -> No
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, KERNEL, KERNEL, sha256, centre, 2.0**-20)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     derived = walk(scene, scene.infer)
     read_by, form = derived.forms[x], derived.forms[y]
     assert isinstance(form, Form)

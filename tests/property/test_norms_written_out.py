@@ -17,11 +17,11 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.elementwise import SILU, activation_error
 from kcdsl_backends.interval.rules.written import written
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.rules.elementwise import sigmoid_stored
-from kcdsl_certs.recheck.rules.written import Norm, losses
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.ops.elementwise.activations import sigmoid_stored
+from kcdsl_certs.recheck.ops.norms.errors import Norm, losses
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, numerics
@@ -217,7 +217,7 @@ def scene_of(found: Any, record: Any, x: np.ndarray, folder: Path) -> Any:
     sha256 = proofs.write_safetensors(path, found.tensors)
     centre = x.astype(np.float32).astype(np.float64)
     proof = parse(proofs.dump(proofs.document(found, record, record, sha256, centre, 0.0)))
-    return Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    return Derivation(proof, read(path).tensors).scene(proof.cases[0])
 
 
 INPUTS = {

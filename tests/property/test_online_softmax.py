@@ -11,9 +11,9 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules import softmax as prover
-from kcdsl_certs.recheck.box import exact
-from kcdsl_certs.recheck.rules import attention as checker
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.interval.box import exact
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from kcdsl_certs.recheck.ops.attention import probabilities as checker
 
 DTYPES = {
     "float32": np.float32,

@@ -16,14 +16,15 @@ from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes
-from kcdsl_certs.recheck.affine.pair import drift as affine
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.planes.derive import derive as checked_planes
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import numeric
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.spec import fits, parse_kernel
+from kcdsl_certs.recheck.derivation.affine import drift as affine
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.derivation.linear_bounds import derive as checked_planes
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.numerics.kernel import fits
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.prover import block, numerics, parameters
@@ -87,7 +88,7 @@ def test_runs_lie_in_the_boxes(
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, train, record, sha256, centre, radius)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     problem = BlockProblem(block(graph), parameters(graph, train), parameters(graph, record))
     point, spread = torch.from_numpy(centre), torch.full((1, 1), radius, dtype=torch.float64)
     boxes: list[tuple[Any, Any]] = []
@@ -140,7 +141,7 @@ def test_both_programs_store_the_same_weights(tmp_path: Path, seed: int) -> None
     assert graph.input_shape is not None
     shape = np.zeros(graph.input_shape)
     proof = parse(proofs.dump(proofs.document(graph, FULL, record, sha256, shape)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     stored, nodes = parameters(graph, record), block(graph).nodes
     for name in BLOCKS["attention"]:
         key = f"{name}.weight"

@@ -20,12 +20,11 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.planes.functional import Functional as ProverFunctional
 from kcdsl_backends.planes.propagate import walk as prove
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.planes.derive import walk as derive
-from kcdsl_certs.recheck.planes.functional import Functional
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.weights import Parameters
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import Parameters, read
+from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from tests.support import kernels, proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.exactly import round_nothing
@@ -69,7 +68,7 @@ class Checker:
         tensors = read(path).tensors
         self.stored = Parameters(tensors, self.proof.parameters)
         with np.errstate(all="ignore"):
-            self.course = derive(Doubles(self.proof, tensors).scene(self.proof.cases[0]))
+            self.course = derive(Derivation(self.proof, tensors).scene(self.proof.cases[0]))
 
     def node(self, name: str) -> tuple[Floats, Pair, Pair] | None:
         """Return the reference and the boxes of deviation and drift."""

@@ -16,9 +16,9 @@ from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_backends.planes.relu import Change
 from kcdsl_backends.planes.rules import attention
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.planes.relu import Polygon
-from kcdsl_certs.recheck.planes.rules import softmax
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.linear_bounds.tape import Polygon
+from kcdsl_certs.recheck.ops.attention import softmax
 from tests.support import proofs
 from tests.support.grids import by_turns
 from tests.support.mutation.bases import claimed

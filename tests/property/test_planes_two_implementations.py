@@ -21,13 +21,12 @@ from kcdsl_backends.planes.propagate import walk as prove
 from kcdsl_backends.planes.run import Run
 from kcdsl_backends.planes.tape import Entry as ProverEntry
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.planes.course import Course
-from kcdsl_certs.recheck.planes.derive import walk as derive
-from kcdsl_certs.recheck.planes.functional import Functional
-from kcdsl_certs.recheck.planes.tape import Entry
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.linear_bounds.context import Context
+from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Functional
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.grids import by_turns
@@ -100,7 +99,7 @@ def checker(
     centre: Floats | None,
     radius: float,
     hints: Any = None,
-) -> Course:
+) -> Context:
     """Derive with the hints of the prover, as a proof holds them."""
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
@@ -112,7 +111,7 @@ def checker(
     if hints is not None:
         document["cases"][0]["planes"] = json.loads(json.dumps(plain(hints)))
     proof = parse(proofs.dump(document))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
         return derive(scene, proof.cases[0].planes)
 
@@ -152,7 +151,7 @@ def test_entries_agree(tmp_path: Path, rule: str, pair: tuple[str, str], radius:
     assert compared > 0
 
 
-def compare(mine: ProverEntry, other: Entry, noise: float, name: str) -> None:
+def compare(mine: ProverEntry, other: BoundsEntry, noise: float, name: str) -> None:
     """Compare reference, boxes, centres and radii of one node."""
     assert (np.abs(mine.reference.numpy() - other.reference) <= noise).all(), name
     for found, derived in ((mine.deviation, other.e), (mine.drift, other.d)):
@@ -178,7 +177,7 @@ def compare(mine: ProverEntry, other: Entry, noise: float, name: str) -> None:
 
 
 def functionals(
-    first: Run, second: Course, name: str, rng: np.random.Generator, noise: float
+    first: Run, second: Context, name: str, rng: np.random.Generator, noise: float
 ) -> None:
     """Compare random functionals of both unknowns of a node, of one row and of all."""
     index, place = first.index[name], second.places[name]

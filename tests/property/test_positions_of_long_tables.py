@@ -12,13 +12,13 @@ import torch
 from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules import sequence as prover_rules
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules import sequence as checker_rules
-from kcdsl_certs.recheck.rules.state import Scene, numeric
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import Scene, numeric
+from kcdsl_certs.recheck.ops.attention import context as checker_rules
 from tests.support import kernels, proofs, sequences
 from tests.support.prover import numerics
 
@@ -49,7 +49,7 @@ def test_no_position_is_left_out(place: int, tmp_path: Path) -> None:
     sha256 = proofs.write_safetensors(path, {})
     document = sequences.document(short, tables, PAIR, sha256, centre, 0.0, LONGEST)
     proof = parse(proofs.dump(document))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
         state = numeric({n.name: v for n, v in propagate(scene)}[short.output])
     problem = sequences.problem(short, tables, PAIR, LONGEST)

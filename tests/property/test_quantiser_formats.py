@@ -27,14 +27,15 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.quantisers import staircase
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import activation_error
-from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.formats import nearest as rounded
-from kcdsl_certs.recheck.rules.linear import quantisation
-from kcdsl_certs.recheck.safetensors import Tensor as Stored
-from kcdsl_certs.recheck.spec import GRIDS, parse_kernel
-from kcdsl_certs.recheck.staircase import _ladder, quantised
-from kcdsl_certs.recheck.weights import Parameters
+from kcdsl_certs.recheck.graphs.graph import array_digest
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.parameters import Parameters
+from kcdsl_certs.recheck.interval.parameters import Tensor as Stored
+from kcdsl_certs.recheck.interval.quantisers import _ladder, quantised
+from kcdsl_certs.recheck.numerics.formats import GRIDS
+from kcdsl_certs.recheck.numerics.formats import nearest as rounded
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import Cells
 from tests.support.rationals.linear import _quantisation

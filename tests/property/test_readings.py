@@ -22,12 +22,12 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import propagate
 from kcdsl_backends.interval.readings import several
 from kcdsl_backends.planes.propagate import drift as drift_of_planes
-from kcdsl_certs.recheck.affine import drift
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.planes.derive import derive
-from kcdsl_certs.recheck.propagate import enclosed
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import drift
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import enclosed
+from kcdsl_certs.recheck.derivation.linear_bounds import derive
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
@@ -216,7 +216,7 @@ def boxes(folder: Path, graph: Any, record: Any, centre: np.ndarray, radius: flo
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, EXACT, record, sha256, centre, radius)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     checked: dict[str, Callable[[], Any]] = {
         "checked interval": lambda: enclosed(scene).output,
         "checked affine": lambda: drift(scene).output,

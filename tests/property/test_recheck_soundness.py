@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import Mask, numeric
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import Mask, numeric
 from tests.support.grids import by_turns
 
 
@@ -167,7 +167,7 @@ def build(block: str, rng: np.random.Generator) -> Any:
 
 def boxes(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], Any, Any]:
     proof = parse(proofs.dump(document))
-    doubles = Doubles(proof, read(path).tensors)
+    doubles = Derivation(proof, read(path).tensors)
     scene = doubles.scene(proof.cases[0])
     with np.errstate(all="ignore"):
         states = {n.name: v for n, v in propagate(scene)}

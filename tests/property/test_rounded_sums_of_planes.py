@@ -10,9 +10,9 @@ from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_backends.planes import functional as prover_functional
 from kcdsl_backends.planes import tape as prover
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.planes import functional as checker_functional
-from kcdsl_certs.recheck.planes import tape as checker
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.linear_bounds import tape as checker
+from kcdsl_certs.recheck.linear_bounds import tape as checker_functional
 
 ONE, SMALL = np.array([[1.0, -1.0]]), np.array([[2.0**-54, 0.0]])
 """Their sum is rounded to the first; of two equal numbers the first makes nothing, both make
@@ -22,7 +22,7 @@ ONE, SMALL = np.array([[1.0, -1.0]]), np.array([[2.0**-54, 0.0]])
 def test_the_checker_pays() -> None:
     unit, none = Box(np.full(2, -1.0), np.full(2, 1.0)), Box(np.zeros(2), np.zeros(2))
     zero = np.zeros(2), np.zeros(2)
-    tape = checker.Tape()
+    tape = checker.BoundsTape()
 
     def part(values: np.ndarray) -> checker_functional.Functional:
         return checker_functional.Functional(Adjoint(values, (0,)), None)
@@ -34,10 +34,11 @@ def test_the_checker_pays() -> None:
     one = Box(unit.lo[:1], unit.hi[:1])
     alone = np.zeros(1), np.zeros(1)
     still = Box(np.zeros(1), np.zeros(1))
-    tape.add(checker.Entry(np.zeros(1), one, still, lambda _: [], alone, (np.ones(1), np.zeros(1))))
-    tape.add(checker.Entry(np.zeros(2), unit, none, copied, zero, zero))
+    radius = np.ones(1), np.zeros(1)
+    tape.add(checker.BoundsEntry(np.zeros(1), one, still, lambda _: [], alone, radius))
+    tape.add(checker.BoundsEntry(np.zeros(2), unit, none, copied, zero, zero))
     tape.add(
-        checker.Entry(
+        checker.BoundsEntry(
             np.zeros(1), one, still, lambda _: [(1, part(ONE)), (1, part(SMALL))], alone, alone
         )
     )

@@ -19,14 +19,14 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import term_roundings
 from kcdsl_backends.planes.propagate import drift as planes
-from kcdsl_certs.recheck.affine.pair import drift as affine
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.planes.derive import derive
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import numeric
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.derivation.affine import drift as affine
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.derivation.linear_bounds import derive
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
@@ -138,7 +138,7 @@ def run(
 def boxes(graph: Any, given: Any, centre: Floats, radius: float, path: Path) -> Any:
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, EXACT, given, sha256, centre, radius)))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     problem = BlockProblem(block(graph), parameters(graph, EXACT), parameters(graph, given))
     point, spread = torch.from_numpy(centre), torch.full((1, 1), radius, dtype=torch.float64)
     with np.errstate(all="ignore"):
@@ -232,7 +232,7 @@ def test_sums_of_codes_that_may_overflow_have_no_bound(tmp_path: Path) -> None:
         BlockProblem(block(graph), train, infer).bound(*point)
     sha256 = proofs.write_safetensors(tmp_path / "m.safetensors", graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, EXACT, given, sha256, centre, 0.0)))
-    scene = Doubles(proof, read(tmp_path / "m.safetensors").tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(tmp_path / "m.safetensors").tensors).scene(proof.cases[0])
     with pytest.raises(Rejected, match="may overflow"):
         list(propagate(scene))
     given = record("float16", "any", ("int8", "per_channel", "sums"))

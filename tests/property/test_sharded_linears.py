@@ -17,7 +17,7 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.planes.propagate import drift as planes
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)

@@ -20,12 +20,11 @@ from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.certifier.problems import BlockProblem, WeightBallProblem
 from kcdsl_backends.interval.neighbourhood import Neighbourhood
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.recheck.affine.pair import Pair, pair
-from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.weights import Parameters
+from kcdsl_certs.recheck.derivation.affine import Pair, pair
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.graphs.graph import array_digest
+from kcdsl_certs.recheck.interval.parameters import Parameters, read
 from tests.support import kernels, proofs, prover
 from tests.support.grids import by_turns
 
@@ -56,7 +55,7 @@ def walks(
     document["cases"][0]["region"]["weights"] = real_text(rho)
     proof = parse(proofs.dump(document))
     with np.errstate(all="ignore"):
-        return pair(Doubles(proof, read(path).tensors).scene(proof.cases[0]))
+        return pair(Derivation(proof, read(path).tensors).scene(proof.cases[0]))
 
 
 def by_prover(

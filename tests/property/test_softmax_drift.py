@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rules import softmax
-from kcdsl_certs.recheck import box as second
-from kcdsl_certs.recheck.rules import attention
+from kcdsl_certs.recheck.interval import box as second
+from kcdsl_certs.recheck.ops.attention import probabilities
 
 SIZES = (0.0, 1e-12, 1e-3, 1.0, 40.0, 280.0, 900.0)
 numbers = st.builds(lambda size, share: size * share, st.sampled_from(SIZES), st.floats(-1, 1))
@@ -57,8 +57,8 @@ def test_no_softmax_leaves_its_boxes(
     first = softmax._range(Box(*map(torch.from_numpy, scores)), None)
     found = softmax._drift(first, Box(*map(torch.from_numpy, moves)), None)
     allowed = np.ones((1, count), dtype=np.bool_)
-    other = attention.probabilities(second.Box(*scores), allowed)
-    other_found = attention.probability_drift(other, second.Box(*moves), allowed)
+    other = probabilities.probabilities(second.Box(*scores), allowed)
+    other_found = probabilities.probability_drift(other, second.Box(*moves), allowed)
     for i in range(count):
         with mpmath.workdps(DIGITS):
             moved = after[i] - before[i]

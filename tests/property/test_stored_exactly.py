@@ -15,10 +15,11 @@ import torch
 from kcdsl.model.formats import FORMATS
 from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.rules.state import stored
-from kcdsl_certs.recheck.spec import FLOAT32, parse_kernel
-from kcdsl_certs.recheck.spec import FORMATS as THEIRS
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.interval.state import stored
+from kcdsl_certs.recheck.numerics.formats import FLOAT32
+from kcdsl_certs.recheck.numerics.formats import FORMATS as THEIRS
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from tests.support import proofs
 from tests.support.prover import numerics
 

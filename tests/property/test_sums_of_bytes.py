@@ -23,9 +23,9 @@ from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import saturation_error
 from kcdsl_backends.interval.units import pair_loss
 from kcdsl_backends.parameters import StoredParameters
-from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.rules.linear import clipped
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.sums import clipped
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from tests.support import proofs
 
 Codes = NDArray[np.int64]

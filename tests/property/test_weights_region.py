@@ -17,15 +17,15 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.interval.neighbourhood import Neighbourhood
-from kcdsl_certs.recheck import nearby, recheck
-from kcdsl_certs.recheck.affine.pair import pair
-from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import Mask, numeric
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.weights import Parameters
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.derivation.affine import pair
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.graphs.graph import array_digest
+from kcdsl_certs.recheck.interval import weight_ball
+from kcdsl_certs.recheck.interval.parameters import Parameters, read
+from kcdsl_certs.recheck.interval.state import Mask, numeric
 from tests.support import kernels, proofs, prover
 from tests.support.grids import by_turns
 from tests.support.rationals import nearby as rational
@@ -153,7 +153,7 @@ def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction
         specs = _kernels(*records)
         for use in ("plain", "linear"):
             mine = getattr(around, use)(node)
-            theirs = nearby.both(w.astype(np.float64), rho, specs, use == "linear", "w")
+            theirs = weight_ball.both(w.astype(np.float64), rho, specs, use == "linear", "w")
             for how in ("ends", "outward", "one outward", "inside", "ends", "inside"):
                 moved = near(rng, w, rho, how)
                 t, i = held(STORED[one], moved, use), held(other, moved, use)
@@ -175,7 +175,7 @@ def test_exact_arithmetic_says_the_same_of_what_is_stored(one: int, rho: Fractio
     specs = _kernels(STORED[one], STORED[(one + 2) % len(STORED)])
     numbers = [Fraction(float(value)) for value in w.ravel()]
     for linear in (False, True):
-        doubles = nearby.both(w.astype(np.float64), rho, specs, linear, "w")
+        doubles = weight_ball.both(w.astype(np.float64), rho, specs, linear, "w")
         exact = rational.both(w.shape, numbers, rho, specs, linear)
         for how in ("ends", "outward", "inside"):
             moved = near(rng, w, rho, how)
@@ -209,7 +209,7 @@ def test_exact_arithmetic_confirms_the_other_tier(tmp_path: Path, kernel_pair: s
 
 
 def _kernels(train: Any, infer: Any) -> tuple[Any, Any]:
-    from kcdsl_certs.recheck.spec import parse_kernel
+    from kcdsl_certs.recheck.numerics.specification import parse_kernel
 
     return parse_kernel(train, "train"), parse_kernel(infer, "infer")
 
@@ -243,7 +243,7 @@ def test_a_parameter_that_both_kernels_store_alike_has_no_drift() -> None:
     around = Neighbourhood(Fraction(1, 4), tensors, coarse, coarse, torch.device("cpu"))
     assert float(around.plain(node).difference.mag().max()) == 0.0
     specs = _kernels(proofs.numerics("bfloat16"), proofs.numerics("bfloat16"))
-    assert not nearby.both(w.astype(np.float64), Fraction(1, 4), specs, True, "w")[2].hi.any()
+    assert not weight_ball.both(w.astype(np.float64), Fraction(1, 4), specs, True, "w")[2].hi.any()
 
 
 BLOCKS = ("attention", "gelu", "silu", "piecewise")
@@ -278,7 +278,7 @@ def test_runs_on_later_weights_stay_inside(
     records = PAIRS[kernel_pair]
     document = around(proofs.document(graph, *records, sha256, centre, 0.0), rho)
     proof = parse(proofs.dump(document))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
         states = {node.name: value for node, value in propagate(scene)}
     mine = _prover(graph, records, rho).bound(

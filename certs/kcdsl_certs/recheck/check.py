@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,18 +11,90 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
-from kcdsl_certs.recheck.chain_document import CHAIN_SCHEMA, Chain, parse_chain
-from kcdsl_certs.recheck.document import Apart, Case, Ends, Proof, load, proof_of
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.room import check_room
-from kcdsl_certs.recheck.safetensors import Tensor, read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, Chain, parse_chain
+from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof, load, proof_of
+from kcdsl_certs.recheck.graphs.graph import Block
+from kcdsl_certs.recheck.interval.parameters import Tensor, read
 from kcdsl_certs.rejected import Rejected
+
+# Operations that form new numbers: two ends of three boxes (interval), or reference and reach.
+_FORMING = frozenset(
+    (
+        *("linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu"),
+        *("gelu", "softmax", "rms_norm", "layer_norm", "rope"),
+    )
+)
+_BOXES, _FORMS = 6 * 8, 2 * 8
+_LIMIT_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def refuse_larger(proof: Proof) -> None:
+    """Refuse a proof one of whose cases needs more bytes than this machine has.
+
+    Raises:
+        Rejected: "graph/size".
+    """
+    there = available()
+    for case in proof.cases:
+        block = proof.graphs[case.graph]
+        needed = boxes(block) if case.domain == "interval" else forms(block)
+        if needed > there:
+            raise Rejected(
+                "graph/size",
+                f"graph {case.graph[:12]} needs at least {needed / 2**30:.1f} GiB of memory, "
+                f"{there / 2**30:.1f} GiB are there",
+            )
+
+
+def boxes(block: Block) -> int:
+    """Return a lower bound of the bytes of the interval domain, where most nodes live at once."""
+    last = {name: at for at, node in enumerate(block.nodes) for name in node.inputs}
+    ending: dict[int, int] = {}
+    most = now = 0
+    for at, node in enumerate(block.nodes):
+        size = _formed(node.op, node.shape) * _BOXES
+        now += size
+        most = max(most, now)
+        end = last.get(node.name, at)
+        ending[end] = ending.get(end, 0) + size
+        now -= ending.pop(at, 0)
+    return most
+
+
+def forms(block: Block) -> int:
+    """Return a lower bound of the bytes of affine forms, all of which are kept."""
+    return sum(_formed(node.op, node.shape) for node in block.nodes) * _FORMS
+
+
+def available() -> int:
+    """Return how many bytes this process may use at most, as far as can be known."""
+    try:
+        import resource
+    except ImportError:  # not a Unix system
+        return 2**63
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            found.append(limit)
+    try:
+        text = _LIMIT_OF_GROUP.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        text = ""
+    if text.isdigit():
+        found.append(int(text))
+    return min(found)
+
+
+def _formed(op: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) if op in _FORMING else 0
+
 
 _FAINT = 2.0**-500  # more than products of zeros are here, where float64 may underflow
 
 # bound of a case, and (largest T, largest D) of its nodes by name
 Derived = tuple[float, Sizes]
-
 
 _Item = TypeVar("_Item")
 
@@ -81,8 +154,8 @@ def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> Non
         return
     proof = proof_of(record)
     tensors = _tensors(proof, path)
-    check_room(proof)
-    derive = Doubles(proof, tensors).derive
+    refuse_larger(proof)
+    derive = Derivation(proof, tensors).derive
     bounds = []
     for case in _share(proof.cases, part):
         try:
@@ -97,8 +170,8 @@ def _check_chain(chain: Chain, path: Path, part: tuple[int, int], found: _Found)
     tensors = _tensors(chain.last, path)
     refuse_gaps(chain)
     for proof in (chain.inner, chain.last):
-        check_room(proof)
-    inner, last = Doubles(chain.inner, tensors), Doubles(chain.last, tensors)
+        refuse_larger(proof)
+    inner, last = Derivation(chain.inner, tensors), Derivation(chain.last, tensors)
 
     def compared(case: Case, bound: float, sizes: Sizes) -> None:
         found.nodes += len(sizes)

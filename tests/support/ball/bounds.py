@@ -14,14 +14,14 @@ from kcdsl_backends.affine.pair import drift as prove
 from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_certs.recheck.affine import drift as derive
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import Mask, Scene, numeric
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import drift as derive
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import Mask, Scene, numeric
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
@@ -58,7 +58,7 @@ class Setting:
             self.graph, self.train, self.infer, sha256, self.centre, self.radius
         )
         proof = parse(proofs.dump(document))
-        return Doubles(proof, read(path).tensors).scene(proof.cases[0])
+        return Derivation(proof, read(path).tensors).scene(proof.cases[0])
 
 
 def everything(setting: Setting, folder: Path) -> Iterator[Enclosures]:

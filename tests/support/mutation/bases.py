@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs
 from tests.support.caches import dynamic as dynamic_cache
 from tests.support.caches import static as static_cache
@@ -412,7 +412,7 @@ def claimed(document: Document, path: Path) -> Document:
     for record in document["cases"]:
         record["claim"] = "held" if document["claim"] == "held" else (0.0).hex()
     proof = parse(proofs.dump(document))
-    doubles = Doubles(proof, read(path).tensors)
+    doubles = Derivation(proof, read(path).tensors)
     claims = []
     for case, record in zip(proof.cases, document["cases"], strict=True):
         bound, sizes = doubles.derive(replace(case, claim=0.0))  # the least that follows
@@ -463,7 +463,7 @@ def repaired(document: Document, constants: bool) -> Document:
 
 
 def _digest_of(record: Any, otherwise: Any) -> Any:
-    from kcdsl_certs.recheck.block import parse_array
+    from kcdsl_certs.recheck.graphs.graph import parse_array
     from kcdsl_certs.rejected import Rejected
 
     try:

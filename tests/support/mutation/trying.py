@@ -51,9 +51,8 @@ def exceeded(document: Document, path: Path, runs: int = 24, seed: int = 0) -> s
     Every case's claim and witnesses are compared with pairs of runs that the numerics of the
     document admit, on points of its region. The runs follow the record of the graph alone.
     """
-    from kcdsl_certs.recheck.document import parse
-    from kcdsl_certs.recheck.safetensors import read
-    from kcdsl_certs.recheck.weights import Parameters
+    from kcdsl_certs.recheck.documents.document import parse
+    from kcdsl_certs.recheck.interval.parameters import Parameters, read
 
     proof = parse(json.dumps(document).encode())
     tensors = read(path).tensors
@@ -136,7 +135,7 @@ def _moved(tensors: Any, region: Document, trial: int, rng: np.random.Generator)
 
 
 def _digest(tensor: Any) -> str:
-    from kcdsl_certs.recheck.block import array_digest
+    from kcdsl_certs.recheck.graphs.graph import array_digest
 
     return array_digest("float32", tensor.shape, tensor.data)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl_certs.recheck.spec import Format
+from kcdsl_certs.recheck.numerics.formats import Format
 from kcdsl_certs.rejected import Rejected
 
 MOST_TERMS = 4_000_000

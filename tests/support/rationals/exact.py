@@ -12,10 +12,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from kcdsl_certs.recheck import Outcome, recheck
-from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.caching import refuse_uncached
-from kcdsl_certs.recheck.document import Case, Ends, Functional, Proof
-from kcdsl_certs.recheck.safetensors import Tensor
+from kcdsl_certs.recheck.documents.document import Case, Ends, Functional, Proof
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval.parameters import Tensor
+from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import elementwise, linear, moves
 from tests.support.rationals.cells import Cells, Pair, add, ceiling, root, sub
@@ -47,7 +47,7 @@ _OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
 
 def recheck_exactly(proof: bytes, checkpoint: Path) -> Outcome:
     """Check a proof as `recheck` does, with its cases derived in rational arithmetic."""
-    with patch("kcdsl_certs.recheck.check.Doubles", Rational):
+    with patch("kcdsl_certs.recheck.check.Derivation", Rational):
         return recheck(proof, checkpoint)
 
 

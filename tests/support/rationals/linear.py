@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.spec import (
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.numerics.formats import (
     CEILED,
     CODE_LARGEST,
     GRIDS,
@@ -15,8 +15,8 @@ from kcdsl_certs.recheck.spec import (
     NESTED,
     TOP_EXPONENT,
     Format,
-    Kernel,
 )
+from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,

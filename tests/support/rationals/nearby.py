@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl_certs.recheck.spec import (
+from kcdsl_certs.recheck.numerics.formats import (
     CEILED,
     CODE_LARGEST,
     FLOAT32,
@@ -15,8 +15,8 @@ from kcdsl_certs.recheck.spec import (
     TILES,
     TOP_EXPONENT,
     Format,
-    Kernel,
 )
+from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,

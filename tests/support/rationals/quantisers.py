@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from kcdsl_certs.recheck.spec import (
+from kcdsl_certs.recheck.numerics.formats import (
     CEILED,
     CODE_LARGEST,
     FLOAT32,
@@ -19,8 +19,8 @@ from kcdsl_certs.recheck.spec import (
     NESTED,
     TILES,
     TOP_EXPONENT,
-    Kernel,
 )
+from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kcdsl_certs.recheck.block import Array, Block, Node
-from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
+from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
+from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format
+from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import nearby
 from tests.support.rationals.cells import (

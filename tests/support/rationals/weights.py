@@ -7,9 +7,9 @@ import struct
 from collections.abc import Mapping
 from fractions import Fraction
 
-from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
-from kcdsl_certs.recheck.spec import (
+from kcdsl_certs.recheck.graphs.graph import array_digest
+from kcdsl_certs.recheck.interval.parameters import FLOATS, Tensor
+from kcdsl_certs.recheck.numerics.formats import (
     CEILED,
     CODE_LARGEST,
     FLOAT32,
@@ -22,8 +22,8 @@ from kcdsl_certs.recheck.spec import (
     TILES,
     TOP_EXPONENT,
     Format,
-    Kernel,
 )
+from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     Cells,

@@ -30,9 +30,9 @@ from kcdsl_backends.certifier.interfaces import BoundedStage, Interface, StageOu
 from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
 from kcdsl_backends.certifier.tasks import WorkerContext
 from kcdsl_backends.interval.box import Box
-from kcdsl_certs.recheck.block import parse_array, parse_block
-from kcdsl_certs.recheck.joining import refuse_other
-from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.recheck.chain import refuse_other
+from kcdsl_certs.recheck.graphs.graph import parse_array, parse_block
+from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.rejected import Rejected
 from tests.support.chains import chained, small
 from tests.support.small_models import write_contract, write_model

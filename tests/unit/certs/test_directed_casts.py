@@ -15,11 +15,12 @@ import torch
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_certs.recheck import recheck, spec
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.numerics import specification
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
@@ -36,7 +37,7 @@ def claimed(made: Document, path: Path) -> Document:
     """Return the document with just what follows as its claim and witness."""
     proof = parse(proofs.dump(made))
     (case,), (record,) = proof.cases, made["cases"]
-    bound, sizes = Doubles(proof, read(path).tensors).derive(replace(case, claim=0.0))
+    bound, sizes = Derivation(proof, read(path).tensors).derive(replace(case, claim=0.0))
     record["claim"] = made["claim"] = bound.hex()
     record["witness"] = [
         {"node": n, "value": v.hex(), "drift": d.hex()} for n, (v, d) in sizes.items()
@@ -90,8 +91,9 @@ def test_a_checker_that_does_not_know_the_word_rejects(
     tmp_path: Path, casts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, path = proof_of(tmp_path, casts, "interval")
-    known = {word: meaning for word, meaning in spec._CASTS.items() if word not in DIRECTED}
-    monkeypatch.setattr(spec, "_CASTS", known)
+    every = specification._CASTS.items()
+    known = {word: meaning for word, meaning in every if word not in DIRECTED}
+    monkeypatch.setattr(specification, "_CASTS", known)
     for check in (recheck, recheck_exactly):
         outcome = check(proofs.dump(made), path)
         assert (outcome.ok, outcome.reason) == (False, "document/numerics")

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.room import available, boxes, forms
-from kcdsl_certs.recheck.strict import MOST_VALUES
+from kcdsl_certs.recheck.check import available, boxes, forms
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.graphs.reading import MOST_VALUES
 from tests.support import proofs
 from tests.support.mutation.bases import made, repaired
 from tests.support.mutation.changes import record_of
@@ -186,7 +186,7 @@ def test_dimensions_that_are_not_there(
     """An order of two dimensions names these two, each once; 2 is not another word for 0."""
     graph = proofs.Graph((2, 2))
     x = graph.add("input", [], (2, 2))
-    graph.permute(x, dims)
+    graph.add("view", [x], (2, 2), split=[2, 2], order=dims)
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, {"w": np.zeros((1, 1), dtype=np.float32)})
     numerics = proofs.numerics()
@@ -251,13 +251,13 @@ def test_memory_that_is_not_given_is_a_reason(tmp_path: Path) -> None:
 def test_the_estimate_lies_below_what_is_used(good: tuple[Document, Path]) -> None:
     """Nothing that fits may be refused: each count is at most what the arrays of a check take."""
     from kcdsl_certs.recheck.affine.form import Form
-    from kcdsl_certs.recheck.affine.kernel import walk
-    from kcdsl_certs.recheck.inexact import Doubles
-    from kcdsl_certs.recheck.safetensors import read
+    from kcdsl_certs.recheck.derivation.affine import walk
+    from kcdsl_certs.recheck.derivation.derivation import Derivation
+    from kcdsl_certs.recheck.interval.parameters import read
 
     proof = parse(proofs.dump(good[0]))
     block = proof.graphs[proof.cases[0].graph]
-    scene = Doubles(proof, read(good[1]).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(good[1]).tensors).scene(proof.cases[0])
     found = walk(scene, scene.train).forms.values()
     held = sum(f.reference.nbytes + f.reach.nbytes for f in found if isinstance(f, Form))
     assert 0 < forms(block) <= held

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import kernels, proofs
 from tests.support.affine_rules import ODDLY, straight_oddly
 
@@ -56,7 +56,7 @@ def post_norm(rng: np.random.Generator, rows: int = 4, heads: int = 2, size: int
 def claimed(document: Document, path: Path) -> Document:
     """Return the document with the claims and witnesses that follow."""
     proof = parse(proofs.dump(document))
-    doubles = Doubles(proof, read(path).tensors)
+    doubles = Derivation(proof, read(path).tensors)
     document = copy.deepcopy(document)
     claims = []
     for case, record in zip(proof.cases, document["cases"], strict=True):
@@ -325,7 +325,7 @@ def test_any_graph_is_bounded(tmp_path: Path, radius: float, name: str) -> None:
     made, path = document(tmp_path, graph, radius, spread=0.5)
     made["numerics"] = {"train": record, "infer": record}
     proof = parse(proofs.dump(made))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     centre = scene.centre
     assert centre is not None
     found = walk(scene, scene.train)
@@ -355,7 +355,7 @@ def test_operands_that_only_look_straight(tmp_path: Path, kind: str) -> None:
     made, path = document(tmp_path, graph, radius, spread=0.1)
     made["numerics"] = {"train": record, "infer": record}
     proof = parse(proofs.dump(made))
-    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
     assert scene.centre is not None
     found = walk(scene, scene.train)
     form = found.forms[graph.output]

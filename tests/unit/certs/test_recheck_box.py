@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import cells
 

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.strict import canonical
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.graphs.reading import canonical
+from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.exact import recheck_exactly
 
@@ -46,7 +46,7 @@ INFLATION = 1 + 2.0**-30
 def claimed(document: Document, path: Path) -> Document:
     """Return the document with the claims and witnesses that follow, inflated."""
     proof = parse(proofs.dump(document))
-    doubles = Doubles(proof, read(path).tensors)
+    doubles = Derivation(proof, read(path).tensors)
     document = copy.deepcopy(document)
     largest = 0.0
     for case, record in zip(proof.cases, document["cases"], strict=True):

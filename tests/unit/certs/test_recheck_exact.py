@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rules.state import numeric
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.state import numeric
 from tests.support.rationals.exact import Rational, recheck_exactly
 
 
@@ -239,7 +239,7 @@ def test_doubles_enclose_rationals_closely(
     tensors = read(path).tensors
     exact = Rational(proof, tensors).states(proof.cases[0])
     with np.errstate(all="ignore"):
-        scene = Doubles(proof, tensors).scene(proof.cases[0])
+        scene = Derivation(proof, tensors).scene(proof.cases[0])
         states = {n.name: numeric(v) for n, v in propagate(scene)}
     assert set(states) == set(exact)
     stepped = any(

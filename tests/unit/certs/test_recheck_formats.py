@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl_certs.recheck.formats import nearest, saturated
-from kcdsl_certs.recheck.spec import FORMATS
+from kcdsl_certs.recheck.numerics.formats import FORMATS, nearest, saturated
 from tests.support.rationals import cells
 
 DTYPES: dict[str, Any] = {

@@ -16,10 +16,11 @@ from kcdsl_backends.affine import outgoing
 from kcdsl_backends.affine.adjoint import Adjoint as Functionals
 from kcdsl_backends.affine.tape import Tape as Pages
 from kcdsl_backends.interval.box import Box as Boxes
-from kcdsl_certs.recheck.affine import drifting, handing
+from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.tape import Tape
-from kcdsl_certs.recheck.box import Box
+from kcdsl_certs.recheck.derivation import output
+from kcdsl_certs.recheck.interval.box import Box
 
 
 class Walk:
@@ -62,13 +63,13 @@ def test_what_is_around_a_box_holds_its_corners(seed: int) -> None:
 
 
 def drifting_box(reach: np.ndarray) -> np.ndarray:
-    return np.asarray(handing._around_box(reach))
+    return np.asarray(output._around_box(reach))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_ball_is_as_long_as_the_diagonal(seed: int) -> None:
     radius = rows(seed)
-    shape = drifting.ball(radius)
+    shape = curves.ball(radius)
     length = sum((Fraction(r) ** 2 for r in radius), Fraction(0))
     for k in range(len(radius)):
         unit = [Fraction(int(i == k)) for i in range(len(radius))]
@@ -79,7 +80,7 @@ def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> li
     """Return the symbols that both programs make of a drift."""
     first, second = Tape(np.zeros((1, len(half)))), Pages(torch.zeros(1, len(half)))
     walk: Any = Walk(first)
-    place = drifting.symbol(walk, (middle, shapes), box, half, reference)
+    place = curves.symbol(walk, (middle, shapes), box, half, reference)
     run: Any = Walk(second)
     tensors = (torch.tensor(x) for x in (middle, shapes, box, half, reference))
     centre, around, mid, own, ref = tensors
@@ -158,7 +159,7 @@ def test_what_is_handed_on_holds_the_box_of_what_is_known_of_the_drift(seed: int
     pair: Any = SimpleNamespace(
         shape=(2, 4), apart=Box(low, high), train=None, infer=None, t=t, i=i
     )
-    found = handing.handed(pair)
+    found = output.handed(pair)
     assert found is not None
     ends = [SimpleNamespace(reach=torch.tensor(reach), ellipsoids={}) for reach in reaches]
     known = Boxes(torch.tensor(low), torch.tensor(high))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kcdsl_certs.recheck.block import Block
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.joining import joined, refuse_other
+from kcdsl_certs.recheck.chain import joined, refuse_other
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.graphs.graph import Block
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 

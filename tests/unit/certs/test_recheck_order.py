@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.affine import order
+from kcdsl_certs.recheck.derivation import output
 from tests.support import proofs
 
 Floats = np.ndarray
@@ -65,7 +65,7 @@ def test_what_moves_together_keeps_its_order(tmp_path: Path) -> None:
 
 
 def test_it_is_pairs_that_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "_MOST", 0)
+    monkeypatch.setattr(output, "_MOST", 0)
     assert outcome(tmp_path, common(), ONES, radius=2.0**-5) == "claim/too-small"
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kcdsl_certs.recheck import planes, recheck
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.planes import rows
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation.linear_bounds import derive
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.linear_bounds import context
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import straight_oddly
@@ -164,12 +165,12 @@ def test_the_walk_itself_refuses_what_planes_do_not_know(
 ) -> None:
     """Whoever asks it beside the parser gets no bound either."""
     proof = parse(proofs.dump(base[0]))
-    scene = Doubles(proof, read(base[1]).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(base[1]).tensors).scene(proof.cases[0])
     assert scene.centre is not None
     zero = np.zeros(scene.centre.shape)
     more: dict[str, Any] = {"drift": Box(zero, zero), "rho": Fraction(1, 1000)}
     with pytest.raises(Rejected, match="document/domain"):
-        planes.derive(replace(scene, **{what: more[what]}))
+        derive(replace(scene, **{what: more[what]}))
 
 
 @pytest.mark.parametrize("name", [FEED, "decoder, planes", "encoder, affine and planes, box"])
@@ -179,12 +180,12 @@ def test_functionals_made_a_few_at_a_time_say_the_same(
     """Rows wider than 256 are bounded part by part."""
     document, path, _ = made(name, tmp_path)
     proof = parse(proofs.dump(document))
-    doubles, case = Doubles(proof, read(path).tensors), proof.cases[0]
+    doubles, case = Derivation(proof, read(path).tensors), proof.cases[0]
     found = []
-    for numbers in (rows._NUMBERS, 1):
-        monkeypatch.setattr(rows, "_NUMBERS", numbers)
+    for numbers in (context._NUMBERS, 1):
+        monkeypatch.setattr(context, "_NUMBERS", numbers)
         with np.errstate(all="ignore"):
-            found.append(planes.derive(doubles.scene(case), case.planes))
+            found.append(derive(doubles.scene(case), case.planes))
     at_once, apart = (one.output.d for one in found)
     narrow = 2.0**-40 * (at_once.hi - at_once.lo)
     assert (np.abs(apart.lo - at_once.lo) <= narrow).all()
@@ -215,6 +216,6 @@ def test_products_that_broadcast_have_no_planes(op: str, tmp_path: Path) -> None
 
 def test_links_of_chains_refuse_planes(base: tuple[Document, Path]) -> None:
     proof = parse(proofs.dump(base[0]))
-    doubles = Doubles(proof, read(base[1]).tensors)
+    doubles = Derivation(proof, read(base[1]).tensors)
     with pytest.raises(Rejected, match="document/domain"):
         doubles.link(proof.cases[0])

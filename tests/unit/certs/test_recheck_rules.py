@@ -11,13 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpmath import mp, mpf
 
-from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.block import Block, Node
-from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.rules import attention, elementwise, linear, norms
-from kcdsl_certs.recheck.rules.state import Mask, Scene, State, gamma, reduce, stored
-from kcdsl_certs.recheck.spec import FLOAT32, FLOAT64, FORMATS, Kernel, parse_kernel
-from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.recheck.graphs.graph import Block, Node
+from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.interval import box, sums
+from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.interval.state import Mask, Scene, State, gamma, reduce, stored
+from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from kcdsl_certs.recheck.ops.attention import context, probabilities, rope
+from kcdsl_certs.recheck.ops.attention.softmax import softmax_interval
+from kcdsl_certs.recheck.ops.elementwise import functions, pointwise
+from kcdsl_certs.recheck.ops.linear import quantised_inputs
+from kcdsl_certs.recheck.ops.norms import norms
 from kcdsl_certs.rejected import Rejected
 
 mp.dps = 60
@@ -86,9 +92,9 @@ def test_softmax_range_drift_and_variation(spread: float, radius: float, move: f
         centre = rng.standard_normal((1, n)) * spread
         scores, drift = around(centre, radius), around(rng.standard_normal((1, n)) * move, move / 2)
         allowed = np.ones((1, n), dtype=bool)
-        p = attention.probabilities(scores, allowed)
-        moved = attention.probability_drift(p, drift, allowed)
-        variation = float(attention._variation(moved, drift, allowed)[0, 0])
+        p = probabilities.probabilities(scores, allowed)
+        moved = probabilities.probability_drift(p, drift, allowed)
+        variation = float(probabilities.total_variation(moved, drift, allowed)[0, 0])
         for b in (p, moved):
             box.checked(b, "it")
         assert p.lo.min() >= 0
@@ -107,11 +113,11 @@ def test_softmax_range_drift_and_variation(spread: float, radius: float, move: f
 def test_softmax_leaves_masked_columns_out() -> None:
     scores = around(np.array([[0.0, 50.0, 1.0], [9.0, 2.0, 3.0]]), 0.1)
     allowed = np.array([[True, False, True], [False, True, False]])
-    p = attention.probabilities(scores, allowed)
+    p = probabilities.probabilities(scores, allowed)
     assert p.hi[0, 1] == 0
     assert p.hi[0, 0] < 0.4
     assert (p.lo[1], p.hi[1]) == (pytest.approx([0, 1, 0]), pytest.approx([0, 1, 0]))
-    moved = attention.probability_drift(p, around(np.ones((2, 3)), 0.5), allowed)
+    moved = probabilities.probability_drift(p, around(np.ones((2, 3)), 0.5), allowed)
     assert not moved.lo[1].any()
     assert not moved.hi[1].any()
     assert moved.hi[0, 1] == 0
@@ -119,10 +125,10 @@ def test_softmax_leaves_masked_columns_out() -> None:
 
 def test_small_probabilities_and_drifts_keep_their_digits() -> None:
     scores = box.exact(np.array([[0.0, -60.0]]))
-    p = attention.probabilities(scores, np.ones((1, 2), dtype=bool))
+    p = probabilities.probabilities(scores, np.ones((1, 2), dtype=bool))
     assert 0.99e-26 < p.lo[0, 1] / 0.875651 <= p.hi[0, 1] / 0.875651 < 1.01e-26
     drift = Box(np.full((1, 2), -1e-12), np.full((1, 2), 1e-12))
-    moved = attention.probability_drift(p, drift, np.ones((1, 2), dtype=bool))
+    moved = probabilities.probability_drift(p, drift, np.ones((1, 2), dtype=bool))
     assert moved.hi[0, 1] < 3e-38
 
 
@@ -130,20 +136,20 @@ def test_a_fused_row_sum_of_rounded_probabilities_may_lose_small_columns() -> No
     # 512 columns of e^-7 < 2^-10 each round to zero in fp8_e4m3, and were a third of the sum
     scores = box.exact(np.concatenate([[0.0], np.full(511, -7.0)])[None])
     allowed = np.ones((1, 512), dtype=bool)
-    p = attention.probabilities(scores, allowed)
+    p = probabilities.probabilities(scores, allowed)
     fused = kernel("float16", style="fused", probabilities="fp8_e4m3", scores="float32", tile=512)
-    rounding = attention.softmax_rounding(fused, scores, p.hi, allowed)
+    rounding = probabilities.softmax_rounding(fused, scores, p.hi, allowed)
     assert 1 - p.lo[0, 0] <= rounding[0, 0]
 
 
 FUNCTIONS = [
-    (elementwise.GELU, lambda x: x * mp.ncdf(x), lambda x: mp.ncdf(x) + x * mp.npdf(x)),
+    (functions.GELU, lambda x: x * mp.ncdf(x), lambda x: mp.ncdf(x) + x * mp.npdf(x)),
     (
-        elementwise.SILU,
+        functions.SILU,
         lambda x: x / (1 + mp.exp(-x)),
         lambda x: 1 / (1 + mp.exp(-x)) + x * mp.exp(-x) / (1 + mp.exp(-x)) ** 2,
     ),
-    (elementwise.TANH, mp.tanh, lambda x: mp.sech(x) ** 2),
+    (functions.TANH, mp.tanh, lambda x: mp.sech(x) ** 2),
 ]
 
 
@@ -156,7 +162,7 @@ def test_activations(function: Any, value: Any, slope: Any) -> None:
     )
     for radius in (0.0, 1e-9, 0.1, 4.0):
         x = around(centres, radius)
-        y, dy = elementwise.image(function, x), elementwise.slopes(function, x)
+        y, dy = functions.image(function, x), functions.slopes(function, x)
         for at in range(len(centres)):
             inside = [t for t in turns if x.lo[at] <= t <= x.hi[at]]
             samples = [x.lo[at], x.hi[at], *rng.uniform(x.lo[at], x.hi[at], 5), *inside]
@@ -220,10 +226,10 @@ def test_an_eps_beyond_float32_is_refused(centred: bool) -> None:
 def test_a_block_maximum_in_a_box_may_be_small() -> None:
     # x = (0, 0.99): amax 0.99, scale 2^-9, 0.99/2^-9 = 506.9 saturates at 448: 0.875, off by 0.115
     x = Box(np.array([[0.0, 0.99]]), np.array([[2.0, 0.99]]))
-    q = linear.quantisation(kernel(activations=("fp8_e4m3", "mx")), x)
+    q = quantised_inputs.quantisation(kernel(activations=("fp8_e4m3", "mx")), x)
     assert q[0, 1] >= 0.115
     point = box.exact(np.array([[2.0, 0.99]]))
-    assert linear.quantisation(kernel(activations=("fp8_e4m3", "mx")), point)[0, 1] < 0.07
+    assert quantised_inputs.quantisation(kernel(activations=("fp8_e4m3", "mx")), point)[0, 1] < 0.07
 
 
 @given(
@@ -238,7 +244,7 @@ def test_mx_quantisation_of_points_in_a_box(
 
     full = np.array([centre], dtype=np.float32).astype(np.float64)
     x = Box(np.minimum(full, 0.0), np.maximum(full, 0.0))
-    q = linear.quantisation(kernel(activations=(kind, "mx")), x)
+    q = quantised_inputs.quantisation(kernel(activations=(kind, "mx")), x)
     values = (full * np.array(shrink)[: full.shape[1]]).astype(np.float32)
     dtype = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}[kind]
     largest, exponent = {"fp8_e4m3": (448, 8), "fp8_e5m2": (57344, 15)}[kind]
@@ -255,17 +261,17 @@ def test_mx_quantisation_of_points_in_a_box(
 def test_unscaled_activations_may_overflow() -> None:
     x = box.exact(np.array([[449.0]]))
     with pytest.raises(Rejected, match="bound/overflow"):
-        linear.quantisation(kernel(activations=("fp8_e4m3", "none")), x)
+        quantised_inputs.quantisation(kernel(activations=("fp8_e4m3", "none")), x)
 
 
 def test_partial_sums_may_overflow_the_accumulator() -> None:
     half = kernel("float16", accumulate="float16")
     one = np.ones(1)
-    assert linear.accumulated(half, np.array([60000.0]), one, 3, 2) > 0
+    assert sums.accumulated(half, np.array([60000.0]), one, 3, 2) > 0
     with pytest.raises(Rejected, match="partial sum"):
-        linear.accumulated(half, np.array([65500.0]), one, 3, 2)
+        sums.accumulated(half, np.array([65500.0]), one, 3, 2)
     with pytest.raises(Rejected, match="bound/not-finite"):
-        linear.accumulated(half, one, one, 2046, 2)
+        sums.accumulated(half, one, one, 2046, 2)
 
 
 def test_gamma() -> None:
@@ -350,10 +356,10 @@ def test_relu_of_a_drift_that_may_be_cut_off() -> None:
     # both ends below zero: no drift; training below and inference above: part of it
     t, d = Box(np.array([-1.0]), np.array([1.0])), box.exact(np.array([0.5]))
     state = reduce(t, box.add(t, d), d)
-    found = elementwise.relu(scene(kernel(), kernel()), node("relu", (1,)), [state])
+    found = pointwise.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [state])
     assert (found.d.lo[0], found.d.hi[0]) == (0.0, 0.5)
     moved = State(box.neg(state.t), box.neg(state.i), box.neg(state.d))
-    found = elementwise.relu(scene(kernel(), kernel()), node("relu", (1,)), [moved])
+    found = pointwise.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [moved])
     assert (found.d.lo[0], found.d.hi[0]) == (-0.5, 0.0)
 
 
@@ -368,7 +374,7 @@ def test_rope_tables_that_differ() -> None:
         (other, same, [3 * 0.25, 5 * -0.125]),
         (same, other, [-5 * 0.25, 3 * -0.125]),
     ):
-        found = elementwise.rope(where, node("rope", (1, 2)), [point, cos, sin])
+        found = rope.rope_interval(where, node("rope", (1, 2)), [point, cos, sin])
         np.testing.assert_allclose(found.d.lo[0], drift, atol=1e-5)
         np.testing.assert_allclose(found.d.hi[0], drift, atol=1e-5)
         assert (found.d.lo[0] <= drift).all()
@@ -378,8 +384,8 @@ def test_rope_tables_that_differ() -> None:
 def test_softmax_rounding_covers_the_argument_of_exp() -> None:
     scores = box.exact(np.array([[0.0, -60.0]]))
     allowed = np.ones((1, 2), dtype=bool)
-    p = attention.probabilities(scores, allowed)
-    found = attention.softmax_rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
+    p = probabilities.probabilities(scores, allowed)
+    found = probabilities.softmax_rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
     u = mpf(2) ** -24
     off = mp.exp(mpf(-60) * (1 - u)) * (1 + 4 * u) - mp.exp(mpf(-60))
     assert off * (1 - mpf(10) ** -10) <= found[0, 1] < 10 * off
@@ -389,8 +395,8 @@ def test_softmax_rounding_covers_long_sums() -> None:
     n, u = 2000, mpf(2) ** -24
     scores = box.exact(np.zeros((1, n)))
     allowed = np.ones((1, n), dtype=bool)
-    p = attention.probabilities(scores, allowed)
-    found = attention.softmax_rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
+    p = probabilities.probabilities(scores, allowed)
+    found = probabilities.softmax_rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
     total = mpf(0)
     for _ in range(n):
         total = (total + 1) * (1 + u)
@@ -431,7 +437,7 @@ def test_norm_weights_that_differ() -> None:
     inputs: list[Any] = [point, weight, bias]
     attrs = {"eps": (0.0).hex()}
     where = scene(kernel(), kernel())
-    found = norms.layer_norm(where, node("layer_norm", (1, 2), attrs), inputs)
+    found = norms.layer_norm_interval(where, node("layer_norm", (1, 2), attrs), inputs)
     np.testing.assert_allclose(found.d.lo[0], [0.5, 0.25], atol=1e-4)
     np.testing.assert_allclose(found.d.hi[0], [0.5, 0.25], atol=1e-4)
     assert found.d.lo[0, 0] <= 0.5 <= found.d.hi[0, 0]
@@ -448,8 +454,8 @@ def test_the_context_of_moved_probabilities() -> None:
     v_d = around(rng.standard_normal((1, 3, 2)) * 0.1, 0.01)
     v = reduce(v_t, box.add(v_t, v_d), v_d)
     where = scene(kernel("float64", accumulate="float64"), kernel("float64", accumulate="float64"))
-    p = attention.softmax(where, node("softmax", (1, 2, 3)), [state, Mask(allowed)])
-    found = attention.context(where, node("matmul", (1, 2, 2)), p, v)
+    p = softmax_interval(where, node("softmax", (1, 2, 3)), [state, Mask(allowed)])
+    found = context.context_interval(where, node("matmul", (1, 2, 2)), p, v)
     for _ in range(300):
         a, b = corner(rng, state.t), corner(rng, d)
         w, m = corner(rng, v.t), corner(rng, v_d)
@@ -470,7 +476,7 @@ def test_the_context_of_moved_probabilities() -> None:
 def test_probabilities_move_most_between_the_ends() -> None:
     p = Box(np.full((1, 2), 0.1), np.full((1, 2), 0.9))
     drift = box.exact(np.array([[1.0, 0.0]]))  # t = 1 and -1
-    moved = attention.probability_drift(p, drift, np.ones((1, 2), dtype=bool))
+    moved = probabilities.probability_drift(p, drift, np.ones((1, 2), dtype=bool))
     best = 1 / (1 + mp.exp(mpf(1) / 2))
     gain = best * (1 - best) * mp.expm1(1) / (1 + best * mp.expm1(1))
     for found in (moved.hi[0, 0], -moved.lo[0, 1]):
@@ -479,7 +485,7 @@ def test_probabilities_move_most_between_the_ends() -> None:
 
 def test_probabilities_that_only_fall_or_rise() -> None:
     p = Box(np.full((1, 2), 0.1), np.full((1, 2), 0.2))
-    moved = attention.probability_drift(
+    moved = probabilities.probability_drift(
         p, box.exact(np.array([[1.0, 0.0]])), np.ones((1, 2), dtype=bool)
     )
     k = mp.expm1(-1)
@@ -489,7 +495,7 @@ def test_probabilities_that_only_fall_or_rise() -> None:
 
 def test_the_context_carries_the_rounding_of_probabilities() -> None:
     ones = box.exact(np.ones((1, 1)))
-    found = attention._context_error(kernel(), ones, np.full((1, 1), 0.1), ones, ones)
+    found = context._context_error(kernel(), ones, np.full((1, 1), 0.1), ones, ones)
     assert 0.1 <= found[0, 0] < 0.1001
 
 

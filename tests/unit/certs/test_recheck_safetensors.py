@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from kcdsl_certs.recheck.safetensors import parse, read
+from kcdsl_certs.recheck.interval.parameters import parse, read
 from kcdsl_certs.rejected import Rejected
 
 

@@ -12,10 +12,10 @@ import torch
 
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
-from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.safetensors import Tensor
-from kcdsl_certs.recheck.spec import Kernel, parse_kernel
-from kcdsl_certs.recheck.weights import Parameters, as_float32
+from kcdsl_certs.recheck.graphs.graph import array_digest
+from kcdsl_certs.recheck.interval.parameters import Parameters, Tensor, as_float32
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.weights import RationalParameters
 

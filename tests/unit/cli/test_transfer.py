@@ -239,8 +239,8 @@ def test_other_tensors_are_refused(cli: Any, folder: Path) -> None:
 
 
 def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> None:
-    from kcdsl_certs.recheck.norms import moved, same_tensors
-    from kcdsl_certs.recheck.safetensors import read
+    from kcdsl_certs.recheck.interval.parameters import read
+    from kcdsl_certs.recheck.interval.weight_ball import moved, same_tensors
     from kcdsl_certs.rejected import Rejected
 
     def tensors(name: str, w: torch.Tensor) -> Any:
@@ -298,8 +298,8 @@ def test_weights_that_change_meanwhile_are_refused(
 def test_the_edge_of_the_region_is_exact() -> None:
     """One step of a double below what an element moved by is too small a region, one above is not:
     also where the product of both would round up to the distance."""
-    from kcdsl_certs.recheck.norms import moved
-    from kcdsl_certs.recheck.safetensors import Tensor as Stored
+    from kcdsl_certs.recheck.interval.parameters import Tensor as Stored
+    from kcdsl_certs.recheck.interval.weight_ball import moved
 
     def stored(values: Any) -> Mapping[str, Stored]:
         return {"w": Stored("F32", values.shape, memoryview(values.tobytes()))}

@@ -20,15 +20,15 @@ from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_certs.recheck import box as other_box
-from kcdsl_certs.recheck.affine.kernel import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.formats import cut
-from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.rules import state as other
-from kcdsl_certs.recheck.safetensors import read
-from kcdsl_certs.recheck.spec import FORMATS as OTHER
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval import box as other_box
+from kcdsl_certs.recheck.interval import state as other
+from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.numerics.formats import FORMATS as OTHER
+from kcdsl_certs.recheck.numerics.formats import cut
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.prover import block, numerics, parameters
@@ -204,7 +204,7 @@ def test_what_may_be_infinite_before_it_is_cut_off_has_no_bound(tmp_path: Path) 
     for radius, held in ((most / 2, True), (most, False)):
         spread = torch.full((1, 1), radius, dtype=torch.float64)
         document = proofs.document(graph, record, record, sha256, half, radius)
-        scene = Doubles(parse(proofs.dump(document)), read(path).tensors)
+        scene = Derivation(parse(proofs.dump(document)), read(path).tensors)
         case = parse(proofs.dump(document)).cases[0]
         if held:
             write(block(graph), wide, torch.from_numpy(half), spread, 0.0)

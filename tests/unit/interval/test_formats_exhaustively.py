@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kcdsl.model.formats import FORMATS
-from kcdsl_certs.recheck.formats import nearest as other_nearest
-from kcdsl_certs.recheck.formats import saturated
-from kcdsl_certs.recheck.spec import FORMATS as OTHER
+from kcdsl_certs.recheck.numerics.formats import FORMATS as OTHER
+from kcdsl_certs.recheck.numerics.formats import nearest as other_nearest
+from kcdsl_certs.recheck.numerics.formats import saturated
 
 DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -13,8 +13,8 @@ from kcdsl.model.numerics import Unit
 from kcdsl.model.presets import TENSOR_CORES, resolve
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import accumulation_error, summation_error
-from kcdsl_certs.recheck.rules import linear as second
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.interval import sums as second
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 
 FP8 = {"format": "fp8_e4m3", "scale": "none"}
 UNITS = ["hopper_fp8", "hopper_fp8_promoted", "ada_fp8", "blackwell_fp8"]
@@ -83,7 +83,7 @@ def bounds(name: str, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     )
     first = summation_error(a_size, b_size, terms, value, Rounding(spec), quantised=True)
     kernel = parse_kernel(spec.to_json(), "infer")
-    other = second.summed(kernel, (left, right), (total, result), dynamic=True)
+    other = second.rounding_of_sums(kernel, (left, right), (total, result), dynamic=True)
     return float(first.max()), float(other.max())
 
 

@@ -14,8 +14,8 @@ from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.sequences import FixedLength, row_axes
 from kcdsl_backends.planes.propagate import walk
-from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.sequences import KEY, ROW, marks_of
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.graphs.any_length import KEY, ROW, marks_of
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs, prover, sequences
 from tests.support.sequences import WIDTH, rows_of, scored

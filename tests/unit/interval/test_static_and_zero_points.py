@@ -21,10 +21,10 @@ from kcdsl_backends.interval.quantisers import codes, quantised_hull, staircase
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import activation_error, summation_error
 from kcdsl_backends.interval.scales import quantiser
-from kcdsl_certs.recheck import staircase as checked
-from kcdsl_certs.recheck.box import Box as CheckedBox
-from kcdsl_certs.recheck.rules.linear import quantisation
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.interval import quantisers as checked
+from kcdsl_certs.recheck.interval.box import Box as CheckedBox
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import numerics

@@ -21,7 +21,7 @@ from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.caches import CACHES, dynamic, static, with_caches

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kcdsl_certs.recheck.box import Bools, Floats
-from kcdsl_certs.recheck.view import View
+from kcdsl_certs.recheck.graphs.view import View
+from kcdsl_certs.recheck.interval.box import Bools, Floats
 
 
 @dataclass(frozen=True, slots=True)

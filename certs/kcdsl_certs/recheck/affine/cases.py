@@ -7,19 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
-from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.formats import cut, nearest
-from kcdsl_certs.recheck.rules.state import gamma
-from kcdsl_certs.recheck.spec import Format
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, Bools, Box, Floats
+from kcdsl_certs.recheck.interval.state import gamma
+from kcdsl_certs.recheck.numerics.formats import Format, cut, nearest
 
 SCORES = 4  # of a row
 _CHOICES = 8  # of a row, scores and probabilities together
 _NUMBERS = 2**22  # of all cases of a tensor
 _PRODUCTS = 2**22  # of a batch of functionals in all cases
 _MORE = 1 + 2.0**-40
-_FAINT = 2.0**-900
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class Cases:
             most[part] = largest.max(axis=-1).sum(axis=0)
             least[part] = smallest.min(axis=-1).sum(axis=0)
         size = np.maximum(np.abs(lo), np.abs(hi)).max(axis=1)
-        rounding = 2.0**-42 * (np.abs(alpha) * size[:, None]).sum(axis=(0, 2)) + _FAINT
+        rounding = 2.0**-42 * (np.abs(alpha) * size[:, None]).sum(axis=(0, 2)) + TINY
         return least - rounding, most + rounding
 
     def _blocks(self, values: Floats) -> Floats:
@@ -147,7 +145,7 @@ def product(ends: Ends, v: Box, error: Floats) -> Cases:
     size = np.abs(middle) + half
     inexact = gamma(v.shape[-2] + 8, 2.0**-53)
     wide = half @ np.abs(centre) + size @ own + inexact * (size @ (np.abs(centre) + own))
-    wide = (wide + error) * _MORE + _FAINT
+    wide = (wide + error) * _MORE + TINY
     found = middle @ centre
     return Cases(box.add_down(found, -wide), box.add_up(found, wide), error.shape[-1])
 

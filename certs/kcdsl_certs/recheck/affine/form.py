@@ -1,26 +1,45 @@
-"""What is known of a node in one kernel, and where the walk stands."""
+"""The affine form of a node in one kernel, and the walk that makes it.
+
+A proof may name the reverse passes it was made with. They are hints: any pass may be made and any
+left out. Without hints all are made.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Ends
-from kcdsl_certs.recheck.affine.passes import Passes
-from kcdsl_certs.recheck.affine.tape import FAINT, Apart, Entry, Tape
-from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.document import Pass
-from kcdsl_certs.recheck.rules.state import Mask, Scene, gamma
-from kcdsl_certs.recheck.spec import Format, Kernel
-from kcdsl_certs.recheck.versions import SUMMED, twice
+from kcdsl_certs.recheck.affine.tape import Apart, Entry, Tape
+from kcdsl_certs.recheck.documents.document import Pass
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
+from kcdsl_certs.recheck.interval.state import SUMMED, Mask, Scene, gamma, twice
+from kcdsl_certs.recheck.numerics.formats import Format
+from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 
-UNIT = 2.0**-53
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Rows by pass; None where a proof names none."""
+
+    rows: Mapping[Pass, tuple[int, ...]] | None
+
+    def of(self, named: Pass, shape: tuple[int, ...]) -> Bools:
+        """Return for which rows of a node of this shape a pass is to be made, [..., 1]."""
+        if self.rows is None:
+            return np.ones((*shape[:-1], 1), dtype=np.bool_)
+        chosen = np.zeros((*shape[:-1], 1), dtype=np.bool_)
+        runs = self.rows.get(named, ())
+        for start, stop in zip(runs[::2], runs[1::2], strict=True):
+            chosen.reshape(-1)[start:stop] = True
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +175,9 @@ class Walk:
             return alias
         if any(alias == node.name for node in self.scene.block.nodes):
             raise Rejected("graph/field", "a node has the name of a reading of another")
-        form, version = numeric(self.forms[name]), self.versions[name]
+        form, version = form_of(self.forms[name]), self.versions[name]
         operands = () if form.place is None else ((form.place, _whole),)
-        reach, own = raised(form.reach + version.own), raised(version.own) + FAINT
+        reach, own = raised(form.reach + version.own), raised(version.own) + TINY
         place = self.tape.add(Entry(reach, operands, own, apart=version.apart))
         self.forms[alias] = replace(form, reach=reach, place=place, uncast=None, balance=None)
         self.named[alias] = name
@@ -169,7 +188,7 @@ class Walk:
 
         Where nothing is cut off all passes go down to the input.
         """
-        shape, name = numeric(self.forms[name]).shape, self.named.get(name, name)
+        shape, name = form_of(self.forms[name]).shape, self.named.get(name, name)
         cut, whole = (Pass(node.name, name, kind, stop) for stop in ("cut", "input"))
         if floor:
             return self.passes.of(cut, shape)
@@ -185,17 +204,12 @@ def _whole(adjoint: Adjoint) -> Adjoint:
     return adjoint
 
 
-def raised(values: Floats) -> Floats:
-    """Return an upper bound of a short sum of products of non-negative numbers."""
-    return np.asarray(values * (1 + 2.0**-40))
-
-
-def product_up(a: Floats, b: Floats) -> Floats:
+def product_raised(a: Floats, b: Floats) -> Floats:
     """Return an upper bound of a @ b for non-negative a and b, up to float64 underflow."""
-    return np.asarray((a @ b) * (1 + 4 * gamma(a.shape[-1] + 8, UNIT)) + FAINT)
+    return np.asarray((a @ b) * (1 + 4 * gamma(a.shape[-1] + 8, UNIT)) + TINY)
 
 
-def numeric(value: Operand) -> Form:
+def form_of(value: Operand) -> Form:
     """Return the form of an operand.
 
     Raises:
@@ -206,6 +220,6 @@ def numeric(value: Operand) -> Form:
     return value
 
 
-def known(reference: Floats) -> Form:
+def known_form(reference: Floats) -> Form:
     """Return the form of numbers that are known."""
     return Form(reference, np.zeros(reference.shape), None)

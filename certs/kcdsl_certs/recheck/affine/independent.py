@@ -9,10 +9,9 @@ from fractions import Fraction
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.box import Floats
-from kcdsl_certs.recheck.matrix_units import unit_of
-from kcdsl_certs.recheck.rules.linear import flushed
-from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.recheck.interval.box import Floats
+from kcdsl_certs.recheck.interval.sums import flushed, unit_of
+from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 
 _REMEMBERED = 16  # elements of an entry that may be counted in the worst case

@@ -6,31 +6,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
-from kcdsl_certs.recheck.affine.form import Form, Steps, Uncast, Version, Walk, raised
+from kcdsl_certs.recheck.affine.curves import Remainder
+from kcdsl_certs.recheck.affine.form import Form, Steps, Uncast, Version, Walk
 from kcdsl_certs.recheck.affine.independent import Split, only_sure
-from kcdsl_certs.recheck.affine.lengths import length
-from kcdsl_certs.recheck.affine.reaches import room, rows
-from kcdsl_certs.recheck.affine.remainder import Remainder
-from kcdsl_certs.recheck.affine.tape import (
-    FAINT,
-    Apart,
-    Averaged,
-    Curve,
-    Entry,
-    Pull,
-    Share,
-    Shared,
-)
-from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Bools, Floats
-from kcdsl_certs.recheck.document import Pass
-from kcdsl_certs.recheck.formats import cut, stepped
-from kcdsl_certs.recheck.spec import FLOAT32, Format
-from kcdsl_certs.recheck.versions import SUMMED
+from kcdsl_certs.recheck.affine.reverse_passes import length, room, rows
+from kcdsl_certs.recheck.affine.tape import Apart, Averaged, Curve, Entry, Pull, Share, Shared
+from kcdsl_certs.recheck.documents.document import Pass
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, Bools, Floats, raised
+from kcdsl_certs.recheck.interval.state import SUMMED
+from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format, cut
+from kcdsl_certs.recheck.numerics.kernel import stepped
 from kcdsl_certs.rejected import Rejected
 
 _LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
@@ -100,11 +90,11 @@ class Formed:
         found = self.carried + self.radius
         for more in (self.bent, None if self.centre is None else np.abs(self.centre)):
             found = found if more is None else found + more
-        found = raised(found) + FAINT
+        found = raised(found) + TINY
         return found if self.within is None else np.minimum(found, self.within)
 
 
-def settle(
+def settle_form(
     walk: Walk,
     node: Node,
     formed: Formed,
@@ -128,10 +118,10 @@ def settle(
     bare, formed = formed, formed.cast_early
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
-    radius, split = raised(formed.radius) + FAINT, _split(walk, formed)
+    radius, split = raised(formed.radius) + TINY, _split(walk, formed)
     kept, reach, steps, together, uncast, apart = None, deviation, None, None, None, None
     kernel, largest = walk.kernel, np.full(reference.shape, np.inf)
-    beside = None if formed.shared is None else raised(formed.shared.rest) + FAINT
+    beside = None if formed.shared is None else raised(formed.shared.rest) + TINY
     u, eta = kernel.off(form)
     if rounds and not kernel.stepped:
         if walk.tape.budget is None:
@@ -259,7 +249,7 @@ def _several(
         if kernel.inward:
             largest = _largest_cut(reference, whole, form, inner)
             cast = np.minimum(cast, raised(np.abs(reference) + whole))
-    own = raised(own + cast) + FAINT
+    own = raised(own + cast) + TINY
     reach = common.deviation
     if formed.within is not None:
         reach = np.minimum(reach, formed.within)
@@ -276,7 +266,7 @@ def _several(
         radius = np.maximum(apart.radius - formed.radius, 0.0) + inside
         if formed.own is not None:
             radius = radius + (1 + 2 * u) * (1 + u) * formed.own
-        apart = replace(apart, radius=raised(radius + 2.0**-50 * formed.radius) + FAINT)
+        apart = replace(apart, radius=raised(radius + 2.0**-50 * formed.radius) + TINY)
     walk.versions[node.name] = Version(own, apart)
     entry = replace(_unstored(walk, common), reach=reach)
     return Form(reference, reach, walk.tape.add(entry))
@@ -306,7 +296,7 @@ def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
     more = early + u * (1 + early)
     cap = raised(more * entry.reach)
     cast = u * (np.abs(formed.reference) + known) + eta
-    radius = raised(formed.radius + known + cast) + FAINT
+    radius = raised(formed.radius + known + cast) + TINY
     return Apart(radius, Remainder(-cap, cap, raised(more * total)).curve)
 
 
@@ -315,7 +305,7 @@ def _split(walk: Walk, formed: Formed) -> Split | None:
     if walk.tape.budget is None:
         return None
     split = only_sure(raised(formed.radius)) if formed.split is None else formed.split
-    return split.with_sure(FAINT)
+    return split.with_sure(TINY)
 
 
 def _known_where(split: Split, kept: Bools, half: Floats) -> Split:
@@ -343,7 +333,7 @@ def _unstored(walk: Walk, formed: Formed) -> Entry:
     entry = Entry(
         formed.deviation,
         formed.operands,
-        raised(formed.radius) + FAINT,
+        raised(formed.radius) + TINY,
         formed.centre,
         None,
         formed.curved,

@@ -7,16 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
 from kcdsl_certs.recheck.affine.cases import Together
 from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
-from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
 from kcdsl_certs.rejected import Rejected
-
-FAINT = 2.0**-900  # more than what an operation may lose to float64 underflow
-_UNIT = 2.0**-53
 
 Pull = Callable[[Adjoint], Adjoint | None]
 
@@ -199,7 +196,7 @@ class Tape:
                 raise Rejected("bound/not-finite", "the error has no finite bound")
         if entry.centre is not None:
             # The sums of centres are signed: each centre pays for their rounding in advance.
-            slack = (entry.reach.size + 2.0**20) * 2 * _UNIT * np.abs(entry.centre)
+            slack = (entry.reach.size + 2.0**20) * 2 * UNIT * np.abs(entry.centre)
             radius = slack if entry.radius is None else entry.radius + slack
             together = entry.together
             if together is not None:
@@ -340,12 +337,12 @@ class Tape:
         if place in pending:
             adjoint = merged(pending[place], adjoint)
             rounding = adjoint.sizes(self.entries[place].reach)
-            frame.radius = frame.radius + 2 * _UNIT * rounding
+            frame.radius = frame.radius + 2 * UNIT * rounding
         pending[place] = adjoint
 
     def _closed(self, frames: list[_Frame], alpha: Adjoint | None) -> Bound:
         """Return the sums of all frames, from the last inwards."""
-        slack = 1 + 4 * self._terms * _UNIT
+        slack = 1 + 4 * self._terms * UNIT
         reached = np.zeros(())
         if alpha is not None and self.region is not None:
             reached = alpha.sizes(self.region) * slack

@@ -1,0 +1,100 @@
+"""Nonlinear remainders, and drifts of an input within ellipsoids, as parts of an entry."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.ellipsoids import Row, largest, longest, reached, rows_of, sum_of
+from kcdsl_certs.recheck.affine.form import Walk
+from kcdsl_certs.recheck.affine.tape import Curve, Entry
+from kcdsl_certs.recheck.interval.box import TINY, Floats, raised
+from kcdsl_certs.recheck.interval.state import Held
+
+_MORE = 1 + 2.0**-38
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """o with low ≤ o ≤ high, low ≤ 0 ≤ high [..., n], and Σ|o| ≤ total [..., 1] in each row."""
+
+    low: Floats
+    high: Floats
+    total: Floats
+
+    @property
+    def curve(self) -> Curve:
+        """Return the bounds of its functionals."""
+        return Curve(self._between, self._length)
+
+    def _between(self, adjoint: Adjoint) -> tuple[Floats, Floats]:
+        below, above = -self.low[adjoint.window], self.high[adjoint.window]
+        up, weights = adjoint.values > 0, np.abs(adjoint.values)
+        total = self.total[adjoint.window[:-1]]
+        least = most_of(weights, np.where(up, below, above), total)
+        most = most_of(weights, np.where(up, above, below), total)
+        return -least, most
+
+    def _length(self, adjoint: Adjoint) -> float:
+        cap = np.maximum(-self.low, self.high)[adjoint.window]
+        total = self.total[adjoint.window[:-1]]
+        columns = np.linalg.norm(adjoint.values, axis=0)[None] * _MORE + TINY
+        by_columns = float(most_of(columns, cap[None], total)[0])
+        scaled = (adjoint.values * np.sqrt(cap)).reshape(adjoint.batch, -1)
+        spread = largest(scaled @ scaled.T, float((scaled**2).sum()) * _MORE)
+        return min(by_columns, math.sqrt(spread * float(total.sum())) * _MORE + 2.0**-450)
+
+
+def most_of(weights: Floats, caps: Floats, total: Floats) -> Floats:
+    """Return a bound of Σ w·t, 0 ≤ t ≤ caps, with rows of t that sum to at most `total`.
+
+    It is λ·total + Σ max(w - λ, 0)·caps for any λ ≥ 0; that λ is best at which elements of larger
+    weight use up the total. weights and caps are [B, ..., n], total [..., 1]; returned is [B].
+    """
+    caps = np.broadcast_to(caps, weights.shape)
+    order = np.argsort(-weights, axis=-1)
+    ordered = np.take_along_axis(weights, order, axis=-1)
+    used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
+    last = (used < total).sum(axis=-1, keepdims=True)
+    n = weights.shape[-1]
+    price = np.take_along_axis(ordered, np.minimum(last, n - 1), axis=-1)
+    price = np.where(last < n, price, 0.0)
+    over = (np.maximum(weights - price, 0.0) * caps).sum(axis=-1)
+    # a price of 0 costs nothing, whatever the total, which may be infinite
+    paid = np.where(price > 0, price * np.where(price > 0, total, 0.0), 0.0)[..., 0]
+    return np.asarray((over + paid).reshape(weights.shape[0], -1).sum(axis=-1) * _MORE)
+
+
+def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floats) -> int:
+    """Append the drift of an input, as it is around the middle of its box; return its place.
+
+    `half` holds the half width, with what `reference`, the centre and the middle, was rounded by.
+    """
+    centres, shapes = held
+    rounded = 2.0**-51 * np.abs(reference)  # what centres - middle lost is a share of sum_of
+    found: dict[Row, Floats] = {}
+    for row, (shift, slip) in enumerate(zip(centres - middle, rounded, strict=True)):
+        found[(row,)] = sum_of([shapes[row], np.outer(shift, shift), ball(slip)])
+
+    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
+        size = reached(found, half, adjoint)
+        return -size, size
+
+    def together(adjoint: Adjoint) -> float:
+        total = 0.0
+        for row, part in rows_of(adjoint):
+            columns = part.window[-1]
+            values = part.values.reshape(part.batch, -1)
+            alone = float(np.linalg.norm(part.sizes(half)))
+            total += min(longest(found[row][columns, columns], values), alone)
+        return total * (1 + 2.0**-40)
+
+    return walk.tape.add(Entry(half, curved=(Curve(between, together),), ellipsoids=found))
+
+
+def ball(radius: Floats) -> Floats:
+    """Return an ellipsoid around all that is no longer than a box."""
+    return raised(np.eye(len(radius)) * float((radius**2).sum()))

@@ -1,0 +1,306 @@
+"""Bounds of elements, and Gram norms of rows, by reverse passes over the tape (section 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
+from kcdsl_certs.recheck.affine.ellipsoids import largest, moved, rows_of, sum_of
+from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
+from kcdsl_certs.recheck.affine.tape import Entry, Tape
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats, raised
+
+_ROUNDED = 2.0**-36  # more than an adjoint is off by, relatively
+_FACTORED = 2.0**-24  # more than √n times what a column of a QR factorisation is off by
+_LOST = 2.0**-450  # columns below it lose their squares to underflow
+_MORE = 1 + 2.0**-30
+
+
+def length(tape: Tape, place: int, functionals: Adjoint, formed: Entry | None = None) -> float:
+    """Return a bound of the norm of functionals of the error of an entry, the region included.
+
+    `formed` is read in the place of the entry: the same before its cast.
+    """
+    found = _Length(functionals.batch)
+    _descend(tape, {place: functionals}, found, formed)
+    return found.total
+
+
+def ellipsoid(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Floats:
+    """Return an ellipsoid [B, B] around functionals of the error of an entry.
+
+    What arrives at `floor` or before is bounded by the ellipsoids and reaches there.
+    """
+    return _surrounded(tape, {place: functionals}, functionals.batch, floor)
+
+
+def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Floats:
+    found, parts = _Length(count), [np.zeros((count, count))]
+    while pending:
+        place = max(pending)
+        adjoint = pending.pop(place)
+        if place == 0:
+            if tape.region is not None:
+                found.symbols(adjoint, tape.region)
+            break
+        entry = tape.entries[place]
+        if place <= floor:
+            found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
+            _stopped(entry, adjoint, found, parts)
+            continue
+        kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
+        _beside(entry, adjoint, kept, found)
+        _each(entry, adjoint, found)
+        pulled = list(_pulled(entry, kept))
+        if entry.share is not None:
+            row = all(size == 1 for size in kept.extent[:-1])
+            if row and not pending and len(pulled) == 1:
+                ratio = float(entry.share.ratio[kept.window[:-1]].max())
+                below = _surrounded(tape, dict(pulled), count, floor)
+                parts.append(below * ((1 + ratio) ** 2 * _MORE))
+                break
+            found.each = found.each + kept.sizes(entry.share.otherwise)
+        for operand, part in pulled:
+            pending[operand] = merged(pending[operand], part) if operand in pending else part
+    if found.gram is not None:
+        parts.append(found.gram * found.trace)
+    parts.append(np.eye(count) * found.rest**2)
+    return sum_of(parts)
+
+
+def _stopped(entry: Entry, adjoint: Adjoint, found: _Length, parts: list[Floats]) -> None:
+    """Take in the error of an entry at which a pass stops, row by row."""
+    for row, part in rows_of(adjoint):
+        if row in entry.ellipsoids:
+            columns = part.window[-1]
+            values = part.values.reshape(part.batch, -1)
+            parts.append(moved(entry.ellipsoids[row][columns, columns], values))
+        else:
+            found.symbols(part, entry.nearest)
+
+
+@dataclass(slots=True)
+class _Length:
+    """What a reverse pass of several functionals has met.
+
+    The vector of functionals is `centre` + Σ b_j ξ_j + (up to `each`, one by one) + (up to `more`,
+    as a norm), with |ξ_j| ≤ 1; `gram` = Σ b_j b_jᵀ/|b_j|, `trace` = Σ |b_j|.
+    """
+
+    count: int
+    more: float = 0.0
+    trace: float = 0.0
+    gram: Floats | None = None
+    centre: Floats = field(init=False)
+    each: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.centre = np.zeros(self.count)
+        self.each = np.zeros(self.count)
+
+    @property
+    def rest(self) -> float:
+        """Return a bound of the norm of what is no symbol."""
+        alone = float(np.linalg.norm(self.centre) + np.linalg.norm(self.each))
+        return (alone + self.more) * _MORE + _LOST
+
+    @property
+    def total(self) -> float:
+        """Return a bound of the norm of the vector."""
+        symbols = 0.0
+        if self.gram is not None:
+            symbols = math.sqrt(self.trace * largest(self.gram, self.trace))
+        return (symbols + self.rest) * _MORE
+
+    def symbols(self, adjoint: Adjoint, radius: Floats) -> None:
+        """Add one symbol for each element of an entry."""
+        columns = (adjoint.values * radius[adjoint.window]).reshape(self.count, -1)
+        sizes = np.linalg.norm(columns, axis=0)
+        some = sizes > _LOST
+        self.more += _LOST * sizes.size
+        if not some.any():
+            return
+        columns, sizes = columns[:, some], sizes[some]
+        product = (columns / sizes) @ columns.T
+        self.gram = product if self.gram is None else self.gram + product
+        self.trace += float(sizes.sum())
+
+    def add(self, below: _Length, ratio: float) -> None:
+        """Add what lies below an entry, and up to `ratio` times that once more."""
+        self.more += below.more + (ratio * below.total if ratio else 0.0)
+        self.trace += below.trace
+        self.centre = self.centre + below.centre
+        self.each = self.each + below.each
+        if below.gram is not None:
+            self.gram = below.gram if self.gram is None else self.gram + below.gram
+
+
+def _descend(
+    tape: Tape, pending: dict[int, Adjoint], found: _Length, formed: Entry | None = None
+) -> None:
+    while pending:
+        place = max(pending)
+        adjoint = pending.pop(place)
+        if place == 0:
+            if tape.region is not None:
+                found.symbols(adjoint, tape.region)
+            return
+        entry, formed = formed or tape.entries[place], None
+        kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
+        _beside(entry, adjoint, kept, found)
+        pulled = list(_pulled(entry, kept))
+        alone = not pending and len(pulled) == 1
+        if alone and pulled[0][1].values[0].size < found.count:
+            if entry.radius is not None:
+                found.each = found.each + adjoint.sizes(entry.radius)
+            if entry.share is not None:
+                found.each = found.each + kept.sizes(entry.share.otherwise)
+            found.more += _factored(tape, *pulled[0])
+            return
+        _each(entry, adjoint, found)
+        if entry.share is not None:
+            if alone and all(size == 1 for size in kept.extent[:-1]):
+                below = _Length(found.count)
+                _descend(tape, dict(pulled), below)
+                found.add(below, float(entry.share.ratio[kept.window[:-1]].max()))
+                return
+            found.each = found.each + kept.sizes(entry.share.otherwise)
+        for operand, part in pulled:
+            pending[operand] = merged(pending[operand], part) if operand in pending else part
+
+
+def _pulled(entry: Entry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
+    for operand, pull in entry.operands:
+        part = pull(adjoint)
+        if part is not None:
+            yield operand, part
+
+
+def _each(entry: Entry, adjoint: Adjoint, found: _Length) -> None:
+    """Add the symbols of an entry, and what is known of it by the sums of its rows."""
+    if entry.apart is not None:
+        found.symbols(adjoint, entry.apart.radius)
+        found.more += entry.apart.rest.together(adjoint)
+    elif entry.radius is not None:
+        found.symbols(adjoint, entry.radius)
+
+
+def _beside(entry: Entry, adjoint: Adjoint, kept: Adjoint, found: _Length) -> None:
+    """Add what an entry contributes that is not one symbol for each element."""
+    found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
+    if entry.centre is not None:
+        found.centre = found.centre + kept.sums(entry.centre)
+        found.each = found.each + 2.0**-30 * kept.sizes(np.abs(entry.centre))
+    for curve in entry.curved:
+        found.more += curve.together(kept)
+
+
+def _factored(tape: Tape, place: int, adjoint: Adjoint) -> float:
+    """Return the norm of more functionals than elements: of the triangular factor R of A = QR."""
+    triangle = np.asarray(np.linalg.qr(adjoint.values.reshape(adjoint.batch, -1), mode="r"))
+    fewer = Adjoint(triangle.reshape(-1, *adjoint.extent), adjoint.start)
+    inexact = _FACTORED * float(np.linalg.norm(adjoint.sizes(tape.entries[place].reach)))
+    return (length(tape, place, fewer) + inexact) * _MORE
+
+
+Row = tuple[int, ...]
+
+_WIDEST = 64  # unit functionals at a time: their windows are cut to the columns they touch
+_LARGEST = 2**24  # doubles in one batch of adjoints of the largest node
+
+
+def room(walk: Walk) -> int:
+    """Return how many functionals may be carried at a time."""
+    largest = max((entry.reach.size for entry in walk.tape.entries), default=1)
+    return max(1, _LARGEST // largest)
+
+
+def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
+    """Bound the reach of a node by unit functionals too, in the rows that count; it is kept."""
+    form = form_of(walk.forms[name])
+    needed = walk.chosen(node, name, "reach", floor)
+    if form.place is None or not needed.any():
+        return form
+    reach = form.reach.copy()
+    step = min(_WIDEST, room(walk))
+    for row in rows(needed):
+        for first in range(0, form.shape[-1], step):
+            count = min(step, form.shape[-1] - first)
+            found = walk.tape.bound(form.place, units(form.shape, row, first, count), floor)
+            columns: tuple[int | slice, ...] = (*row, slice(first, first + count))
+            reach[columns] = np.minimum(reach[columns], found.magnitude(walk.tape.region))
+    return kept(walk, name, reach)
+
+
+def kept(walk: Walk, name: str, reach: Floats) -> Form:
+    """Keep a smaller reach of a node, and return the node with it."""
+    form = form_of(walk.forms[name])
+    assert form.place is not None
+    sharper = replace(form, reach=reach)
+    walk.keep(name, sharper)
+    walk.tape.sharpen(form.place, reach)
+    return sharper
+
+
+def until(walk: Walk, node: Node, name: str) -> Form:
+    """Make a node's reach tight for an operation, by longer and longer passes."""
+    for floor in walk.tape.floors:
+        tight(walk, node, name, floor)
+    return form_of(walk.forms[name])
+
+
+def rows(needed: Bools) -> Iterator[Row]:
+    """Yield the rows that count."""
+    return (row for row in np.ndindex(*needed.shape[:-1]) if needed[row].any())
+
+
+def surround(walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floor: int) -> None:
+    """Find ellipsoids around the errors of rows of an entry."""
+    found = {}
+    for row in rows(needed):
+        whole = units(shape, row, 0, shape[-1])
+        found[tuple(map(int, row))] = ellipsoid(walk.tape, place, whole, floor)
+    walk.tape.surround(place, found)
+
+
+def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0) -> Floats:
+    """Return bounds of functionals [B, n] of one row of a node."""
+    if form.place is None:
+        return np.zeros(functionals.shape[0])
+    ones = (1,) * len(row)
+    found, step = [], room(walk)
+    for first in range(0, functionals.shape[0], step):
+        part = functionals[first : first + step]
+        adjoint = Adjoint(part.reshape(part.shape[0], *ones, -1), (*row, 0))
+        found.append(walk.tape.bound(form.place, adjoint, floor).magnitude(walk.tape.region))
+    return np.concatenate(found)
+
+
+def centred(walk: Walk, form: Form, needed: Bools) -> Floats:
+    """Return bounds of e - mean(e) over the last dimension, by reverse passes where needed."""
+    n = form.shape[-1]
+    mean = raised(form.reach.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
+    rounding = 4 * UNIT * (form.reach + mean)
+    found = raised(form.reach + mean)
+    for row in rows(needed):
+        tightened = raised(along(walk, form, row, np.eye(n) - 1 / n) + rounding[row])
+        found[row] = np.minimum(found[row], tightened)
+    return found
+
+
+def together(walk: Walk, form: Form, needed: Bools, functionals: Callable[[Row], Floats]) -> Floats:
+    """Return bounds [..., 1] of the norm of functionals [m, n] of rows, infinite where unasked."""
+    found = np.full(needed.shape, np.inf)
+    if form.place is None:
+        return np.zeros(needed.shape)
+    ones = (1,) * (len(form.shape) - 1)
+    for row in rows(needed):
+        values = functionals(row)
+        adjoint = Adjoint(values.reshape(len(values), *ones, -1), (*row, 0))
+        found[row] = length(walk.tape, form.place, adjoint)
+    return found

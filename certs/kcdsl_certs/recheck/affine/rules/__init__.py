@@ -1,1 +1,0 @@
-"""The rules of the affine domain, one module per family of operations."""

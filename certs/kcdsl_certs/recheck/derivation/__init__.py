@@ -1,0 +1,1 @@
+"""Derive the bound of a case from its block graph, in each domain."""

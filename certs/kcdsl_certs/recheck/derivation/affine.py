@@ -1,0 +1,365 @@
+"""Walk a block graph in affine forms, kernel by kernel, and put both kernels together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
+from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
+from kcdsl_certs.recheck.affine.independent import Budget
+from kcdsl_certs.recheck.affine.reverse_passes import kept, room
+from kcdsl_certs.recheck.affine.tape import Bound, Entry, Tape
+from kcdsl_certs.recheck.derivation.interval import enclosed
+from kcdsl_certs.recheck.documents.document import Hints
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import Box, Floats, raised
+from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, pinned, shrunk
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.attention import cache, rope, softmax
+from kcdsl_certs.recheck.ops.elementwise import activations, arithmetic, pointwise
+from kcdsl_certs.recheck.ops.linear import linear, matmul
+from kcdsl_certs.recheck.ops.moves import leaves, view
+from kcdsl_certs.recheck.ops.norms import forms
+from kcdsl_certs.rejected import Rejected
+
+Rule = Callable[[Walk, Node, list[Operand]], Operand]
+
+_OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
+
+# Each operation with its least and greatest number of inputs.
+_RULES: dict[str, tuple[Rule, int, int]] = {
+    "input": (leaves.source_affine, 0, 0),
+    "param": (leaves.leaf_affine, 0, 0),
+    "constant": (leaves.leaf_affine, 0, 0),
+    "embedding": (leaves.leaf_affine, 1, 1),
+    "cast": (pointwise.cast_affine, 1, 1),
+    "cache": (cache.cache_affine, 1, 1),
+    "linear": (linear.linear_affine, 2, 3),
+    "matmul": (matmul.matmul_affine, 2, 2),
+    "add": (arithmetic.add_affine, 2, 2),
+    "sub": (arithmetic.sub_affine, 2, 2),
+    "mul": (arithmetic.mul_affine, 2, 2),
+    "scale": (arithmetic.scale_affine, 1, 1),
+    "divide": (arithmetic.divide_affine, 1, 1),
+    "shift": (arithmetic.shift_affine, 1, 1),
+    "neg": (pointwise.neg_affine, 1, 1),
+    "relu": (pointwise.relu_affine, 1, 1),
+    "tanh": (activations.tanh_affine, 1, 1),
+    "silu": (activations.silu_affine, 1, 1),
+    "gelu": (activations.gelu_affine, 1, 1),
+    "view": (view.view_affine, 1, 1),
+    "concat": (view.concat_affine, 1, 10_000),
+    "softmax": (softmax.softmax_affine, 1, 2),
+    "rms_norm": (forms.rms_norm_affine, 1, 2),
+    "layer_norm": (forms.layer_norm_affine, 1, 3),
+    "rope": (rope.rope_affine, 3, 3),
+}
+
+
+def walk(
+    scene: Scene,
+    kernel: Kernel,
+    hints: Hints | None = None,
+    moved: bool = False,
+    budget: Budget | None = None,
+    boxes: Mapping[str, Box] | None = None,
+    before: Walk | None = None,
+) -> Walk:
+    """Return the forms of every node in one kernel, and their tape.
+
+    Reverse passes are those that the hints name, all that there are without hints. `moved` says
+    that the kernel reads the block input with the drift of the region, where that has one. With a
+    budget roundings are independent. `boxes` are those of the interval domain, by node; `before` is
+    the walk of the other kernel.
+
+    Raises:
+        Rejected: naming the node.
+    """
+    region = None
+    if scene.centre is not None and scene.radius is not None:
+        region = np.broadcast_to(scene.radius, scene.centre.shape).astype(np.float64)
+    softmaxes = frozenset(node.name for node in scene.block.nodes if node.op == "softmax")
+    found = Walk(scene, kernel, Tape(region, budget=budget), {}, softmaxes, Passes(hints), moved)
+    found.first.update({} if before is None else before.first)
+    found.tape.add(Entry(np.zeros((1,)) if region is None else region))
+    for node in scene.block.nodes:
+        try:
+            form = found.forms[node.name] = _apply(found, node)
+            if boxes is not None and node.name in boxes and not isinstance(form, Mask):
+                _meet(found, node.name, form, boxes[node.name])
+        except Rejected as rejection:
+            raise rejection.at(f"node {node.name[:80]!r}") from None
+    return found
+
+
+def _meet(at: Walk, name: str, form: Form, within: Box) -> None:
+    """Lower the reach of a node to the farthest end of its box."""
+    if form.place is None or form.place == 0:
+        return
+    above = box.add_up(within.hi, -form.reference)
+    below = box.add_up(form.reference, -within.lo)
+    kept(at, name, np.minimum(form.reach, np.maximum(above, below)))
+
+
+def _apply(at: Walk, node: Node) -> Operand:
+    if node.op not in _RULES:
+        raise Rejected("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
+    rule, least, most = _RULES[node.op]
+    if not least <= len(node.inputs) <= most:
+        raise Rejected("graph/field", f"{node.op} with {len(node.inputs)} inputs")
+    if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
+        raise Rejected("graph/field", f"{node.op} in the role {node.role!r}")
+    scene = pinned(at.scene, node)
+    if scene is not at.scene:
+        kernel = scene.train if at.kernel is at.scene.train else scene.infer
+        at = replace(at, scene=scene, kernel=kernel)
+    at.kernel.refuse_wide(scene.block.named, node)
+    try:
+        read = at.read(node)
+        value = rule(at, read, [at.forms[name] for name in read.inputs])
+    except ValueError as error:  # numpy refuses shapes that do not fit
+        raise Rejected("graph/shape", str(error)[:200]) from None
+    if value.shape != node.shape:
+        raise Rejected("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
+    return value
+
+
+Row = tuple[int, ...]
+
+_WIDEST = 256  # functionals of an output row at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The box of inference minus training of the output, and (largest value, drift) by node."""
+
+    output: Box
+    sizes: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The walks of both kernels and the forms of their outputs; `known` are the boxes of the output
+    in the interval domain, None where it has no bound."""
+
+    train: Walk
+    infer: Walk
+    t: Form
+    i: Form
+    known: State | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the output."""
+        return self.t.shape
+
+    @property
+    def apart(self) -> Box:
+        """Return h̃_i - h̃_t."""
+        return box.sub(box.exact(self.i.reference), box.exact(self.t.reference))
+
+    @property
+    def step(self) -> int:
+        """Return how many functionals of a row may be carried at a time."""
+        return min(_WIDEST, room(self.train), room(self.infer))
+
+    def output(self) -> Box:
+        """Return the box of the output's drift, element by element."""
+        around = box.widen(self.apart, raised(self.t.reach + self.i.reach))
+        lo, hi = around.lo.copy(), around.hi.copy()
+        apart, region = self.apart, self.train.tape.region
+        point = region is None or not region.any()
+        steps = any(form.steps is not None for form in (self.t, self.i))
+        free = point and any(form.uncast is not None for form in (self.t, self.i))
+        stored_says_all = point and (steps or free) and not self.sharing
+        rows = () if stored_says_all else self.shape[:-1]
+        for row in np.ndindex(*rows) if rows else ():
+            for first in range(0, self.shape[-1], self.step):
+                count = min(self.step, self.shape[-1] - first)
+                where = (*row, slice(first, first + count))
+                found = self._errors(units(self.shape, row, first, count))
+                lo[where] = np.maximum(lo[where], box.add_down(apart.lo[where], found.lo))
+                hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
+        if steps or free:
+            stored = box.sub(_stored(self.infer, self.i), _stored(self.train, self.t))
+            lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
+        return box.checked(Box(lo, hi), "the drift of the output")
+
+    def errors(self, row: Row, functionals: Floats) -> Box:
+        """Return the box of functionals [B, n] of e_i - e_t of one row of the output."""
+        found = [self._errors(adjoint) for adjoint in in_row(row, functionals, self.step)]
+        return Box(np.concatenate([b.lo for b in found]), np.concatenate([b.hi for b in found]))
+
+    @property
+    def sharing(self) -> bool:
+        """Say whether other weights do to some known number the same in both kernels."""
+        tape = self.train.tape
+        return tape.budget is None and any(entry.shared is not None for entry in tape.entries)
+
+    def _errors(self, functionals: Adjoint) -> Box:
+        found = self._both(functionals, apart=False)
+        return box.meet(found, self._both(functionals, apart=True)) if self.sharing else found
+
+    def _both(self, functionals: Adjoint, *, apart: bool) -> Box:
+        t = bound_functionals(self.train, self.t, functionals, apart)
+        i = t
+        if self.infer is not self.train:
+            i = bound_functionals(self.infer, self.i, functionals, apart)
+        middle = box.sub(box.exact(i.centre), box.exact(t.centre))
+        wide = raised(t.wide(i) + i.radius)
+        region = self.train.tape.region
+        if region is not None and i is not t and region.any():
+            wide = raised(wide + _apart(t.input, i.input, region))
+        if i is not t:
+            for name, (_, size) in {**t.shared, **i.shared}.items():
+                one, two = (found.shared.get(name, (None,))[0] for found in (t, i))
+                wide = raised(wide + _apart(one, two, size))
+        return box.widen(middle, wide)
+
+    @property
+    def readings(self) -> tuple[Own, Own]:
+        """Return how far readings of the output may be apart from their common value."""
+        name = self.train.scene.block.output
+        found = [side.versions.get(name) for side in (self.train, self.infer)]
+        t, i = (None if version is None else version.own for version in found)
+        return t, i
+
+    def settle(self) -> None:
+        """Refuse bounds of more functionals than their probability is divided among.
+
+        Raises:
+            Rejected: "bound/chance".
+        """
+        budgets = [b for b in (self.train.tape.budget, self.infer.tape.budget) if b is not None]
+        if budgets:  # one form that serves both kernels is of two runs
+            replace(budgets[0]).take(sum(budget.used for budget in budgets[1:]))
+
+    def sizes(self) -> dict[str, tuple[float, float]]:
+        """Return the largest |h̃_t| + ρ_t and the largest |h̃_i - h̃_t| + ρ_i + ρ_t by node."""
+        every = (name for name in self.train.forms if name not in self.train.named)
+        return {name: _sizes(self.train, self.infer, name) for name in every}
+
+
+def pair(
+    scene: Scene,
+    hints: tuple[Hints, Hints] | None = None,
+    chance: tuple[Fraction, int] | None = None,
+) -> Pair:
+    """Walk both kernels, with the reverse passes that are named; without hints with all.
+
+    With `chance` (α, N) roundings are independent, and bounds hold but for a share of all runs.
+
+    Raises:
+        Rejected: naming the node.
+    """
+    first, second = (None, None) if hints is None else hints
+    within = enclosed(scene)
+    train = walk(scene, scene.train, first, budget=_budget(chance), boxes=within.train)
+    infer = train
+    if scene.infer != scene.train or scene.drift is not None:
+        budget = _budget(chance)
+        infer = walk(scene, scene.infer, second, True, budget, within.infer, before=train)
+    output = scene.block.output
+    t, i = (form_of(side.forms[side.reading(output)]) for side in (train, infer))
+    return Pair(train, infer, t, i, within.output)
+
+
+def _budget(chance: tuple[Fraction, int] | None) -> Budget | None:
+    return None if chance is None else Budget(*chance)
+
+
+def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
+    """Return what the affine forms of both kernels say of the output, element by element.
+
+    Raises:
+        Rejected: naming the node.
+    """
+    both = pair(scene, hints)
+    return Drift(both.output(), both.sizes())
+
+
+def bound_functionals(at: Walk, form: Form, functionals: Adjoint, apart: bool = False) -> Bound:
+    """Return bounds of functionals of a node's error in one kernel; see `Tape.bound`."""
+    if form.place is None:
+        return Bound(np.zeros(functionals.batch), np.zeros(functionals.batch), None)
+    return at.tape.bound(form.place, functionals, apart=apart)
+
+
+def _stored(at: Walk, form: Form) -> Box:
+    """Return the box of an output: all that it was formed from, cast to its format."""
+    if form.place is None:
+        return box.exact(form.reference)
+    steps, entry, reference = form.steps, None, form.reference
+    before = form.uncast if steps is None else steps
+    if before is not None:
+        entry, reference = before.entry, before.reference
+    around = box.widen(box.exact(reference), form.reach if entry is None else entry.reach)
+    lo, hi = around.lo.copy(), around.hi.copy()
+    step = min(_WIDEST, room(at))
+    for row in np.ndindex(*form.shape[:-1]):
+        for first in range(0, form.shape[-1], step):
+            count = min(step, form.shape[-1] - first)
+            where = (*row, slice(first, first + count))
+            functionals = units(form.shape, row, first, count)
+            found = at.tape.bound(form.place, functionals, formed=entry)
+            wide = found.around(at.tape.region)
+            ends = box.widen(box.add(box.exact(reference[where]), box.exact(found.centre)), wide)
+            lo[where], hi[where] = np.maximum(lo[where], ends.lo), np.minimum(hi[where], ends.hi)
+    if form.uncast is not None:
+        cast, zero = _freely(Box(lo, hi), form.uncast), form.uncast.sure
+        if zero is None:
+            return cast
+        return Box(np.where(zero, 0.0, cast.lo), np.where(zero, 0.0, cast.hi))
+    if steps is None:
+        return Box(lo, hi)
+    stored = steps.ends.within(Box(lo, hi))
+    reached = box.widen(box.exact(form.reference), form.reach)
+    return Box(np.maximum(stored.lo, reached.lo), np.minimum(stored.hi, reached.hi))
+
+
+def _freely(around: Box, to: Uncast) -> Box:
+    """Return what a free cast may make of the numbers of a box: v·(1 + δ) + η grows with v."""
+    if to.kernel.inward:
+        return shrunk(to.kernel, to.format, around)
+    u, eta = to.kernel.off(to.format)
+    low, high = (raised(u * np.abs(end)) + eta for end in (around.lo, around.hi))
+    return Box(box.add_down(around.lo, -low), box.add_up(around.hi, high))
+
+
+def in_row(row: Row, functionals: Floats, step: int) -> list[Adjoint]:
+    """Return functionals [B, n] of one row as adjoints of at most `step` each."""
+    ones = (1,) * len(row)
+    parts = (functionals[k : k + step] for k in range(0, len(functionals), step))
+    return [Adjoint(part.reshape(len(part), *ones, -1), (*row, 0)) for part in parts]
+
+
+def _apart(t: Adjoint | None, i: Adjoint | None, size: Floats) -> Floats | float:
+    """Return Σ |α_i - α_t|·size for what both kernels have in common, the sums of float64 included.
+
+    A difference of two adjoints is off by half a unit in the last place of either.
+    """
+    if t is None or i is None:
+        one = t or i
+        return 0.0 if one is None else one.sizes(size) * (1 + (size.size + 8) * 2.0**-51)
+    apart = merged(i, Adjoint(-t.values, t.start))
+    rounding = (t.sizes(size) + i.sizes(size)) * 2.0**-52
+    return apart.sizes(size) * (1 + (size.size + 8) * 2.0**-51) + rounding
+
+
+def _sizes(train: Walk, infer: Walk, name: str) -> tuple[float, float]:
+    """Return the largest |h̃_t| + ρ_t and the largest |h̃_i - h̃_t| + ρ_i + ρ_t of a node."""
+    t, i = train.forms[name], infer.forms[name]
+    if isinstance(t, Mask) or isinstance(i, Mask):
+        return 0.0, 0.0
+    apart = raised(np.abs(i.reference - t.reference)) + t.reach + i.reach
+    size = np.abs(t.reference) + t.reach
+    if name in train.versions:
+        size, apart = size + train.versions[name].own, apart + train.versions[name].own
+    if name in infer.versions:
+        apart = apart + infer.versions[name].own
+    return float(raised(size).max()), float(raised(apart).max())

@@ -1,0 +1,1 @@
+"""Proof documents, parsed strictly into values."""

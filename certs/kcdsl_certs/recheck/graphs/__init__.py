@@ -1,0 +1,1 @@
+"""Block graphs of a proof, read strictly from JSON."""

@@ -1,0 +1,239 @@
+"""Blocks at any number of rows (docs/any-length.md): which dimensions stand for the rows.
+
+The graph is that of two rows. Here every node gets a mark for each of its dimensions: "" for what
+has the same size at every length, "row" for the rows of the sequence, "key" for the rows that
+attention asks. A graph in which the marks do not work out is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kcdsl_certs.recheck.graphs.graph import Array, Block, Node, parse_array
+from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.view import View
+from kcdsl_certs.rejected import Rejected
+
+SHOWN = 2
+REASON = "graph/rows"
+ROW, KEY = "row", "key"
+Marks = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The inputs of a node: their nodes and marks."""
+
+    nodes: tuple[Node, ...]
+    marks: tuple[Marks, ...]
+
+
+def marks_of(block: Block) -> dict[str, Marks]:
+    """Return the marks of every node.
+
+    Raises:
+        Rejected: "graph/rows", naming the node.
+    """
+    by_name = {node.name: node for node in block.nodes}
+    found: dict[str, Marks] = {}
+    for node in block.nodes:
+        given = _Given(
+            tuple(by_name[name] for name in node.inputs), tuple(found[name] for name in node.inputs)
+        )
+        marked = _MARKING.get(node.op)
+        formed = node.op not in _LEAVES
+        if marked is None or (formed and not (given.marks and node.shape)):
+            raise Rejected(REASON, f"{node.op[:80]!r} has no meaning at every length")
+        try:
+            found[node.name] = marked(node, given)
+        except Rejected as rejection:
+            raise rejection.at(f"node {node.name[:80]!r}") from None
+        if len(found[node.name]) != len(node.shape):
+            raise Rejected("graph/shape", f"node {node.name[:80]!r} has another rank")
+    last = found[block.output]
+    if last.count(ROW) != 1 or KEY in last or last[-1] == ROW:
+        raise Rejected(REASON, "the output is not one row for every row of the input")
+    return found
+
+
+def tables_of(block: Block) -> frozenset[str]:
+    """Return the constants that rotations read as tables of positions, by node."""
+    return frozenset(name for node in block.nodes if node.op == "rope" for name in node.inputs[1:3])
+
+
+def parse_tables(record: Reader, block: Block, longest: int) -> dict[str, Array]:
+    """Return the tables of positions that a region of rows states, by the node of their constant.
+
+    There is one for every constant that a rotation reads, and no other; its first rows are those of
+    the constant.
+
+    Raises:
+        Rejected: "document/region".
+    """
+    stated = record.entries("tables") if record.has("tables") else {}
+    wanted = tables_of(block)
+    if set(stated) != wanted or (record.has("tables") and not wanted):
+        raise record.fail("must have the tables that rotations read, and no others")
+    found: dict[str, Array] = {}
+    by_name = {node.name: node for node in block.nodes}
+    for name in sorted(wanted):
+        node, array = by_name[name], parse_array(stated[name], f"{record.place}.tables")
+        known = block.constants.get(node.attrs.text("key")) if node.op == "constant" else None
+        if known is None or known.dtype != "float32" or array.dtype != "float32":
+            raise record.fail("must have tables of float32 for constants of float32")
+        if array.shape != (longest, *known.shape[1:]) or known.shape[:1] != (SHOWN,):
+            raise record.fail("must have tables with a row for every position")
+        together = min(len(known.data), len(array.data))
+        if known.data[:together] != array.data[:together]:
+            raise record.fail("has a table that differs from the constant of the graph")
+        found[name] = array
+    return found
+
+
+def _wrong(what: str) -> Rejected:
+    return Rejected(REASON, what)
+
+
+def _source(node: Node, given: _Given) -> Marks:
+    if len(node.shape) != 2 or node.shape[0] != SHOWN:
+        raise _wrong(f"the input must be of {SHOWN} rows")
+    return (ROW, "")
+
+
+def _fixed(node: Node, given: _Given) -> Marks:
+    return ("",) * len(node.shape)
+
+
+def _as_before(node: Node, given: _Given) -> Marks:
+    return given.marks[0]
+
+
+def _together(node: Node, given: _Given) -> Marks:
+    """Marks of operands that are broadcast: they agree, and what has none has no size there."""
+    found = [""] * len(node.shape)
+    if any(len(marks) > len(found) for marks in given.marks):
+        raise Rejected("graph/shape", "operands of more dimensions than their result")
+    plain = []
+    for operand, marks in zip(given.nodes, given.marks, strict=True):
+        padded = ("",) * (len(found) - len(marks)) + marks
+        if not any(marks):
+            plain.append(operand)
+        elif any(found) and tuple(found) != padded:
+            raise _wrong("operands whose rows stand in different dimensions")
+        else:
+            found = list(padded)
+    for operand in plain:
+        sizes = (1,) * (len(found) - len(operand.shape)) + operand.shape
+        if any(mark and size != 1 for mark, size in zip(found, sizes, strict=True)):
+            raise _wrong(f"{operand.name[:80]!r} has numbers for single rows")
+    return tuple(found)
+
+
+def _of_each_row(node: Node, given: _Given) -> Marks:
+    """An operation along the last dimension, beside which there are parameters."""
+    marks = given.marks[0]
+    if any(any(more) for more in given.marks[1:]):
+        raise _wrong("a parameter that depends on rows")
+    if KEY in marks or not marks or marks[-1]:
+        raise _wrong("rows are mixed outside of attention")
+    return marks
+
+
+def _product(node: Node, given: _Given) -> Marks:
+    if len(given.marks) != 2 or len(node.shape) < 2:
+        raise Rejected("graph/field", "a product of other than two matrices")
+    a, b = given.marks
+    front = ("",) * (len(node.shape) - 2)
+    if len(a) >= 2 and len(b) >= 2 and not any((*a[:-2], *b[:-2])):
+        left, right = a[-2:], b[-2:]
+        if node.role == "scores" and (left, right) == ((ROW, ""), ("", ROW)):
+            return (*front, ROW, KEY)
+        if (
+            node.role == "context"
+            and given.nodes[0].op == "softmax"
+            and (left, right) == ((ROW, KEY), (ROW, ""))
+        ):
+            return (*front, ROW, "")
+    if any(a) or any(b):
+        raise _wrong("a product of rows outside of attention")
+    return (*front, "", "")
+
+
+def _shares(node: Node, given: _Given) -> Marks:
+    marks = given.marks[0]
+    if node.role == "probabilities" and marks[-2:] == (ROW, KEY) and not any(marks[:-2]):
+        return marks
+    if len(given.nodes) > 1:
+        raise _wrong("a mask outside of attention")
+    return _of_each_row(node, given)
+
+
+def _turned(node: Node, given: _Given) -> Marks:
+    marks = given.marks[0]
+    if len(given.nodes) != 3 or marks[-2:] != (ROW, "") or any(marks[:-2]):
+        raise _wrong("a rotation of something else than rows")
+    for table in given.nodes[1:]:
+        if table.op != "constant" or table.shape != (SHOWN, node.shape[-1]):
+            raise _wrong("a rotation without a table of positions")
+    return marks
+
+
+def _viewed(node: Node, given: _Given) -> Marks:
+    """Follow the marks through a view; rows are neither cut nor repeated."""
+    view = View.of(node, given.nodes[0].shape)
+    marks = _reordered(given.marks[0], view.before, view.split)
+    cut = zip(view.ranges, view.split, strict=True)
+    if any(mark and each != (0, size, 1) for mark, (each, size) in zip(marks, cut, strict=True)):
+        raise _wrong("a part of the rows, by their number")
+    turned = tuple(marks[axis] for axis in view.order)
+    return _reordered(turned, view.sizes, view.shape)
+
+
+def _reordered(marks: Marks, before: tuple[int, ...], after: tuple[int, ...]) -> Marks:
+    """The elements stay in their order: a dimension of rows keeps the number of those before."""
+    found = [""] * len(after)
+    for place, mark in enumerate(marks):
+        if not mark:
+            continue
+        earlier = math.prod(before[:place])
+        fitting = [
+            k for k, size in enumerate(after) if size == SHOWN and math.prod(after[:k]) == earlier
+        ]
+        if len(fitting) != 1 or found[fitting[0]]:
+            raise _wrong("a reshape that splits or merges the rows")
+        found[fitting[0]] = mark
+    return tuple(found)
+
+
+def _along(node: Node, marks: Marks) -> str:
+    """Return the mark of the dimension that a concat is along."""
+    dim = node.attrs.integer("dim", -len(marks))
+    if dim >= len(marks):
+        raise Rejected("graph/field", "'dim' is beyond the dimensions")
+    return marks[dim]
+
+
+def _joined(node: Node, given: _Given) -> Marks:
+    first, *more = given.marks
+    if any(other != first for other in more) or _along(node, first):
+        raise _wrong("rows are put together")
+    return first
+
+
+_LEAVES = ("input", "param", "constant")
+_MARKING: Mapping[str, Callable[[Node, _Given], Marks]] = {
+    "input": _source,
+    **dict.fromkeys(("param", "constant"), _fixed),
+    **dict.fromkeys(("linear", "rms_norm", "layer_norm"), _of_each_row),
+    **dict.fromkeys(("add", "sub", "mul"), _together),
+    **dict.fromkeys(
+        ("scale", "divide", "shift", "neg", "cast", "relu", "tanh", "silu", "gelu"), _as_before
+    ),
+    "matmul": _product,
+    "softmax": _shares,
+    "rope": _turned,
+    "view": _viewed,
+    "concat": _joined,
+}

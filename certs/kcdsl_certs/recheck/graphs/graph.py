@@ -1,0 +1,254 @@
+"""Block graphs as a proof carries them: parsing, canonical digest, wiring."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kcdsl_certs.recheck.graphs import reading
+from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.rejected import Rejected
+
+GRAPH_SCHEMA = "kcdsl.block-graph/3"
+MOST_NODES = 100_000
+MOST_ELEMENTS = 2**26
+MOST_DIMENSIONS = 8
+_PINNED = ("", "float64", "float32", "float16", "bfloat16")
+_FORMS = ("rms_norm", "layer_norm", "silu", "rope")
+_UNSTORED = ("input", "param", "embedding")
+_ROLES = ("", "scores", "probabilities", "context")
+_BYTES = {"float64": 8, "float32": 4, "bool": 1, "int64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of the proof: dtype name, shape and little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @property
+    def digest(self) -> str:
+        """Return the sha256 (hex) of "dtype|shape|" and the bytes."""
+        return array_digest(self.dtype, self.shape, self.data)
+
+
+def array_digest(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> str:
+    """Return the sha256 (hex) of "dtype|shape|" and little-endian bytes."""
+    found = hashlib.sha256(f"{dtype}|{','.join(map(str, shape))}|".encode())
+    found.update(data)
+    return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation; `attrs` reads the attributes strictly. `format` is where the result is stored:
+    "" in the kernel's own, else in the one named, whatever the kernel computes in. `written` says
+    that it is written out, a norm with the formats of its `parts`, by their names."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    attrs: Reader
+    role: str
+    format: str = ""
+    written: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block graph with its constants, checked for wiring but not for meaning."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    output: str
+    constants: Mapping[str, Array]
+    input_shape: tuple[int, ...] | None
+
+    @cached_property
+    def named(self) -> Mapping[str, Node]:
+        """Return the nodes by their names."""
+        return {node.name: node for node in self.nodes}
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Return the param nodes that are read as the weight of a linear and as nothing else."""
+        weights: set[str] = set()
+        plain: set[str] = set()
+        for node in self.nodes:
+            for place, name in enumerate(node.inputs):
+                (weights if node.op == "linear" and place == 1 else plain).add(name)
+        return frozenset(weights - plain)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Return the checkpoint keys that the block reads."""
+        return frozenset(n.attrs.text("key") for n in self.nodes if n.op == "param")
+
+
+def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> Block:
+    """Return the block of a graph record whose canonical JSON has this digest.
+
+    Raises:
+        Rejected: "graph/digest", "graph/constant-digest", "graph/field", "graph/order" or
+            "graph/size".
+    """
+    place = f"graph {digest[:12]}"
+    value = record.raw("graph")
+    graph = Reader(value, place, "graph/field").exactly(
+        "schema", "block", "nodes", "output", "constants", "input_shape"
+    )
+    graph.choice("schema", (GRAPH_SCHEMA,))
+    if hashlib.sha256(reading.canonical(value)).hexdigest() != digest:
+        raise Rejected("graph/digest", f"{place} does not have the digest it stands under")
+    _check_constants(graph, constants)
+    nodes = tuple(_node(item, place) for item in graph.items("nodes"))
+    output = graph.text("output")
+    shape = graph.raw("input_shape")
+    block = Block(
+        name=graph.text("block"),
+        nodes=nodes,
+        output=output,
+        constants=constants,
+        input_shape=None if shape is None else graph.integers("input_shape", 1),
+    )
+    _check_order(block, graph)
+    return block
+
+
+def parse_array(value: object, place: str) -> Array:
+    """Return an array record; refuse sizes that do not fit and bool bytes other than 0 and 1.
+
+    Raises:
+        Rejected: "document/array".
+    """
+    record = Reader(value, place, "document/array").exactly("dtype", "shape", "data")
+    dtype = record.choice("dtype", tuple(_BYTES))
+    shape = record.integers("shape", 0)
+    data = _base64(record)
+    if len(shape) > MOST_DIMENSIONS or len(data) != math.prod(shape) * _BYTES[dtype]:
+        raise record.fail("has data of a size other than its shape")
+    if dtype == "bool" and data.translate(None, b"\x00\x01"):
+        raise record.fail("has bool bytes other than 0 and 1")
+    return Array(dtype, shape, data)
+
+
+def _base64(record: Reader) -> bytes:
+    import base64
+    import binascii
+
+    text = record.text("data")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise record.fail("has data that is not base64") from None
+    if base64.b64encode(data).decode() != text:
+        raise record.fail("has data that is not canonical base64")
+    return data
+
+
+def _check_constants(graph: Reader, constants: Mapping[str, Array]) -> None:
+    digests = graph.entries("constants")
+    if set(digests) != set(constants):
+        raise Rejected("graph/constant-digest", f"{graph.place}: constants missing or unknown")
+    for key, array in constants.items():
+        if digests[key] != array.digest:
+            raise Rejected("graph/constant-digest", f"{graph.place}: constant {key!r}")
+
+
+def _node(value: object, place: str) -> Node:
+    record = Reader(value, f"{place} node", "graph/field").exactly(
+        "name", "op", "inputs", "shape", "attrs", "role", "format"
+    )
+    name = record.text("name")
+    record.place = f"{place} node {name[:80]!r}"
+    inputs = record.items("inputs")
+    if not all(isinstance(i, str) for i in inputs):
+        raise record.fail("'inputs' must be a list of names")
+    shape = record.integers("shape", 1)
+    if len(shape) > MOST_DIMENSIONS or math.prod(shape) > MOST_ELEMENTS:
+        raise Rejected("graph/size", f"{record.place} has shape {list(shape)[:10]}")
+    op, format = record.text("op"), record.choice("format", _PINNED)
+    if format and op in _UNSTORED:
+        raise record.fail(f"{op!r} stores nothing, in no format")
+    attrs = record.reader("attrs")
+    written, parts = _form(op, format, len(inputs), attrs)
+    plain = {k: v for k, v in attrs.value.items() if not (op in _FORMS and k in ("form", "parts"))}
+    return Node(
+        name=name,
+        op=op,
+        inputs=tuple(inputs),
+        shape=shape,
+        attrs=Reader(plain, attrs.place, attrs.reason),
+        role=record.choice("role", _ROLES),
+        format=format,
+        written=written,
+        parts=parts,
+    )
+
+
+def _form(op: str, format: str, inputs: int, attrs: Reader) -> tuple[bool, Mapping[str, str]]:
+    """Return whether an operation is written out, and the formats of its parts.
+
+    Raises:
+        Rejected: "graph/field" for parts that are not those of one way to write a norm.
+    """
+    norm = op in ("rms_norm", "layer_norm")
+    stated = op in _FORMS and attrs.has("form")
+    written = stated and attrs.choice("form", ("fused", "written")) == "written"
+    if not (written and norm):
+        if op in _FORMS and attrs.has("parts"):
+            raise attrs.fail("has parts that nothing reads")
+        return written, {}
+    parts: dict[str, str] = {}
+    for item in attrs.items("parts"):
+        if not isinstance(item, list) or len(item) != 2 or item[1] not in _PINNED:
+            raise attrs.fail("'parts' must be pairs of a part and its format")
+        parts[str(item[0])] = item[1]
+    if len(parts) != len(attrs.items("parts")) or tuple(parts) not in _ways(op, inputs):
+        raise attrs.fail(f"'parts' are not those of a {op}: {', '.join(parts)[:200]}")
+    if parts[list(parts)[-1]] != format:
+        raise attrs.fail("the last of 'parts' is the result, and has another format")
+    return True, parts
+
+
+def _ways(op: str, inputs: int) -> list[tuple[str, ...]]:
+    """Return the orders of parts in which a norm may be written out."""
+    squares: list[tuple[str, ...]] = [("square", "mean")]
+    if op == "layer_norm":
+        squares = [
+            ("mean", "centred", "square", "mean2"),
+            ("mean", "centred", "variance"),
+            ("mean", "variance", "centred"),
+            ("variance", "mean", "centred"),
+        ]
+    roots: tuple[tuple[str, ...], ...] = (
+        ("root", "normed"),
+        ("sqrt", "quotient"),
+        ("sqrt", "reciprocal", "normed"),
+    )
+    last = ("weighted", "biased")[: max(0, inputs - 1)]
+    return [(*square, "shift", *root, *last) for square in squares for root in roots]
+
+
+def _check_order(block: Block, graph: Reader) -> None:
+    if not 0 < len(block.nodes) <= MOST_NODES:
+        raise Rejected("graph/size", f"{graph.place} has {len(block.nodes)} nodes")
+    seen: set[str] = set()
+    for node in block.nodes:
+        absent = [name for name in node.inputs if name not in seen]
+        if absent:
+            raise Rejected(
+                "graph/order", f"{graph.place}: node {node.name!r} reads {absent[0]!r} too early"
+            )
+        if node.name in seen:
+            raise Rejected("graph/order", f"{graph.place}: two nodes are named {node.name!r}")
+        seen.add(node.name)
+    if block.output not in seen:
+        raise Rejected("graph/order", f"{graph.place}: the output is not a node")

@@ -1,0 +1,344 @@
+"""Quantised activations as step functions (section 2): codes in order, and scales in float32.
+
+With casts to nearest s = float32(amax/qmax), the code of v is that of float32(v/s), its value
+float32(code·s). Codes are numbered in order; what is best among codes i to j is looked up. Codes of
+uint8 count from their zero point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import Box, Floats
+from kcdsl_certs.recheck.numerics.formats import (
+    CEILED,
+    CODE_LARGEST,
+    GRIDS,
+    LEAST_POWER,
+    MOST_POWER,
+    NESTED,
+    TILES,
+    TOP_EXPONENT,
+    nearest,
+)
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.rejected import Rejected
+
+UNIT = 2.0**-24
+_OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
+LEAST_SCALE = 2.0**-100  # below it products with codes may be subnormal, and lose more than that
+LEAST_FULL = 2.0**-23  # the least scale of int8_full
+INTEGERS = ("int8", "int8_full", "uint8")
+QMAX = {**CODE_LARGEST, "int8_full": 127.5, "uint8": 255}
+Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ladder:
+    """The non-negative codes in order, and by rank [i, j] the greatest c/b⁻ and the least c/b⁺ of
+    codes i to j (b⁻ and b⁺ the ends of what rounds to c)."""
+
+    codes: Floats
+    steepest: Floats
+    flattest: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The quantisers of all elements of a box: where their scales lie (from 0: unknown), and the
+    last code over zero and below it. `ratio`: the scale divides ("over"), its float32 reciprocal
+    multiplies ("times"), or either ("free")."""
+
+    kind: str
+    scale: Box
+    above: Box
+    below: Box
+    ratio: str
+
+
+@cache
+def _ladder(kind: str) -> _Ladder:
+    if kind in INTEGERS:
+        codes = np.arange(256.0)
+    else:
+        form, top = GRIDS[kind], CODE_LARGEST[kind]
+        grid = [0.0, 2.0 ** (form.least - form.precision + 1)]
+        while grid[-1] < top:
+            exponent = max(int(np.frexp(grid[-1])[1]) - 1, form.least)
+            grid.append(grid[-1] + 2.0 ** (exponent - form.precision + 1))
+        codes = np.array(grid)
+    ends = (codes[1:] + codes[:-1]) / 2
+    count = len(codes)
+    rise, fall = np.zeros(count), np.zeros(count)
+    rise[1:] = codes[1:] / ends
+    fall[:-1] = codes[:-1] / ends
+    steepest, flattest = np.zeros((count, count)), np.full((count, count), np.inf)
+    for i in range(count):
+        steepest[i, i:] = np.maximum.accumulate(rise[i:])
+        flattest[i, i:] = np.minimum.accumulate(fall[i:])
+    return _Ladder(codes, steepest, flattest)
+
+
+def largest(size: Floats, scale: str) -> Floats:
+    """Return the maximum over the tensor, the row or the block of a row, at every element."""
+    height, width = TILES.get(scale, (0, 0))
+    if height == 0:
+        return np.broadcast_to(size.max(), size.shape)
+    if width == 0:
+        return np.broadcast_to(size.max(axis=-1, keepdims=True), size.shape)
+    n = size.shape[-1]
+    blocks = np.maximum.reduceat(size, np.arange(0, n, width), axis=-1)
+    return np.repeat(blocks, width, axis=-1)[..., :n]
+
+
+def extent(x: Box, scale: str) -> tuple[Box, Box]:
+    """Return how far the group of every element reaches above zero, and below it."""
+    above = Box(largest(np.maximum(x.lo, 0.0), scale), largest(np.maximum(x.hi, 0.0), scale))
+    below = Box(largest(np.maximum(-x.hi, 0.0), scale), largest(np.maximum(-x.lo, 0.0), scale))
+    return above, below
+
+
+def given(kernel: Kernel, key: str, shape: tuple[int, ...]) -> tuple[Floats, int]:
+    """Return the static scale of every element that enters the linear with this weight, and z.
+
+    Raises:
+        Rejected: "rule/static-scale".
+    """
+    if kernel.static is None:
+        raise Rejected("rule/static-scale", "there are no static scales")
+    scales, zero = kernel.static.of(key, kernel.activations[0])
+    if len(scales) not in (1, shape[-1]):
+        raise Rejected("rule/static-scale", f"{len(scales)} scales for {shape[-1]} channels")
+    return np.broadcast_to(np.array(scales, dtype=np.float64), shape), zero
+
+
+def steps(kernel: Kernel, x: Box, key: str) -> Steps:
+    """Return the quantisers of what enters the linear with the weight `key`.
+
+    Raises:
+        Rejected: "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
+    """
+    kind, scale = kernel.activations
+    if scale == "static":
+        return _calibrated(kernel, x, key)
+    if scale == "nvfp4":  # codes are not known where a scale may be 0
+        most = nested(kernel, x, key)[1]
+        return plain(kind, Box(np.zeros(x.shape), most))
+    if kind == "uint8":
+        return _asymmetric(x, scale)
+    within_batch(kernel, x)
+    return plain(kind, scales(kernel, x))
+
+
+def within_batch(kernel: Kernel, x: Box) -> None:
+    """Rejected numbers that may be larger than any of a batch that shares its scale.
+
+    Raises:
+        Rejected: "bound/overflow".
+    """
+    if kernel.activations[1] != "per_batch":
+        return
+    over = np.argwhere(~(box.magnitude(x) <= kernel.batch_amax))
+    if len(over):
+        element = [int(i) for i in over[0]]
+        raise Rejected("bound/overflow", f"element {element} may exceed the batch's largest")
+
+
+def plain(kind: str, scale: Box) -> Steps:
+    """Return the quantisers of a format without a zero point, with scales in a box."""
+    tops = (127, 128) if kind == "int8_full" else (QMAX[kind], QMAX[kind])
+    above, below = (box.exact(np.full(scale.shape, float(top))) for top in tops)
+    return Steps(kind, scale, above, below, "times" if kind == "int8_full" else "over")
+
+
+def _asymmetric(x: Box, scale: str) -> Steps:
+    """Return uint8: s = (max - min)/255 around zero, z the nearest even of -min/s."""
+    above, below = extent(x, scale)
+    wide = Box(_single(box.add_down(above.lo, below.lo)), _single(box.add_up(above.hi, below.hi)))
+    steps = np.float64(255)
+    found = Box(_ratio(wide.lo, steps, "over", False), _ratio(wide.hi, steps, "over", True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # -min/s in two ways: by the scale, and as 255 times the share of what is below zero
+        least = 255 * below.lo / (below.lo + above.hi) * (1 - _OFF)
+        most = 255 * below.hi / (below.hi + above.lo) * (1 + _OFF)
+        by_scale = (
+            _ratio(below.lo, np.where(found.hi > 0, found.hi, 1.0), "over", False),
+            _ratio(below.hi, np.where(found.lo > 0, found.lo, 1.0), "over", True),
+        )
+    least, most = np.where(np.isnan(least), 0.0, least), np.where(np.isnan(most), 255.0, most)
+    least = np.where(found.hi > 0, np.maximum(least, by_scale[0]), least)
+    most = np.where(found.lo > 0, np.minimum(most, by_scale[1]), most)
+    zero = Box(np.clip(np.rint(least), 0, 255), np.clip(np.rint(most), 0, 255))
+    return Steps("uint8", found, Box(255 - zero.hi, 255 - zero.lo), zero, "over")
+
+
+def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
+    """Return static quantisers; integers hold half a step more than their last codes."""
+    kind = kernel.activations[0]
+    scale, zero = given(kernel, key, x.shape)
+    by = plain(kind, box.exact(scale))
+    above, below = by.above.lo, by.below.lo
+    if kind == "uint8":
+        above, below = np.full(x.shape, 255.0 - zero), np.full(x.shape, float(zero))
+    more = 0.5 if kind in INTEGERS else 0.0
+    inside = (x.hi <= (above + more) * scale * (1 + _OFF)) & (
+        -x.lo <= (below + more) * scale * (1 + _OFF)
+    )
+    if not bool(inside.all()):
+        element = [int(i) for i in np.argwhere(~inside)[0]]
+        raise Rejected("bound/overflow", f"element {element} may exceed its static {kind} scale")
+    return Steps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
+
+
+def nested(kernel: Kernel, x: Box, key: str) -> tuple[Floats, Floats]:
+    """Return what scales of the tensor, and scales of groups of 16, do not exceed (nvfp4).
+
+    Raises:
+        Rejected: "rule/static-scale".
+    """
+    kind, size = kernel.activations[0], box.mag(x)
+    top, (least, most) = QMAX[kind], NESTED
+    if kernel.static is not None:
+        tensor = given(kernel, key, x.shape)[0]
+    else:
+        tensor = np.broadcast_to(box.up(size.max() / (top * most)), x.shape)
+    group = largest(size, "nvfp4") * (1 + 2.0**-4) / top
+    return tensor, box.up(np.maximum(group, least * tensor))
+
+
+def scales(kernel: Kernel, x: Box) -> Box:
+    """Return between which float32 numbers a dynamic scale lies (from 0: unknown); not of uint8."""
+    kind, scale = kernel.activations
+    if scale == "none":
+        return box.exact(np.ones(x.shape))
+    least = largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
+    most = np.maximum(largest(box.magnitude(x), scale), kernel.batch_amax)
+    if scale == "mx":
+        powers = [_power(np.frexp(m)[1] - 1 - TOP_EXPONENT[kind]) for m in (least, most)]
+        return Box(np.where(least > 0, powers[0], 0.0), powers[1])
+    least, most = (np.minimum(end, kernel.amax_limit) for end in (least, most))
+    top = np.float64(QMAX[kind])
+    low, high = _ratio(least, top, "over", False), _ratio(most, top, "over", True)
+    if scale in CEILED:
+        return Box(np.where(low > 0, _ceiling(low), 0.0), _ceiling(high))
+    bottom = least_scale(kernel)
+    return Box(np.maximum(low, bottom), np.maximum(high, bottom))
+
+
+def least_scale(kernel: Kernel) -> float:
+    """Return what no dynamic scale is below."""
+    return max(kernel.least_scale, LEAST_FULL if kernel.activations[0] == "int8_full" else 0.0)
+
+
+def _power(exponent: NDArray[np.int32]) -> Floats:
+    return np.ldexp(1.0, np.clip(exponent, LEAST_POWER, MOST_POWER))
+
+
+def _ceiling(values: Floats) -> Floats:
+    """Return the powers of two from these numbers upward."""
+    fraction, exponent = np.frexp(values)
+    return _power(np.where(fraction == 0.5, exponent - 1, exponent))
+
+
+def _single(values: Floats) -> Floats:
+    return np.asarray(values, dtype=np.float32).astype(np.float64)
+
+
+def _ratio(values: Floats, by: Floats | np.float64, how: str, upward: bool) -> Floats:
+    """Return float32(values/by) of float32 numbers; of others a bound from one side."""
+    push = box.above if upward else box.down
+    if how == "free":
+        return np.maximum(values / by * (1 + _OFF if upward else 1 - _OFF), 0.0)
+    whole, single = _single(values) == values, np.asarray(by, dtype=np.float32)
+    if how == "times":
+        inverse = np.float32(1) / single
+        once, other = values.astype(np.float32) * inverse, values * inverse.astype(np.float64)
+    else:
+        once, other = values.astype(np.float32) / single, values / by
+    return np.maximum(np.where(whole, once.astype(np.float64), _single(push(other))), 0.0)
+
+
+def _rank(by: Steps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
+    """Return the rank of the code of values/scale (values ≥ 0), or a bound of it."""
+    ratio = np.minimum(_ratio(values, scale, by.ratio, upward), top)
+    code = np.rint(ratio) if by.kind in INTEGERS else nearest(ratio, GRIDS[by.kind])
+    return np.searchsorted(_ladder(by.kind).codes, code)
+
+
+def half_step(kind: str, code: Floats) -> Floats:
+    """Return half the distance of codes up to this one: what a ratio is off by."""
+    if kind in INTEGERS:
+        return np.full(code.shape, 0.5)
+    form = GRIDS[kind]
+    return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(code)[1] - 1, form.least) - form.precision))
+
+
+def codes(by: Steps, x: Box) -> tuple[Floats, Floats]:
+    """Return the least and the greatest code that numbers in x may get; scales are positive."""
+    grid, scale = _ladder(by.kind).codes, by.scale
+    lo, hi = np.abs(x.lo), np.abs(x.hi)
+    least = np.where(
+        x.lo >= 0,
+        grid[_rank(by, lo, scale.hi, by.above.lo, False)],
+        -grid[_rank(by, lo, scale.lo, by.below.hi, True)],
+    )
+    most = np.where(
+        x.hi >= 0,
+        grid[_rank(by, hi, scale.lo, by.above.hi, True)],
+        -grid[_rank(by, hi, scale.hi, by.below.lo, False)],
+    )
+    return least, most
+
+
+def hull(by: Steps, x: Box) -> Box:
+    """Return where the quantised values of x lie; scales are positive float32 numbers."""
+    lo, hi = np.abs(x.lo), np.abs(x.hi)
+    return Box(
+        np.where(x.lo >= 0, _least(by, lo, by.above.lo), -_most(by, lo, by.below.hi)),
+        np.where(x.hi >= 0, _most(by, hi, by.above.hi), -_least(by, hi, by.below.lo)),
+    )
+
+
+def _most(by: Steps, v: Floats, top: Floats) -> Floats:
+    """Return the greatest float32(c·s): c·s_h as far as s_h gives c, c/b⁻·v beyond."""
+    ladder, scale = _ladder(by.kind), by.scale
+    first, last = _rank(by, v, scale.hi, top, True), _rank(by, v, scale.lo, top, True)
+    sure = _single(ladder.codes[first] * scale.hi)
+    beyond = ladder.steepest[np.minimum(first + 1, last), last] * v * (1 + _OFF)
+    return np.where(last > first, np.maximum(sure, beyond), sure)
+
+
+def _least(by: Steps, v: Floats, top: Floats) -> Floats:
+    """Return the least float32(c·s): c·s_l from where s_l gives c on, c/b⁺·v before."""
+    ladder, scale = _ladder(by.kind), by.scale
+    first, last = _rank(by, v, scale.hi, top, False), _rank(by, v, scale.lo, top, False)
+    sure = _single(ladder.codes[last] * scale.lo)
+    before = ladder.flattest[first, np.maximum(last - 1, first)] * v * (1 - _OFF)
+    return np.where(last > first, np.minimum(sure, before), sure)
+
+
+def known(by: Steps) -> tuple[Steps, NDArray[np.bool_]]:
+    """Return the quantisers with scales of 1 where they may be too small; where they are not."""
+    sure = by.scale.lo >= LEAST_SCALE
+    scale = Box(np.where(sure, by.scale.lo, 1.0), np.where(sure, by.scale.hi, 1.0))
+    return Steps(by.kind, scale, by.above, by.below, by.ratio), sure
+
+
+def quantised(kernel: Kernel, x: Box, error: Floats, key: str = "") -> tuple[Box, Box]:
+    """Return the quantised values and their errors, met with what `error` (Q) says.
+
+    Raises:
+        Rejected: as `steps`.
+    """
+    wide, around = box.widen(x, error), box.around(np.broadcast_to(error, x.shape))
+    if not kernel.stepped or kernel.activations[0] == "none":
+        return wide, around
+    by, sure = known(steps(kernel, x, key))
+    found = box.meet(hull(by, x), wide)
+    value = Box(np.where(sure, found.lo, wide.lo), np.where(sure, found.hi, wide.hi))
+    return value, box.meet(box.sub(value, x), around)

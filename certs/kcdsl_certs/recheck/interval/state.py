@@ -1,0 +1,380 @@
+"""The boxes of a node, and what storing a result adds (sections 1 and 2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import numpy as np
+
+from kcdsl_certs.recheck.graphs.any_length import Marks
+from kcdsl_certs.recheck.graphs.graph import Block, Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
+from kcdsl_certs.recheck.interval.parameters import Parameters
+from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format
+from kcdsl_certs.recheck.numerics.kernel import Kernel, stepped
+from kcdsl_certs.rejected import Rejected
+
+SUMMED = ("linear", "matmul")  # computed once, from operands as they are stored
+BY_ROW = ("softmax", "rms_norm", "layer_norm")  # read what they normalise twice
+_FIXED = ("input", "param", "constant", "embedding")
+
+Own = Floats | None
+"""How far a reading may be from what all readings are versions of; None: no way."""
+
+
+def twice(node: Node) -> bool:
+    """Return whether an operation reads its first operand twice: in sums over a row and beside, or
+    in the sigmoid and the product of a silu that is written out."""
+    return node.op in BY_ROW or (node.op == "silu" and node.written)
+
+
+def several(block: Block, *, followed: bool = False) -> frozenset[str]:
+    """Return the nodes of which there may be several versions; one is the output of a block that
+    another block of a chain follows."""
+    whole: Counter[str] = Counter()
+    near: Counter[str] = Counter()
+    for name in {name for node in block.nodes if node.op in SUMMED for name in node.inputs}:
+        whole[name] = near[name] = 1
+    whole[block.output] = near[block.output] = 2 if followed else 1
+    for node in reversed(block.nodes):
+        if node.op in SUMMED:
+            continue
+        made, handed = (min(max(count[node.name], 1), 2) for count in (whole, near))
+        for place, name in enumerate(node.inputs):
+            by_row = node.op in BY_ROW
+            written = node.written and node.op != "rope" and place == 0
+            whole[name] += made + int(twice(node) and place == 0)
+            near[name] += (1 if by_row else handed) + int(written)
+    found = set()
+    for node in block.nodes:
+        count = near if node.op in SUMMED else whole
+        if node.op not in _FIXED and count[node.name] > 1:
+            found.add(node.name)
+    return frozenset(found)
+
+
+def plus(*parts: Own) -> Own:
+    """Return the sum of what readings are apart by several causes."""
+    named = [part for part in parts if part is not None]
+    return _sum(named) if named else None
+
+
+def _sum(parts: Iterable[Floats]) -> Floats:
+    total: Floats = np.zeros(())
+    for part in parts:
+        total = total + part
+    return np.asarray(total * (1 + 2.0**-48))
+
+
+def by(part: Own, factor: Floats | float) -> Own:
+    """Return what readings of a product are apart, `factor` ≥ |the other factor|."""
+    return None if part is None else np.asarray(part * factor * (1 + 2.0**-48) + 2.0**-1000)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Enclosures of the training value, the inference value and inference minus training."""
+
+    t: Box
+    i: Box
+    d: Box
+    own: tuple[Own, Own] = (None, None)  # how far readings of either value may be apart
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return self.t.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A bool constant: True takes part."""
+
+    allowed: Bools
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return self.allowed.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Probabilities:
+    """A softmax: the exact one of the stored scores (`star`) and the rounding of either kernel.
+
+    `variation` is the total variation of each row; `rounding_t` and `rounding_i` are elementwise.
+    `allowed` has the shape of the scores. `stored` is what anything but a context product reads.
+    Of any number of columns, `total` bounds either kernel's roundings of a row together.
+    """
+
+    star: State
+    variation: Floats
+    rounding_t: Floats
+    rounding_i: Floats
+    allowed: Bools
+    stored: State  # with what readings may be apart
+    total: tuple[Floats, Floats] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return self.star.shape
+
+
+Value = State | Mask | Probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Any number of rows up to `longest`: the marks of every node's dimensions, and what both
+    kernels hold of the tables of positions, by the node of their constant."""
+
+    longest: int
+    marks: Mapping[str, Marks]
+    tables: Mapping[str, State]
+
+
+Held = tuple[Floats, Floats]
+"""Where the rows of a tensor lie: row t in middle[t] + {e: |a·e| ≤ √(aᵀ P[t] a)}; [T, n] and
+[T, n, n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything that the rules may read beside their inputs.
+
+    With `rows` the graph stands for any number of rows, each of them in the box of the region.
+    """
+
+    block: Block
+    train: Kernel
+    infer: Kernel
+    parameters: Parameters
+    keys: Mapping[str, str]
+    weights: frozenset[str]
+    centre: Floats | None
+    radius: Floats | None
+    rows: Rows | None = None
+    drift: Box | None = None  # how far apart what both kernels read may be (links of a chain)
+    rho: Fraction = Fraction(0)  # the region around the weights: every |θ' - θ| ≤ ρ|θ|
+    held: Held | None = None  # ellipsoids around the rows of the drift, beside its box
+    errors: dict[str, tuple[Box, Box]] | None = None  # kept where wanted: of what is stored
+    readings: tuple[Own, Own] = (None, None)  # how far those of a state that drifts may be apart
+    followed: bool = False  # whether another link of a chain reads the output
+    several: frozenset[str] = field(init=False)  # nodes with several versions
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "several", several(self.block, followed=self.followed))
+
+    @property
+    def entering(self) -> tuple[Own, Own]:
+        """Return how far readings of the input may be from what all are versions of, in training
+        and inference."""
+        train, infer = self.readings
+        return None if self.train.stepped else train, None if self.infer.stepped else infer
+
+    @property
+    def handed(self) -> bool:
+        """Return whether another block stored the input."""
+        return self.drift is not None
+
+
+def recast(scene: Scene, node: Node, x: State) -> State:
+    """Return a state in the format of a node, as it is where that holds all that it may be."""
+    sides, nothing = [], np.zeros(x.shape)
+    for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+        form = target(kernel, node)
+        read = kernel.reads(scene.block.named, node.inputs[0], scene.handed)
+        if all(form.holds(other) for other in read):
+            sides.append((own, box.exact(nothing)))
+        else:
+            widest = max(read, key=lambda other: other.precision)
+            sides.append(stored(kernel, form, own, nothing, widest))
+    (t, wrong_t), (i, wrong_i) = sides
+    versions: list[Own] = []
+    for now, before, kernel, version in (
+        (t, x.t, scene.train, x.own[0]),
+        (i, x.i, scene.infer, x.own[1]),
+    ):
+        cast = None if now is before else _versions(scene, node, kernel, before, nothing, version)
+        versions.append(version if cast is None else cast)
+    if scene.errors is not None:
+        scene.errors[node.name] = (wrong_t, wrong_i)
+    if t is x.t and i is x.i:
+        return x
+    return reduce(t, i, box.add(x.d, box.sub(wrong_i, wrong_t)), (versions[0], versions[1]))
+
+
+def pinned(scene: Scene, node: Node) -> Scene:
+    """Return the scene with both kernels as they compute a node: in its own format, and a linear as
+    the name of its weight says."""
+    if node.format and node.op != "constant":
+        scene = replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
+    key = scene.keys.get(node.inputs[1]) if node.op == "linear" else None
+    if key is None or not (scene.train.others or scene.infer.others):
+        return scene
+    return replace(scene, train=scene.train.serving(key), infer=scene.infer.serving(key))
+
+
+def numeric(value: Value) -> State:
+    """Return the state that an ordinary reader sees.
+
+    Raises:
+        Rejected: "rule/mask" for a mask.
+    """
+    match value:
+        case State():
+            return value
+        case Probabilities():
+            return value.stored
+        case Mask():
+            raise Rejected("rule/mask", "a mask is read as numbers")
+
+
+def reduce(t: Box, i: Box, d: Box, own: tuple[Own, Own] = (None, None)) -> State:
+    """Return the state after the boxes have been intersected with what the others imply."""
+    if t.point and i.point:
+        return State(t, i, box.checked(box.meet(d, box.sub(i, t)), "the drift"), own)
+    d = box.checked(box.meet(d, box.sub(i, t)), "the drift")
+    i = box.checked(box.meet(i, box.add(t, d)), "the inference value")
+    t = box.checked(box.meet(t, box.sub(i, d)), "the training value")
+    return State(t, i, d, own)
+
+
+def target(kernel: Kernel, node: Node) -> Format:
+    """Return the format in which a kernel stores the result of a node."""
+    return kernel.result(node.op, node.role)
+
+
+def settle(
+    scene: Scene,
+    node: Node,
+    exact: tuple[Box, Box, Box],
+    errors: tuple[Floats, Floats],
+    inner: tuple[Format, Format] | None = None,
+    beside: tuple[Box, Box] | None = None,
+    own: tuple[Own, Own] = (None, None),
+) -> State:
+    """Return the state of a stored result.
+
+    `exact` encloses f_t, f_i and f_i - f_t of real arithmetic, `errors` bound the error inside
+    the operation, `inner` are the formats of that arithmetic (default: `Kernel.inner`);
+    `beside` is what either kernel may add to f before it is stored. `own` is what readings of the
+    operands are apart by, in the result of either kernel.
+    """
+    y_t, y_i, d = exact
+    inner_t, inner_i = inner or (scene.train.inner, scene.infer.inner)
+    more = beside is not None and any(part.lo.any() or part.hi.any() for part in beside)
+    if beside is not None and more:
+        y_t, y_i = box.add(y_t, beside[0]), box.add(y_i, beside[1])
+    t, wrong_t = stored(scene.train, target(scene.train, node), y_t, errors[0], inner_t)
+    i, wrong_i = stored(scene.infer, target(scene.infer, node), y_i, errors[1], inner_i)
+    if beside is not None and more:
+        wrong_t, wrong_i = box.add(wrong_t, beside[0]), box.add(wrong_i, beside[1])
+    if scene.errors is not None:
+        scene.errors[node.name] = (wrong_t, wrong_i)
+    versions = (
+        _versions(scene, node, scene.train, y_t, errors[0], own[0]),
+        _versions(scene, node, scene.infer, y_i, errors[1], own[1]),
+    )
+    if beside is not None:
+        one, two = versions
+        versions = (
+            None if one is None else plus(one, box.mag(beside[0])),
+            None if two is None else plus(two, box.mag(beside[1])),
+        )
+    return reduce(t, i, box.add(d, box.sub(wrong_i, wrong_t)), versions)
+
+
+def _versions(scene: Scene, node: Node, kernel: Kernel, y: Box, error: Floats, own: Own) -> Own:
+    """Return how far a reading of a result may be from what all readings are versions of: its cast,
+    and everything inside of an operation that is computed for each of them."""
+    if kernel.stepped or (node.op in SUMMED and node.name not in scene.several):
+        return None
+    u, eta = kernel.off(target(kernel, node))
+    cast = box.up(u * box.mag(box.widen(y, error)) + eta)
+    return plus(own, cast, None if node.op in SUMMED else error)
+
+
+def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -> tuple[Box, Box]:
+    """Return the stored value and its error against real arithmetic (section 2, Storing).
+
+    With casts that are steps the rounding to the format is part of `error` where the format is at
+    least as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.
+
+    Raises:
+        Rejected: "bound/overflow" if a stored number may leave the format.
+    """
+    v = box.widen(y, error)
+    if not (np.isfinite(v.lo).all() and np.isfinite(v.hi).all()):
+        raise Rejected("bound/not-finite", "the value has no finite bound")
+    within = box.around(error)
+    if not kernel.stepped:
+        value, wrong = _freely(kernel, form, v, within)
+    elif form.precision >= max(FLOAT32.precision, inner.precision):
+        value, wrong = v, within
+    else:
+        value, wrong = _step(kernel, form, v, within)
+        if kernel.inward:  # what is infinite before the cast stays so
+            _fits(v, inner)
+    _fits(value, form)
+    return value, wrong
+
+
+def _fits(value: Box, form: Format) -> None:
+    if not bool((box.magnitude(value) <= form.largest).all()):
+        flat = int(np.argmax(np.nan_to_num(box.magnitude(value), nan=np.inf)))
+        place = [int(n) for n in np.unravel_index(flat, value.shape)]
+        raise Rejected("bound/overflow", f"element {place} may overflow {form.name}")
+
+
+def _freely(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
+    """Return value and error of a free cast."""
+    u, eta = kernel.off(form)
+    cast = box.up(u * box.mag(v) + eta)
+    if kernel.inward:
+        return shrunk(kernel, form, v), box.add(_inward(v, cast), within)
+    return box.widen(v, cast), box.around(box.up(within.hi + cast))
+
+
+def shrunk(kernel: Kernel, form: Format, v: Box) -> Box:
+    """Return what free casts toward zero leave of numbers: the less, the less the number is; never
+    more than it, nor of the other sign."""
+    u, eta = kernel.off(form)
+    lo, hi = (box.up(u * np.abs(end) + eta) for end in (v.lo, v.hi))
+    below = np.where(v.lo > 0, np.maximum(box.add_down(v.lo, -lo), 0.0), v.lo)
+    above = np.where(v.hi < 0, np.minimum(box.add_up(v.hi, hi), 0.0), v.hi)
+    return Box(below, above)
+
+
+def _inward(v: Box, cast: Floats) -> Box:
+    """Return the error of a cast toward zero of at most `cast`."""
+    return Box(np.where(v.hi > 0, -cast, 0.0), np.where(v.lo < 0, cast, 0.0))
+
+
+def _step(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
+    """Return value and error of a cast that is a step function."""
+    low, high = (stepped(end, form, kernel) for end in (v.lo, v.hi))
+    u, eta = kernel.off(form)
+    free = box.up(np.maximum(u * box.mag(v), eta))
+    wide = _inward(v, free) if kernel.inward else box.around(free)
+    flat = low == high
+    lo = np.where(flat, box.add_down(low, -v.hi), wide.lo)
+    hi = np.where(flat, box.add_up(high, -v.lo), wide.hi)
+    return Box(low, high), box.add(Box(lo, hi), within)
+
+
+def gamma(count: int, u: float) -> float:
+    """Return an upper bound of count·u / (1 - count·u); infinite from count·u = 1 on."""
+    product = count * u
+    return float("inf") if product >= 1 else product / (1 - product) * (1 + 2.0**-50)
+
+
+def middle(a: State) -> Box:
+    """Return a box of (a_t + a_i)/2."""
+    one = box.add(a.t, box.half(a.d))
+    return box.meet(one, box.half(box.add(a.t, a.i)))

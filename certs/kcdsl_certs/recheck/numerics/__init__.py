@@ -1,0 +1,1 @@
+"""Formats of numbers, and what a kernel may round."""

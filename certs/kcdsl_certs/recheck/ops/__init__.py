@@ -1,0 +1,1 @@
+"""What the checker knows of every operation: its rule in each domain."""

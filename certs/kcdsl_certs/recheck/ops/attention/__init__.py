@@ -1,0 +1,1 @@
+"""Softmax, its product with the values, rotations and caches."""

@@ -1,0 +1,205 @@
+"""Rotary embedding in every domain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged
+from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
+from kcdsl_certs.recheck.affine.independent import only_sure
+from kcdsl_certs.recheck.affine.storing import Formed
+from kcdsl_certs.recheck.affine.tape import Pull
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
+from kcdsl_certs.recheck.interval.state import (
+    Own,
+    Scene,
+    State,
+    Value,
+    by,
+    gamma,
+    numeric,
+    plus,
+    settle,
+)
+from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context
+from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.elementwise.arithmetic import operands_of, settled, underflow
+from kcdsl_certs.rejected import Rejected
+
+
+def rope_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x * cos + concat(-x[…, h:], x[…, :h]) * sin."""
+    node.attrs.exactly()
+    x, cos, sin = (numeric(value) for value in inputs)
+    if x.shape[-1] % 2 or not (cos.t.point and cos.i.point and sin.t.point and sin.i.point):
+        raise Rejected("rule/rope", "rope needs an even last dimension and known tables")
+    exact, errors = rotated(scene, x, cos, sin)
+    own = rotated_own(x.own[0], cos.t.lo, sin.t.lo), rotated_own(x.own[1], cos.i.lo, sin.i.lo)
+    return settle(scene, node, exact, errors, own=own)
+
+
+def rotated_own(own: Own, cos: Floats, sin: Floats) -> Own:
+    """Return how far readings are apart after the rotation."""
+    if own is None:
+        return None
+    h = own.shape[-1] // 2
+    other = np.concatenate([own[..., h:], own[..., :h]], axis=-1)
+    return plus(by(own, np.abs(cos)), by(other, np.abs(sin)))
+
+
+def rotated(
+    scene: Scene, x: State, cos: State, sin: State
+) -> tuple[tuple[Box, Box, Box], tuple[Floats, Floats]]:
+    """Return the rotated boxes before they are stored, and E of both kernels; known tables."""
+    turned = State(_rotate(x.t), _rotate(x.i), _rotate(x.d))
+    y_t = box.add(box.mul(x.t, cos.t), box.mul(turned.t, sin.t))
+    y_i = box.add(box.mul(x.i, cos.i), box.mul(turned.i, sin.i))
+    by_cos = box.add(box.mul(x.d, cos.i), box.mul(x.t, box.sub(cos.i, cos.t)))
+    by_sin = box.add(box.mul(turned.d, sin.i), box.mul(turned.t, box.sub(sin.i, sin.t)))
+    errors = (
+        rope_error(scene.train, x.t, turned.t, cos.t.lo, sin.t.lo),
+        rope_error(scene.infer, x.i, turned.i, cos.i.lo, sin.i.lo),
+    )
+    return (y_t, y_i, box.add(by_cos, by_sin)), errors
+
+
+def _rotate(x: Box) -> Box:
+    h = x.shape[-1] // 2
+    lo = np.concatenate([-x.hi[..., h:], x.lo[..., :h]], axis=-1)
+    hi = lo if x.point else np.concatenate([-x.lo[..., h:], x.hi[..., :h]], axis=-1)
+    return Box(lo, hi)
+
+
+def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
+    """Return E of rope, `turned` the boxes that the sines meet.
+
+    Raises:
+        Rejected: "bound/overflow".
+    """
+    parts = (
+        box.up(box.mag(x) * box.lifted(np.abs(cos))),
+        box.up(box.mag(turned) * box.lifted(np.abs(sin))),
+    )
+    size = box.up(parts[0] + parts[1])
+    error = box.up(gamma(4, kernel.inner.u) * size + 2 * underflow(kernel))
+    if kernel.coarse:
+        if not bool((np.maximum(*parts) * (1 + 2.0**-10) <= kernel.compute.largest).all()):
+            raise Rejected("bound/overflow", f"a product may overflow {kernel.compute.name}")
+        u, eta = kernel.off(kernel.compute)
+        cast = (1 + 2.0**-10) * (u * size + 2 * eta)
+        error = box.up(error + cast)
+    return error
+
+
+def rope_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x * cos + concat(-x[…, h:], x[…, :h]) * sin."""
+    node.attrs.exactly()
+    x, cos, sin = (form_of(value) for value in inputs)
+    if x.shape[-1] % 2 or cos.place is not None or sin.place is not None:
+        raise Rejected("rule/rope", "rope needs an even last dimension and known tables")
+    h = x.shape[-1] // 2
+    turned = np.concatenate([-x.reference[..., h:], x.reference[..., :h]], axis=-1)
+    far = np.concatenate([x.reach[..., h:], x.reach[..., :h]], axis=-1)
+    c, s = np.broadcast_to(cos.reference, x.shape), np.broadcast_to(sin.reference, x.shape)
+    reference = x.reference * c + turned * s
+    carried = raised(x.reach * np.abs(c) + far * np.abs(s))
+    own = 4 * UNIT * (np.abs(x.reference * c) + np.abs(turned * s)) + TINY
+    apart = walk.own(node, 0)
+    wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
+    far_wide = np.concatenate([wide.reach[..., h:], wide.reach[..., :h]], axis=-1)
+    around = box.widen(box.exact(turned), far_wide)
+    error = rope_error(walk.kernel, wide.box, around, c, s)
+    own = own + gamma(8, UNIT) * carried
+    split, kernel = only_sure(own + error), walk.kernel
+    if kernel.coarse:  # both products are stored: their roundings are no part of what is sure
+        terms = raised(x.size * np.abs(c) + raised(np.abs(turned) + far) * np.abs(s))
+        inside = raised(gamma(4, kernel.inner.u) * terms) + 2 * underflow(kernel)
+        u, eta = kernel.off(kernel.compute)
+        cast = raised(u * (1 + 2.0**-10) * terms)
+        split = only_sure(own + inside).with_cast(kernel, cast, 2 * (1 + 2.0**-10) * eta)
+    operands = operands_of((x, _turned(c, s)))
+    return settled(
+        walk,
+        node,
+        Formed(
+            reference,
+            carried,
+            operands,
+            raised(own + error),
+            split=split,
+            own=rotated_own(apart, c, s),
+        ),
+    )
+
+
+def _turned(cos: Floats, sin: Floats) -> Pull:
+    """Return the pullback of rope: α·cos, and α·sin turned back."""
+    h = cos.shape[-1] // 2
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        wide = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], cos.shape[-1]))
+        by_sin = wide.times(sin).values
+        back = np.concatenate([by_sin[..., h:], -by_sin[..., :h]], axis=-1)
+        return merged(wide.times(cos), Adjoint(back, wide.start))
+
+    return pull
+
+
+def rope_bounds(course: Context, node: Node) -> None:
+    """Write x∘C + rot(x)∘S with the tables that either kernel knows."""
+    x = course.operand(node, 0)
+    cos, sin = (course.state(name) for name in node.inputs[1:])
+    train = _tables(x.shape, cos.t.lo, sin.t.lo)
+    infer = _tables(x.shape, cos.i.lo, sin.i.lo)
+    change = infer[0] - train[0], infer[1] - train[1]
+    moves = bool(change[0].any() or change[1].any())
+
+    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+        e = None if f.e is None else _back(f.e, train)
+        if f.d is None:
+            return ((x.place, Functional(e, None)),)
+        if moves:
+            e = joined(e, _back(f.d, change))
+        return ((x.place, Functional(e, _back(f.d, infer))),)
+
+    lost = gamma(SPARE, UNIT)
+    own = np.abs(x.reference) + magnitude(x.e)
+    moved = _sizes(own, change) + _sizes(magnitude(x.d), infer)
+    course.write(
+        node,
+        _rotated(x.reference, train),
+        pull,
+        Added(np.zeros(x.shape), raised(lost * _sizes(own, train)) + TINY),
+        Added(_rotated(x.reference, change), raised(lost * moved) + TINY),
+    )
+
+
+def _tables(shape: tuple[int, ...], cos: Floats, sin: Floats) -> tuple[Floats, Floats]:
+    return np.broadcast_to(cos, shape), np.broadcast_to(sin, shape)
+
+
+def _rotated(x: Floats, tables: tuple[Floats, Floats]) -> Floats:
+    h = x.shape[-1] // 2
+    turned = np.concatenate([-x[..., h:], x[..., :h]], axis=-1)
+    return np.asarray(x * tables[0] + turned * tables[1])
+
+
+def _sizes(x: Floats, tables: tuple[Floats, Floats]) -> Floats:
+    h = x.shape[-1] // 2
+    turned = np.concatenate([x[..., h:], x[..., :h]], axis=-1)
+    return np.asarray(x * np.abs(tables[0]) + turned * np.abs(tables[1]))
+
+
+def _back(adjoint: Adjoint, tables: tuple[Floats, Floats]) -> Adjoint:
+    """Return α∘C and α∘S turned back."""
+    width = tables[0].shape[-1]
+    whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], width))
+    by_sin = whole.values * tables[1][whole.window]
+    h = width // 2
+    turned = np.concatenate([by_sin[..., h:], -by_sin[..., :h]], axis=-1)
+    return Adjoint(whole.values * tables[0][whole.window] + turned, whole.start)

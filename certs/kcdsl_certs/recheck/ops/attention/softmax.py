@@ -1,0 +1,352 @@
+"""Softmax in every domain (section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck.affine import cases, reverse_passes
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
+from kcdsl_certs.recheck.affine.form import Form, Operand, Steps, Walk, form_of
+from kcdsl_certs.recheck.affine.storing import Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import Entry, Pull
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
+from kcdsl_certs.recheck.interval.state import Probabilities, Scene, Value, gamma, numeric, reduce
+from kcdsl_certs.recheck.linear_bounds.context import (
+    DEVIATION,
+    DRIFT,
+    SPARE,
+    Added,
+    Context,
+    halves,
+    less_mean,
+)
+from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Functional
+from kcdsl_certs.recheck.ops.attention.probabilities import (
+    ZETA,
+    allowed_columns,
+    probabilities,
+    probability_drift,
+    relative_rounding,
+    softmax_rounding,
+    total_variation,
+)
+from kcdsl_certs.rejected import Rejected
+
+
+def softmax_interval(scene: Scene, node: Node, inputs: list[Value]) -> Probabilities:
+    """Return softmax over the last dimension, over the columns that the mask allows."""
+    node.attrs.exactly()
+    scores = numeric(inputs[0])
+    allowed = allowed_columns(inputs[1:], scores.shape)
+    p_t, p_i = probabilities(scores.t, allowed), probabilities(scores.i, allowed)
+    drift = probability_drift(p_t, scores.d, allowed)
+    star = reduce(p_t, p_i, drift)
+    b_t = softmax_rounding(scene.train, scores.t, star.t.hi, allowed, scores.own[0])
+    b_i = softmax_rounding(scene.infer, scores.i, star.i.hi, allowed, scores.own[1])
+    stored = reduce(
+        box.widen(star.t, b_t),
+        box.widen(star.i, b_i),
+        box.widen(star.d, box.up(b_t + b_i)),
+        (
+            None if scene.train.stepped else box.up(box.add_up(star.t.hi, -star.t.lo) + b_t),
+            None if scene.infer.stepped else box.up(box.add_up(star.i.hi, -star.i.lo) + b_i),
+        ),
+    )
+    variation = total_variation(star.d, scores.d, allowed)
+    return Probabilities(star, variation, b_t, b_i, allowed, stored)
+
+
+_FARTHEST = 30.0  # a larger drift of the centred scores counts as unbounded
+
+
+def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return softmax over the last dimension, over the columns that the mask allows.
+
+    With t = e - p·e and y = p(e^t - 1), the drift is Π(y/Z), Πy = y - pΣy, Z = Σ p e^t ≥ 1.
+    """
+    node.attrs.exactly()
+    scores = form_of(inputs[0])
+    allowed = allowed_columns(list(inputs[1:]), scores.shape)
+    p, wrong = _reference(scores.reference, allowed)
+    n = p.shape[-1]
+    usual = _row(p * scores.reach)
+    c = _centred(walk, node, p, wrong, allowed)
+    if not bool((c < _FARTHEST).all()):
+        raise Rejected("bound/not-finite", "the scores of a softmax drift too far")
+    g = _second_order(c)
+    moved = _row(p * (c + g) * (1 + 2 * wrong))
+    grown = _row(p * g * (1 + 2 * wrong))  # Z ≤ 1 + Σ p g
+    kappa = raised(grown / (1 + grown))  # ≥ 1 - 1/Z
+    # the numerator, up to multiples of p, which Π removes
+    half = p * g / 2
+    radius = raised(half * (1 + 8 * wrong) + kappa * p * (c + g) * (1 + 4 * wrong))
+    radius = raised(radius + gamma(2, UNIT) * p * scores.reach) + TINY
+    numerator_reach = raised(p * scores.reach + half + radius)
+    operands: tuple[tuple[int, Pull], ...] = ()
+    if scores.place is not None:
+        operands = ((scores.place, _times(p)),)
+    numerator = walk.tape.add(Entry(numerator_reach, operands, radius, half))
+    # the map Π, with everything that the float64 p is off by
+    carried = raised(numerator_reach + p * _row(numerator_reach))
+    own = p * wrong * (1 + 4 * (scores.reach + usual) + 2 * moved)
+    own = raised(own + gamma(n + 3, UNIT) * carried)
+    own = np.where(allowed, own + TINY, 0.0)
+    # 1 - e^{-c}/Z̄, formed without cancellation
+    low = raised(box.up(-np.expm1(-c), 16) + box.up(np.exp(-c), 16) * kappa)
+    factor = np.maximum(box.up(np.expm1(c), 16), low)
+    reach = np.minimum(1.0, raised(p * factor * (1 + 2 * wrong) + own))
+    high = np.minimum(1.0, raised(p * (1 + wrong) + reach))
+    error = _error(walk, scores, high, allowed, walk.own(node, 0))
+    formed = Formed(
+        p,
+        carried,
+        ((numerator, _project(p)),),
+        raised(own + error),
+        within=raised(reach + error) + TINY,
+        sure=~allowed,
+    )
+    fused = walk.kernel.fused
+    kernel = walk.kernel
+    form = settle_form(walk, node, formed, kernel.probabilities, kernel.inner, rounds=not fused)
+    if node.name in walk.versions:
+        return replace(form, allowed=allowed)
+    steps = None if form.steps is None else _chosen(scores, form, form.steps, allowed, error)
+    # the map Π leaves Σ num·(1 - Σp) of a row, where p sums up to 1 but for what is wrong with it
+    lost = 2 * wrong[..., :1] * _row(numerator_reach)
+    balance = _balance(walk, form, lost)
+    return replace(form, allowed=allowed, steps=steps, balance=balance)
+
+
+def _balance(walk: Walk, form: Form, lost: Floats) -> Floats | None:
+    """Return how far the sums of rows may be from those of the reference; None where a cast forgot
+    which errors belong together."""
+    entry = None if form.place is None else walk.tape.entries[form.place]
+    if entry is None or entry.kept is not None or not entry.operands or entry.centre is not None:
+        return None
+    own = np.zeros(form.shape) if entry.radius is None else entry.radius
+    return raised(_row(own) + lost) + TINY
+
+
+def _chosen(scores: Form, form: Form, steps: Steps, allowed: Bools, error: Floats) -> Steps:
+    """Return what is stored as well in every case of the scores, where these are steps."""
+    one = scores.box
+    around = Box(one.lo[None], one.hi[None])
+    if scores.steps is not None:
+        most = min(cases.SCORES, cases.room(form.shape))
+        found = cases.chosen(scores.steps.ends.in_one_case(), form.reference, most)
+        around = Box(found.lo, found.hi)
+    formed = box.widen(probabilities(around, allowed), error)
+    return replace(steps, choices=steps.ends.within(formed))
+
+
+def _reference(scores: Floats, allowed: Bools) -> tuple[Floats, Floats]:
+    """Return float64 probabilities and their relative error, up to 2^-990 absolutely."""
+    top = np.where(allowed, scores, -np.inf).max(axis=-1, keepdims=True)
+    distance = np.where(allowed, top - scores, 0.0)
+    terms = np.where(allowed, np.exp(-distance), 0.0)
+    p = terms / terms.sum(axis=-1, keepdims=True)
+    farthest = np.minimum(distance, 800.0).max(axis=-1, keepdims=True)
+    wrong = 2.0**-48 + 4 * UNIT * (farthest + scores.shape[-1])
+    return p, np.broadcast_to(wrong, p.shape)
+
+
+def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -> Floats:
+    """Return c ≥ |e - p·e| over the allowed columns, 0 elsewhere."""
+    scores = form_of(walk.forms[node.inputs[0]])
+    usual = _row(p * scores.reach)
+    plain = raised(scores.reach + usual)
+    if scores.place is None or not scores.reach.any():
+        return np.where(allowed, plain, 0.0)
+    found = plain.copy()
+    for floor in walk.tape.floors:
+        for row in reverse_passes.rows(walk.chosen(node, node.inputs[0], "deviations", floor)):
+            columns = np.flatnonzero(allowed[row])
+            some: tuple[int | NDArray[np.intp], ...] = (*row, columns)
+            functionals = np.zeros((columns.size, p.shape[-1]))
+            functionals[np.arange(columns.size), columns] = 1.0
+            bounds = reverse_passes.along(walk, scores, row, functionals - p[row], floor)
+            found[some] = np.minimum(found[some], bounds)
+    found = raised(found + 4 * wrong * (scores.reach + usual) + TINY)
+    single = allowed.sum(axis=-1, keepdims=True) == 1
+    return np.where(allowed & ~single, np.minimum(found, plain), 0.0)
+
+
+def _second_order(c: Floats) -> Floats:
+    """Return an upper bound of e^c - 1 - c, without cancellation for small c."""
+    tail = 1 + c  # more than 1 + c/13·(1 + c/14·(…)) for c < 0.5
+    for k in range(12, 2, -1):
+        tail = 1 + c / k * tail
+    series = c**2 / 2 * tail
+    large = np.expm1(c) - c
+    return np.asarray(np.where(c < 0.5, series, large * (1 + 2.0**-44)) * (1 + 2.0**-44))
+
+
+def _row(values: Floats) -> Floats:
+    """Return the sums of non-negative rows, raised."""
+    return raised(values.sum(axis=-1, keepdims=True) * (1 + values.shape[-1] * 2 * UNIT))
+
+
+def _error(walk: Walk, scores: Form, high: Floats, allowed: Bools, own: Floats | None) -> Floats:
+    """Return the error of the kernel's softmax; fused, with the cast of the probabilities.
+
+    A score may be read by itself, and so may those of the sum of its row: `own`.
+    """
+    kernel, around = walk.kernel, scores.box
+    if own is not None:
+        around = replace(scores, reach=raised(scores.reach + own)).box
+    if kernel.fused:
+        return softmax_rounding(kernel, around, high, allowed, own)
+    theta = relative_rounding(kernel, around, allowed)
+    if own is not None:
+        most = np.where(allowed, own, 0.0).max(axis=-1, keepdims=True)
+        theta = raised(theta + np.expm1(own + most) * (1 + theta) * (1 + 2.0**-40))
+    return np.where(allowed, raised(theta * box.lifted(high) + ZETA), 0.0)
+
+
+def _times(p: Floats) -> Pull:
+    return lambda a: a.times(p)
+
+
+def _project(p: Floats) -> Pull:
+    """Return the pullback of Πy = y - pΣy: α - (α·p)."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], p.shape[-1]))
+        along = (whole.values * p[whole.window]).sum(axis=-1, keepdims=True)
+        return Adjoint(whole.values - along, whole.start)
+
+    return pull
+
+
+def softmax_bounds(course: Context, node: Node) -> None:
+    """Write the softmax of the scores over the columns that take part."""
+    value = course.values[node.name]
+    if not isinstance(value, Probabilities):
+        raise Rejected("internal", "a softmax without its rounding")
+    x, allowed = course.operand(node, 0), value.allowed
+    moved, _ = halves(x.d)
+    base = x.reference + moved / 2
+    p, trust_p = _softmax(x.reference, allowed)
+    q, trust_q = _softmax(base, allowed)
+    trust = trust_p + trust_q + 8 * UNIT * _most(np.abs(base) + np.abs(x.reference), allowed)
+    far_e, far_d = (_most(box.magnitude(part), allowed) for part in (x.e, x.d))
+    by_p = _among(less_mean(course.tape, x.place, DEVIATION, p), allowed)
+    by_q = _among(less_mean(course.tape, x.place, DEVIATION, q), allowed)
+    drift = _among(less_mean(course.tape, x.place, DRIFT, q), allowed)
+    # Around base the scores are off by e + τD - (base - s̃), τ from 0 to 1; less their mean by q.
+    first = base - x.reference
+    first = np.where(allowed, first - (q * first).sum(axis=-1, keepdims=True), 0.0)
+    far_first = _most(np.abs(base - x.reference), allowed)
+    half = on_the_way(drift, first)
+    c_p = _among_sizes(raised(box.magnitude(by_p) + 4 * trust * far_e), allowed)
+    c_q = box.magnitude(by_q) + half + 4 * trust * (far_e + far_d + far_first)
+    c_q = _among_sizes(raised(c_q), allowed)
+    t = _among_sizes(raised(box.magnitude(drift) + 4 * trust * far_d), allowed)
+    if not bool((np.maximum(c_p, c_q) < _FARTHEST).all()):
+        raise Rejected("bound/not-finite", f"a score may change by more than {_FARTHEST:g}")
+    centre, radius = _from_point(p, c_p)
+    rest = _from_way(q, c_q, t)
+    lost = gamma(SPARE, UNIT) + 4 * trust
+    radius = raised(radius + 4 * trust * (np.abs(centre) + radius) + lost * p * far_e) + TINY
+    rest = raised(rest * (1 + 4 * trust) + lost * q * far_d) + TINY
+    none = np.zeros(p.shape)
+    size_e = raised(p * box.magnitude(x.e) + np.abs(centre) + radius)
+    size_d = raised(q * box.magnitude(x.d) + rest)
+    numerator = course.tape.add(
+        BoundsEntry(
+            none,
+            box.around(size_e),
+            box.around(size_d),
+            lambda f: ((x.place, _weighed(f, p, q)),),
+            (centre, none),
+            (radius, rest),
+        )
+    )
+
+    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+        e = None if f.e is None else _projected(f.e, p)
+        d = None if f.d is None else _projected(f.d, q)
+        return ((numerator, Functional(e, d)),)
+
+    lost = gamma(p.shape[-1] + SPARE, UNIT) + 4 * trust
+    off_e = lost * (size_e + p * size_e.sum(axis=-1, keepdims=True))
+    off_d = lost * (size_d + q * size_d.sum(axis=-1, keepdims=True))
+    own = value.rounding_t + 4 * trust * p
+    course.write(
+        node,
+        p,
+        pull,
+        Added(none, raised(off_e + own) + TINY),
+        Added(none, raised(off_d + value.rounding_t + value.rounding_i) + TINY),
+    )
+
+
+def _softmax(scores: Floats, allowed: Bools) -> tuple[Floats, Floats]:
+    """Return the softmax of these very numbers in float64, and its relative error [..., 1]."""
+    top = np.where(allowed, scores, -np.inf).max(axis=-1, keepdims=True)
+    below = np.where(allowed, top - scores, 0.0)
+    terms = np.where(allowed, np.exp(-below), 0.0)
+    spread = np.minimum(below.max(axis=-1, keepdims=True), 800.0)
+    trust = 4 * UNIT * (scores.shape[-1] + 16 + spread)
+    return terms / terms.sum(axis=-1, keepdims=True), trust
+
+
+def _most(values: Floats, allowed: Bools) -> Floats:
+    return np.asarray(np.where(allowed, values, 0.0).max(axis=-1, keepdims=True))
+
+
+def _among(part: Box, allowed: Bools) -> Box:
+    return Box(np.where(allowed, part.lo, 0.0), np.where(allowed, part.hi, 0.0))
+
+
+def _among_sizes(values: Floats, allowed: Bools) -> Floats:
+    return np.where(allowed, values, 0.0)
+
+
+def on_the_way(delta: Box, place: Floats) -> Floats:
+    """Return a bound of |τ·δ - place| for δ in a box and τ from 0 to 1: convex in τ and in δ."""
+    ends = np.maximum(np.abs(delta.hi - place), np.abs(delta.lo - place))
+    return np.maximum(np.abs(place), ends)
+
+
+def _rise(c: Floats) -> Floats:
+    """Return e^c - 1 - c, rounded up."""
+    return np.asarray(np.maximum(np.expm1(c) * (1 + 2.0**-48) - c, 0.0) + 2.0**-47 * c)
+
+
+def _sum_of(p: Floats, c: Floats) -> Floats:
+    """Return an upper bound of Σ p e^t for |t| ≤ c, Σ p t = 0; it is 1 at least."""
+    return 1 + raised((p * _rise(c)).sum(axis=-1, keepdims=True))
+
+
+def _from_point(p: Floats, c: Floats) -> tuple[Floats, Floats]:
+    """Return centre and radius of p(e^t/Z - 1 - t)."""
+    rise, most = _rise(c), _sum_of(p, c)
+    down = (1 - 1 / most + 4 * UNIT) * np.exp(c) * (1 + 2.0**-45)
+    return p * rise / 2, raised(p * (rise / 2 + down))
+
+
+def _from_way(q: Floats, c: Floats, t: Floats) -> Floats:
+    """Return a bound of p∘(D - p·D) - q∘(D - q·D), p = q e^w/Z with |w| ≤ c, |D - q·D| ≤ t."""
+    least = np.exp(-c) / _sum_of(q, c) * (1 - 2.0**-45)
+    away = np.minimum(q * np.maximum(np.expm1(c) * (1 + 2.0**-48), 1 - least), 1.0)
+    high = np.minimum(q * np.exp(c) * (1 + 2.0**-45), 1.0)
+    return raised(away * t + high * (away * t).sum(axis=-1, keepdims=True))
+
+
+def _weighed(f: Functional, p: Floats, q: Floats) -> Functional:
+    e = None if f.e is None else f.e.times(p)
+    d = None if f.d is None else f.d.times(q)
+    return Functional(e, d)
+
+
+def _projected(adjoint: Adjoint, p: Floats) -> Adjoint:
+    """Return α - p·α in every row."""
+    whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], p.shape[-1]))
+    mean = (whole.values * p[whole.window]).sum(axis=-1, keepdims=True)
+    return Adjoint(whole.values - mean, whole.start)

@@ -1,0 +1,1 @@
+"""Arithmetic and functions of single elements."""

@@ -1,0 +1,325 @@
+"""GELU, SiLU and tanh in every domain (section 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.curves import Remainder
+from kcdsl_certs.recheck.affine.ellipsoids import longest
+from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
+from kcdsl_certs.recheck.affine.reverse_passes import together, until
+from kcdsl_certs.recheck.affine.storing import Formed, settle_form
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, raised
+from kcdsl_certs.recheck.interval.state import (
+    Own,
+    Scene,
+    State,
+    Value,
+    by,
+    gamma,
+    numeric,
+    settle,
+    target,
+)
+from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, halves
+from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
+from kcdsl_certs.recheck.numerics.formats import FLOAT32
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.elementwise.functions import (
+    CURVES,
+    GELU,
+    GELU_TANH,
+    SILU,
+    TANH,
+    Bend,
+    Curve,
+    Function,
+    approximated,
+    curvature,
+    gelu_bend,
+    gelu_tanh_bend,
+    image,
+    silu_bend,
+    slope_of,
+    slopes,
+    tanh_bend,
+    value_of,
+)
+from kcdsl_certs.recheck.ops.linear.bilinear import norm_of
+
+SLACK = 2.0**-100
+
+
+def gelu_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x·Φ(x), or its approximation by tanh."""
+    function = GELU_TANH if approximated(node) else GELU
+    return _activation_interval(scene, node, inputs, function, lambda kernel, x, y: x)
+
+
+def silu_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x·σ(x), with σ good to a share of itself or of 1."""
+
+    def scaled_by(kernel: Kernel, x: Box, y: Box) -> Box:
+        return x if kernel.absolute_sigmoid else y
+
+    return _activation_interval(scene, node, inputs, SILU, scaled_by)
+
+
+def tanh_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return tanh(x)."""
+    return _activation_interval(scene, node, inputs, TANH, lambda kernel, x, y: y)
+
+
+def _activation_interval(
+    scene: Scene,
+    node: Node,
+    inputs: list[Value],
+    function: Function,
+    scaled_by: Callable[[Kernel, Box, Box], Box],
+) -> State:
+    """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
+    node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
+    x = numeric(inputs[0])
+    y_t, y_i = image(function, x.t), image(function, x.i)
+    tangents = slopes(function, box.join(x.t, x.i))
+    d, steep = box.mul(tangents, x.d), box.mag(tangents)
+
+    def error(kernel: Kernel, x: Box, y: Box, apart: Own) -> Floats:
+        inside = 16 * kernel.inner.u * box.mag(scaled_by(kernel, x, y)) + SLACK
+        stored = sigmoid_stored(kernel, node, box.mag(x), box.mag(y), inside, by(apart, 2))
+        return box.up(inside + stored)
+
+    errors = error(scene.train, x.t, y_t, x.own[0]), error(scene.infer, x.i, y_i, x.own[1])
+    own = by(x.own[0], steep), by(x.own[1], steep)
+    return settle(scene, node, (y_t, y_i, d), errors, own=own)
+
+
+def sigmoid_stored(
+    kernel: Kernel, node: Node, x: Floats, y: Floats, inside: Floats, apart: Own
+) -> Floats | float:
+    """Return what it adds to the error inside of x·σ(x) that σ(x) is stored before the product,
+    and that it may be of a reading of x up to `apart` from the one that it multiplies."""
+    if not node.written:
+        return 0.0
+    form = target(kernel, node)
+    turned = 0.0 if apart is None else x * apart / 4
+    if kernel.stepped and form.precision >= max(FLOAT32.precision, kernel.inner.precision):
+        return turned
+    u, eta = kernel.off(form)
+    return (u * (y + turned) + eta * x + turned) * (1 + 2.0**-10) + 2.0**-10 * inside
+
+
+def gelu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x·Φ(x), or its approximation by tanh."""
+    if approximated(node):
+        return _activation_affine(walk, node, inputs, GELU_TANH, gelu_tanh_bend, True)
+    return _activation_affine(walk, node, inputs, GELU, gelu_bend, True)
+
+
+def silu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x·σ(x)."""
+    return _activation_affine(walk, node, inputs, SILU, silu_bend, walk.kernel.absolute_sigmoid)
+
+
+def tanh_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return tanh(x)."""
+    return _activation_affine(walk, node, inputs, TANH, tanh_bend, False)
+
+
+def _activation_affine(
+    walk: Walk,
+    node: Node,
+    inputs: list[Operand],
+    function: Function,
+    bend: Bend,
+    by_input: bool,
+) -> Form:
+    """Return φ(x); the error inside is 16·u_f of x (`by_input`) or of the value."""
+    node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
+    x = form_of(inputs[0])
+    reference, wrong = _middle(*function.value(x.reference))
+    slope, lean = _middle(*function.slope(x.reference))
+    x = until(walk, node, node.inputs[0])
+    total = _total(walk, node, bend, x)
+    remainder = second_order(function, bend, x, slope, lean)
+    carried = raised(np.abs(slope) * x.reach)
+    apart = walk.own(node, 0)
+    wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
+    value = image(function, wide.box)
+    size = wide.size if by_input else box.mag(value)
+    error = 16 * walk.kernel.inner.u * size + SLACK
+    error = error + sigmoid_stored(
+        walk.kernel, node, wide.size, box.mag(value), error, by(apart, 2)
+    )
+    turned = by(apart, box.mag(slopes(function, wide.box)))
+    if node.written and turned is not None:  # it reads x by itself, whoever reads the result
+        error = error + turned
+    # what the slope is off by is no remainder: it is bounded element by element
+    tilted = raised(lean * x.reach)
+    own = raised(wrong + tilted + error + gamma(4, UNIT) * carried + TINY)
+    operands = () if x.place is None else ((x.place, lambda a: a.times(slope)),)
+    bent = np.maximum(-remainder.lo, remainder.hi)
+    curved = (Remainder(remainder.lo, remainder.hi, total).curve,)
+    formed = Formed(reference, carried, operands, own, bent=bent, curved=curved, own=turned)
+    return settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
+
+
+def _middle(lo: Floats, hi: Floats) -> tuple[Floats, Floats]:
+    """Return a number between two ends and its distance from them."""
+    middle = lo / 2 + hi / 2
+    return middle, np.maximum(box.add_up(hi, -middle), box.add_up(middle, -lo))
+
+
+def _steepest(bend: Bend, x: Form) -> Floats:
+    """Return a bound of |φ''| between h̃ - ρ and h̃ + ρ."""
+    return box.mag(bend(x.box))
+
+
+def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
+    """Return a bound of Σ K e²/2 in every row without passes: by ρ, and through the weight."""
+    steepest = _steepest(bend, x)
+    plain = (steepest * raised(x.reach**2) / 2).sum(axis=-1, keepdims=True)
+    plain = raised(plain * (1 + x.shape[-1] * 4 * UNIT)) + TINY
+    reach = _below(walk, x)
+    if reach is None:
+        return plain
+    lengths = np.full(plain.shape, math.sqrt(reach.shape[-1]))
+    plain = np.minimum(plain, _through(x, steepest, reach, lengths))
+    assert x.origin is not None
+    source = form_of(walk.forms[x.origin.source])
+    if source.place is None:
+        return plain
+    for row, shape in walk.tape.entries[source.place].ellipsoids.items():
+        size = longest(shape, np.sqrt(steepest[row])[:, None] * x.origin.weight)
+        found = _halved(size, x.origin.rest[row], steepest[row])
+        plain[row] = np.minimum(plain[row], raised(np.array(found)) + TINY)
+    return plain
+
+
+def _below(walk: Walk, x: Form) -> Floats | None:
+    """Return the reach of what a linear made x of, row by row; None where x was moved."""
+    if x.place is None or x.origin is None or x.origin.rest.shape != x.shape:
+        return None
+    reach = form_of(walk.forms[x.origin.source]).reach
+    straight = np.array_equal(x.origin.index, np.arange(x.reference.size).reshape(x.shape))
+    return reach if straight and reach.shape[:-1] == x.shape[:-1] else None
+
+
+def _through(x: Form, steepest: Floats, scale: Floats, lengths: Floats) -> Floats:
+    """Return a bound of Σ K e²/2 for e = W e_x + o with |e_x / scale|₂ ≤ lengths, row by row."""
+    origin = x.origin
+    assert origin is not None
+    found = np.empty(lengths.shape)
+    for row in np.ndindex(*x.shape[:-1]):
+        root = np.sqrt(steepest[row])
+        moved = norm_of(root[:, None] * origin.weight * scale[row], float(lengths[row][0]))
+        found[row] = _halved(moved, origin.rest[row], steepest[row])
+    return raised(found) + TINY
+
+
+def _halved(moved: float, rest: Floats, steepest: Floats) -> float:
+    """Return a bound of Σ K (e + o)²/2 with |√K e|₂ ≤ moved and |o| ≤ rest."""
+    own = float(np.linalg.norm(np.sqrt(steepest) * rest)) * (1 + 2.0**-40)
+    return (moved + own) ** 2 / 2
+
+
+def _total(walk: Walk, node: Node, bend: Bend, x: Form) -> Floats:
+    """Return a bound of Σ K e²/2 in every row: by the reach, and by norms where they count."""
+    steepest, total, reach = _steepest(bend, x), _plain(walk, bend, x), _below(walk, x)
+    if reach is not None:
+        assert x.origin is not None
+        name, identity = x.origin.source, np.eye(reach.shape[-1])
+        needed = walk.chosen(node, name, "norm")
+        lengths = together(walk, form_of(walk.forms[name]), needed, lambda _: identity)
+        some = np.where(needed, lengths, 0.0)
+        through = _through(x, steepest, np.ones(reach.shape), some)
+        total = np.where(needed, np.minimum(total, through), total)
+    root = raised(np.sqrt(steepest))
+    needed = walk.chosen(node, node.inputs[0], "norm")
+    norm = together(walk, x, needed, lambda row: np.diag(root[row]))
+    return np.minimum(total, raised(norm**2 / 2) + TINY)
+
+
+def second_order(function: Function, bend: Bend, x: Form, slope: Floats, lean: Floats) -> Box:
+    """Return a box around 0 of φ(h̃ + e) - φ(h̃) - φ'(h̃)·e for |e| ≤ ρ.
+
+    The computed slope is off by up to `lean`.
+    """
+    bends, tangents = bend(x.box), slopes(function, x.box)
+    square = raised(x.reach**2) / 2
+    lo = box.down(np.minimum(bends.lo, 0.0) * square)
+    hi = box.above(np.maximum(bends.hi, 0.0) * square)
+    apart = np.maximum(np.abs(tangents.lo - slope), np.abs(tangents.hi - slope)) + lean
+    plain = raised(apart * (1 + 2.0**-40) * x.reach) + TINY
+    lo, hi = np.maximum(lo - TINY, -plain), np.minimum(hi + TINY, plain)
+    still = x.reach == 0
+    return Box(np.where(still, 0.0, lo), np.where(still, 0.0, hi))
+
+
+_TRUST = 2.0**-45
+
+
+def activation_bounds(course: Context, node: Node) -> None:
+    """Write φ(x): φ'(m) e, and φ'(m + D_c) D + (φ'(m + D_c) - φ'(m)) e, around the middles."""
+    curve = CURVES["gelu by tanh" if node.op == "gelu" and approximated(node) else node.op]
+    function = curve.function
+    x = course.operand(node, 0)
+    h, (ec, er), (dc, dr) = x.reference, halves(x.e), halves(x.d)
+    m = h + ec
+    there = m + dc
+    trust = _TRUST * np.maximum(np.abs(h) + np.abs(ec) + np.abs(dc), 1.0)
+    reference, at_m = value_of(function, h), value_of(function, m)
+    slope, steep = slope_of(function, m), slope_of(function, there)
+    k, _ = curvature(curve, m, er)
+    e_radius = k * er * er / 2 + trust * (1 + er)
+    k, apart = curvature(curve, m + dc / 2, er + dr + np.abs(dc) / 2)
+    step, off_step = _step(function, m, dc, value_of(function, there) - at_m, trust)
+    turn, off_turn = _turn(curve, m, dc, steep - slope, trust)
+    d_radius = k * (er * dr + dr * dr / 2) + np.abs(dc) * apart * er
+    d_radius = d_radius + off_step + off_turn * er + trust * dr
+    lost = 4 * gamma(SPARE, UNIT)
+    far_e, far_d = er + np.abs(ec), dr + np.abs(dc)
+    e_radius = e_radius + lost * np.abs(slope) * far_e
+    d_radius = d_radius + lost * (np.abs(steep) * far_d + np.abs(turn) * far_e)
+
+    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+        e = None if f.e is None else f.e.times(slope)
+        if f.d is None:
+            return ((x.place, Functional(e, None)),)
+        return ((x.place, Functional(joined(e, f.d.times(turn)), f.d.times(steep))),)
+
+    course.write(
+        node,
+        reference,
+        pull,
+        Added(at_m - reference - slope * ec, raised(e_radius) + TINY),
+        Added(step - turn * ec - steep * dc, raised(d_radius) + TINY),
+    )
+
+
+def _step(
+    function: Function, m: Floats, step: Floats, direct: Floats, trust: Floats
+) -> tuple[Floats, Floats]:
+    """Return φ(m + s) - φ(m) and its error: the difference, or by the range of slopes between."""
+    ends = m, m + step
+    between = slopes(function, Box(np.minimum(*ends), np.maximum(*ends)))
+    middle, radius = halves(between)
+    by_slope = raised((radius + 4 * UNIT * np.abs(middle)) * np.abs(step))
+    better = by_slope < 2 * trust
+    return np.where(better, middle * step, direct), np.where(better, by_slope, 2 * trust)
+
+
+def _turn(
+    curve: Curve, m: Floats, step: Floats, direct: Floats, trust: Floats
+) -> tuple[Floats, Floats]:
+    """Return φ'(m + s) - φ'(m) and its error, likewise."""
+    by_curve = raised((curve.third * np.abs(step) / 2 + 2.0**-40) * np.abs(step))
+    better = by_curve < 2 * trust
+    found = np.where(better, curve.second(m + step / 2) * step, direct)
+    return found, np.where(better, by_curve, 2 * trust)

@@ -1,0 +1,396 @@
+"""Sums, products, multiples and shifts in every domain (section 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
+from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
+from kcdsl_certs.recheck.affine.independent import only_sure
+from kcdsl_certs.recheck.affine.reverse_passes import until
+from kcdsl_certs.recheck.affine.storing import Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import Pull
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, ULP, UNIT, Box, Floats, magnitude, raised
+from kcdsl_certs.recheck.interval.state import (
+    Scene,
+    State,
+    Value,
+    by,
+    gamma,
+    middle,
+    numeric,
+    plus,
+    settle,
+    target,
+)
+from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Reading
+from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.recheck.numerics.formats import FLOAT32
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.rejected import Rejected
+
+_BELOW_NORMAL = 2.0**-126
+
+
+def add_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a + b."""
+    return _linear_pair(scene, node, inputs, box.add)
+
+
+def sub_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a - b."""
+    return _linear_pair(scene, node, inputs, box.sub)
+
+
+def _linear_pair(
+    scene: Scene, node: Node, inputs: list[Value], combine: Callable[[Box, Box], Box]
+) -> State:
+    node.attrs.exactly()
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    y_t, y_i = combine(a.t, b.t), combine(a.i, b.i)
+    errors = _relative(scene.train, y_t), _relative(scene.infer, y_i)
+    own = plus(a.own[0], b.own[0]), plus(a.own[1], b.own[1])
+    return settle(scene, node, (y_t, y_i, combine(a.d, b.d)), errors, own=own)
+
+
+def mul_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a * b."""
+    node.attrs.exactly()
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    y_t, y_i = box.mul(a.t, b.t), box.mul(a.i, b.i)
+    d = box.add(box.mul(middle(a), b.d), box.mul(a.d, middle(b)))
+    errors = _relative(scene.train, y_t, 1, True), _relative(scene.infer, y_i, 1, True)
+    own = (
+        plus(by(a.own[0], box.mag(b.t)), by(b.own[0], box.mag(a.t))),
+        plus(by(a.own[1], box.mag(b.i)), by(b.own[1], box.mag(a.i))),
+    )
+    return settle(scene, node, (y_t, y_i, d), errors, own=own)
+
+
+def _relative(kernel: Kernel, y: Box, count: int = 1, faint: bool = False) -> Floats:
+    """Return count·u_f·mag(Y), and η_f where a product may underflow."""
+    form = kernel.inner
+    return box.up(count * form.u * box.mag(y) + (underflow(kernel) if faint else 0.0))
+
+
+def underflow(kernel: Kernel) -> float:
+    """Return η_f: one smallest subnormal of the inner format."""
+    return 2 * kernel.inner.eta if kernel.inner == FLOAT32 else kernel.inner.eta
+
+
+def scale_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x * factor."""
+    factor = constant(node, "factor")
+
+    def ends(kernel: Kernel) -> tuple[float, float]:
+        return kernel.scalar(factor, node)
+
+    def move(b: Box) -> Box:
+        return box.mul(b, box.exact(np.array(factor)))
+
+    return _scaled(scene, node, inputs, factor, move, ends)
+
+
+def divide_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x / divisor."""
+    divisor = constant(node, "divisor")
+    if divisor == 0:
+        raise Rejected("graph/field", "a division by zero")
+
+    def ends(kernel: Kernel) -> tuple[float, float]:
+        return inverses(kernel.scalar(divisor, node))
+
+    return _scaled(scene, node, inputs, 1 / divisor, lambda b: _divided(b, divisor), ends)
+
+
+def inverses(ends: tuple[float, float]) -> tuple[float, float]:
+    """Return the inverses of numbers, of which none is 0.
+
+    Raises:
+        Rejected: "bound/not-finite".
+    """
+    if ends[0] * ends[1] <= 0:
+        raise Rejected("bound/not-finite", "a divisor may be rounded to 0")
+    return 1 / ends[1], 1 / ends[0]
+
+
+def _other(ends: tuple[float, float], value: float) -> Box:
+    """Return how far numbers between the ends are from a value; nothing if there is no other."""
+    if ends[0] == ends[1]:
+        return box.zeros(())
+    lost = 4 * ULP * abs(value)
+    low, high = np.array(ends[0] - value - lost), np.array(ends[1] - value + lost)
+    return Box(np.minimum(low, 0.0), np.maximum(high, 0.0))
+
+
+def _divided(b: Box, divisor: float) -> Box:
+    if divisor < 0:
+        b, divisor = box.neg(b), -divisor
+    lo, hi = b.lo / divisor, b.hi / divisor
+    return Box(np.where(b.lo == 0, 0.0, box.down(lo)), np.where(b.hi == 0, 0.0, box.above(hi)))
+
+
+def _scaled(
+    scene: Scene,
+    node: Node,
+    inputs: list[Value],
+    factor: float,
+    move: Callable[[Box], Box],
+    ends: Callable[[Kernel], tuple[float, float]],
+) -> State:
+    """Return a multiple of x; `ends` are those of the numbers that a kernel may take as factor."""
+    x = numeric(inputs[0])
+    y_t, y_i = move(x.t), move(x.i)
+    between = ends(scene.train), ends(scene.infer)
+    other = box.mul(x.t, _other(between[0], factor)), box.mul(x.i, _other(between[1], factor))
+    errors = (
+        _relative(scene.train, box.add(y_t, other[0]), 3, True),
+        _relative(scene.infer, box.add(y_i, other[1]), 3, True),
+    )
+    steepest = [max(abs(low), abs(high)) for low, high in between]
+    own = by(x.own[0], steepest[0]), by(x.own[1], steepest[1])
+    return settle(scene, node, (y_t, y_i, move(x.d)), errors, beside=other, own=own)
+
+
+def shift_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x + offset."""
+    offset = constant(node, "offset")
+    x = numeric(inputs[0])
+    moved = box.exact(np.array(offset))
+    y_t, y_i = box.add(x.t, moved), box.add(x.i, moved)
+    other = (
+        _other(scene.train.scalar(offset, node), offset),
+        _other(scene.infer.scalar(offset, node), offset),
+    )
+
+    def error(kernel: Kernel, y: Box, more: Box) -> Floats:
+        return box.up(
+            kernel.inner.u * (box.mag(box.add(y, more)) + abs(offset) * (1 + kernel.inner.u))
+        )
+
+    errors = error(scene.train, y_t, other[0]), error(scene.infer, y_i, other[1])
+    return settle(scene, node, (y_t, y_i, x.d), errors, beside=other, own=x.own)
+
+
+def constant(node: Node, name: str) -> float:
+    """Return a float attribute: 0, or normal in float32, and so is its reciprocal.
+
+    Raises:
+        Rejected: "graph/field".
+    """
+    raw = node.attrs.exactly(name).raw(name)
+    whole = isinstance(raw, int) and not isinstance(raw, bool)
+    value = float(raw) if whole else node.attrs.real(name)
+    if value != 0 and not _BELOW_NORMAL <= abs(value) <= 2.0**126:
+        raise Rejected("graph/field", f"{name} = {value} leaves the range of float32")
+    return value
+
+
+def add_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return a + b."""
+    return _sum_affine(walk, node, inputs, 1.0)
+
+
+def sub_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return a - b."""
+    return _sum_affine(walk, node, inputs, -1.0)
+
+
+def _sum_affine(walk: Walk, node: Node, inputs: list[Operand], sign: float) -> Form:
+    node.attrs.exactly()
+    a, b = form_of(inputs[0]), form_of(inputs[1])
+    reference = a.reference + sign * b.reference
+    carried = raised(a.reach + b.reach)
+    error = walk.kernel.inner.u * raised(np.abs(reference) * (1 + 2 * UNIT) + carried)
+    own = 2 * UNIT * np.abs(reference) + _copies(reference, a, b) * carried
+    operands = operands_of((a, _spread(a.shape)), (b, _scaled_functionals(b.shape, sign)))
+    split, apart = only_sure(own).with_one(error), plus(walk.own(node, 0), walk.own(node, 1))
+    radius = error + own
+    if apart is not None:
+        radius = raised(radius + walk.kernel.inner.u * apart)
+    formed = Formed(reference, carried, operands, radius, split=split, own=apart)
+    kernel = walk.kernel
+    return settle_form(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
+
+
+def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return a * b."""
+    node.attrs.exactly()
+    a, b = form_of(inputs[0]), form_of(inputs[1])
+    reference = a.reference * b.reference
+    if a.shape == b.shape:
+        for name in node.inputs:
+            until(walk, node, name)
+        a, b = (form_of(walk.forms[name]) for name in node.inputs)
+    carried = raised(a.reach * np.abs(b.reference) + np.abs(a.reference) * b.reach)
+    rest = a.reach * b.reach
+    own = 2 * UNIT * np.abs(reference) + TINY
+    size = raised(np.abs(reference) + own + carried + rest)
+    error, faint = raised(walk.kernel.inner.u * size), underflow(walk.kernel)
+    others = rest + own + faint + _copies(reference, a, b) * carried
+    radius, split = raised(others + error), only_sure(others).with_one(error)
+    left, right = _broadcast(b, reference), _broadcast(a, reference)
+    operands = operands_of((a, times(left, a.shape)), (b, times(right, b.shape)))
+    one, two = walk.own(node, 0), walk.own(node, 1)
+    apart = plus(by(one, b.size), by(two, a.size), None if two is None else by(one, two))
+    if apart is not None:
+        radius = raised(radius + walk.kernel.inner.u * apart)
+    formed = Formed(reference, carried, operands, radius, split=split, own=apart)
+    return settled(walk, node, formed)
+
+
+def scale_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x * factor."""
+    return _proportional_affine(walk, node, inputs, constant(node, "factor"), False)
+
+
+def divide_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x / divisor."""
+    divisor = constant(node, "divisor")
+    if divisor == 0:
+        raise Rejected("graph/field", "a division by zero")
+    return _proportional_affine(walk, node, inputs, divisor, True)
+
+
+def _proportional_affine(
+    walk: Walk, node: Node, inputs: list[Operand], number: float, inverse: bool
+) -> Form:
+    x = form_of(inputs[0])
+    ends = walk.kernel.scalar(number, node)
+    ends = inverses(ends) if inverse else ends
+    factor, away = ends[0] / 2 + ends[1] / 2, (ends[1] - ends[0]) / 2
+    reference = x.reference * factor
+    carried = raised(x.reach * abs(factor))
+    own = 6 * UNIT * np.abs(reference) + TINY
+    other = raised(away * x.size)
+    whole = raised(np.abs(reference) + own + carried + other)
+    error = 3 * walk.kernel.inner.u * whole + underflow(walk.kernel)
+    radius = raised(own + error + other + gamma(6, UNIT) * carried)
+    operands = operands_of((x, _scaled_functionals(x.shape, factor)))
+    apart = by(walk.own(node, 0), raised(np.asarray(abs(factor) + away)))
+    if apart is not None:
+        radius = raised(radius + 3 * walk.kernel.inner.u * apart)
+    return settled(walk, node, Formed(reference, carried, operands, radius, own=apart))
+
+
+def shift_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x + offset."""
+    x, offset = form_of(inputs[0]), constant(node, "offset")
+    low, high = walk.kernel.scalar(offset, node)
+    middle, away = low / 2 + high / 2, (high - low) / 2
+    reference = x.reference + middle
+    own = 2 * UNIT * (np.abs(reference) + abs(middle)) + TINY
+    u = walk.kernel.inner.u
+    size = raised(np.abs(reference) + own + x.reach + away)
+    error = u * raised(size + max(abs(low), abs(high)) * (1 + u)) + away
+    operands = operands_of((x, _spread(x.shape)))
+    apart, radius = walk.own(node, 0), raised(own + error)
+    if apart is not None:
+        radius = raised(radius + u * apart)
+    return settled(walk, node, Formed(reference, x.reach, operands, radius, own=apart))
+
+
+def settled(walk: Walk, node: Node, formed: Formed) -> Form:
+    return settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
+
+
+def operands_of(*parts: tuple[Form, Pull]) -> tuple[tuple[int, Pull], ...]:
+    return tuple((form.place, pull) for form, pull in parts if form.place is not None)
+
+
+def _copies(reference: Floats, *operands: Form) -> float:
+    """Return γ of the sums that broadcasting makes of adjoints."""
+    least = min(math.prod(form.shape) for form in operands)
+    return gamma(4 + reference.size // max(1, least), UNIT)
+
+
+def _broadcast(form: Form, reference: Floats) -> Floats:
+    return np.broadcast_to(form.reference, reference.shape)
+
+
+def _spread(shape: tuple[int, ...]) -> Pull:
+    return lambda a: summed(a, shape)
+
+
+def _scaled_functionals(shape: tuple[int, ...], factor: float) -> Pull:
+    return lambda a: summed(Adjoint(a.values * factor, a.start), shape)
+
+
+def times(factor: Floats, shape: tuple[int, ...]) -> Pull:
+    return lambda a: summed(a.times(factor), shape)
+
+
+def add_bounds(course: Context, node: Node) -> None:
+    """Write a + b."""
+    _sum_bounds(course, node, 1.0)
+
+
+def sub_bounds(course: Context, node: Node) -> None:
+    """Write a - b."""
+    _sum_bounds(course, node, -1.0)
+
+
+def _sum_bounds(course: Context, node: Node, sign: float) -> None:
+    a, b = course.operand(node, 0), course.operand(node, 1)
+    reference = a.reference + sign * b.reference
+    repeated = reference.size // max(1, min(a.reference.size, b.reference.size))
+    lost = gamma(SPARE + repeated, UNIT)
+
+    def pull(f: Functional) -> list[tuple[int, Functional]]:
+        return [_gathered(f, a, 1.0), _gathered(f, b, sign)]
+
+    own = 4 * UNIT * (np.abs(a.reference) + np.abs(b.reference))
+    none = np.zeros(reference.shape)
+    course.write(
+        node,
+        reference,
+        pull,
+        Added(none, raised(own + lost * (magnitude(a.e) + magnitude(b.e))) + TINY),
+        Added(none, raised(lost * (magnitude(a.d) + magnitude(b.d))) + TINY),
+    )
+
+
+def _gathered(f: Functional, x: Reading, factor: float) -> tuple[int, Functional]:
+    return x.place, f.map(lambda a: summed(Adjoint(a.values * factor, a.start), x.shape))
+
+
+def scale_bounds(course: Context, node: Node) -> None:
+    """Write x·factor."""
+    _proportional_bounds(course, node, constant(node, "factor"))
+
+
+def divide_bounds(course: Context, node: Node) -> None:
+    """Write x / divisor."""
+    _proportional_bounds(course, node, 1 / constant(node, "divisor"))
+
+
+def _proportional_bounds(course: Context, node: Node, factor: float) -> None:
+    x, lost = course.operand(node, 0), gamma(SPARE, UNIT) * abs(factor)
+    own = np.abs(x.reference) + magnitude(x.e)
+    none = np.zeros(x.shape)
+    course.write(
+        node,
+        x.reference * factor,
+        lambda f: ((x.place, f.times(factor)),),
+        Added(none, raised(lost * own) + TINY),
+        Added(none, raised(lost * magnitude(x.d)) + TINY),
+    )
+
+
+def shift_bounds(course: Context, node: Node) -> None:
+    """Write x + offset."""
+    x, offset = course.operand(node, 0), constant(node, "offset")
+    own = 4 * UNIT * (np.abs(x.reference) + abs(offset))
+    none = np.zeros(x.shape)
+    course.write(
+        node,
+        x.reference + offset,
+        lambda f: ((x.place, f),),
+        Added(none, raised(own) + TINY),
+        Added(none, none),
+    )

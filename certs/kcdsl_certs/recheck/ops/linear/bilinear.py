@@ -1,0 +1,392 @@
+"""Bilinear remainders of attention: products of operands that are moved straight from linears.
+
+Their errors are those of a linear's input, and little beside: that is known row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Row, largest, longest
+from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
+from kcdsl_certs.recheck.affine.reverse_passes import until
+from kcdsl_certs.recheck.affine.tape import Averaged, Curve, Entry, Pull
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
+from kcdsl_certs.recheck.interval.state import gamma
+from kcdsl_certs.recheck.linear_bounds.context import Context, flat_product, halves
+from kcdsl_certs.recheck.linear_bounds.tape import Functional
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """[heads, T, d] as heads of a linear: W_h [heads, d, n], ρ_x and |o| [heads, T, …]."""
+
+    weight: Floats
+    reach: Floats
+    rest: Floats
+    source: str
+    rows: list[list[Row]]
+    ellipsoids: Ellipsoids
+
+
+def radius_of(entry: Entry) -> Floats:
+    """Return |o| ≤ |centre| + radius of an entry, element by element."""
+    found = np.zeros(entry.reach.shape) if entry.radius is None else entry.radius
+    return found if entry.centre is None else found + np.abs(entry.centre)
+
+
+def _split(walk: Walk, origin: Origin, index: NDArray[np.int64]) -> Straight | None:
+    """Return the heads of index [heads, T, d], if each head has its rows and its outputs."""
+    if index.ndim != 3:
+        return None
+    outputs = origin.weight.shape[0]
+    rows, columns = index // outputs, index % outputs
+    if (rows != rows[..., :1]).any() or (columns != columns[:, :1]).any():
+        return None
+    source = form_of(walk.forms[origin.source])
+    reach = source.reach.reshape(-1, origin.weight.shape[1])
+    weight, rest = origin.weight[columns[:, 0]], origin.rest[rows, columns]
+    known = {} if source.place is None else walk.tape.entries[source.place].ellipsoids
+    places = list(np.ndindex(*source.shape[:-1]))
+    named = [[places[i] for i in head] for head in rows[..., 0]]
+    return Straight(weight, reach[rows[..., 0]], rest, origin.source, named, known)
+
+
+def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
+    """Return the values of a context product of this shape as heads, [heads, T, d]."""
+    if v.origin is None or len(shape) != 3 or v.shape[0] != shape[0]:
+        return None
+    return _split(walk, v.origin, v.origin.index)
+
+
+def scores(walk: Walk, node: Node, shape: tuple[int, ...]) -> Floats | None:
+    """Return a bound of |e_q e_k| of a score product [heads, T, d] @ [heads, d, T'].
+
+    What both were made of is made tight first.
+    """
+    q, k = (form_of(walk.forms[name]) for name in node.inputs)
+    if q.origin is None or k.origin is None or not q.shape[0] == k.shape[0] == shape[0]:
+        return None
+    if len(shape) != 3:
+        return None
+    for name in dict.fromkeys((q.origin.source, k.origin.source)):
+        until(walk, node, name)
+    left = _split(walk, q.origin, q.origin.index)
+    right = _split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
+    return None if left is None or right is None else _second_order(left, right)
+
+
+def _second_order(left: Straight, right: Straight) -> Floats:
+    """Return the bound: through the product of both weights, element by element or by norms."""
+    found = np.empty((left.reach.shape[0], left.reach.shape[1], right.reach.shape[1]))
+    for h in range(found.shape[0]):
+        w_q, w_k = left.weight[h], right.weight[h]
+        size_q, size_k = np.abs(w_q), np.abs(w_k)
+        middle = np.abs(w_q.T @ w_k) + gamma(w_q.shape[0] + 4, UNIT) * (size_q.T @ size_k) * 2
+        far = product_raised(product_raised(left.reach[h], middle + TINY), right.reach[h].T)
+        far = np.minimum(far, np.outer(_norms(left, h), _norms(right, h)))
+        by_q = product_raised(left.reach[h], size_q.T) + left.rest[h]
+        by_k = product_raised(right.reach[h], size_k.T)
+        near = product_raised(by_q, right.rest[h].T)
+        found[h] = far + near + product_raised(left.rest[h], by_k.T)
+    return np.asarray(found * (1 + 2.0**-40))
+
+
+def _norms(operand: Straight, h: int) -> Floats:
+    """Return bounds [T] of |W_h e|₂, by the reach of e and by its ellipsoids."""
+    weight = operand.weight[h]
+    found = [norm_of(weight * row, math.sqrt(weight.shape[1])) for row in operand.reach[h]]
+    for t, row in enumerate(operand.rows[h]):
+        if row in operand.ellipsoids:
+            found[t] = min(found[t], longest(operand.ellipsoids[row], weight))
+    return np.array(found)
+
+
+def norm_of(matrix: Floats, size: float) -> float:
+    """Return a bound of |M x|₂ for |x|₂ ≤ size."""
+    small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+    trace = float((matrix**2).sum()) * (1 + 2.0**-30) + TINY
+    return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)
+
+
+def context_curve(p: Floats, v: Straight, rest: Floats) -> Curve:
+    """Return the bound of Σ_j e_p,j (α·e_v,j), at most that of the elementwise remainder.
+
+    p is the reach of the probabilities [heads, T, T'], `rest` = p @ (reach of v).
+    """
+    n = v.weight.shape[-1]
+    pairs = zip(v.reach, v.weight, strict=True)
+    by_size = np.stack([product_raised(r, np.abs(w).T) for r, w in pairs])
+    lost = by_size * (2 * gamma(v.weight.shape[1] + 8, UNIT)) + v.rest
+    slack = 1 + 4 * gamma(n + p.shape[-1] + 64, UNIT)
+
+    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
+        heads, rows, columns = adjoint.window
+        found = np.zeros(adjoint.batch)
+        for k, h in enumerate(range(heads.start, heads.stop)):
+            alpha = adjoint.values[:, k].reshape(-1, adjoint.extent[-1])
+            size = np.abs(alpha)
+            pulled = np.abs(alpha @ v.weight[h][columns]) @ v.reach[h].T
+            pulled = pulled + size @ lost[h][:, columns].T
+            linear = pulled.reshape(adjoint.batch, rows.stop - rows.start, -1) * p[h][rows]
+            plain = size.reshape(adjoint.batch, rows.stop - rows.start, -1) * rest[h][rows, columns]
+            found = found + np.minimum(linear.sum(-1), plain.sum(-1)).sum(-1)
+        return -found * slack, found * slack
+
+    return Curve(between)
+
+
+def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
+    """Return the other way to take functionals of one row; None where something is in the way."""
+    if p.place is None or p.balance is None or v.origin is None:
+        return None
+    read = _readers(v.origin)
+    if read is None:
+        return None
+    source = form_of(walk.forms[v.origin.source])
+    if source.place is None or len(source.shape) != 2:
+        return None
+    below = 2 * np.maximum(raised(p.reach - p.reference), 0.0)
+    slack = 1 + 4 * gamma(sum(values.weight.shape) + p.shape[-1] + 64, UNIT)
+    reach, weight = values.reach[0], values.weight  # the same rows in every head
+    balance, weights = p.balance[..., 0], np.abs(p.reference)
+    by_size = np.stack([product_raised(reach, np.abs(w).T) for w in weight])
+    lost = by_size * (2 * gamma(weight.shape[1] + 8, UNIT)) + TINY
+    inexact = (by_size + values.rest) * (4 * gamma(sum(weight.shape), UNIT)) + TINY
+
+    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
+        heads, rows, columns = adjoint.window
+        t, inside = rows.start, range(heads.start, heads.stop)
+        found = np.zeros(adjoint.batch)
+        averaged, plain = np.zeros((2, len(weight), adjoint.batch))
+        for k, h in enumerate(inside):
+            alpha = adjoint.values[:, k, 0]
+            own = raised(np.abs(alpha) @ values.rest[h][:, columns].T)
+            far = np.abs(alpha @ weight[h][columns]) @ reach.T
+            far = far + np.abs(alpha) @ lost[h][:, columns].T
+            moved = p.reach[h, t]
+            m = _middle(own, moved, float(balance[h, t]))
+            near = np.abs(own - m) @ moved + m[:, 0] * balance[h, t] + own @ below[h, t]
+            averaged[h] = own @ weights[h, t] + np.minimum(near, own @ moved)
+            plain[h] = own @ moved + np.abs(alpha) @ (inexact[h][:, columns].T @ weights[h, t])
+            found = found + far @ moved
+        for readers in sorted(set(read)):
+            some = [h for h in readers if h in inside]
+            alone = averaged[some].sum(axis=0)
+            if len(some) > 1:
+                alphas = adjoint.values[:, [h - heads.start for h in some], 0]
+                joint = np.abs(np.einsum("hj,bhd->bjd", p.reference[some, t], alphas))
+                own = values.rest[some[0]][:, columns]
+                together = (joint * own).sum(axis=(-1, -2)) * (1 + 2 * gamma(own.size + 8, UNIT))
+                together = together + plain[some].sum(axis=0)
+                alone = np.minimum(alone, together)
+            found = found + alone
+        return -found * slack, found * slack
+
+    return Averaged(
+        Curve(between),
+        (
+            (p.place, _to_probabilities(v.reference, p.shape)),
+            (source.place, _to_inputs(p.reference, weight)),
+        ),
+    )
+
+
+def _readers(origin: Origin) -> list[tuple[int, ...]] | None:
+    """Return for every head the heads that read the same values as it does.
+
+    None where row j of a head is not row j of a matrix, or heads share a part of their values.
+    """
+    tokens, outputs = origin.rest.shape
+    if not origin.plain or origin.index.ndim != 3 or origin.index.shape[1] != tokens:
+        return None
+    rows, columns = origin.index // outputs, origin.index[:, 0] % outputs
+    if not (rows == np.arange(tokens)[None, :, None]).all():
+        return None
+    kinds, kind = np.unique(columns, axis=0, return_inverse=True)
+    if np.unique(kinds).size != kinds.size:
+        return None
+    return [tuple(np.flatnonzero(kind.ravel() == mine).tolist()) for mine in kind.ravel()]
+
+
+def _middle(sizes: Floats, weights: Floats, price: float) -> Floats:
+    """Return the m [B, 1] where Σ_j weights_j |sizes_j - m| + price·m is least; any m is sound."""
+    order = np.argsort(sizes, axis=-1)
+    below = np.cumsum(weights[order], axis=-1)
+    wanted = (weights.sum() - price) / 2
+    if wanted <= 0:
+        return np.zeros((len(sizes), 1))
+    place = np.minimum((below < wanted).sum(axis=-1), sizes.shape[-1] - 1)
+    chosen = np.take_along_axis(order, place[:, None], axis=-1)
+    return np.asarray(np.take_along_axis(sizes, chosen, axis=-1))
+
+
+def _to_probabilities(v: Floats, shape: tuple[int, ...]) -> Pull:
+    """Return the pullback p ← α vᵀ."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        heads, _, columns = adjoint.window
+        found = adjoint.values @ v[heads, :, columns].swapaxes(-1, -2)
+        return Adjoint(np.ascontiguousarray(found), (*adjoint.start[:-1], 0))
+
+    return pull
+
+
+def _to_inputs(p: Floats, weight: Floats) -> Pull:
+    """Return the pullback of one row, x_j ← Σ_h p_hj α_h W_h."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        heads, rows, columns = adjoint.window
+        each = np.einsum("bhd,hdn->bhn", adjoint.values[:, :, 0], weight[heads, columns])
+        found = np.einsum("hj,bhn->bjn", p[heads, rows.start], each)
+        return Adjoint(np.ascontiguousarray(found), (0, 0))
+
+    return pull
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """Bounds of what is of second order: of each element in e and in D, or of functionals."""
+
+    elements: tuple[Floats, Floats] | None = None
+    curved: Callable[[Functional], Floats] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A quantity u[h, t] = Σ_k P_k[h] w_k[t] + o[h, t] of an operand [heads, T, d].
+
+    `parts` are pairs of P [heads, d, n] and bounds of |w| [T, n]; |o| ≤ `rest`.
+    """
+
+    parts: tuple[tuple[Floats, Floats], ...]
+    rest: Floats
+
+    def carried(self) -> Floats:
+        """Return Σ |P||w|, element by element."""
+        found = np.zeros(self.rest.shape)
+        for matrix, reach in self.parts:
+            found = found + reach @ np.swapaxes(np.abs(matrix), -1, -2)
+        return raised(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The quantities ê, D̂ and M - m of an operand, each from the middle of its box."""
+
+    e: _Sum
+    d: _Sum
+    m: _Sum
+
+
+def _heads(course: Context, node: Node, position: int, transposed: bool) -> _Heads | None:
+    """Return an operand as heads of a linear: [heads, T, d], or [heads, d, T] if transposed."""
+    name = node.inputs[position]
+    origin = course.origins.get(name)
+    if origin is None or origin.index.ndim != 3:
+        return None
+    index = np.swapaxes(origin.index, -1, -2) if transposed else origin.index
+    entry, x = course.tape.entries[origin.entry], course.tape.entries[origin.source]
+    tokens, outputs = entry.reference.shape
+    columns = index[:, :1] % outputs
+    expected = np.arange(tokens, dtype=np.int64)[:, None] * outputs + columns
+    if index.shape[1] != tokens or (index != expected).any():
+        return None
+    train, infer = origin.train[columns[:, 0]], origin.infer[columns[:, 0]]
+    change = infer - train
+
+    def picked(values: Floats) -> Floats:
+        return np.asarray(values.reshape(-1)[index])
+
+    def turned(values: Floats) -> Floats:
+        return np.swapaxes(values, -1, -2) if transposed else values
+
+    def by(values: Floats, matrix: Floats) -> Floats:
+        return np.asarray(values @ np.swapaxes(matrix, -1, -2))
+
+    operand = course.operand(node, position)
+    (em, er), (dm, dr) = halves(x.e), halves(x.d)
+    e_middle, d_middle = turned(halves(operand.e)[0]), turned(halves(operand.d)[0])
+    centre_e, centre_d = (picked(part) for part in entry.centre)
+    off_e = by(em, train) + centre_e - e_middle
+    off_d = by(dm, infer) + by(em, change) + centre_d - d_middle
+    lost = gamma(train.shape[-1] + 24, UNIT) * (
+        by(np.abs(em), np.abs(train) + np.abs(change)) + by(np.abs(dm), np.abs(infer))
+    )
+    lost = lost + 8 * UNIT * (
+        np.abs(e_middle) + np.abs(d_middle) + np.abs(centre_e) + np.abs(centre_d)
+    )
+    rest_e = picked(entry.radius[0]) + np.abs(off_e) + lost
+    rest_d = picked(entry.radius[1]) + np.abs(off_d) + lost
+    rest_m = picked(entry.radius[0]) + picked(entry.radius[1]) / 2
+    rest_m = rest_m + np.abs(off_e + off_d / 2) + 2 * lost
+    return _Heads(
+        _Sum(((train, er),), raised(rest_e) + TINY),
+        _Sum(((infer, dr), (change, er)), raised(rest_d) + TINY),
+        _Sum((((train + infer) / 2, er), (infer / 2, dr)), raised(rest_m) + TINY),
+    )
+
+
+def second_order_scores(course: Context, node: Node) -> Second | None:
+    """Return the bounds of a product of queries and keys."""
+    q, k = _heads(course, node, 0, False), _heads(course, node, 1, True)
+    if q is None or k is None:
+        return None
+    by_d = _times(q.m, k.d) + _times(q.d, k.m)
+    return Second((_times(q.e, k.e), raised(by_d)))
+
+
+def _times(a: _Sum, b: _Sum) -> Floats:
+    """Return a bound of |u[h, t]·w[h, s]|."""
+    far_a, far_b = a.carried(), b.carried()
+    found = a.rest @ np.swapaxes(far_b + b.rest, -1, -2) + far_a @ np.swapaxes(b.rest, -1, -2)
+    for p, reach_p in a.parts:
+        for q, reach_q in b.parts:
+            back = np.swapaxes(p, -1, -2)
+            inner = np.abs(back @ q)
+            inner = inner + gamma(p.shape[1] + 8, UNIT) * (np.abs(back) @ np.abs(q))
+            found = found + (reach_p @ inner) @ reach_q.T
+    return raised(found) + TINY
+
+
+def second_order_context(course: Context, node: Node) -> Second | None:
+    """Return the bounds of functionals of probabilities times values."""
+    v = _heads(course, node, 1, False)
+    if v is None:
+        return None
+    p = course.operand(node, 0)
+    r, s = halves(p.e)[1], halves(p.d)[1]
+    t = raised(r + s / 2)
+    count = 2 * v.e.rest.shape[-1] + 32
+    lost = {id(u): 2 * gamma(count, UNIT) * u.carried() for u in (v.e, v.d, v.m)}
+
+    def met(adjoint: Adjoint, u: _Sum, weight: Floats) -> Floats:
+        """Return Σ_j weight_j |α·u[j]| of every functional."""
+        heads, rows, columns = adjoint.window
+        found = np.zeros(adjoint.batch)
+        for k, h in enumerate(range(heads.start, heads.stop)):
+            alpha = adjoint.values[:, k]  # [B, rows, d']
+            far = (u.rest[h] + lost[id(u)][h])[:, columns]
+            reached = flat_product(np.abs(alpha), far.T)
+            for matrix, reach in u.parts:
+                pulled = np.abs(flat_product(alpha, matrix[h][columns]))
+                reached = reached + flat_product(pulled, reach.T)
+            found = found + (reached * weight[h, rows]).sum(axis=(1, 2))
+        return raised(found)
+
+    def curved(f: Functional) -> Floats:
+        found = np.zeros(f.batch)
+        if f.e is not None:
+            found = found + met(f.e, v.e, r)
+        if f.d is not None:
+            found = found + met(f.d, v.d, t) + met(f.d, v.m, s)
+        return raised(found) + TINY
+
+    return Second(None, curved)

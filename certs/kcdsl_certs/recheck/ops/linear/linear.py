@@ -1,0 +1,356 @@
+"""Linears in every domain (section 3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
+from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
+from kcdsl_certs.recheck.affine.storing import Early, Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import Entry, Pull, Shared
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval import box, quantisers
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
+from kcdsl_certs.recheck.interval.state import (
+    Own,
+    Scene,
+    State,
+    Value,
+    gamma,
+    numeric,
+    pinned,
+    settle,
+    target,
+)
+from kcdsl_certs.recheck.interval.sums import by_late_scales, clipped, reduced, rounding_of_sums
+from kcdsl_certs.recheck.interval.weight_ball import alike
+from kcdsl_certs.recheck.linear_bounds.context import (
+    SPARE,
+    Added,
+    Context,
+    PairOrigin,
+    Reading,
+    flat_product,
+)
+from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.linear import bilinear
+from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation, quantised
+from kcdsl_certs.recheck.ops.moves.leaves import around, held
+from kcdsl_certs.rejected import Rejected
+
+
+def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x @ weight.T + bias."""
+    node.attrs.exactly()
+    key = scene.keys.get(node.inputs[1])
+    if key is None:
+        raise Rejected("rule/weight", "the weight of a linear must be a parameter")
+    x = numeric(inputs[0])
+    weight = held(scene, key, linear=True)
+    if len(x.shape) < 2 or x.shape[-1] != weight.shape[1]:
+        raise Rejected("graph/shape", "the input does not fit the weight")
+    bias = _bias(scene, node, inputs, weight.shape[0])
+    x_t, away_t = _entering(scene.train, x.t, key)
+    x_i, away_i = _entering(scene.infer, x.i, key)
+    drift = box.add(x.d, box.sub(away_i, away_t))
+    if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
+        drift = box.meet(drift, box.sub(x_i, x_t))
+    w_t, w_i, w_d = (part.map(np.transpose) for part in (weight.t, weight.i, weight.d))
+    products = box.matmul(x_t, w_t), box.matmul(x_i, w_i)
+    y_t, y_i = box.add(products[0], bias[0]), box.add(products[1], bias[1])
+    d = box.add(box.matmul(drift, w_i), box.matmul(x_t, w_d))
+    d = box.add(d, bias[2])
+    sizes = (
+        _size(x_t, w_t, bias[0], y_t),
+        _size(x_i, w_i, bias[1], y_i),
+    )
+    biased = len(inputs) == 3
+    lost_t = clipped(scene.train, x.t, weight.t, key)
+    lost_i = clipped(scene.infer, x.i, weight.i, key)
+    error_t, own_t = _error(
+        scene.train, x_t, w_t, sizes[0], products[0] if biased else None, key, lost_t
+    )
+    error_i, own_i = _error(
+        scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key, lost_i
+    )
+    inner = scene.train.accumulate, scene.infer.accumulate
+    return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner, own=(own_t, own_i))
+
+
+def _entering(kernel: Kernel, x: Box, key: str) -> tuple[Box, Box]:
+    """Return a linear's input after its quantisation, and its error."""
+    return quantisers.quantised(kernel, x, quantisation(kernel, x, key), key)
+
+
+def _bias(scene: Scene, node: Node, inputs: list[Value], outputs: int) -> tuple[Box, Box, Box]:
+    """Return the bias of both kernels and its drift: known numbers, or a parameter."""
+    if len(inputs) < 3:
+        return box.zeros((outputs,)), box.zeros((outputs,)), box.zeros((outputs,))
+    bias = numeric(inputs[2])
+    if not (bias.t.point and bias.i.point) and node.inputs[2] not in scene.keys:
+        raise Rejected("rule/weight", "the bias of a linear must be known")
+    if bias.shape != (outputs,):
+        raise Rejected("graph/shape", "the bias does not fit the weight")
+    if bias.t.point and bias.i.point:
+        return bias.t, bias.i, box.sub(bias.i, bias.t)
+    return bias.t, bias.i, bias.d
+
+
+def _size(x: Box, weight: Box, bias: Box, y: Box) -> tuple[Floats, Floats]:
+    """Return the magnitudes of all terms, summed, and of their sum; `weight` is [in, out]."""
+    terms = box.product_up(box.mag(x), box.mag(weight))
+    return box.up(terms + box.mag(bias)), box.mag(y)
+
+
+def _error(
+    kernel: Kernel,
+    x: Box,
+    weight: Box,
+    size: tuple[Floats, Floats],
+    early: Box | None,
+    key: str,
+    lost: Floats | float,
+) -> tuple[Floats, Own]:
+    """Return E of a linear, and what of it is a cast of the product `early` before a bias.
+
+    `lost` is what sums in 16 bits lose.
+    """
+    factors = box.mag(x), box.mag(weight)
+    dynamic, before = kernel.activations[0] != "none", kernel.before_sums
+    error = rounding_of_sums(kernel, factors, size, before=before, dynamic=dynamic, key=key)
+    error = box.up(error + lost)
+    error = box.up(error + reduced(kernel, size[0], error))
+    if kernel.late:
+        whole = box.mag(early) if early is not None else size[1]
+        late = by_late_scales(kernel, factors, size[0], whole, error, early is not None)
+        error = box.up(error + late)
+    if early is not None and not kernel.stepped and kernel.coarse:
+        u, eta = kernel.off(kernel.compute)
+        cast = u * box.up(box.mag(early) + error) + eta
+        # what the bias is added to is off by it, and so is the rounding of that sum
+        own = box.up(cast * (1 + 2 * kernel.accumulate.u))
+        return box.up(error + own), own
+    return error, None
+
+
+def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x @ weight.T + bias."""
+    node.attrs.exactly()
+    kernel = walk.kernel
+    key = walk.scene.keys.get(node.inputs[1])
+    if key is None:
+        raise Rejected("rule/weight", "the weight of a linear must be a parameter")
+    weight = walk.scene.parameters.linear(key, kernel)
+    before = form_of(inputs[0])
+    if len(before.shape) < 2 or before.shape[-1] != weight.shape[1]:
+        raise Rejected("graph/shape", "the input does not fit the weight")
+    bias, around_bias = _bias_affine(walk, node, inputs, weight.shape[0])
+    x = _quantised_affine(walk, before, key)
+    n = weight.shape[1]
+    size_w, turned = np.abs(weight), weight.T
+    product = x.reference @ turned
+    carried = product_raised(x.reach, size_w.T) if x.place is not None else np.zeros(product.shape)
+    spread = _spread(walk, key, weight)
+    pushed = np.zeros(product.shape) if spread is None else product_raised(x.size, spread.T)
+    size_all = size_w if spread is None else raised(size_w + spread)
+    terms = product_raised(x.size, box.lifted(size_all).T)
+    total = terms if bias is None else raised(terms + np.abs(bias) + around_bias)
+    reference = product if bias is None else product + bias
+    own = raised(total * gamma(n + 4, UNIT)) + TINY
+    alone, shared = own, None
+    if spread is not None:  # all that other weights and biases make of the input
+        own = raised(own + pushed + around_bias)
+        shared = _shared(walk, node, x, spread, around_bias)
+    result = raised(np.abs(reference) + carried + own)
+    factors, sizes = (x.size, box.lifted(size_all).T), (box.lifted(total), box.lifted(result))
+    dynamic = kernel.activations[0] != "none"
+    early_on = kernel.before_sums
+    error = rounding_of_sums(kernel, factors, sizes, before=early_on, dynamic=dynamic, key=key)
+    split = of_sum(kernel, factors, sizes, error, before=early_on, dynamic=dynamic)
+    if kernel.paired:
+        if spread is not None:
+            raise Rejected("rule/weight", "sums of bytes with weights that are not known")
+        lost = clipped(kernel, before.box, box.exact(weight), key) + np.zeros(error.shape)
+        error, split = raised(error + lost), split.with_sure(lost)
+    if kernel.shards > 1:
+        parts = raised(reduced(kernel, sizes[0], error) + np.zeros(error.shape))
+        error, split = raised(error + parts), split.with_sure(parts)
+    if kernel.late:
+        alone_sum = raised(np.abs(product) + carried + own)
+        biased = bias is not None
+        late = raised(by_late_scales(kernel, factors, sizes[0], alone_sum, error, biased))
+        error, split = raised(error + late), split.with_sure(late)
+    terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
+    early = None
+    if bias is not None and not kernel.stepped and kernel.coarse:
+        # the rounding of the sum with the bias is of numbers that are off by this cast
+        u, eta = ((1 + 2 * kernel.accumulate.u) * part for part in kernel.off(kernel.compute))
+        cast = raised(u * (np.abs(product) + carried + own + error))
+        early = Early(u, raised(u * np.abs(product)) + eta, raised(cast) + eta)
+        split = split.with_cast(kernel, cast, eta)
+    formed = Formed(
+        reference,
+        carried,
+        () if x.place is None else ((x.place, _through(weight)),),
+        raised(own + terms_back * carried + error),
+        split=split.with_sure(own + terms_back * carried),
+        early=early,
+    )
+    if shared is not None:
+        rest = raised(alone + shared.rest + terms_back * carried + error)
+        formed = replace(formed, shared=replace(shared, rest=rest))
+    form = settle_form(walk, node, formed, target(kernel, node), kernel.accumulate, sums=True)
+    entry = None if form.place is None else walk.tape.entries[form.place]
+    if entry is None or entry.kept is not None or not entry.operands or x is not before:
+        return form
+    rest = raised(bilinear.radius_of(entry))
+    version = walk.versions.get(node.name)
+    rest = rest if version is None else raised(rest + version.own)
+    index = np.arange(form.reference.size).reshape(form.shape)
+    rest = rest.reshape(-1, weight.shape[0])
+    plain = entry.centre is None and entry.apart is None
+    return replace(form, origin=Origin(weight, node.inputs[0], rest, index, plain))
+
+
+def _shared(
+    walk: Walk, node: Node, x: Form, spread: Floats, around_bias: Floats | float
+) -> Shared | None:
+    """Return what other weights make of x in both kernels alike, Δc + Δ_bias, and what is beside.
+
+    c is the reference of the kernel that was walked first. None where weights are stored in two
+    ways; a bias of two ways is beside it.
+    """
+    kernels = walk.scene.train, walk.scene.infer
+    if not alike(kernels, linear=True):
+        return None
+    c = walk.first.setdefault(node.name, x.reference)
+    size = product_raised(np.abs(c), spread.T)
+    rest = product_raised(raised(np.abs(x.reference - c) + x.reach), spread.T)
+    if alike(kernels, linear=False):
+        return Shared(node.name, raised(size + around_bias), rest)
+    return Shared(node.name, size, raised(rest + around_bias))
+
+
+def _spread(walk: Walk, key: str, weight: Floats) -> Floats | None:
+    """Return how far other weights of the region may be from these; None without a region."""
+    if not walk.scene.rho:
+        return None
+    wide = held(walk.scene, key, linear=True)
+    return around(weight, wide.t if walk.kernel is walk.scene.train else wide.i)
+
+
+def _bias_affine(
+    walk: Walk, node: Node, inputs: list[Operand], outputs: int
+) -> tuple[Floats | None, Floats | float]:
+    """Return the bias, and how far that of other weights may be from it."""
+    if len(inputs) < 3:
+        return None, 0.0
+    bias = form_of(inputs[2])
+    moves = bool(walk.scene.rho) and node.inputs[2] in walk.scene.keys
+    if bias.place is not None and not moves:
+        raise Rejected("rule/weight", "the bias of a linear must be known")
+    if bias.shape != (outputs,):
+        raise Rejected("graph/shape", "the bias does not fit the weight")
+    return bias.reference, bias.reach if moves else 0.0
+
+
+def _quantised_affine(walk: Walk, x: Form, key: str) -> Form:
+    """Return the quantised input, an entry of its own; x itself where there is none."""
+    if walk.kernel.activations[0] == "none":
+        return x
+    radius = raised(quantisation(walk.kernel, x.box, key)) + TINY
+    if walk.kernel.stepped:
+        return quantised(walk, x, radius, key)
+    reach = raised(x.reach + radius)
+    operands = () if x.place is None else ((x.place, _same),)
+    split = only_sure(radius)
+    form, scale = walk.kernel.activations
+    uncut = walk.kernel.amax_limit == math.inf
+    if uncut and scale not in ("mx", "nvfp4") and form not in ("uint8", "int8_full"):
+        split = only_sure(np.zeros(radius.shape)).with_one(radius)
+    entry = Entry(reach, operands, radius, split=split)
+    return Form(x.reference, reach, walk.tape.add(entry))
+
+
+def _same(adjoint: Adjoint) -> Adjoint:
+    return adjoint
+
+
+def _through(weight: Floats) -> Pull:
+    """Return the pullback of x @ weight.T."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        columns = adjoint.window[-1]
+        count = adjoint.extent[-1]
+        flat = adjoint.values.reshape(-1, count) @ weight[columns]
+        values = flat.reshape(adjoint.batch, *adjoint.extent[:-1], weight.shape[1])
+        return Adjoint(values, (*adjoint.start[:-1], 0))
+
+    return pull
+
+
+def linear_bounds(course: Context, node: Node) -> None:
+    """Write x @ weight.T + bias: e is W_t e, D is W_i D + (W_i - W_t) e and what is known."""
+    scene = pinned(course.scene, node)
+    key = scene.keys.get(node.inputs[1])
+    if key is None:
+        raise Rejected("rule/weight", "the weight of a linear must be a parameter")
+    train = scene.parameters.linear(key, scene.train)
+    infer = scene.parameters.linear(key, scene.infer)
+    x = _quantised_bounds(course, node, key)
+    change = infer - train
+    moves = bool(change.any())
+    reference, known = x.reference @ train.T, x.reference @ change.T
+    sizes = [np.abs(x.reference) @ np.abs(w).T for w in (train, change)]
+    if len(node.inputs) > 2:
+        bias = course.state(node.inputs[2])
+        apart = bias.i.lo - bias.t.lo
+        reference, known = reference + bias.t.lo, known + apart
+        sizes = [sizes[0] + np.abs(bias.t.lo), sizes[1] + np.abs(apart)]
+    outputs, inputs = train.shape
+    formed, carried = gamma(inputs + SPARE, UNIT), gamma(outputs + SPARE, UNIT)
+    size_e, size_d = magnitude(x.e), magnitude(x.d)
+    on_e = size_e @ np.abs(train).T
+    on_d = size_d @ np.abs(infer).T + size_e @ np.abs(change).T
+
+    def through(adjoint: Adjoint, matrix: Floats) -> Adjoint:
+        return Adjoint(
+            flat_product(adjoint.values, matrix[adjoint.window[-1]]), (*adjoint.start[:-1], 0)
+        )
+
+    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+        e = None if f.e is None else through(f.e, train)
+        if f.d is None:
+            return ((x.place, Functional(e, None)),)
+        if moves:
+            e = joined(e, through(f.d, change))
+        return ((x.place, Functional(e, through(f.d, infer))),)
+
+    straight = course.write(
+        node,
+        reference,
+        pull,
+        Added(np.zeros(reference.shape), raised(formed * sizes[0] + carried * on_e) + TINY),
+        Added(known, raised(formed * sizes[1] + carried * on_d) + TINY),
+    )
+    if straight and reference.ndim == 2 and x.place == course.operand(node, 0).place:
+        index = np.arange(reference.size, dtype=np.int64).reshape(reference.shape)
+        place = course.places[node.name]
+        course.origins[node.name] = PairOrigin(x.place, place, train, infer, index)
+
+
+def _quantised_bounds(course: Context, node: Node, key: str) -> Reading:
+    """Return the input of a linear; where a kernel quantises it, as an entry of its own."""
+    x, state = course.operand(node, 0), course.state(node.inputs[0])
+    scene = pinned(course.scene, node)
+    key = scene.keys.get(node.inputs[1], "")
+    by_train = quantisation(scene.train, state.t, key)
+    by_infer = quantisation(scene.infer, state.i, key)
+    if not (by_train.any() or by_infer.any()):
+        return x
+    return course.inexact(x, raised(by_train), raised(by_train + by_infer))

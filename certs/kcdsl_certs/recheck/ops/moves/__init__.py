@@ -1,0 +1,1 @@
+"""Leaves, and operations that only move elements."""

@@ -1,0 +1,240 @@
+"""The block input, parameters, constants and embeddings in every domain (sections 2 and 7)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck.affine.curves import symbol
+from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, known_form
+from kcdsl_certs.recheck.affine.storing import Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import Entry, Shared
+from kcdsl_certs.recheck.graphs.graph import Array, Node
+from kcdsl_certs.recheck.interval import box, weight_ball
+from kcdsl_certs.recheck.interval.box import Box, Floats, raised
+from kcdsl_certs.recheck.interval.parameters import plain
+from kcdsl_certs.recheck.interval.state import Mask, Scene, State, Value, reduce, stored, target
+from kcdsl_certs.recheck.interval.weight_ball import alike
+from kcdsl_certs.recheck.linear_bounds.context import Added, Context, halves, nothing
+from kcdsl_certs.recheck.numerics.formats import FLOAT32, FORMATS, nearest
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.moves.view import add_versions
+from kcdsl_certs.rejected import Rejected
+
+
+def known(t: Floats, i: Floats) -> State:
+    """Return the state of numbers that are known exactly."""
+    t_box, i_box = box.exact(t), box.exact(i)
+    if np.array_equal(t, i):
+        return State(t_box, i_box, box.exact(np.zeros(t.shape)))
+    return State(t_box, i_box, box.sub(i_box, t_box))
+
+
+def held(scene: Scene, key: str, *, linear: bool) -> State:
+    """Return what both kernels store of a checkpoint tensor, as a linear weight or plain.
+
+    Where the region is also one around the weights: of every θ' in it.
+
+    Raises:
+        Rejected: "parameter/…".
+    """
+    stored = scene.parameters
+    if not scene.rho:
+        get = stored.linear if linear else stored.plain
+        return known(get(key, scene.train), get(key, scene.infer))
+    kernels = scene.train, scene.infer
+    if linear:
+        kernels = scene.train.serving(key), scene.infer.serving(key)
+    return State(*weight_ball.both(stored.singles(key), scene.rho, kernels, linear, key))
+
+
+def rows(table: State, ids: NDArray[np.int64]) -> State:
+    """Return rows of a table."""
+    t, i, d = (part.map(lambda v: v[ids]) for part in (table.t, table.i, table.d))
+    return State(t, i, d)
+
+
+def source_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return the block input: one float32 tensor for both kernels, stored where compute is coarse.
+
+    Raises:
+        Rejected: "graph/shape" or "rule/input".
+    """
+    node.attrs.exactly()
+    if scene.centre is None or scene.radius is None or node.role:
+        raise Rejected("rule/input", "a block on token ids has no block input")
+    centre = scene.centre
+    if scene.rows is not None:
+        centre = np.broadcast_to(centre, node.shape)  # one row for all
+    x = Box(box.add_down(centre, -scene.radius), box.add_up(centre, scene.radius))
+    if x.shape != scene.block.input_shape:
+        raise Rejected("graph/shape", "the region does not have the input's shape")
+    if scene.drift is not None:
+        return _apart(scene, x, scene.drift)
+    (t, wrong_t), (i, wrong_i) = _taken(scene.train, x), _taken(scene.infer, x)
+    if scene.errors is not None:
+        scene.errors[node.name] = (wrong_t, wrong_i)
+    return reduce(t, i, box.sub(wrong_i, wrong_t))
+
+
+def _apart(scene: Scene, x: Box, drift: Box) -> State:
+    """Return an input that another block formed: every reading of it by either kernel."""
+    if drift.shape != x.shape or scene.rows is not None:
+        raise Rejected("graph/shape", "the drift does not have the input's shape")
+    return reduce(x, box.add(x, drift), drift, scene.entering)
+
+
+def _taken(kernel: Kernel, x: Box) -> tuple[Box, Box]:
+    form = kernel.result("input", "")
+    if form.precision >= FLOAT32.precision:
+        return x, box.zeros(x.shape)
+    return stored(kernel, form, x, np.zeros(x.shape), FLOAT32)
+
+
+def parameter_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a checkpoint tensor as either kernel stores it.
+
+    A tensor that is read as a linear weight alone stands as that; any other reader sees it plain.
+    """
+    key = node.attrs.exactly("key").text("key")
+    return held(scene, key, linear=node.name in scene.weights)
+
+
+def constant_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return a constant: a mask, or a float32 table as either kernel stores it."""
+    key = node.attrs.exactly("key").text("key")
+    array = scene.block.constants.get(key)
+    if array is None:
+        raise Rejected("graph/field", f"there is no constant {key[:80]!r}")
+    if array.dtype == "bool":
+        return Mask(np.frombuffer(array.data, dtype=np.bool_).reshape(array.shape))
+    if array.dtype != "float32":
+        raise Rejected("graph/field", f"constant {key[:80]!r} is neither float32 nor bool")
+    return table(array, key, node.format, scene.train, scene.infer)
+
+
+def table(array: Array, key: str, pinned: str, train: Kernel, infer: Kernel) -> State:
+    """Return a float32 array as both kernels store it: as it is, if its format is pinned."""
+    values = np.frombuffer(array.data, dtype="<f4").astype(np.float64).reshape(array.shape)
+    if not np.isfinite(values).all():
+        raise Rejected("parameter/not-finite", f"constant {key[:80]!r} holds NaN or infinity")
+    if pinned:
+        if not np.array_equal(nearest(values, FORMATS[pinned]), values):
+            raise Rejected("graph/field", f"constant {key[:80]!r} is not one of {pinned}")
+        return known(values, values)
+    return known(
+        plain(values, train.holding, key, train.cut_weights),
+        plain(values, infer.holding, key, infer.cut_weights),
+    )
+
+
+def embedding_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return rows of a table."""
+    ids = np.array(node.attrs.exactly("ids").integers("ids", 0), dtype=np.int64)
+    key = scene.keys.get(node.inputs[0])
+    if key is None:
+        raise Rejected("rule/weight", "the table of an embedding must be a parameter")
+    if not ids.size or not len(scene.parameters.shape(key)) == 2:
+        raise Rejected("graph/shape", "an embedding needs ids and a matrix")
+    if int(ids.max()) >= scene.parameters.shape(key)[0]:
+        raise Rejected("graph/field", "an id is beyond the table")
+    return rows(held(scene, key, linear=False), ids)
+
+
+def source_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return the block input, entry 0, stored where compute is coarser than float32."""
+    node.attrs.exactly()
+    centre, region = walk.scene.centre, walk.tape.region
+    if centre is None or region is None or node.role:
+        raise Rejected("rule/input", "a block on token ids has no block input")
+    if centre.shape != walk.scene.block.input_shape:
+        raise Rejected("graph/shape", "the region does not have the input's shape")
+    if walk.scene.drift is not None:
+        add_versions(walk, node, walk.scene.entering[1 if walk.moved else 0])
+        return _apart_affine(walk, centre, region, walk.scene.drift)
+    form = target(walk.kernel, node)
+    if form.precision >= FLOAT32.precision:
+        return Form(centre, region, 0)
+    formed = Formed(centre, region, ((0, lambda a: a),), np.zeros(centre.shape))
+    return settle_form(walk, node, formed, form, FLOAT32)
+
+
+def _apart_affine(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:
+    """Return an input that another block stored: x, or x + e in the kernel that reads with drift.
+
+    e is known within its box alone, so its radius is an error of this entry; or in ellipsoids, and
+    then an entry of its own, where reverse passes may stop.
+    """
+    if drift.shape != centre.shape:
+        raise Rejected("graph/shape", "the drift does not have the input's shape")
+    if not walk.moved:
+        return Form(centre, region, 0)
+    middle, half = box.midpoint(drift)
+    shifted = box.add(box.exact(centre), box.exact(middle))
+    reference, slip = box.midpoint(shifted)
+    radius = np.zeros(centre.shape)
+    for more in (half, slip):
+        radius = radius if more is None else radius + more
+    radius = raised(radius)
+    reach = raised(region + radius)
+    if walk.scene.held is not None:
+        apart = walk.tape.cut = symbol(walk, walk.scene.held, middle, radius, reference)
+        place = walk.tape.add(Entry(reach, ((0, lambda a: a), (apart, lambda a: a))))
+        return Form(reference, reach, place)
+    place = walk.tape.add(Entry(reach, ((0, lambda a: a),), radius))
+    return Form(reference, reach, place)
+
+
+def leaf_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return a parameter, a constant or the rows of a table, as this kernel stores it."""
+    rule = {
+        "param": parameter_interval,
+        "constant": constant_interval,
+        "embedding": embedding_interval,
+    }[node.op]
+    value = rule(replace(walk.scene, rho=Fraction(0)), node, [])
+    if isinstance(value, Mask):
+        return value
+    if not isinstance(value, State):
+        raise Rejected("internal", "a leaf without a value")
+    first = walk.kernel is walk.scene.train
+    found = (value.t if first else value.i).lo
+    if not walk.scene.rho or node.op == "constant":
+        return known_form(found)
+    wide = rule(walk.scene, node, [])
+    if not isinstance(wide, State):
+        raise Rejected("internal", "a leaf without a value")
+    radius = around(found, wide.t if first else wide.i)
+    shared = None
+    if alike((walk.scene.train, walk.scene.infer), linear=False):
+        shared = Shared(node.name, radius, np.zeros(radius.shape))
+    return Form(found, radius, walk.tape.add(Entry(radius, (), radius, shared=shared)))
+
+
+def around(centre: Floats, wide: Box) -> Floats:
+    """Return how far the numbers in a box may be from those known."""
+    far = np.maximum(box.add_up(wide.hi, -centre), box.add_up(centre, -wide.lo))
+    return np.asarray(raised(np.maximum(far, 0.0)))
+
+
+def source_bounds(course: Context, node: Node) -> None:
+    """Write the block input: a box around the centre, without drift but for storing."""
+    centre, radius = course.scene.centre, course.scene.radius
+    if centre is None or radius is None:
+        raise Rejected("rule/input", "a block on token ids has no block input")
+    wide = np.ascontiguousarray(np.broadcast_to(radius, centre.shape))
+    own = Added(np.zeros(centre.shape), wide)
+    course.write(node, centre, lambda f: (), own, nothing(centre.shape))
+
+
+def embedding_bounds(course: Context, node: Node) -> None:
+    """Write the rows of a table, which either kernel knows."""
+    state = course.state(node.name)
+    if not (state.t.point and state.i.point):
+        raise Rejected("rule/weight", "the table of an embedding must be known")
+    middle, radius = halves(state.d)
+    added = Added(middle, radius)
+    course.write(node, state.t.lo, lambda f: (), nothing(state.shape), added)

@@ -1,0 +1,162 @@
+"""Views and concatenations in every domain: they move elements and round nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import part, viewed
+from kcdsl_certs.recheck.affine.cases import Cases
+from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
+from kcdsl_certs.recheck.affine.tape import Entry, Pull
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.graphs.view import View
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
+from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, Value, gamma, numeric
+from kcdsl_certs.recheck.linear_bounds.context import Added, Context, nothing
+from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.rejected import Rejected
+
+
+def view_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the elements where a view puts them."""
+    found, value = View.of(node, inputs[0].shape), inputs[0]
+    if isinstance(value, Mask):
+        return Mask(found.moved(value.allowed))
+    state = numeric(value)
+    one, two = (None if own is None else found.moved(own) for own in state.own)
+    t, i, d = (part.map(found.moved) for part in (state.t, state.i, state.d))
+    return State(t, i, d, (one, two))
+
+
+def concat_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the inputs one after another along one dimension."""
+    rank = len(inputs[0].shape)
+    dim = node.attrs.exactly("dim").integer("dim", -rank)
+    if dim >= rank or any(len(value.shape) != rank for value in inputs):
+        raise Rejected("graph/shape", "the inputs of a concat do not fit")
+    if all(isinstance(value, Mask) for value in inputs):
+        masks = [value.allowed for value in inputs if isinstance(value, Mask)]
+        return Mask(np.concatenate(masks, axis=dim))
+    states = [numeric(value) for value in inputs]
+
+    def joined(boxes: list[Box]) -> Box:
+        lo = np.concatenate([b.lo for b in boxes], axis=dim)
+        if all(b.point for b in boxes):
+            return box.exact(lo)
+        return Box(lo, np.concatenate([b.hi for b in boxes], axis=dim))
+
+    def own(side: int) -> Own:
+        if all(s.own[side] is None for s in states):
+            return None
+        each = ((s.own[side], s.shape) for s in states)
+        parts = [np.zeros(n) if part is None else np.broadcast_to(part, n) for part, n in each]
+        return np.concatenate(parts, axis=dim)
+
+    t, i, d = (joined([getattr(s, part) for s in states]) for part in ("t", "i", "d"))
+    return State(t, i, d, (own(0), own(1)))
+
+
+def view_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return the elements where a view puts them; sums of adjoints of copies round."""
+    found, value = View.of(node, inputs[0].shape), inputs[0]
+    if isinstance(value, Mask):
+        return Mask(found.moved(value.allowed))
+    reference = found.moved(value.reference)
+    if value.place is None:
+        return known_form(reference)
+    reach = found.moved(value.reach)
+    radius = None if found.copies == 1 else raised(reach * gamma(found.copies, UNIT)) + TINY
+    place = walk.tape.add(Entry(reach, ((value.place, lambda a: viewed(a, found)),), radius))
+    own, origin = walk.own(node, 0), value.origin
+    add_versions(walk, node, None if own is None else found.moved(own))
+    if origin is not None:
+        origin = replace(origin, index=found.moved(origin.index))
+    return Form(reference, reach, place, origin, cases=_cases(found, value.cases))
+
+
+def _cases(view: View, cases: Cases | None) -> Cases | None:
+    """Return the cases of moved elements, where all of each block stay together."""
+    found = cases.shaped(view.split) if cases is not None and view.takes_all else None
+    found = None if found is None else found.turned(list(view.order))
+    return None if found is None else found.shaped(view.shape)
+
+
+def concat_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return the inputs one after another along one dimension."""
+    rank = len(inputs[0].shape)
+    dim = node.attrs.exactly("dim").integer("dim", -rank)
+    if dim >= rank or any(len(value.shape) != rank for value in inputs):
+        raise Rejected("graph/shape", "the inputs of a concat do not fit")
+    axis = dim % rank
+    masks = [value.allowed for value in inputs if isinstance(value, Mask)]
+    if len(masks) == len(inputs):
+        return Mask(np.concatenate(masks, axis=axis))
+    forms = [form_of(value) for value in inputs]
+    reference = np.concatenate([form.reference for form in forms], axis=axis)
+    reach = np.concatenate([form.reach for form in forms], axis=axis)
+    operands, offset = [], 0
+    for form in forms:
+        if form.place is not None:
+            operands.append((form.place, _taken(axis, offset, form.shape[axis])))
+        offset += form.shape[axis]
+    if not operands:
+        return known_form(reference)
+    parts = [walk.own(node, place) for place in range(len(forms))]
+    if any(own is not None for own in parts):
+        each = zip(parts, forms, strict=True)
+        whole = [np.zeros(form.shape) if own is None else own for own, form in each]
+        add_versions(walk, node, np.concatenate(whole, axis=axis))
+    return Form(reference, reach, walk.tape.add(Entry(reach, tuple(operands))))
+
+
+def add_versions(walk: Walk, node: Node, own: Floats | None) -> None:
+    """Note how far readings of moved elements are apart."""
+    if own is not None:
+        walk.versions[node.name] = Version(own)
+
+
+def _taken(axis: int, offset: int, size: int) -> Pull:
+    return lambda a: part(a, axis, offset, size)
+
+
+def view_bounds(course: Context, node: Node) -> None:
+    """Write the elements where a view puts them; functionals of copies are summed."""
+    x = course.operand(node, 0)
+    view = View.of(node, x.shape)
+    reference = view.moved(x.reference)
+    none = np.zeros(reference.shape)
+    e, d = none, none
+    if view.copies > 1:
+        lost = gamma(view.copies + 4, UNIT)
+        e, d = (raised(view.moved(magnitude(part)) * lost) + TINY for part in (x.e, x.d))
+
+    def pull(f: Functional) -> list[tuple[int, Functional]]:
+        return [(x.place, f.map(lambda a: viewed(a, view)))]
+
+    course.write(node, reference, pull, Added(none, e), Added(none, d))
+    origin = course.origins.get(node.inputs[0])
+    if origin is not None:
+        course.origins[node.name] = replace(origin, index=view.moved(origin.index))
+
+
+def concat_bounds(course: Context, node: Node) -> None:
+    """Write the operands one after another."""
+    axis = node.attrs.integer("dim", -len(node.shape)) % len(node.shape)
+    operands = [course.operand(node, k) for k in range(len(node.inputs))]
+    reference = np.concatenate([x.reference for x in operands], axis=axis)
+
+    def pull(f: Functional) -> list[tuple[int, Functional]]:
+        found, offset = [], 0
+        for x in operands:
+            size = x.shape[axis]
+            e, d = (None if p is None else part(p, axis, offset, size) for p in (f.e, f.d))
+            if e is not None or d is not None:
+                found.append((x.place, Functional(e, d)))
+            offset += size
+        return found
+
+    none = nothing(reference.shape)
+    course.write(node, reference, pull, none, none)

@@ -1,0 +1,426 @@
+"""layer_norm and rms_norm as affine forms (section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine import reverse_passes
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
+from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
+from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
+from kcdsl_certs.recheck.affine.independent import only_sure
+from kcdsl_certs.recheck.affine.storing import Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import Curve, Pull, Share, Shared
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Floats, raised
+from kcdsl_certs.recheck.interval.state import gamma, target
+from kcdsl_certs.recheck.interval.weight_ball import alike
+from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.elementwise.arithmetic import underflow
+from kcdsl_certs.recheck.ops.norms.errors import (
+    LEAST_VARIANCE,
+    MOST_SQUARES,
+    Loss,
+    Norm,
+    losses,
+    root_error,
+)
+from kcdsl_certs.rejected import Rejected
+
+_FARTHEST = 0.9  # the largest move along the row, relatively
+_MOST_WRONG = 2.0**-20
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """The reference run of a norm, in float64, and what it is off by.
+
+    c and y are [..., n]; v and r, one number per row, are [..., 1]. `wrong_c` and `wrong_y` are
+    absolute, `wrong` is relative, of v and of r.
+    """
+
+    c: Floats
+    v: Floats
+    r: Floats
+    y: Floats
+    wrong_c: Floats
+    wrong_y: Floats
+    wrong: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Drift:
+    """How far a norm's input may move it: bounds of |δ|, of |μ|, of 1 - κ and of |κ/(1+μ) - 1|."""
+
+    delta: Floats
+    along: Floats
+    shrink: Floats
+    chi: Floats
+
+
+def rms_norm_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x / sqrt(mean(x²) + eps) * weight."""
+    return _norm(walk, node, inputs, False)
+
+
+def layer_norm_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return (x - mean) / sqrt(var + eps) * weight + bias."""
+    return _norm(walk, node, inputs, True)
+
+
+def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
+    """Return the norm: e = B + B·(κ/(1 + μ) - 1) + y(κ - 1), B = rδ - μy, one μ and κ per row."""
+    eps = node.attrs.exactly("eps").real("eps")
+    x = form_of(inputs[0])
+    n = x.shape[-1]
+    if not eps >= 0 or (centred and n < 2):
+        raise Rejected("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
+    gain, around_gain = _known(walk, node, inputs, 1, n)
+    bias, around_bias = _known(walk, node, inputs, 2, n)
+    at = _reference(x, eps, centred)
+    before = walk.tape.cut
+    moved = _drift(walk, node, x, at, centred)
+    reference = at.y * gain + bias
+    size_g, size_y = np.abs(gain), np.abs(at.y)
+    sides = 1 + moved.chi
+    # |y'| and the linear part, element by element
+    tangent = raised(at.r * moved.delta + size_y * moved.along)
+    step = raised(tangent * sides)
+    y_mag = raised(size_y + at.wrong_y + step)
+    own_x = walk.own(node, 0)
+    inner, loss = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred, own_x), None
+    if node.written:
+        inner, loss = _written(walk.kernel, node, x, at, moved, y_mag, eps, own_x)
+    tilt = raised(inner.theta * sides)
+    # scalars per row: κ - 1 and the root's error in the direction y, the mean's in 1
+    turned = raised(inner.theta * (1 + sides * moved.along + moved.shrink))
+    by_y = raised(moved.shrink / 2 + turned)
+    own = _float_errors(x, at, moved, centred) * size_g
+    own = raised(
+        own
+        + gamma(n + 8, UNIT) * size_g * (size_y * by_y + inner.mean)
+        + 4 * UNIT * (size_y * size_g + np.abs(bias) + np.abs(reference))
+    )
+    own = raised(own * sides)
+    element = raised(size_g * (tilt * at.r * moved.delta + at.wrong_y * (by_y + sides)))
+    scalars = raised(inner.theta * y_mag + inner.mean)
+    whole = raised(scalars + inner.element + inner.cast)
+    last = 3 * walk.kernel.inner.u * raised(y_mag * size_g + whole * size_g + np.abs(bias))
+    tiny = underflow(walk.kernel)
+    largest = x.size.max(axis=-1, keepdims=True)
+    last = last + tiny * (1 + size_g + 3 * largest)
+    if loss is not None:
+        last = loss.last(y_mag, whole, size_g, np.abs(bias))
+    cast = raised(size_g * inner.cast)
+    shared = None
+    if walk.scene.rho:  # what other gains and biases make of the normalised number, rounded
+        others = raised(y_mag + whole) * around_gain + around_bias
+        rounded = 4 * walk.kernel.inner.u * others + tiny * around_gain
+        if alike((walk.scene.train, walk.scene.infer), linear=False):
+            c = walk.first.setdefault(node.name, at.y)
+            away = raised(np.abs(at.y - c) + at.wrong_y + step + whole) * around_gain
+            beside = raised(own + element + size_g * inner.element + last + TINY)
+            size = raised(np.abs(c) * around_gain + around_bias)
+            shared = Shared(node.name, size, raised(beside + away + rounded + cast))
+        last = raised(last + others + rounded)
+    others = raised(own + element + size_g * inner.element + last + TINY)
+    share = Share(raised(moved.chi), raised(size_g * tangent * moved.chi))
+    bent = raised(size_g * (size_y * by_y + inner.mean) + share.otherwise)
+    centre = at.y * gain * (-moved.shrink / 2)
+    scales = [(at.y * gain, by_y)]
+    if centred:
+        scales.append((np.broadcast_to(gain, x.shape), inner.mean))
+    formed = Formed(
+        reference,
+        raised(tangent * size_g),
+        () if x.place is None else ((x.place, _bracket(at, gain, centred)),),
+        raised(others + cast),
+        centre,
+        bent,
+        (_scalars(scales),),
+        None if x.place is None else share,
+        split=only_sure(others).with_cast(walk.kernel, cast, 0.0),
+        shared=shared,
+    )
+    kernel = walk.kernel
+    form = settle_form(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
+    place = form.place if centred else x.place
+    walk.tape.cut = walk.tape.cut if place is None else place
+    rows = walk.chosen(node, node.inputs[0], "ellipsoid", before)
+    if centred and form.place is not None and x.place is not None and rows.any():
+        reverse_passes.surround(walk, form.place, form.shape, rows, x.place)
+    return form
+
+
+def _known(
+    walk: Walk, node: Node, values: list[Operand], place: int, n: int
+) -> tuple[Floats, Floats]:
+    """Return the weight (at 1) or bias (at 2) of a norm, and how far others may be from it."""
+    nothing = np.zeros((n,))
+    if len(values) <= place:
+        return np.full((n,), 1.0 if place == 1 else 0.0), nothing
+    form = form_of(values[place])
+    moves = bool(walk.scene.rho) and node.inputs[place] in walk.scene.keys
+    if form.place is not None and not moves:
+        raise Rejected("rule/weight", "the weight and bias of a norm must be known")
+    if form.shape != (n,):
+        raise Rejected("graph/shape", "the weight of a norm does not fit its input")
+    return form.reference, form.reach if moves else nothing
+
+
+def _reference(x: Form, eps: float, centred: bool) -> _Reference:
+    h, n = x.reference, x.shape[-1]
+    c, wrong_c = h, np.zeros(x.shape)
+    if centred:
+        mean = h.mean(axis=-1, keepdims=True)
+        c = h - mean
+        wrong_c = raised(gamma(n + 4, UNIT) * np.abs(h).mean(axis=-1, keepdims=True) * 2)
+        wrong_c = raised(wrong_c + 2 * UNIT * (np.abs(h) + np.abs(mean)))
+    v = (c**2).mean(axis=-1, keepdims=True) + eps
+    if not bool((v > 0).all()):
+        raise Rejected("bound/not-finite", "a variance is zero")
+    off = (2 * np.abs(c) * wrong_c + wrong_c**2).mean(axis=-1, keepdims=True)
+    wrong = raised((off * (1 + 2.0**-30) + gamma(n + 8, UNIT) * 2 * v) / v)
+    if not bool((wrong < _MOST_WRONG).all()):
+        raise Rejected("bound/not-finite", "the mean is too large against the variance")
+    wrong = raised(wrong * 2 + 16 * UNIT)
+    r = 1 / np.sqrt(v)
+    y = c * r
+    wrong_y = raised(wrong_c * r * 2 + np.abs(y) * (wrong + 4 * UNIT)) + TINY
+    return _Reference(c, v, r, y, wrong_c, wrong_y, wrong)
+
+
+def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _Drift:
+    """Return how far the row moves: δ from unit functionals, μ from one functional per row.
+
+    Raises:
+        Rejected: "bound/not-finite".
+    """
+    name = node.inputs[0]
+    if x.place is None or not x.reach.any():
+        none = np.zeros(at.v.shape)
+        return _Drift(np.zeros(x.shape), none, none, none)
+    least = at.v * (1 - at.wrong)
+    usual = _mean(x.reach) if centred else 0.0
+    delta = raised(x.reach + usual)
+    wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
+    along = wide
+
+    def lower(found: Floats, needed: Bools) -> None:
+        nonlocal delta, along
+        delta = np.minimum(delta, found)
+        wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
+        directed = raised(_along(walk, x, at, needed, centred) / least)
+        along = np.minimum(along, np.minimum(wide, directed))
+
+    cut = walk.tape.cut
+    needed = walk.chosen(node, name, "ellipsoid", cut)
+    if needed.any() and x.place:
+        reverse_passes.surround(walk, x.place, x.shape, needed, cut)
+        found = _within(walk, x, centred)
+        if not centred:
+            x = reverse_passes.kept(walk, name, np.minimum(x.reach, found))
+        lower(found, needed)
+    needed = walk.chosen(node, name, "deviations" if centred else "reach")
+    if needed.any():
+        if centred:
+            lower(reverse_passes.centred(walk, x, needed), needed)
+        else:
+            x = reverse_passes.tight(walk, node, name, 0)
+            lower(x.reach, needed)
+    if not bool((along < _FARTHEST).all()):
+        raise Rejected("bound/not-finite", "the input of a norm moves too far along itself")
+    square = _square(walk, x, delta, walk.chosen(node, name, "norm"), centred)
+    z = raised(square / (least * (1 - along) ** 2))
+    shrink = raised(z / (1 + z + np.sqrt(1 + z)))
+    chi = raised(np.maximum(along / (1 - along), (along + shrink) / (1 + along)))
+    return _Drift(delta, along, shrink, chi)
+
+
+def _mean(values: Floats) -> Floats:
+    """Return the mean of non-negative rows [..., 1], raised."""
+    n = values.shape[-1]
+    return raised(values.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + TINY
+
+
+def _within(walk: Walk, x: Form, centred: bool) -> Floats:
+    """Return bounds of |δ| from the ellipsoids of rows, infinite in other rows."""
+    assert x.place is not None
+    found = np.full(x.shape, np.inf)
+    for row, shape in walk.tape.entries[x.place].ellipsoids.items():
+        found[row] = extent_along(shape, _centring(x.shape[-1], centred))
+    usual = _mean(x.reach) if centred else 0.0
+    return raised(found + 4 * UNIT * (x.reach + usual))
+
+
+def _centring(n: int, centred: bool) -> Floats:
+    return np.eye(n) - 1 / n if centred else np.eye(n)
+
+
+def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) -> Floats:
+    """Return a bound of |mean(c·δ)| = |mean(c·e)|, by one reverse pass in the rows needed."""
+    n = x.shape[-1]
+    functional = at.c / n
+    if centred:
+        functional = functional - functional.mean(axis=-1, keepdims=True)
+    mean = (np.abs(functional) * x.reach).sum(axis=-1, keepdims=True)
+    for row in reverse_passes.rows(needed):
+        mean[row] = reverse_passes.along(walk, x, row, functional[row][None])
+    # the functional is off by the error of c and by its own roundings
+    size = np.abs(functional) + at.wrong_c / n
+    blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)
+    off = blur + 4 * gamma(n + 8, UNIT) * (size + size.mean(axis=-1, keepdims=True))
+    return raised(mean + (off * x.reach).sum(axis=-1, keepdims=True) * (1 + n * 4 * UNIT)) + TINY
+
+
+def _square(walk: Walk, x: Form, delta: Floats, needed: Bools, centred: bool) -> Floats:
+    """Return a bound of mean(δ²): from |δ|, or from the norm of all elements together."""
+    n = x.shape[-1]
+    functionals = _centring(n, centred)
+    norm = reverse_passes.together(walk, x, needed, lambda _: functionals)
+    # 1/n is rounded
+    norm = norm + 4 * UNIT * (x.reach.sum(axis=-1, keepdims=True) if centred else 0.0)
+    square = np.minimum(_mean(delta**2), raised(norm**2 / n) + TINY)
+    if x.place is None:
+        return square
+    for row, shape in walk.tape.entries[x.place].ellipsoids.items():
+        size = longest(shape, functionals)
+        if centred:
+            size += 4 * UNIT * float(x.reach[row].sum()) * n
+        square[row] = np.minimum(square[row], raised(np.array(size**2 / n)) + TINY)
+    return square
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """Roundings inside: of the root (relative), of the mean (times the root), of each element, and
+    of each element once more where it is stored before the gain."""
+
+    theta: Floats
+    mean: Floats
+    element: Floats
+    cast: Floats
+
+
+def _rounding(
+    kernel: Kernel,
+    x: Form,
+    at: _Reference,
+    moved: _Drift,
+    y_mag: Floats,
+    eps: float,
+    centred: bool,
+    own: Floats | None,
+) -> _Inner:
+    """Return the roundings inside before gain and bias.
+
+    What is normalised is a reading of x that may be off by `own`, and so is that of mean and root.
+
+    Raises:
+        Rejected: "bound/not-finite".
+    """
+    n, u, size = x.shape[-1], kernel.inner.u, x.size
+    least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
+    away, turned = np.zeros(x.shape), np.zeros(at.v.shape)
+    if own is not None:
+        away = np.broadcast_to(own, x.shape)
+        size = raised(size + away)
+        length = np.sqrt(_mean(away**2))
+        root = np.sqrt(np.maximum(least, 0.0)) * (1 - 2.0**-45) - length
+        if not bool((root > 0).all()):
+            raise Rejected("bound/not-finite", "readings differ by as much as the variance")
+        least, turned = root**2 * (1 - 2.0**-45), raised(length / root)
+    sums = n * size.max(axis=-1) ** 2 + eps
+    if not bool((least >= LEAST_VARIANCE).all() and (sums <= MOST_SQUARES).all()):
+        raise Rejected("bound/not-finite", "the variance may leave the range of float32")
+    theta = raised(root_error(kernel, size, least, centred))
+    root = raised(1 / np.sqrt(least) * (1 + theta))
+    theta = raised(theta + turned * (1 + theta))
+    mean = np.zeros(at.v.shape)
+    element = np.zeros(x.shape)
+    if centred:
+        usual = raised(size.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
+        mean = raised((gamma(n + 6, u) * usual + (0 if own is None else _mean(away))) * root)
+        element = raised((4 * u * (size + usual) + (n + 6) * underflow(kernel)) * root)
+    if own is not None:
+        element = raised(element + away * root)
+    products = 6 * u * raised(y_mag + mean + element) * (1 + theta)
+    element = raised(element + products)
+    cast = np.zeros(x.shape)
+    if kernel.coarse:
+        relative, faint = kernel.off(kernel.compute)
+        cast = raised(relative * raised(y_mag + theta * y_mag + mean + element))
+        element = raised(element) + faint
+    return _Inner(theta, mean, element, cast)
+
+
+def _written(
+    kernel: Kernel,
+    node: Node,
+    x: Form,
+    at: _Reference,
+    moved: _Drift,
+    y_mag: Floats,
+    eps: float,
+    own: Floats | None,
+) -> tuple[_Inner, Loss]:
+    """Return the roundings before gain and bias of a norm that is written out, and all it loses."""
+    least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
+    delta = (moved.delta**2).mean(axis=-1, keepdims=True)
+    most = raised(at.v * (1 + at.wrong) * (1 + 2 * moved.along) + delta) + TINY
+    usual = np.abs(x.reference.mean(axis=-1, keepdims=True)) + _mean(x.reach)
+    usual = raised(usual + gamma(x.shape[-1] + 4, UNIT) * _mean(x.size))
+    centred = raised(np.abs(at.c) + at.wrong_c + moved.delta)
+    away = np.zeros(x.shape) if own is None else np.broadcast_to(own, x.shape)
+    loss = losses(node, kernel, eps, Norm(x.size, centred, usual, least, most, away))
+    root = raised((1 + loss.theta) / np.sqrt(least))
+    mean, moving = raised(loss.mean * root), raised(away * root)
+    element = raised(loss.elements(raised(y_mag + moving), root) + moving)
+    return _Inner(loss.theta, mean, element, np.zeros(x.shape)), loss
+
+
+def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floats:
+    """Return what float64 loses: of y itself, of the map, and of the adjoints (before the gain)."""
+    n = x.shape[-1]
+    usual = x.reach.mean(axis=-1, keepdims=True) if centred else 0.0
+    size = np.abs(at.c) + at.wrong_c
+    mean = (size * (x.reach + usual)).mean(axis=-1, keepdims=True) / at.v
+    whole = raised(at.r * (x.reach + usual) + np.abs(at.y) * mean)
+    off = (at.wrong_c * (x.reach + usual)).mean(axis=-1, keepdims=True) / at.v
+    map_error = 2 * at.wrong * whole + 4 * np.abs(at.y) * off + 2 * at.wrong_y * mean
+    return raised((map_error + gamma(4 * n + 32, UNIT) * whole) * (1 + 2.0**-20))
+
+
+def _scalars(scales: list[tuple[Floats, Floats]]) -> Curve:
+    """Return the bound of numbers per row: each at most a size, times a direction."""
+
+    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
+        found = np.zeros(adjoint.batch)
+        for direction, size in scales:
+            sums = np.abs((adjoint.values * direction[adjoint.window]).sum(axis=-1))
+            rows = size[adjoint.window[:-1]][..., 0]
+            found = found + (sums * rows).reshape(adjoint.batch, -1).sum(axis=-1)
+        return -found, found
+
+    return Curve(between)
+
+
+def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:
+    """Return the pullback of g·(rδ - μy)."""
+    n = gain.shape[0]
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], n))
+        window = whole.window
+        alpha = whole.values * gain
+        along = (alpha * at.y[window]).sum(axis=-1, keepdims=True) / at.v[
+            (*window[:-1], slice(None))
+        ]
+        values = alpha * at.r[(*window[:-1], slice(None))] - along * (at.c[window] / n)
+        if centred:
+            values = values - values.mean(axis=-1, keepdims=True)
+        return Adjoint(values, whole.start)
+
+    return pull

@@ -1,1 +1,0 @@
-"""What each operation makes of deviation and drift (sections 3 and 4)."""

@@ -1,1 +1,0 @@
-"""The rules of the relational interval domain, one module per group of operations."""
