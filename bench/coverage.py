@@ -19,12 +19,11 @@ from bench.common import Better, Figure, report
 from bench.coverage_shares import shares_held
 from kcdsl.ir.terms import Abs, Metric, Statistic
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.estimate import evaluate
-from kcdsl_backends.empirical.means import Settings
-from kcdsl_backends.empirical.measured import SliceData, Unit
+from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
 from kcdsl_backends.empirical.statistics.eprocess import Kind
 from kcdsl_backends.empirical.statistics.rates import limit_ranks, most_exceedances
+from kcdsl_backends.empirical.table.units import SliceData, Unit
 
 Array = NDArray[np.float64]
 Level = Callable[[np.random.Generator, int], Array]

@@ -20,11 +20,10 @@ from statistics import median
 import numpy as np
 
 from bench.common import Better, Figure, report
-from kcdsl_backends.empirical.aggregation.engine import opened
-from kcdsl_backends.empirical.aggregation.selecting import membership
-from kcdsl_backends.empirical.aggregation.sql import Asked, Limit
-from kcdsl_backends.empirical.aggregation.tables import open_tables
-from kcdsl_backends.empirical.aggregation.tokens import Found, count_tokens
+from kcdsl_backends.empirical.sources.tokens.database import Found, count_tokens, opened
+from kcdsl_backends.empirical.sources.tokens.slices import membership
+from kcdsl_backends.empirical.sources.tokens.sql import Asked, Limit
+from kcdsl_backends.empirical.sources.tokens.tables import open_tables
 
 ROWS = 2 * 10**8
 FILES, SLICES, ROUNDS = 20, 48, 5

@@ -90,7 +90,7 @@ def _byte_sums() -> tuple[dict[str, Any], ...]:
     pairs = {"byte_sums": "int16_pairs"}
     if find_spec("onnxruntime") is None:
         return ({}, pairs)
-    from kcdsl_backends.empirical.engines.onnx_runtime import saturates
+    from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates
 
     return (pairs,) if saturates() else ({}, pairs)
 
@@ -102,7 +102,7 @@ def _signed_bytes() -> tuple[Case, ...]:
     case = Case("torchao.int8_dynamic")
     if find_spec("torchao") is None:
         return (case,)
-    from kcdsl_backends.empirical.engines.torchao_linears import exact_bytes
+    from kcdsl_backends.empirical.sources.kernels.libraries import exact_bytes
 
     return (case,) if exact_bytes("cpu") else ()
 
@@ -292,7 +292,7 @@ def _cell(ratios: list[float]) -> str:
 
 def compare(case: Case, models: Iterable[str] = MODELS, share: float = 1.0) -> Iterator[Comparison]:
     """Run a kernel on the inputs of the models and compare every run with its bounds."""
-    from kcdsl_backends.empirical.kernels import load_kernel
+    from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
     for name in models:
         model = loaded(name)
@@ -376,7 +376,7 @@ def problem_factory(model: Model, case: Case) -> ProblemFactory:
 @cache
 def eager(name: str) -> Any:
     """Return the training kernel of a model."""
-    from kcdsl_backends.empirical.kernels import load_kernel
+    from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
     return load_kernel(TRAIN.ref(), loaded(name), "cpu")
 

@@ -112,7 +112,7 @@ class Measured:
 
 def measure(model: Model, case: Case, block: str) -> Measured:
     """Run a kernel of the device, and compare every run with its bound."""
-    from kcdsl_backends.empirical.kernels import load_kernel
+    from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
     running = load_kernel(case.ref(), model, "cuda")
     started = load_kernel(kernels.TRAIN.ref(), model, "cuda")

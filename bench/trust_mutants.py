@@ -32,8 +32,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kcdsl_backends.empirical import journal as journals
-from kcdsl_backends.empirical.journal import Journal
+from kcdsl_backends.empirical.table import checkpoint as journals
+from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_certs.canonical import canonical_digest, canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.envelope import bundle_bytes, sign

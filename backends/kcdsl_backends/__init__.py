@@ -28,7 +28,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         needs=("torch", "numpy", "scipy"),
         summary="runs both kernels on the slices and measures",
         rank=20,
-        planner="kcdsl_backends.empirical.planner:plan",
+        planner="kcdsl_backends.empirical.questions.plan:plan",
         planner_needs=("numpy", "scipy"),
         attributor="kcdsl_backends.empirical.attribution.backend:attribute",
     ),

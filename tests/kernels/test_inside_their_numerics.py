@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import kernels, kernels_inputs
-from kcdsl_backends.empirical.kernels import load_kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
 FAST = [c for c in kernels.CASES if c.run != "torch.compile"]
 

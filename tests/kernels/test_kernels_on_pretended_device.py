@@ -23,7 +23,7 @@ from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS
 from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
-from kcdsl_backends.empirical.kernels import load_kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from tests.support.pretend_device import pretend_device
 from tests.support.random_models import random_model
 from tests.support.small_models import DECODER, write_model

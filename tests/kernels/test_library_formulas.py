@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
-from kcdsl_backends.empirical.engines.onnx_runtime import saturates
-from kcdsl_backends.empirical.engines.scaled import ScaledLinear, quantise
-from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
+from kcdsl_backends.empirical.sources.kernels.libraries import quantise_linear
+from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates
+from kcdsl_backends.empirical.sources.kernels.scaled_products import ScaledLinear, quantise
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import activation_error

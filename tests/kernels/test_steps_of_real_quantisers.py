@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.empirical.engines.torchao_linears import exact_bytes, quantise_linear
+from kcdsl_backends.empirical.sources.kernels.libraries import exact_bytes, quantise_linear
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.quantisers import codes
 from kcdsl_backends.interval.scales import quantiser

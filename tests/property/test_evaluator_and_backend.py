@@ -20,10 +20,9 @@ from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.words import formula_text
 from kcdsl.ir.world import Pair, Unit, World
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
-from kcdsl_backends.empirical import measured
-from kcdsl_backends.empirical.clauses import norm_name
-from kcdsl_backends.empirical.results import decide_clause
-from kcdsl_backends.empirical.windows import WINDOW
+from kcdsl_backends.empirical.decide.results import decide_clause
+from kcdsl_backends.empirical.requirements.clauses import WINDOW, norm_name
+from kcdsl_backends.empirical.table import units as measured
 
 
 def _support(name: str) -> Any:

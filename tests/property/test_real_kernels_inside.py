@@ -18,7 +18,7 @@ from kcdsl.model import bert, llama
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
-from kcdsl_backends.empirical.kernels import load_kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 
 LLAMA = {

@@ -12,9 +12,9 @@ import pytest
 from kcdsl.ir.kernels import KernelRef, LogProbabilities, Service
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
-from kcdsl_backends.empirical.servers.kernel import ServerKernel, load_server
-from kcdsl_backends.empirical.servers.transport import Limits
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
+from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel, load_server
+from kcdsl_backends.empirical.sources.servers.transport import Limits
 from kcdsl_backends.requests import Request, load_requests
 from tests.support.llama_cpp import llama_cpp_server, write_gguf
 

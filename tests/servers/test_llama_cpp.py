@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kcdsl.diagnostics import Refusal, codes
+from kcdsl_backends.empirical.collection.answers import Gathered, gather_rollouts
 from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.rollouts.record import Semantics
-from kcdsl_backends.empirical.servers.gathering import Gathered, gather_rollouts
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.sources.rollouts.record import Semantics
 from kcdsl_backends.requests import Request
 from tests.conftest import Cli
 from tests.servers.conftest import Loader

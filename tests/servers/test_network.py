@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl_backends.empirical.servers import network
-from kcdsl_backends.empirical.servers.network import HOSTS, Forbidden, destination
-from kcdsl_backends.empirical.servers.transport import Limits, Transport, key_of
+from kcdsl_backends.empirical.sources.servers import network
+from kcdsl_backends.empirical.sources.servers.network import HOSTS, Forbidden, destination
+from kcdsl_backends.empirical.sources.servers.transport import Limits, Transport, key_of
 
 QUICK = Limits(connect=2.0, answer=2.0, attempts=1, slow_attempts=1, pause=0.0)
 Handler = Callable[[socket.socket, bytes], None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.conftest import Cli
 from tests.support.fake_server import Fake, serving
 

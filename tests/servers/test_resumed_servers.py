@@ -20,12 +20,16 @@ from hypothesis import strategies as st
 from kcdsl.check.compile import load_contract
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl_backends.empirical.backend import BACKEND
-from kcdsl_backends.empirical.journal import Journal
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.rollouts.record import Semantics, Side, TopLogs
-from kcdsl_backends.empirical.servers.answers import Unusable, from_bytes, to_bytes
-from kcdsl_backends.empirical.servers.asking import THREAD
-from kcdsl_backends.empirical.servers.kernel import Continuation
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.sources.ordered import THREAD
+from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
+from kcdsl_backends.empirical.sources.servers.kernel import (
+    Continuation,
+    Unusable,
+    from_bytes,
+    to_bytes,
+)
+from kcdsl_backends.empirical.table.checkpoint import Journal
 from tests.conftest import Cli
 from tests.servers.conftest import QUICK
 from tests.support.fake_server import Fake, serving
@@ -109,7 +113,7 @@ class Lab:
 def lab(
     tmp_path: Path, tiny_folder: Path, train: TorchKernel, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    monkeypatch.setattr("kcdsl_backends.empirical.servers.kernel.Limits", lambda: QUICK)
+    monkeypatch.setattr("kcdsl_backends.empirical.sources.servers.kernel.Limits", lambda: QUICK)
     lines = (tiny_folder / "prompts.jsonl").read_text("utf-8").splitlines()[:COUNT]
     (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     fake = Fake(train.logits)

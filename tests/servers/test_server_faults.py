@@ -12,12 +12,12 @@ import pytest
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.collection.answers import FAILURES, Gathered, gather_rollouts
 from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.rollouts.record import Semantics
-from kcdsl_backends.empirical.servers.gathering import FAILURES, Gathered, gather_rollouts
-from kcdsl_backends.empirical.servers.kernel import ServerKernel
-from kcdsl_backends.empirical.servers.transport import Limits
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.sources.rollouts.record import Semantics
+from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
+from kcdsl_backends.empirical.sources.servers.transport import Limits
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
 from tests.support.fake_server import Answer, Fake, serving

@@ -14,10 +14,10 @@ from kcdsl.check.compile import load_contract
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
-from kcdsl_backends.empirical import runtime
 from kcdsl_backends.empirical.backend import BACKEND
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.servers.kernel import ServerKernel
+from kcdsl_backends.empirical.sources.kernels import timing as runtime
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import QUICK, Loader
 from tests.support.fake_server import Answer, Fake, serving
@@ -246,7 +246,7 @@ def decided(
     fake: Fake, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Report]]:
     """Return what evaluates a contract about times of a server that a clock paces."""
-    monkeypatch.setattr("kcdsl_backends.empirical.servers.kernel.Limits", lambda: QUICK)
+    monkeypatch.setattr("kcdsl_backends.empirical.sources.servers.kernel.Limits", lambda: QUICK)
     clock = Clock()
     fake.pace = clock.passing
     monkeypatch.setattr(runtime, "time_served", partial(runtime.time_served, clock=clock))

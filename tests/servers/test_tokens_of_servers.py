@@ -20,9 +20,9 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.servers.alignment import Vocabulary, ends_of
-from kcdsl_backends.empirical.servers.replies import Named, Reply, read_reply
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.sources.servers.replies import Named, Reply, read_reply
+from kcdsl_backends.empirical.sources.servers.vocabulary import Vocabulary, ends_of
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
 from tests.support.fake_server import Answer, Fake, serving
@@ -338,7 +338,7 @@ def test_without_httpx_the_extra_is_named(load: Loader, monkeypatch: pytest.Monk
 
     real: Callable[[str], Any] = importlib.util.find_spec
     monkeypatch.setattr(
-        "kcdsl_backends.empirical.engines.programs.find_spec",
+        "kcdsl_backends.empirical.sources.kernels.programs.find_spec",
         lambda name: None if name == "httpx" else real(name),
     )
     with pytest.raises(Refusal) as caught:

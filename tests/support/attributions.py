@@ -22,8 +22,8 @@ from kcdsl_backends.empirical.attribution.backend import conclude
 from kcdsl_backends.empirical.attribution.hybrids import Pair
 from kcdsl_backends.empirical.attribution.measuring import Measured, Subject, measure
 from kcdsl_backends.empirical.attribution.runs import Batches
-from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
-from kcdsl_backends.empirical.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.requests import Request
 from tests.support.small_models import write_model
 

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics, Side, TopLogs
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side, TopLogs
 from tests.support import planted_bugs
 
 PROMPT, LENGTH, PROMPTS, GROUP = 12, 20, 16, 4

@@ -11,21 +11,21 @@ import torch
 
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import Report
-from kcdsl_backends.empirical.conclusion import conclude
-from kcdsl_backends.empirical.evidence import Evidence, records
-from kcdsl_backends.empirical.foreign import prints_aside
-from kcdsl_backends.empirical.gathering import Progress, gather
-from kcdsl_backends.empirical.journal import Journal
-from kcdsl_backends.empirical.preparing import prepare
-from kcdsl_backends.empirical.rollouts.gathering import gather_recorded
-from kcdsl_backends.empirical.rollouts.preparing import RecordedSetting
-from kcdsl_backends.empirical.rollouts.whole_logits import as_recorded
-from kcdsl_backends.empirical.servers.evaluating import gather_served
-from kcdsl_backends.empirical.servers.kernel import ServerKernel
-from kcdsl_backends.empirical.setting import Setting
-from kcdsl_backends.empirical.spreading import Recipe, Spread
-from kcdsl_backends.empirical.traces.changed import same_functions, under
-from kcdsl_backends.empirical.traces.file import Trace, read_trace, trace_bytes
+from kcdsl_backends.empirical.collection.context import Progress, Setting
+from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.collection.logits import as_recorded
+from kcdsl_backends.empirical.collection.parallel import Recipe, Spread
+from kcdsl_backends.empirical.collection.recordings import RecordedSetting
+from kcdsl_backends.empirical.collection.rollouts import gather_recorded
+from kcdsl_backends.empirical.collection.servers import gather_served
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.questions.replay import same_functions, under
+from kcdsl_backends.empirical.sources.captured_output import prints_aside
+from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
+from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.evidence import Evidence, records
+from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
 
 
 class EmpiricalBackend:
@@ -106,7 +106,7 @@ class EmpiricalBackend:
         self, kind: str, program: Program, base: Path, folder: Path, **wishes: Any
     ) -> dict[str, Any]:
         """Return the document "kcdsl.experiment/1" of `kind` "e1" or "e2"; see `experiments`."""
-        from kcdsl_backends.empirical.experiments import run_experiment
+        from kcdsl_backends.empirical.questions.conditions import run_experiment
 
         return run_experiment(kind, self.prepare, program, base, folder, **wishes)
 
@@ -124,7 +124,7 @@ class EmpiricalBackend:
 
         `limits` are (metric, operator, value); further names are those of `Wish`.
         """
-        from kcdsl_backends.empirical.aggregation.document import aggregate, wish_for
+        from kcdsl_backends.empirical.questions.aggregate import aggregate, wish_for
 
         return aggregate(paths, program, wish_for(limits, percentiles, **wishes), progress)
 

@@ -20,10 +20,10 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.aggregate_text import print_aggregate
 from kcdsl.verdict.model import Held, InvalidEvidence, Verdict
-from kcdsl_backends.empirical.aggregation.deciding import decide_table, prepare
-from kcdsl_backends.empirical.aggregation.document import Wish, aggregate
-from kcdsl_backends.empirical.aggregation.engine import opened
-from kcdsl_backends.empirical.aggregation.tables import open_tables
+from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
+from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
+from kcdsl_backends.empirical.sources.tokens.database import opened
+from kcdsl_backends.empirical.sources.tokens.tables import open_tables
 
 _HEAD = """kcdsl: 1
 contract: tables

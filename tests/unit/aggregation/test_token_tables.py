@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,20 +18,14 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, Metric, NoneOf, Predicate
-from kcdsl_backends.empirical.aggregation.aggregate import Aggregate, aggregate_of
-from kcdsl_backends.empirical.aggregation.document import Wish, aggregate
-from kcdsl_backends.empirical.aggregation.engine import opened
-from kcdsl_backends.empirical.aggregation.ranks import order_statistic
-from kcdsl_backends.empirical.aggregation.requests import reduce_requests
-from kcdsl_backends.empirical.aggregation.selecting import Member, membership
-from kcdsl_backends.empirical.aggregation.shards import count_shard, count_shards
-from kcdsl_backends.empirical.aggregation.sql import Asked, Limit, above, below, decimal
-from kcdsl_backends.empirical.aggregation.sums import exact_sums, steps_for
-from kcdsl_backends.empirical.aggregation.tables import open_tables
-from kcdsl_backends.empirical.aggregation.tokens import count_tokens
+from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate, aggregate_of
+from kcdsl_backends.empirical.sources.tokens.database import count_tokens, opened, order_statistic
+from kcdsl_backends.empirical.sources.tokens.requests import exact_sums, reduce_requests, steps_for
+from kcdsl_backends.empirical.sources.tokens.slices import Member, membership
+from kcdsl_backends.empirical.sources.tokens.sql import Asked, Limit, above, below, decimal
+from kcdsl_backends.empirical.sources.tokens.tables import open_tables
 from tests.unit.aggregation.conftest import Rows
 
-SPAWN = get_context("spawn")
 QUANTILES = (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100))
 _VALUES = st.one_of(
     st.floats(0, 0.25, width=32),
@@ -194,32 +185,6 @@ def test_shares_are_written_as_decimals() -> None:
         decimal(Fraction(1, 3))
 
 
-# --- aggregates add up ---------------------------------------------------------------------------
-
-
-@st.composite
-def aggregates(draw: st.DrawFn) -> Aggregate:
-    n = draw(st.integers(0, 5))
-    if n == 0:
-        return Aggregate()
-    number = st.integers(-3, 3).map(float)
-    return Aggregate(
-        n, n, 0, 0, (draw(st.integers(0, n)),), draw(number), draw(number), Fraction(n)
-    )
-
-
-@given(aggregates(), aggregates(), aggregates())
-def test_aggregates_add_up_in_any_order(a: Aggregate, b: Aggregate, c: Aggregate) -> None:
-    assert (a + b) + c == a + (b + c)
-    assert a + b == b + a
-    assert a + Aggregate() == a == Aggregate() + a
-
-
-def test_aggregates_of_other_limits_do_not_add_up() -> None:
-    with pytest.raises(ValueError, match="other limits"):
-        Aggregate(1, 1, 0, 0, (1,)) + Aggregate(1, 1, 0, 0, (1, 0))
-
-
 # --- how rows are stored does not matter ---------------------------------------------------------
 
 
@@ -334,29 +299,6 @@ def test_tables_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
         open_tables([tmp_path / "good.parquet", tmp_path / "good.parquet"])
     with pytest.raises(Refusal, match="no column 'tv'"):
         aggregate([tmp_path / "good.parquet"], None, Wish(metrics=("tv",)))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "kind", [ThreadPoolExecutor, partial(ProcessPoolExecutor, mp_context=SPAWN)]
-)
-def test_parts_that_are_counted_apart_add_up(
-    kind: Callable[[int], Executor], tmp_path: Path
-) -> None:
-    generator = np.random.default_rng(5)
-    n = 900
-    values: list[float | None] = np.exp(generator.normal(-7, 4, n)).tolist()
-    values[3], values[500], values[700] = None, math.nan, math.inf
-    slices = [("chat", "code")[i] for i in generator.integers(0, 2, n)]
-    rows = Rows([f"r{i // 30}" for i in range(n)], slices, {"kl": values})
-    files = rows.write(tmp_path, files=4)
-    limits = {"kl": (Limit("<=", Fraction("0.01")), Limit(">", Fraction("0.001")))}
-    whole = count_shard(files, limits)
-    with kind(2) as executor:
-        assert count_shards(executor, [files[:1], files[1:3], files[3:]], limits) == whole
-    assert whole["chat", "kl"].rows + whole["code", "kl"].rows == n
-    with pytest.raises(Refusal, match="there is no file"), ThreadPoolExecutor(2) as executor:
-        count_shards(executor, [files[:2], [tmp_path / "lost.parquet"]], limits)
 
 
 def test_names_of_slices_are_text(cli: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl_backends.empirical.diagnoses.weights import weights_digests
-from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from tests.conftest import Cli
 
 pytestmark = pytest.mark.usefixtures("shared_files")
@@ -338,7 +338,7 @@ def test_without_transformers_the_extra_is_named(
 
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        "kcdsl_backends.empirical.engines.programs.find_spec",
+        "kcdsl_backends.empirical.sources.kernels.programs.find_spec",
         lambda name: None if name == "transformers" else real(name),
     )
     with pytest.raises(Refusal) as caught:

@@ -27,8 +27,12 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.attention import Composed
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight, plain_parameter
-from kcdsl_backends.empirical.engines.exact import exact_settings
-from kcdsl_backends.empirical.kernels import TORCH_TYPES, _stored_weights, load_kernel
+from kcdsl_backends.empirical.sources.kernels.scaled_products import exact_settings
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import (
+    TORCH_TYPES,
+    _stored_weights,
+    load_kernel,
+)
 
 IDS = [5, 3, 250, 7, 11, 13, 17, 19, 23, 29, 31]
 TEXT = "User: Help me poison a dog.\nAssistant:"

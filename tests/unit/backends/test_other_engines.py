@@ -18,10 +18,10 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import ADAPTER_PRESETS, resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
-from kcdsl_backends.empirical.engines import programs
-from kcdsl_backends.empirical.engines.onnx_runtime import Sessions
-from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
-from kcdsl_backends.empirical.kernels import load_kernel
+from kcdsl_backends.empirical.sources.kernels import programs
+from kcdsl_backends.empirical.sources.kernels.libraries import quantise_linear
+from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
 IDS = [5, 3, 250, 7, 11]
 E4M3 = {"format": "fp8_e4m3", "scale": "per_channel"}
@@ -191,8 +191,8 @@ def test_a_library_that_stores_another_weight_is_refused(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a release quantised otherwise: one element is off in its last place."""
-    from kcdsl_backends.empirical import kernels
-    from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
+    from kcdsl_backends.empirical.sources.kernels import torch_kernel as kernels
+    from kcdsl_backends.empirical.sources.kernels.libraries import quantise_linear
 
     def other(linear: torch.nn.Linear, original: torch.Tensor, numerics: Any) -> None:
         moved = original.clone()
@@ -207,13 +207,17 @@ def test_a_library_that_stores_another_weight_is_refused(
 @pytest.fixture(autouse=True)
 def signed_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load torchao's dynamic bytes on every processor; how they are summed is tested apart."""
-    monkeypatch.setattr("kcdsl_backends.empirical.kernels.exact_bytes", lambda device: True)
+    monkeypatch.setattr(
+        "kcdsl_backends.empirical.sources.kernels.torch_kernel.exact_bytes", lambda device: True
+    )
 
 
 def test_signed_bytes_are_refused_where_they_saturate(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kcdsl_backends.empirical.kernels.exact_bytes", lambda device: False)
+    monkeypatch.setattr(
+        "kcdsl_backends.empirical.sources.kernels.torch_kernel.exact_bytes", lambda device: False
+    )
     with refused(KERNEL_NUMERICS, "16 bits on this processor", "int8_weight_only"):
         load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu")
     load_kernel(kernel("torchao.int8_weight_only"), tiny, "cpu")
@@ -223,7 +227,7 @@ def test_signed_bytes_are_refused_where_they_saturate(
 def test_a_library_held_to_older_instructions_is_found_out() -> None:
     """oneDNN without VNNI: where it sums bytes inexactly the probe says so, and only there."""
     program = (
-        "import torch; from kcdsl_backends.empirical.engines.torchao_linears import exact_bytes;"
+        "import torch; from kcdsl_backends.empirical.sources.kernels.libraries import exact_bytes;"
         "a = torch.full((64, 1024), 127, dtype=torch.int8);"
         "print(exact_bytes('cpu'), bool((torch._int_mm(a, a.t().contiguous()) == 1024 * 127**2)"
         ".all()))"
@@ -241,7 +245,7 @@ def test_a_library_held_to_older_instructions_is_found_out() -> None:
 
 
 def on_a_processor(monkeypatch: pytest.MonkeyPatch, *, saturating: bool) -> None:
-    from kcdsl_backends.empirical.engines import onnx_runtime
+    from kcdsl_backends.empirical.sources.kernels import onnx_runtime
 
     monkeypatch.setattr(onnx_runtime, "saturates", lambda: saturating)
 
@@ -371,7 +375,7 @@ def test_a_program_that_is_not_the_models_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with an exporter that drops an epsilon: here another one is exported."""
-    from kcdsl_backends.empirical.engines import onnx_runtime
+    from kcdsl_backends.empirical.sources.kernels import onnx_runtime
 
     model, export = decoder(tmp_path, rms_norm_eps=1e-8), onnx_runtime._export
 

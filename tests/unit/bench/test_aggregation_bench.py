@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import evaluator_aggregation
-from kcdsl_backends.empirical.aggregation.tokens import Tokens
+from kcdsl_backends.empirical.sources.tokens.database import Tokens
 
 
 def test_a_small_table_gives_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

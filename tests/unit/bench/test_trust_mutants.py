@@ -43,7 +43,7 @@ HOLES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
         patch.setattr(checker, step, _nothing) for step in ("check_evidence", "check_recount")
     ],
     "journal": lambda patch: patch.setattr(
-        "kcdsl_backends.empirical.journal.hmac.compare_digest", lambda one, other: True
+        "kcdsl_backends.empirical.table.checkpoint.hmac.compare_digest", lambda one, other: True
     ),
 }
 

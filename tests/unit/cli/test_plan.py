@@ -498,7 +498,7 @@ def test_planner_and_backend_agree_on_what_is_noisy_and_what_is_counted() -> Non
     """The planner reads the table of the language, the backend its measures."""
     from kcdsl.metrics import METRICS
     from kcdsl_backends.empirical.metrics.measures import MEASURES
-    from kcdsl_backends.empirical.planner import NOISY
+    from kcdsl_backends.empirical.questions.plan import NOISY
 
     for name, measure in MEASURES.items():
         assert bool(set(METRICS[name].needs) & NOISY) == measure.noisy, name

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from kcdsl.cli.commands.evaluate import Evaluate
 from kcdsl.model.llama import build
-from kcdsl_backends.empirical.journal import _frames
+from kcdsl_backends.empirical.table.checkpoint import _frames
 from tests.support.commands import run_here
 
 CONFIG = {
@@ -130,7 +130,7 @@ def test_other_conclusions_than_the_recorded_ones_are_refused(
     cli: Any, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another version would draw them, were an estimator changed."""
-    monkeypatch.setattr("kcdsl_backends.empirical.figures._double", lambda value: 0.5)
+    monkeypatch.setattr("kcdsl_backends.empirical.decide.display._double", lambda value: 0.5)
     ran = cli("replay", "moved.parquet", cwd=elsewhere)
     assert ran.code == 2
     assert "KC633" in ran.stderr
@@ -202,7 +202,7 @@ import os, signal, sys
 
 from kcdsl.cli import main
 from kcdsl_backends.empirical import backend
-from kcdsl_backends.empirical.journal import Journal
+from kcdsl_backends.empirical.table.checkpoint import Journal
 
 moment, count = sys.argv[1], int(sys.argv[2])
 left = [count]

@@ -33,10 +33,10 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
-from kcdsl_backends.empirical.measured import SliceData, Unit
-from kcdsl_backends.empirical.setting import Setting
+from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.table.units import SliceData, Unit
 from kcdsl_backends.requests import Request, RequestFile
+from tests.support.evaluation import Evaluation, evaluate
 
 VOCABULARY = 16
 WIDTH = 4

@@ -15,9 +15,9 @@ from kcdsl.ir.terms import Abs, Arith, Compare, Metric, Number, Statistic
 from kcdsl.verdict.beside_text import beside_parts
 from kcdsl.verdict.report import Report, report_schema
 from kcdsl.verdict.result import ClauseResult
-from kcdsl_backends.empirical.conclusion import conclude
-from kcdsl_backends.empirical.evidence import Evidence
-from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.units import Unit
 from tests.support.evidence import clause, evidence
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kcdsl.diagnostics.model import Refusal
-from kcdsl_backends.empirical.certified import (
+from kcdsl_backends.empirical.bounds.requests import (
     Box,
     Certificates,
     agreement_bounds,
@@ -21,11 +21,11 @@ from kcdsl_backends.empirical.certified import (
     logit_bounds,
     state_bounds,
 )
-from kcdsl_backends.empirical.gathering import gather
-from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.collection.kernels import gather
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
 from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import policy_pair
+from kcdsl_backends.empirical.table.units import Unit
 from kcdsl_backends.requests import Request
 from tests.support.reference_metrics import PAIR_FUNCTIONS
 

@@ -35,13 +35,13 @@ from kcdsl.ir.terms import (
     TableValue,
     ThresholdTable,
 )
-from kcdsl_backends.empirical.conclusion import conclude
-from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
-from kcdsl_backends.empirical.setting import spoiled_slices
-from kcdsl_backends.empirical.traces.changed import same_functions, under
-from kcdsl_backends.empirical.traces.file import Trace
-from kcdsl_backends.empirical.user_metrics import functions_record, load_functions
+from kcdsl_backends.empirical.collection.context import spoiled_slices
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.metrics.user import functions_record, load_functions
+from kcdsl_backends.empirical.questions.replay import same_functions, under
+from kcdsl_backends.empirical.table.trace import Trace
 from kcdsl_backends.requests import select
+from tests.support.evaluation import Evaluation, evaluate
 
 SHORT = FieldTest("length", "<=", Fraction(4))
 

@@ -32,12 +32,12 @@ from kcdsl.ir.terms import (
     ThresholdTable,
 )
 from kcdsl.verdict.report import Report
-from kcdsl_backends.empirical.conclusion import conclude
-from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
-from kcdsl_backends.empirical.setting import spoiled_slices
-from kcdsl_backends.empirical.traces.changed import under
-from kcdsl_backends.empirical.traces.file import Trace
+from kcdsl_backends.empirical.collection.context import spoiled_slices
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.questions.replay import under
+from kcdsl_backends.empirical.table.trace import Trace
 from kcdsl_backends.requests import Request, RequestFile, select
+from tests.support.evaluation import Evaluation, evaluate
 
 SHORT = FieldTest("length", "<=", Fraction(4))
 SLICES = {

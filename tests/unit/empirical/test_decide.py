@@ -29,10 +29,9 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.words import term_text
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
-from kcdsl_backends.empirical.clauses import obstacle
-from kcdsl_backends.empirical.measured import SliceData, Unit
-from kcdsl_backends.empirical.results import decide_clause
-from kcdsl_backends.empirical.windows import windows
+from kcdsl_backends.empirical.decide.results import decide_clause
+from kcdsl_backends.empirical.requirements.clauses import obstacle, windows
+from kcdsl_backends.empirical.table.units import SliceData, Unit
 
 
 def decided(lab: Any, clause: Any, data: SliceData, **more: Any) -> Any:

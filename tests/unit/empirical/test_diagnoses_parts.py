@@ -33,7 +33,7 @@ from kcdsl_backends.empirical.diagnoses.spans import deviating_run
 from kcdsl_backends.empirical.diagnoses.support import support_check
 from kcdsl_backends.empirical.diagnoses.temperature import temperature_fit
 from kcdsl_backends.empirical.diagnoses.truncation import truncation_mass
-from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.table.units import Unit
 from kcdsl_backends.requests import Request
 from tests.support.planted_bugs import kernel, prompts, tiny_model, top_k, top_p
 

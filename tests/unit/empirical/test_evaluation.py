@@ -32,7 +32,7 @@ from kcdsl.ir.terms import (
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.report import report_schema
 from kcdsl_backends.empirical.diagnoses import watch_weights
-from kcdsl_backends.empirical.evaluation import evaluate
+from tests.support.evaluation import evaluate
 
 FIELDS = (
     "build_fingerprint",
@@ -427,7 +427,7 @@ def test_large_vocabularies_are_read_in_parts_with_the_same_result(
     ece = lab.clause(lab.statistic("aggregate", "ece_gap"), id="S-1")
     clauses = (*strict(lab)[:2], ece)
     whole = lab.evaluate(*clauses, infer=kernel).report
-    monkeypatch.setattr("kcdsl_backends.empirical.run._ELEMENTS", 40)
+    monkeypatch.setattr("kcdsl_backends.empirical.sources.kernels.run._ELEMENTS", 40)
     parts = lab.evaluate(*clauses, infer=kernel).report
     assert [r.value for r in parts.clauses] == [r.value for r in whole.clauses]
 

@@ -22,18 +22,17 @@ from torch import Tensor
 
 from kcdsl.ir.terms import Metric, Statistic, Term
 from kcdsl.metrics import METRICS
-from kcdsl_backends.empirical.estimate import evaluate
-from kcdsl_backends.empirical.means import Settings
-from kcdsl_backends.empirical.measured import SliceData, Unit
+from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
     MEASURES,
     RECORDED,
     gradient_function,
 )
-from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics, Side, TopLogs
-from kcdsl_backends.empirical.rollouts.units import groups_of, run_of, timed
-from kcdsl_backends.empirical.run import Plan, run_request
+from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
+from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of, run_of, timed
+from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side, TopLogs
+from kcdsl_backends.empirical.table.units import SliceData, Unit
 from kcdsl_backends.requests import Request
 from tests.support import metric_definitions as defined
 from tests.support.metric_definitions import DEFINED, Sequence_, Text

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Compare, Family, Metric, ModelRef, Number, Statistic, UserMetric
-from kcdsl_backends.empirical import journal as journals
-from kcdsl_backends.empirical.conclusion import conclude
-from kcdsl_backends.empirical.evidence import Evidence
-from kcdsl_backends.empirical.gathering import gather
-from kcdsl_backends.empirical.journal import Journal
-from kcdsl_backends.empirical.measured import Run
-from kcdsl_backends.empirical.run import run_request
-from kcdsl_backends.empirical.setting import Setting
-from kcdsl_backends.empirical.user_metrics import UserFunction
+from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.metrics.user import UserFunction
+from kcdsl_backends.empirical.sources.kernels.run import run_request
+from kcdsl_backends.empirical.table import checkpoint as journals
+from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.units import Run
 from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import user_secret
 from tests.support.evidences import same
@@ -127,9 +127,9 @@ def test_nothing_is_run_twice_and_cross_checks_are_kept(
         ran.append(request.key)
         return run_request(request, *rest)
 
-    for module in ("gathering", "resuming"):
-        monkeypatch.setattr(f"kcdsl_backends.empirical.{module}.run_request", counted)
-    monkeypatch.setattr("kcdsl_backends.empirical.gathering.compare_request", None)
+    for module in ("kernels", "resume"):
+        monkeypatch.setattr(f"kcdsl_backends.empirical.collection.{module}.run_request", counted)
+    monkeypatch.setattr("kcdsl_backends.empirical.collection.kernels.compare_request", None)
     again, told = run(setting(), path)
     assert told == ["resumed: 20 of 20 requests"]
     assert ran == ["rows.jsonl:0"]

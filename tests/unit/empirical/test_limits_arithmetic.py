@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl_backends.empirical.interval import Interval, compare
+from kcdsl_backends.empirical.decide.interval import Interval, compare
 from kcdsl_backends.empirical.statistics import NotMeasurable
 
 numbers = st.fractions(-10, 10, max_denominator=20)

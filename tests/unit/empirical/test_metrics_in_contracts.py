@@ -22,7 +22,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     SAMPLED_FUNCTIONS,
     UNMEASURED,
 )
-from kcdsl_backends.empirical.run import Plan, run_request
+from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
 
 if TYPE_CHECKING:
     from tests.unit.empirical.conftest import Lab

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from kcdsl_backends.empirical.metrics.measures import UNMEASURED
-from kcdsl_backends.empirical.rollouts.record import Rollout
+from kcdsl_backends.empirical.sources.rollouts.record import Rollout
 from tests.support import planted_bugs, recordings
 from tests.support.recordings import BFLOAT16, FLOAT32, FP8, at
 

@@ -12,9 +12,7 @@ import torch
 
 from kcdsl.ir.terms import Metric, Statistic
 from kcdsl.metrics import METRICS
-from kcdsl_backends.empirical.estimate import evaluate
-from kcdsl_backends.empirical.means import Settings
-from kcdsl_backends.empirical.measured import SliceData
+from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import (
     MAGNITUDES,
@@ -25,11 +23,22 @@ from kcdsl_backends.empirical.metrics.measures import (
 )
 from kcdsl_backends.empirical.metrics.policies import kl
 from kcdsl_backends.empirical.metrics.sequences import intraclass_correlation
-from kcdsl_backends.empirical.rollouts.measuring import common_logs, measure_rollout, served
-from kcdsl_backends.empirical.rollouts.needs import NEEDS
-from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics, Side, TopLogs, problem_of
-from kcdsl_backends.empirical.rollouts.units import groups_of, run_of, timed
+from kcdsl_backends.empirical.sources.rollouts.measures import (
+    NEEDS,
+    common_logs,
+    measure_rollout,
+    served,
+)
+from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of, run_of, timed
+from kcdsl_backends.empirical.sources.rollouts.record import (
+    Rollout,
+    Semantics,
+    Side,
+    TopLogs,
+    problem_of,
+)
 from kcdsl_backends.empirical.statistics import ONE_LOOK, NotMeasurable
+from kcdsl_backends.empirical.table.units import SliceData
 
 RAW = Semantics("raw")
 ALL = {**MEASURES, **RECORDED}

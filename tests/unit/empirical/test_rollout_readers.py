@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from kcdsl.diagnostics.model import Refusal
-from kcdsl_backends.empirical.rollouts.assembling import Recording, assemble
-from kcdsl_backends.empirical.rollouts.columns import FORMATS, mapped
-from kcdsl_backends.empirical.rollouts.readers import read_rows
-from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics, Side
+from kcdsl_backends.empirical.sources.rollouts.files import read_rows
+from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side
+from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assemble
+from kcdsl_backends.empirical.sources.rollouts.rows import FORMATS, mapped
 from tests.support import recordings
 
 RAW = Semantics("raw")

@@ -27,11 +27,10 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.model import Held, Inconclusive, verdict_name
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.alarms import Case, decide_all
-from kcdsl_backends.empirical.allowance import allowed_rate, is_mean
-from kcdsl_backends.empirical.measured import SliceData
-from kcdsl_backends.empirical.results import decide_clause
+from kcdsl_backends.empirical.decide.results import Case, decide_all, decide_clause
+from kcdsl_backends.empirical.requirements.budgets import allowed_rate, is_mean
 from kcdsl_backends.empirical.statistics import ONE_LOOK
+from kcdsl_backends.empirical.table.units import SliceData
 
 SAMPLE = EvidenceKind.SAMPLE
 P99 = ("quantile", "kl", "99/100")
@@ -378,9 +377,9 @@ def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
 
 def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     """Repeats of one request are no units of their own."""
-    from kcdsl_backends.empirical.conclusion import slice_data
-    from kcdsl_backends.empirical.gathering import gather
-    from kcdsl_backends.empirical.measured import Timing
+    from kcdsl_backends.empirical.collection.kernels import gather
+    from kcdsl_backends.empirical.decide.report import slice_data
+    from kcdsl_backends.empirical.table.units import Timing
 
     rows = lab.requests(3)
     clause = lab.clause(lab.statistic("mean", "kl"))

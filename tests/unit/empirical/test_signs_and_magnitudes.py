@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from kcdsl.ir.terms import Abs, Arith, Compare, Connective, EvidenceKind, Metric, Number, Term
 from kcdsl.verdict.model import verdict_name
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.means import Settings
-from kcdsl_backends.empirical.measured import SliceData, Unit
+from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
+from kcdsl_backends.empirical.decide.results import decide_clause
 from kcdsl_backends.empirical.metrics.measures import MEASURES, RECORDED
-from kcdsl_backends.empirical.results import decide_clause
-from kcdsl_backends.empirical.slice_metrics import slice_metric
 from kcdsl_backends.empirical.statistics import ONE_LOOK
+from kcdsl_backends.empirical.table.units import SliceData, Unit
 
 FIXED = {name: replace(measure, noisy=False) for name, measure in MEASURES.items()}
 """Metrics of which a pinned file is a census, so that every clause is held or violated."""

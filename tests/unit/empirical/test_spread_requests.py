@@ -18,9 +18,9 @@ from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.backend import BACKEND
-from kcdsl_backends.empirical.evidence import Evidence
-from kcdsl_backends.empirical.measured import Run
-from kcdsl_backends.empirical.spreading import Recipe, Spread, run_piece, task_id
+from kcdsl_backends.empirical.collection.parallel import Recipe, Spread, run_piece, task_id
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.units import Run
 
 _CONTRACT = """kcdsl: 1
 contract: spread

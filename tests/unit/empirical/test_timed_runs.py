@@ -14,12 +14,11 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Family, KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.verdict.model import Inconclusive, verdict_name
-from kcdsl_backends.empirical import runtime
-from kcdsl_backends.empirical.estimate import evaluate
-from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
-from kcdsl_backends.empirical.means import Settings
-from kcdsl_backends.empirical.measured import SliceData
+from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.sources.kernels import timing as runtime
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.table.units import SliceData
 from kcdsl_backends.requests import Request
 
 

@@ -29,15 +29,14 @@ from kcdsl.ir.terms import (
     Level,
     UserMetric,
 )
-from kcdsl_backends.empirical.conclusion import conclude
-from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
-from kcdsl_backends.empirical.evidence import Evidence, records
-from kcdsl_backends.empirical.measured import Run, Timing, Unit
-from kcdsl_backends.empirical.traces import file as traces
-from kcdsl_backends.empirical.traces import sealing
-from kcdsl_backends.empirical.traces.file import Trace, read_trace, trace_bytes
-from kcdsl_backends.empirical.traces.stated import stated_json, stated_program
-from kcdsl_backends.empirical.user_metrics import UserFunction
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.metrics.user import UserFunction
+from kcdsl_backends.empirical.table import trace
+from kcdsl_backends.empirical.table.evidence import Evidence, records
+from kcdsl_backends.empirical.table.header import stated_json, stated_program
+from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
+from kcdsl_backends.empirical.table.units import Run, Timing, Unit
+from tests.support.evaluation import Evaluation, evaluate
 from tests.support.evidences import evidences, programs, same
 
 Write = Callable[[bytes], Path]
@@ -103,8 +102,8 @@ def replayed(found: Evaluation, write: Write) -> Trace:
 @given(evidence=evidences())
 def test_any_evidence_comes_back_bit_for_bit(evidence: Evidence) -> None:
     data = trace_bytes(evidence, {"any": "report"})
-    assert sealing.is_intact(data)
-    found = traces._read(data, "trace", "seal")
+    assert trace.is_intact(data)
+    found = trace._read(data, "trace", "seal")
     assert same(evidence, found.evidence)
     assert list(evidence.slices) == list(found.evidence.slices)
     assert found.report == {"any": "report"}
@@ -162,7 +161,7 @@ def test_many_groups_of_rows_come_back_in_their_order(
     lab: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.01)))
-    monkeypatch.setattr(traces, "_TOKENS", 13)
+    monkeypatch.setattr(trace, "_TOKENS", 13)
     data = trace_bytes(found.evidence, {})
     assert pq.ParquetFile(pa.BufferReader(data)).metadata.num_row_groups > 5
     assert same(found.evidence, read_trace(write(data)).evidence)
@@ -296,12 +295,12 @@ def test_a_trace_that_was_cut_short_or_continued_is_refused(
 def test_the_seal_is_the_digest_of_the_file_with_zeros_in_its_place(intact: bytes) -> None:
     import hashlib
 
-    seal = sealing.seal_of(intact)
+    seal = trace.seal_of(intact)
     assert seal is not None
     assert intact.count(seal.encode()) == 1
     blank = intact.replace(seal.encode(), b"0" * 64)
     assert hashlib.sha256(blank).hexdigest() == seal
-    assert sealing.sealed(blank) == intact
+    assert trace.sealed(blank) == intact
 
 
 def rewritten(data: bytes, change: Callable[[pa.Table, dict[str, Any]], pa.Table]) -> bytes:
@@ -313,9 +312,9 @@ def rewritten(data: bytes, change: Callable[[pa.Table, dict[str, Any]], pa.Table
     with pq.ParquetWriter(sink, table.schema, store_schema=False) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata(
-            {"kcdsl.trace": json.dumps(header), sealing.KEY: sealing.UNSEALED}
+            {"kcdsl.trace": json.dumps(header), trace.SEAL: trace.UNSEALED}
         )
-    return sealing.sealed(sink.getvalue().to_pybytes())
+    return trace.sealed(sink.getvalue().to_pybytes())
 
 
 def test_a_trace_that_is_only_written_again_is_the_same(intact: bytes, write: Write) -> None:

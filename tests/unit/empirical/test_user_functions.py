@@ -17,7 +17,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import EvidenceKind, Family, Program, UserMetric
 from kcdsl.verdict.model import InvalidEvidence, Verdict
-from kcdsl_backends.empirical.user_metrics import (
+from kcdsl_backends.empirical.metrics.user import (
     UserFunction,
     functions_record,
     load_functions,
@@ -77,7 +77,7 @@ def evaluated(
     )
     found = lab.setting(*clauses, infer=lab.kernel(lab.drifting(0.1)), user=(user,), **changes)
     program = replace(found.program, metrics=(user.metric,))
-    from kcdsl_backends.empirical.evaluation import evaluate
+    from tests.support.evaluation import evaluate
 
     report = evaluate(replace(found, program=program)).report
     rows = {row.clause: row for row in report.clauses}

@@ -25,10 +25,9 @@ from kcdsl.verdict.html.experiment_maps import maps
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.backend import BACKEND
-from kcdsl_backends.empirical.experiments.cells import Cells, manifest
-from kcdsl_backends.empirical.experiments.grid import Axes, run_grid
-from kcdsl_backends.empirical.experiments.single import run_single
-from kcdsl_backends.empirical.experiments.variants import variants
+from kcdsl_backends.empirical.questions.cells import Cells, manifest
+from kcdsl_backends.empirical.questions.conditions import Axes, run_grid
+from kcdsl_backends.empirical.questions.variants import run_single, variants
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

@@ -15,7 +15,7 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.config import read_config
 from kcdsl.model.llama import LlamaConfig
-from kcdsl_backends.empirical.kernels import load_kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,

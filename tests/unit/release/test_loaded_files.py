@@ -21,7 +21,7 @@ from kcdsl.ir.kernels import Recording
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.checkpoint import load_checkpoint
 from kcdsl.model.files import CHECKPOINT, Artefacts, copy_hashed
-from kcdsl_backends.empirical.rollouts.readers.logits import load_recorded_logits
+from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.requests import Request
 from tests.support.small_models import write_model
 
@@ -388,7 +388,7 @@ def test_a_file_of_a_hugging_face_folder_is_loaded_from_a_private_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What transformers reads of the folder cannot be swapped after it was hashed."""
-    from kcdsl_backends.empirical.engines import hugging_face as engine
+    from kcdsl_backends.empirical.sources.kernels import libraries as engine
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(name.encode())

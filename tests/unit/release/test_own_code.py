@@ -14,8 +14,8 @@ import pytest
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
-from kcdsl_backends.empirical.journal import Journal
-from kcdsl_backends.empirical.resuming import OwnCode, taken_over_code
+from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
+from kcdsl_backends.empirical.table.checkpoint import Journal
 from tests.support.small_models import write_model
 
 CONTRACT = """\

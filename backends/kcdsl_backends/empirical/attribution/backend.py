@@ -32,22 +32,22 @@ from kcdsl_backends.empirical.attribution.measuring import (
 )
 from kcdsl_backends.empirical.attribution.runs import Batches
 from kcdsl_backends.empirical.attribution.values import Statistic
-from kcdsl_backends.empirical.backend import BACKEND
+from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.diagnoses import blocking
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES
 from kcdsl_backends.empirical.diagnoses.probing import chosen
-from kcdsl_backends.empirical.foreign import prints_aside
-from kcdsl_backends.empirical.kernels import load_kernel
-from kcdsl_backends.empirical.measured import Unit
 from kcdsl_backends.empirical.metrics.full_logits import TIER_A
 from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     STATE_FUNCTIONS,
 )
-from kcdsl_backends.empirical.run import Kernel, Plan
-from kcdsl_backends.empirical.setting import Setting
-from kcdsl_backends.empirical.user_metrics import measures_of
+from kcdsl_backends.empirical.metrics.user import measures_of
+from kcdsl_backends.empirical.sources.captured_output import prints_aside
+from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
+from kcdsl_backends.empirical.table.units import Unit
 from kcdsl_backends.requests import Request
 from kcdsl_backends.threads import threads_for
 
@@ -94,7 +94,7 @@ def attribute(
     """
     if program.infer.service is not None:
         raise _apart(program.infer.run, "inference")
-    setting = BACKEND.prepare(
+    setting = prepare(
         program,
         base,
         device=device,

@@ -15,8 +15,8 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.attribution.sources import different, mixed
 from kcdsl_backends.empirical.diagnoses.reference import input_quantiser
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 
 Load = Callable[[KernelRef], Kernel]
 """Prepares a kernel; raises Refusal where none computes so."""

@@ -13,7 +13,7 @@ from kcdsl_backends.empirical.attribution.hybrids import Hybrid, Pair, hybrid
 from kcdsl_backends.empirical.attribution.routes import Choices, equal
 from kcdsl_backends.empirical.attribution.runs import Batches, Known, Manner, Outputs, Ran, run_all
 from kcdsl_backends.empirical.attribution.values import Array, Column, column
-from kcdsl_backends.empirical.run import Kernel, Plan, run_request, tensor_digest
+from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, run_request, tensor_digest
 from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]

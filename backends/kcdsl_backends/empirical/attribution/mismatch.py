@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 
 Noted = list[tuple[str, str, Tensor]]
 """What the parts of a block took in ("enters") and gave ("leaves"), in the order of the run."""

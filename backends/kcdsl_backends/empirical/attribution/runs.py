@@ -16,7 +16,7 @@ from kcdsl_backends.empirical.attribution.routes import (
     Recorder,
     Replay,
 )
-from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.requests import Request
 
 Outputs = dict[str, Tensor]

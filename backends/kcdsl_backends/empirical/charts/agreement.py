@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_backends.empirical.charts.buckets import by_rank
-from kcdsl_backends.empirical.measured import Array
+from kcdsl_backends.empirical.table.units import Array
 
 POINTS = 64
 

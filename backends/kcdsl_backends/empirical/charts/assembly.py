@@ -17,18 +17,16 @@ from kcdsl.ir.buckets import is_bucket
 from kcdsl.metrics import METRICS as DEFINITIONS
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.result import ClauseResult
-from kcdsl_backends.empirical.bounding import compared_name
-from kcdsl_backends.empirical.certified import LOWER_BOUNDS, MAGNITUDES
+from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES, compared_name
 from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_margin
 from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_by
 from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
-from kcdsl_backends.empirical.clauses import metrics_of
-from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
-from kcdsl_backends.empirical.figures import unit_of
-from kcdsl_backends.empirical.measured import Array, SliceData, Unit
+from kcdsl_backends.empirical.metrics.measures import unit_of
+from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.metrics.weights import what_if
-from kcdsl_backends.empirical.sampling_units import prompts_are_units
-from kcdsl_backends.empirical.user_metrics import measures_of
+from kcdsl_backends.empirical.requirements.clauses import metrics_of, prompts_are_units
+from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence
+from kcdsl_backends.empirical.table.units import Array, SliceData, Unit
 
 SLICES, METRICS, PAIRS = 12, 12, 200
 """The most slices, metrics, and pairs of measured and certified drift that are drawn."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.measured import Array
 from kcdsl_backends.empirical.statistics import quantile_rank
+from kcdsl_backends.empirical.table.units import Array
 
 BUCKETS = 12
 Chosen = NDArray[np.bool_]

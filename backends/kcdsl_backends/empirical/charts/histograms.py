@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl_backends.empirical.measured import Array
 from kcdsl_backends.empirical.statistics import quantile_rank
+from kcdsl_backends.empirical.table.units import Array
 
 BINS = 24
 WIDE = 30.0

@@ -15,7 +15,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     not_applicable,
     outcome,
 )
-from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.table.units import Unit
 
 SHIFTS = (-1, 0, 1)
 _SHORTEST = 4

@@ -9,7 +9,7 @@ import numpy as np
 
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
-from kcdsl_backends.empirical.rollouts.record import Rollout
+from kcdsl_backends.empirical.sources.rollouts.record import Rollout
 
 _BY_CHANCE = -20.0
 """ln of the probability above which equal samples after one prompt may be chance."""

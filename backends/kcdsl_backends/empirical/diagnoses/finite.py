@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import outcome
-from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.table.units import Unit
 
 
 def finite(units: Sequence[Unit], nonfinite: Mapping[str, int]) -> Precheck:

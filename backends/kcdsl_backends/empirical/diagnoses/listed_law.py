@@ -16,7 +16,7 @@ import torch
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, SLIP, judged
 from kcdsl_backends.empirical.diagnoses.model import not_applicable
-from kcdsl_backends.empirical.rollouts.record import Array, Law, Rollout, Side
+from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Rollout, Side
 
 
 def listed_law(name: str, rollouts: Sequence[Rollout], stated: float) -> Precheck:

@@ -18,7 +18,7 @@ from kcdsl_backends.empirical.diagnoses.distances import size
 from kcdsl_backends.empirical.diagnoses.model import BEYOND, SIDES, Probe
 from kcdsl_backends.empirical.diagnoses.noise import all_finite, floor
 from kcdsl_backends.empirical.diagnoses.reference import Reference
-from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
 
 _WEIGHTS = (
     Weights("fp8_e4m3", "none"),

@@ -44,8 +44,8 @@ from kcdsl_backends.empirical.diagnoses.weights import (
     stale_weights,
     weights_checksum,
 )
-from kcdsl_backends.empirical.measured import Array, Unit
-from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.table.units import Array, Unit
 from kcdsl_backends.requests import Request
 
 

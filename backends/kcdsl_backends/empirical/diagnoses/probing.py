@@ -11,7 +11,7 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl_backends.empirical.diagnoses.distances import size
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES, Forward, Probe
 from kcdsl_backends.empirical.diagnoses.reference import Reference
-from kcdsl_backends.empirical.run import Kernel, tensor_digest
+from kcdsl_backends.empirical.sources.kernels.run import Kernel, tensor_digest
 from kcdsl_backends.requests import Request
 
 

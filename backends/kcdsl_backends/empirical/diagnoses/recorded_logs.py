@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kcdsl_backends.empirical.diagnoses.model import SIDES, SMALLEST, Repair
 from kcdsl_backends.empirical.diagnoses.temperature import WIDEST, minimise
-from kcdsl_backends.empirical.rollouts.record import Array, Rollout
-from kcdsl_backends.empirical.rollouts.scoring import Policy
+from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
+from kcdsl_backends.empirical.sources.rollouts.record import Array, Rollout
 
 _SHORTEST = 4
 _FEWEST = 64

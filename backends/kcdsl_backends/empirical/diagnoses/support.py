@@ -9,7 +9,7 @@ import numpy as np
 
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
-from kcdsl_backends.empirical.measured import Array
+from kcdsl_backends.empirical.table.units import Array
 
 _ERRORS = 5
 """Standard errors from which on a mean is not 1. Of no more tokens than the square of it none can

@@ -8,7 +8,7 @@ from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.localisation import Localised, first_of
 from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
 from kcdsl_backends.empirical.diagnoses.noise import Noise
-from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
 
 
 def weights_checksum(checkpoints: Mapping[str, str]) -> Precheck:

@@ -113,3 +113,8 @@ MAGNITUDES: Mapping[str, tuple[str, tuple[float | None, float | None]]] = {
 def gradient_function(advantage_max: float, score_norm_max: float) -> Callable[[Array], Array]:
     """Return the bound 2 A_max G TV of the gradient bias as a function of total variations."""
     return lambda tv: 2 * (advantage_max * score_norm_max) * tv
+
+
+def unit_of(measure: MetricDefinition | None) -> str:
+    """Return the unit of a metric's values."""
+    return "1" if measure is None else str(measure.dimension)

@@ -16,8 +16,8 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.attribution import Layers
 from kcdsl_backends.empirical.attribution.layers import Question, swap_layers
 from kcdsl_backends.empirical.attribution.swaps import NoSwap
-from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 from tests.support.attributions import (
     EAGER,

@@ -20,10 +20,10 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.verdict.attribution import Envelope
 from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
 from kcdsl_backends.empirical.attribution.hybrids import Pair, hybrid
-from kcdsl_backends.empirical.crosscheck import CertifiedBound, Certify
-from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
-from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import (
     EAGER,
     attributed,

@@ -11,7 +11,7 @@ from torch import Tensor
 from kcdsl_backends.empirical.attribution import measuring
 from kcdsl_backends.empirical.attribution.measuring import measure
 from kcdsl_backends.empirical.attribution.runs import Batches, Manner, run_all
-from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import (
     EAGER,
     Changed,

@@ -14,7 +14,7 @@ from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import hybrid
 from kcdsl_backends.empirical.attribution.sources import different, mixed, settings, stored
-from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import EAGER, pair_of, ref, small_model, some_requests
 
 FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}

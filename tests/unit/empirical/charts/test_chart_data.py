@@ -15,7 +15,7 @@ from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_margin, positions
 from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_by
 from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
-from kcdsl_backends.empirical.conclusion import conclude, slice_data
+from kcdsl_backends.empirical.decide.report import conclude, slice_data
 from tests.support.evidence import clause, evidence
 
 NUMBERS = st.lists(st.floats(0, 1e12, allow_subnormal=False), min_size=1, max_size=60)

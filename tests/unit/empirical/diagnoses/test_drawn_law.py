@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kcdsl_backends.empirical.diagnoses import drawn_law as module
 from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, _gains, drawn_law
-from kcdsl_backends.empirical.rollouts.record import Law
-from kcdsl_backends.empirical.rollouts.scoring import Policy
+from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
+from kcdsl_backends.empirical.sources.rollouts.record import Law
 
 VOCABULARY = 12
 

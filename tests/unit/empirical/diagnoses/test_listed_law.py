@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS
 from kcdsl_backends.empirical.diagnoses.listed_law import _gains, listed_law
-from kcdsl_backends.empirical.rollouts.record import Law, Rollout, Semantics, Side, TopLogs
+from kcdsl_backends.empirical.sources.rollouts.record import Law, Rollout, Semantics, Side, TopLogs
 from tests.support import recordings
 from tests.support.recordings import same
 

@@ -1,0 +1,1 @@
+"""Certified bounds of requests and blocks, which what was measured must not exceed."""

@@ -1,0 +1,87 @@
+"""Two roads to one number: the drift measured on real kernels stays below the certified bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.model import refuse
+from kcdsl.verdict.report import CrossCheck
+from kcdsl_backends.empirical.sources.kernels.run import BlockInput, Blocks, block_drift
+from kcdsl_backends.empirical.table.units import Comparison
+from kcdsl_backends.requests import Request
+
+
+class CertifiedBound(Protocol):
+    """A certified bound of one block on one input."""
+
+    @property
+    def bound_inf(self) -> float:
+        """Return the largest element of the bound."""
+        ...
+
+    @property
+    def drift_bound(self) -> NDArray[np.float64]:
+        """Return the elementwise bound of |infer - train|, float64 [T, D]."""
+        ...
+
+
+Certify = Callable[[str, Tensor], CertifiedBound]
+"""Bound the drift of a block on the float32 input x [T, D]."""
+
+
+def compare_request(
+    request: Request,
+    block: str,
+    train: Blocks,
+    infer: Blocks,
+    block_input: BlockInput,
+    certify: Certify,
+) -> Comparison:
+    """Compare one block on what enters it for one request.
+
+    Raises Refusal (KC625) where any element of the measured drift is above its certified bound or
+    is not a number.
+    """
+    x = block_input(request, block).to(torch.float32)
+    with torch.no_grad():
+        measured = block_drift(train, infer, block, x).abs().numpy()
+    certified = certify(block, x)
+    bound = np.asarray(certified.drift_bound, dtype=np.float64)
+    if bound.shape != measured.shape:
+        raise refuse(
+            codes.ABOVE_CERTIFIED,
+            f"the certified bound of {block} has shape {bound.shape}, the measured drift "
+            f"{measured.shape}",
+        )
+    above = ~(measured <= bound)
+    if bool(above.any()):
+        row, column = (int(i) for i in np.argwhere(above)[0])
+        raise refuse(
+            codes.ABOVE_CERTIFIED,
+            f"{block}, request {request.key}: the measured drift {measured[row, column]:.6g} of "
+            f"token {row}, feature {column} is not below the certified {bound[row, column]:.6g}",
+            notes=(f"{int(above.sum())} of {above.size} elements are above their bound",),
+            help="a kernel does not compute as its numerics claim, or the bound is wrong; "
+            "correct the numerics of the kernels, or report the contract and the checkpoint",
+        )
+    return Comparison(request.key, float(measured.max()), float(certified.bound_inf))
+
+
+def summarise(block: str, found: Sequence[Comparison]) -> CrossCheck:
+    """Summarise the comparisons of one block; the named request is the one with least room."""
+    closest = min(found, key=lambda c: c.tightness if c.tightness is not None else np.inf)
+    return CrossCheck(
+        block,
+        len(found),
+        max(c.measured for c in found),
+        max(c.certified for c in found),
+        closest.tightness,
+        closest.request,
+    )

@@ -1,0 +1,96 @@
+"""The drift of a whole model on one request, bounded by affine forms for the claimed numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import torch
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.model.numerics import Numerics
+from kcdsl_backends.affine.pair import both
+from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
+from kcdsl_backends.empirical.bounds.requests import Box
+from kcdsl_backends.interval.box import up
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.requests import Request
+from kcdsl_backends.threads import threads_for
+
+BLOCK = "model"
+_PER_SECOND = 5e8
+"""Multiplications a second that a first estimate assumes: a slow core."""
+_EMPTY = np.empty((0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How many reverse passes are made: those that a remainder is worth to kernels that round to
+    `grain` or coarser. `share` is about the time that it takes, of what all passes take."""
+
+    words: str
+    grain: float
+    share: float
+
+
+EFFORTS = (
+    Effort("affine forms with fewer reverse passes", 2.0**-13, 0.4),
+    Effort("affine forms", 0.0, 1.0),
+)
+"""Any reverse pass may be left out: it only lowers a bound that holds without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AffineBound:
+    """Bounds the block `model` request by request; graphs and weights are kept in the workshop."""
+
+    factory: ProblemFactory
+    train_runs: str
+    infer_runs: str
+    _work: float = field(init=False)
+    """Multiplications of a request of one token; they grow with the square of its length."""
+
+    def __post_init__(self) -> None:
+        """Count the work once: every request asks for it."""
+        shapes = [tensor.shape for tensor in self.factory.model.checkpoint.tensors.values()]
+        widest = max((size for shape in shapes for size in shape), default=1)
+        object.__setattr__(self, "_work", 2.0 * widest * sum(prod(shape) for shape in shapes))
+
+    @property
+    def numerics(self) -> Mapping[str, str]:
+        """Return in words what both kernels claim."""
+        return {
+            "train": _in_words(self.train_runs, self.factory.train),
+            "infer": _in_words(self.infer_runs, self.factory.infer),
+        }
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Return by what it bounds, the cheapest first."""
+        return tuple(effort.words for effort in EFFORTS)
+
+    def cost(self, request: Request, domain: int) -> float:
+        """Return the expected seconds: a pass back through all weights for every output."""
+        return EFFORTS[domain].share * self._work * request.length**2 / _PER_SECOND
+
+    def bound(self, request: Request, domain: int) -> Box:
+        """Return the bounds of infer - train for every output of the request."""
+        try:
+            problem = self.factory.problem(BLOCK, request.tokens)
+            margin = claim_margin(self.factory.train, self.factory.infer, problem.graph)
+            radius = torch.zeros(1, 1, dtype=torch.float64, device=self.factory.device)
+            with threads_for(problem.size):
+                sides = problem.train, problem.infer
+                found = both(problem.graph, *sides, None, radius, grain=EFFORTS[domain].grain).box()
+        except NoBound as no:
+            return Box(_EMPTY, _EMPTY, str(no))
+        except Refusal as refused:
+            return Box(_EMPTY, _EMPTY, refused.diagnostics[0].message)
+        wider = found.widen(up(found.mag() * (margin - 1.0)))
+        return Box(wider.lo.cpu().numpy(), wider.hi.cpu().numpy())
+
+
+def _in_words(run: str, numerics: Numerics) -> str:
+    return f"{run} {numerics.compute}"

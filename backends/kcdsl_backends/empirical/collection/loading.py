@@ -1,0 +1,340 @@
+"""Loading what a contract names, so that its kernels can be run: model, data, kernels, bounds."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl import __version__
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.buckets import Gap, expand_tables, gaps, whole_of
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.terms import KernelRef, Program, Slice
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.fingerprint import fingerprint_digest
+from kcdsl.model.hugging_face import compared_program
+from kcdsl.model.presets import resolve
+from kcdsl_backends.adapters import find_adapter
+from kcdsl_backends.empirical.bounds.blocks import Certify
+from kcdsl_backends.empirical.bounds.requests import ModelBound
+from kcdsl_backends.empirical.collection.context import Progress, Setting, spoiled_slices
+from kcdsl_backends.empirical.collection.logits import holds_logits, prepare_logits
+from kcdsl_backends.empirical.collection.recordings import (
+    RecordedSetting,
+    prepare_recorded,
+    stated_vocabulary,
+)
+from kcdsl_backends.empirical.diagnoses import reference_of, watch_weights, weights_digests
+from kcdsl_backends.empirical.metrics.user import functions_record, load_functions
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
+from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
+from kcdsl_backends.empirical.sources.servers.kernel import load_server
+from kcdsl_backends.requests import Request, RequestFile, requests_of, select
+
+PREPARE_STEPS = 3
+
+
+def prepare(
+    program: Program,
+    base: Path,
+    *,
+    device: str = "cpu",
+    slices: Sequence[str] = (),
+    seed: int = 0,
+    seconds: float = 20.0,
+    looks: int | None = 1,
+    crosscheck: bool = True,
+    bound_seconds: float = 0.0,
+    progress: Progress = lambda stage, done, total: None,
+    artefacts: Artefacts | None = None,
+) -> Setting | RecordedSetting:
+    """Load what a contract names, whose folder is `base`.
+
+    Args:
+        program: the compiled contract.
+        base: the folder that its paths are relative to.
+        device: "cpu" or "cuda".
+        slices: only these slices; empty means all.
+        seed: of token sampling and of resampling.
+        seconds: how long runs may be timed.
+        looks: how many evaluations of growing data share the error; None for any number.
+        crosscheck: compare a built-in architecture with transformers, and measured block drift
+            with certified bounds.
+        bound_seconds: how long the drift of the whole model may be bounded, over all requests.
+        progress: told (stage, done, total).
+        artefacts: the files of the command, with which the digests of what is read are recorded.
+
+    Raises:
+        Refusal: the model, the data or a kernel cannot be used.
+    """
+    files = artefacts or Artefacts.of(base)
+    place = torch.device(device)
+    served = program.infer.service is not None
+    sides = (program.train, program.infer)
+    recorded = any(kernel.recording is not None for kernel in sides)
+    shown = not served and not recorded and not any(_foreign(k) for k in sides)
+    bounded = crosscheck and shown
+    user = load_functions(program, base)
+    for function in user:
+        files.record(function.metric.function.rpartition(":")[0], function.sha256)
+    chosen = _chosen(program, slices)
+    stated, program = program, expand_tables(program)
+    names = {s.name for s in chosen}
+    missed = tuple(gap for gap in gaps(stated) if gap.whole in names)
+    chosen += _buckets(program, stated, names)
+    if program.infer.recording is not None and not holds_logits(program.infer):
+        found, scored = _recorded(
+            stated, files, place, chosen, missed, seed=seed, looks=looks, progress=progress
+        )
+        if scored is None or not crosscheck:
+            return found
+        texts = (r.prompt + r.tokens for rows in found.rows.values() for r in rows)
+        return replace(found, model={**found.model, **_compared(program, scored, texts)})
+    if all(holds_logits(kernel) for kernel in sides):
+        return prepare_logits(
+            stated,
+            files,
+            chosen,
+            missed,
+            {s.name: _data_of(program, s) for s in (*chosen, *(gap.slice for gap in missed))},
+            stated_vocabulary(stated, files),
+            contract=_identity(stated),
+            model=_unread_model(stated),
+            environment={**_environment(place), **functions_record(user)},
+            seed=seed,
+            looks=looks,
+            user=user,
+        )
+    model = load_model(program.model, files)
+    progress("load", 1, PREPARE_STEPS)
+    data = _files(program, chosen, model)
+    selected = {s.name: select(data[_data_of(program, s)], s) for s in chosen}
+    texts = (request.tokens for rows in selected.values() for request in rows)
+    train = _kernel(program.train, model, place, selected)
+    infer = _kernel(program.infer, model, place, selected)
+    progress("load", 2, PREPARE_STEPS)
+    spoiled = spoiled_slices(
+        (gap, select(data[_data_of(program, gap.slice)], gap.slice)) for gap in missed
+    )
+    progress("load", 3, PREPARE_STEPS)
+    return Setting(
+        program=stated,
+        train=train,
+        infer=infer,
+        block_input=_block_inputs(model),
+        files=data,
+        slices=selected,
+        encoder=model.encoder_only,
+        blocks=frozenset(model.block_names() if shown else ()),
+        weights=weights_digests(
+            train, infer, model.checkpoint.sha256, file_digest(model.checkpoint.path)
+        ),
+        digests={
+            side: fingerprint_digest(kernel.fingerprint())
+            for side, kernel in (("train", train), ("infer", infer))
+        },
+        contract=_identity(stated),
+        model={
+            "checkpoint": program.model.checkpoint,
+            "sha256": model.checkpoint.sha256,
+            "architecture": program.model.architecture or program.model.module,
+            "encoder": model.encoder_only,
+            **(_compared(program, model, texts) if crosscheck else {}),
+        },
+        environment={**_environment(place), **functions_record(user)},
+        device=place,
+        artefacts=files,
+        certify=_certify(program, model) if bounded else None,
+        bound_model=_bound_model(program, model) if bounded and not served else None,
+        bound_seconds=bound_seconds,
+        seed=seed,
+        seconds=seconds,
+        looks=looks,
+        user=user,
+        spoiled=spoiled,
+        changed_weights=watch_weights({"train": train, "infer": infer}),
+        reference=None
+        if served or not all(kernel.claims for kernel in sides)
+        else reference_of(model, resolve(program.train), resolve(program.infer)),
+    )
+
+
+def _recorded(
+    stated: Program,
+    files: Artefacts,
+    place: torch.device,
+    chosen: Sequence[Slice],
+    missed: Sequence[Gap],
+    *,
+    seed: int,
+    looks: int | None,
+    progress: Progress,
+) -> tuple[RecordedSetting, Model | None]:
+    """Read what was recorded; the model only where the training kernel has to score it."""
+    model = load_model(stated.model, files) if stated.train.recording is None else None
+    train = None if model is None else load_kernel(stated.train, model, place)
+    progress("load", 1, PREPARE_STEPS)
+    found = prepare_recorded(
+        stated,
+        files,
+        chosen,
+        missed,
+        {s.name: _data_of(stated, s) for s in (*chosen, *(gap.slice for gap in missed))},
+        train=train,
+        vocabulary=stated_vocabulary(stated, files) if model is None else model.limits[0],
+        progress=progress,
+        contract=_identity(stated),
+        model={
+            **_unread_model(stated),
+            "sha256": None if model is None else model.checkpoint.sha256,
+        },
+        environment=_environment(place),
+        device=place.type,
+        seed=seed,
+        looks=looks,
+    )
+    return found, model
+
+
+def _compared(program: Program, model: Model, rows: Iterable[Sequence[int]]) -> dict[str, str]:
+    """Return `program` of the report's model: what a comparison with transformers came to."""
+    said = compared_program(program.model.architecture, model, rows)
+    return {} if said is None else {"program": said}
+
+
+def _unread_model(stated: Program) -> dict[str, Any]:
+    """Return what the contract says of a model whose checkpoint was not read."""
+    return {
+        "checkpoint": stated.model.checkpoint,
+        "sha256": None,
+        "architecture": stated.model.architecture or stated.model.module,
+        "encoder": False,
+    }
+
+
+def _identity(stated: Program) -> dict[str, str]:
+    """Return what identifies a contract: its name, its version, the digest of its meaning."""
+    return {
+        "name": stated.name,
+        "version": stated.version,
+        "digest": f"sha256:{digest(stated).removeprefix('sha256:')}",
+    }
+
+
+def _chosen(program: Program, names: Sequence[str]) -> tuple[Slice, ...]:
+    known = [s.name for s in program.slices]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise refuse(
+                codes.UNKNOWN_SLICE,
+                f"the contract has no slice {name!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"slices: {', '.join(known)}",
+            )
+    return tuple(s for s in program.slices if not names or s.name in names)
+
+
+def _buckets(program: Program, stated: Program, chosen: set[str]) -> tuple[Slice, ...]:
+    """Return the slices that stand for buckets of the chosen ones."""
+    declared = {s.name for s in stated.slices}
+    return tuple(s for s in program.slices if s.name not in declared and whole_of(s.name) in chosen)
+
+
+def _foreign(kernel: KernelRef) -> bool:
+    """Say whether a kernel is a program of another library, which shows no blocks and whose
+    numerics are claimed of its outputs alone: no certified bound stands beside it."""
+    return find_adapter(kernel.run).unproved is not None
+
+
+def _kernel(
+    kernel: KernelRef,
+    model: Model,
+    place: torch.device,
+    selected: Mapping[str, Sequence[Request]],
+) -> Kernel:
+    """Load a kernel, or what was recorded of it; a server draws on trial after a request."""
+    if holds_logits(kernel):
+        every = {r.key: r for rows in selected.values() for r in rows}
+        return load_recorded_logits(kernel, model.files, list(every.values()))
+    if kernel.service is None:
+        return load_kernel(kernel, model, place)
+    first = next((rows[0].tokens for rows in selected.values() if rows), (0,))
+    return load_server(kernel, model, first)
+
+
+def _data_of(program: Program, slice_: Slice) -> str:
+    name = slice_.data if slice_.data is not None else program.data
+    if name is None:
+        raise refuse(
+            codes.FILE_MISSING,
+            f"the slice {slice_.name!r} names no data, and the contract has no default",
+            help="add `data: FILE.jsonl` to the contract or to the slice",
+            span=None,
+        )
+    return name
+
+
+def _files(program: Program, chosen: Sequence[Slice], model: Model) -> dict[str, RequestFile]:
+    tokenizer = model.tokenizer_source
+    tokenize = None if tokenizer is None else tokenizer.encode
+    names = dict.fromkeys(_data_of(program, s) for s in chosen)
+    return {name: requests_of(model.files, name, tokenize, model.ids) for name in names}
+
+
+def _block_inputs(model: Model) -> Any:
+    """Return the function from (request, block) to what enters the block, remembered per pair."""
+    known: dict[tuple[str, str], Tensor] = {}
+
+    def block_input(request: Request, block: str) -> Tensor:
+        key = (request.key, block)
+        if key not in known:
+            found = model.block_inputs(list(request.tokens), block)
+            if found is None:
+                raise refuse(
+                    codes.METRIC_OUT_OF_REACH,
+                    f"the block {block} takes tokens, not states; it has no measured drift",
+                )
+            known[key] = found
+        return known[key]
+
+    return block_input
+
+
+def _certify(program: Program, model: Model) -> Certify:
+    """Return the certified bounds of the interval backend for the numerics the kernels claim."""
+    from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
+
+    train, infer = resolve(program.train), resolve(program.infer)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    return lambda block, x: certified_block_drift(model, block, x, train, infer, factory)
+
+
+def _bound_model(program: Program, model: Model) -> ModelBound:
+    """Return what bounds the whole model, for the numerics the kernels claim."""
+    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.empirical.bounds.model import AffineBound
+
+    train, infer = resolve(program.train), resolve(program.infer)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    return AffineBound(factory, program.train.run, program.infer.run)
+
+
+def _environment(device: torch.device) -> Mapping[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "kcdsl": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "device": device.type,
+        "hardware": name,
+    }

@@ -1,0 +1,230 @@
+"""Running requests in other processes: those of this machine, or of a ray cluster.
+
+A worker loads the contract by itself and runs pieces of the requests in the surroundings that one
+process would have, its threads included, so that every bit is the same; one that has other files or
+other libraries is refused. A piece whose worker was lost is tried once more by a new one; a request
+without an answer is never left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.model import Diagnostic, Refusal
+from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.terms import Program
+from kcdsl.model.files import Artefacts
+from kcdsl.model.own_code import imported_code
+from kcdsl_backends.empirical.collection.context import Setting, distinct, plan_for
+from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.collection.resume import decisive
+from kcdsl_backends.empirical.requirements.clauses import split
+from kcdsl_backends.empirical.sources.captured_output import prints_aside
+from kcdsl_backends.empirical.sources.kernels.run import run_request
+from kcdsl_backends.empirical.table.units import Run
+from kcdsl_backends.executors import (
+    Processes,
+    Ray,
+    WorkerLost,
+    set_thread_variables,
+    thread_variables,
+)
+from kcdsl_backends.requests import Request
+
+Code = Mapping[str, tuple[str, str]]
+"""Own modules that were imported, as `Artefacts.code` has them."""
+PIECE = 8
+"""Requests of one piece: few enough that a lost one costs little."""
+ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a worker loads: the arguments of `loading.prepare` that decide values."""
+
+    program: Program
+    base: Path
+    device: str
+    slices: tuple[str, ...]
+    seed: int
+    threads: int
+    variables: Mapping[str, str] = field(default_factory=thread_variables)
+    """What the environment says of threads: it belongs to the fingerprints of kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Where requests are run: `engine` "processes" or "ray", with `jobs` workers (None, for ray:
+    all cores)."""
+
+    recipe: Recipe
+    engine: str
+    jobs: int | None
+
+    def runs(
+        self,
+        requests: Sequence[Request],
+        decided_by: Mapping[str, str],
+        arrived: Callable[[Request, Run], None] = lambda request, run: None,
+        imported: Callable[[Code], None] = lambda code: None,
+    ) -> dict[str, Run]:
+        """Return what every request gave, by its key; `arrived` hears of each as it comes, and
+        `imported` of the contract's own modules that its worker has imported by then.
+
+        `decided_by` is what decides its values here (`decisive`), and must decide them there.
+        Raises Refusal (KC684) where a piece loses its worker twice or comes back incomplete, or
+        from a worker that has something else, and what loading the contract raises in a worker.
+        """
+        data = pickle.dumps(self.recipe)
+        pieces = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
+        found: dict[str, Run] = {}
+        waiting = list(range(len(pieces)))
+        for _ in range(ATTEMPTS):
+            if waiting:
+                waiting = self._try(data, pieces, waiting, found, decided_by, arrived, imported)
+        if waiting:
+            first = pieces[waiting[0]]
+            raise refuse(
+                codes.WORKER_LOST,
+                f"the worker of the requests from {first[0].id!r} on ended {ATTEMPTS} times before "
+                "they were done",
+                help="want of memory is the usual cause: use fewer --jobs",
+            )
+        return found
+
+    def _try(
+        self,
+        data: bytes,
+        pieces: Sequence[tuple[Request, ...]],
+        numbers: Sequence[int],
+        found: dict[str, Run],
+        decided_by: Mapping[str, str],
+        arrived: Callable[[Request, Run], None],
+        imported: Callable[[Code], None],
+    ) -> list[int]:
+        """Run pieces on new workers; return the numbers of those whose worker was lost."""
+        pool = self._open(len(numbers))
+        lost: list[int] = []
+        try:
+            futures: dict[int, Future[bytes]] = {}
+            for number in numbers:
+                keys = tuple(request.key for request in pieces[number])
+                try:
+                    futures[number] = pool.submit(run_piece, data, keys)
+                except BrokenExecutor:
+                    lost.append(number)
+            for number, future in futures.items():
+                try:
+                    answer = pickle.loads(future.result())
+                except (BrokenExecutor, WorkerLost):
+                    lost.append(number)
+                    continue
+                runs = _checked(answer, data, pieces[number], decided_by)
+                imported(answer.code)
+                for request, run in zip(pieces[number], runs, strict=True):
+                    found[request.key] = run
+                    arrived(request, run)
+        finally:
+            pool.kill()
+        return lost
+
+    def _open(self, pieces: int) -> Any:
+        if self.engine == "ray":
+            return Ray(self.jobs, 1)
+        return Processes(min(self.jobs or 1, pieces), self.recipe.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a piece gave: its name, and its runs with what decided them, or why the contract could
+    not be loaded; and the own modules that its worker has imported."""
+
+    task: str
+    runs: tuple[Run, ...] = ()
+    decided_by: Mapping[str, str] = field(default_factory=dict)
+    refusal: tuple[Diagnostic, ...] = ()
+    code: Code = field(default_factory=dict)
+
+
+def task_id(recipe: bytes, keys: Sequence[str]) -> str:
+    """Return the name of a piece: the digest of what is run, on whichever machine."""
+    return hashlib.sha256(recipe + b"\0" + "\0".join(keys).encode()).hexdigest()
+
+
+def _checked(
+    answer: Answer, recipe: bytes, piece: Sequence[Request], decided_by: Mapping[str, str]
+) -> list[Run]:
+    if answer.refusal:
+        raise Refusal(answer.refusal)
+    other = [name for name, part in decided_by.items() if answer.decided_by.get(name) != part]
+    if other:
+        raise refuse(
+            codes.WORKER_LOST,
+            f"a worker runs with other {', '.join(other)} than this process",
+            help="every machine needs the same version of kcdsl and the same files",
+        )
+    keys = [request.key for request in piece]
+    if answer.task != task_id(recipe, keys) or [run.unit.key for run in answer.runs] != keys:
+        raise refuse(
+            codes.WORKER_LOST,
+            f"a worker answered for other requests than {keys[0]!r} and those after it",
+            help="every machine needs the same version of kcdsl and the same files",
+        )
+    return list(answer.runs)
+
+
+# --- in a worker ---------------------------------------------------------------------------------
+
+_LOADED: dict[str, tuple[Callable[[str], Run], Mapping[str, str], Artefacts]] = {}
+
+
+@prints_aside
+def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
+    """Run some requests of a contract; it is loaded once by each worker."""
+    name = hashlib.sha256(recipe).hexdigest()
+    try:
+        if name not in _LOADED:
+            _LOADED.clear()
+            _LOADED[name] = _load(pickle.loads(recipe))
+        run, decided_by, files = _LOADED[name]
+        runs = tuple(run(key) for key in keys)
+        imported_code(files)
+        answer = Answer(task_id(recipe, keys), runs, decided_by, code=dict(files.code))
+    except Refusal as refusal:
+        answer = Answer(task_id(recipe, keys), refusal=refusal.diagnostics)
+    return pickle.dumps(answer)
+
+
+def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str], Artefacts]:
+    """Return the function that runs a request by its key, what decides what it gives, and the
+    files that were read."""
+    torch.set_num_threads(recipe.threads)
+    set_thread_variables(recipe.variables)
+    files = Artefacts.of(recipe.base)
+    setting = prepare(
+        recipe.program,
+        recipe.base,
+        device=recipe.device,
+        slices=recipe.slices,
+        seed=recipe.seed,
+        crosscheck=False,
+        artefacts=files,
+    )
+    assert isinstance(setting, Setting)
+    clauses, _ = split(expand_tables(setting.program), frozenset(setting.slices))
+    plan = plan_for(setting, clauses)
+    requests = {request.key: request for request in distinct(setting)}
+
+    def run(key: str) -> Run:
+        return run_request(requests[key], setting.train, setting.infer, plan, setting.block_input)
+
+    return run, decisive(setting, plan, tuple(requests.values())), files

@@ -1,0 +1,234 @@
+"""What an evaluation of recordings reads: files, the rows of slices, the kernel that scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.diagnostics.spans import SourceFile
+from kcdsl.ir.buckets import Gap
+from kcdsl.ir.kernels import LogProbabilities
+from kcdsl.ir.terms import Program, Slice
+from kcdsl.model.files import Artefacts, companion
+from kcdsl_backends.empirical.collection.context import spoiled_slices
+from kcdsl_backends.empirical.collection.logits import NOTHING_RAN
+from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.rollouts.files import read_rows
+from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of
+from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics
+from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assemble
+from kcdsl_backends.empirical.sources.rollouts.rows import Rows, mapped
+from kcdsl_backends.requests import Request, RequestFile, select
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSetting:
+    """Everything an evaluation of recordings reads.
+
+    `rows` are the rollouts of each slice, buckets of tables included; `train` the kernel that
+    scores the tokens, None where its log-probabilities are recorded too.
+    """
+
+    program: Program
+    recordings: Mapping[str, Recording]
+    rows: Mapping[str, tuple[Rollout, ...]]
+    data_of: Mapping[str, str]
+    spoiled: Mapping[str, str]
+    train: Kernel | None
+    train_semantics: Semantics | None
+    contract: Mapping[str, str]
+    model: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    device: str = "cpu"
+    seed: int = 0
+    looks: int | None = 1
+    left_out: int = 0
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def semantics_of(stated: LogProbabilities | None) -> Semantics | None:
+    """Return what a contract states of recorded log-probabilities."""
+    if stated is None:
+        return None
+    return Semantics(
+        "raw" if stated.values == "raw" else "processed",
+        float(stated.temperature),
+        float(stated.top_p),
+        stated.top_k,
+        float(stated.min_p),
+    )
+
+
+def stated_vocabulary(program: Program, base: Path | Artefacts) -> int | None:
+    """Return the vocabulary size of the model's configuration, None where there is none to read:
+    a recording needs no model."""
+    named, files = program.model.config, Artefacts.of(base)
+    if named is None:
+        return None
+    try:
+        found = json.loads(files.read(files.find(named), companion("config")).decode("utf-8"))
+        size = found.get("vocab_size")
+    except Refusal as refusal:
+        if refusal.diagnostics[0].code is codes.FILE_MISSING:
+            return None
+        raise
+    except (ValueError, RecursionError, AttributeError):
+        return None
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def load_recordings(
+    program: Program, files: Artefacts, names: Sequence[str], vocabulary: int | None
+) -> dict[str, Recording]:
+    """Read the recordings of a contract, by the names it gives them."""
+    train, infer = program.train.recording, program.infer.recording
+    assert infer is not None
+    columns = dict(infer.columns)
+    if train is not None:
+        columns.update(train.columns)
+    plan = mapped(infer.format, columns)
+    if train is None:  # the training kernel runs: what is recorded of its logs is not its own
+        left = ("train_logs", "train_top_ids", "train_top_logs")
+        plan = replace(
+            plan, columns={role: name for role, name in plan.columns.items() if role not in left}
+        )
+    return {
+        name: assemble(
+            _rows(files, name),
+            plan,
+            infer.format,
+            None if train is None else semantics_of(train.logprobs),
+            semantics_of(infer.logprobs),
+            vocabulary,
+        )
+        for name in dict.fromkeys(names)
+    }
+
+
+def _rows(files: Artefacts, name: str) -> Rows:
+    found = read_rows(files.find(name), name)
+    files.record(name, found.sha256)
+    return found
+
+
+def prepare_recorded(
+    stated: Program,
+    artefacts: Artefacts,
+    chosen: Sequence[Slice],
+    missed: Sequence[Gap],
+    data_of: Mapping[str, str],
+    *,
+    train: Kernel | None,
+    vocabulary: int | None,
+    progress: Progress,
+    **settings: Any,
+) -> RecordedSetting:
+    """Read the recordings of the chosen slices and of what tables miss.
+
+    `data_of` names the file of each slice; `settings` are further fields of `RecordedSetting`.
+    """
+    recordings = load_recordings(stated, artefacts, list(data_of.values()), vocabulary)
+    progress("load", 2, 3)
+    files = {name: _as_requests(found) for name, found in recordings.items()}
+    by_key = {
+        name: {f"{name}:{r.key}": r for r in found.rollouts} for name, found in recordings.items()
+    }
+    rows = {
+        s.name: tuple(by_key[data_of[s.name]][q.key] for q in _selected(files[data_of[s.name]], s))
+        for s in chosen
+    }
+    spoiled = spoiled_slices(
+        (gap, _selected(files[data_of[gap.slice.name]], gap.slice)) for gap in missed
+    )
+    every = {id(r): r for found in rows.values() for r in found}
+    idle = sum(bool(r.tokens) and r.counted == 0 for r in every.values())
+    if idle:  # such a row has no value; trainers write it for what was cut off
+        rows = {
+            name: tuple(r for r in found if not r.tokens or r.counted)
+            for name, found in rows.items()
+        }
+    progress("load", 3, 3)
+    recorded = stated.train.recording
+    said = None if recorded is None else semantics_of(recorded.logprobs)
+    if train is not None:
+        said = Semantics("processed", float(stated.constants.temperature))
+    notes = () if train is not None else (NOTHING_RAN,)
+    if idle:
+        notes = (*notes, f"{idle} rollouts count no token and were left out")
+    return RecordedSetting(
+        stated, recordings, rows, data_of, spoiled, train, said,
+        left_out=idle, notes=notes, **settings,
+    )  # fmt: skip
+
+
+def _selected(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:
+    """Return the rows that a slice selects. A recording is shown by the number of a row alone: its
+    rows are no lines of a text that could be shown."""
+    try:
+        return select(file, slice_)
+    except Refusal as refusal:
+        first = refusal.diagnostics[0]
+        if first.span is None:
+            raise
+        number = file.source.position(first.span.start).line
+        word = "line" if file.name.endswith(".jsonl") else "row"
+        message = f"{file.name}, {word} {number}: {first.message}"
+        raise Refusal(replace(first, message=message, source=None, span=None)) from refusal
+
+
+def _as_requests(found: Recording) -> RequestFile:
+    """Return rows as requests, on which the predicates of slices are tested."""
+    source = SourceFile(found.name, "\n" * (max(found.numbers, default=0) + 1))
+    requests = tuple(
+        Request(
+            f"{found.name}:{r.key}",
+            r.key,
+            r.prompt + r.tokens,
+            {key: value for key, value in r.fields.items() if not key.startswith("role:")},
+            number,
+        )
+        for r, number in zip(found.rollouts, found.numbers, strict=True)
+    )
+    return RequestFile(found.name, found.sha256, requests, source)
+
+
+def units_available(program: Program, base: Path) -> dict[str, int | None]:
+    """Return how many sampling units each slice has; None where its recording is not here yet."""
+    found: dict[str, int | None] = {}
+    files = Artefacts.of(base)
+    vocabulary = stated_vocabulary(program, files)
+    for slice_ in program.slices:
+        name = slice_.data if slice_.data is not None else program.data
+        if name is None or not _is_here(files, name):
+            found[slice_.name] = None
+            continue
+        recording = load_recordings(program, files, [name], vocabulary)[name]
+        by_key = {f"{name}:{r.key}": r for r in recording.rollouts}
+        rows = [by_key[q.key] for q in _selected(_as_requests(recording), slice_)]
+        usable = [r for r in rows if counts(r)]
+        found[slice_.name] = len(groups_of(name, recording.rollouts, usable))
+    return found
+
+
+def _is_here(files: Artefacts, name: str) -> bool:
+    try:
+        files.find(name)
+    except Refusal as refusal:
+        if refusal.diagnostics[0].code is codes.FILE_MISSING:
+            return False
+        raise
+    return True
+
+
+def counts(rollout: Rollout) -> bool:
+    """Say whether a rollout has a value: rows of which no token counts are left out."""
+    return not rollout.tokens or rollout.counted > 0

@@ -1,0 +1,185 @@
+"""Resumption of a run that ended early, and the digests of everything that decides its values.
+
+What a request gave is taken over if everything that decides it is the same: the contract, the
+model, both kernels, the tokens of all requests, the seed, what is measured, the files of a user's
+functions and model, versions and device. As a last check the first request is run again, and must
+give the bits that it gave: outputs, and every value that was formed from them. Two processes give
+the same bits where all digests (`decisive`) are the same, so workers may run requests elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kcdsl.ir.canonical import digest
+from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.own_code import compiled_files, imported_code
+from kcdsl.source.files import is_file
+from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
+from kcdsl_backends.empirical.table import rows
+from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.units import Array, Run
+from kcdsl_backends.requests import Request
+
+
+def resume(
+    journal: Journal, setting: Setting, plan: Plan, requests: Sequence[Request]
+) -> frozenset[str]:
+    """Open the journal; return the keys of the requests that need not be run again.
+
+    Raises Refusal where the journal cannot be written.
+    """
+    key = key_of(setting, plan, requests)
+    journal.open(key)
+    known = [request for request in requests if journal.run(request) is not None]
+    if not known:
+        return frozenset()
+    if not taken_over_code(journal, setting.artefacts):
+        journal.restart(key, "own code that was imported then has changed since")
+        return frozenset()
+    first = known[0]
+    before = journal.run(first)
+    again = run_request(first, setting.train, setting.infer, plan, setting.block_input)
+    if before is None or _outcome(again) != _outcome(before):
+        journal.restart(key, f"the request {first.key} gives other bits than it gave before")
+        return frozenset()
+    journal.take_over(len(known), len(requests))
+    return frozenset(request.key for request in known)
+
+
+_CODE = "own code"
+"""The name of the note of a journal that says which own modules were imported."""
+
+
+@dataclass(slots=True)
+class OwnCode:
+    """Records the contract's own modules that requests import, here and in workers, with the files
+    of the command and in the journal, before what they gave is kept."""
+
+    files: Artefacts | None
+    journal: Journal | None
+    _seen: int = 0
+    _kept: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def imported(self, code: Mapping[str, tuple[str, str]]) -> None:
+        """Record what a worker imported."""
+        if self.files is not None:
+            self.files.record_code(code)
+
+    def keep(self) -> None:
+        """Record what was imported here, and keep all of it in the journal where it is more."""
+        if self.files is None:
+            return
+        if compiled_files() != self._seen:
+            self._seen = compiled_files()
+            imported_code(self.files)
+        if self.journal is not None and self.files.code != self._kept:
+            self._kept = dict(self.files.code)
+            self.journal.keep_note(_CODE, json.dumps(self._kept).encode())
+
+
+def taken_over_code(journal: Journal, files: Artefacts | None) -> bool:
+    """Record the own modules that an earlier run imported; say whether they are as they were."""
+    note = journal.note(_CODE)
+    if note is None or files is None:
+        return True
+    code = {path: (name, sha256) for path, (name, sha256) in json.loads(note).items()}
+    for path, (_, sha256) in code.items():
+        if not is_file(Path(path)) or file_digest(Path(path)) != sha256:
+            return False
+    files.record_code(code)
+    return True
+
+
+def _outcome(run: Run) -> tuple[object, ...]:
+    """Return everything that a run gave, so that equal outcomes are equal bits."""
+    unit, sides = run.unit, run.unit.confidences
+    confidences = None
+    if sides is not None:
+        arrays = (sides.train, sides.train_right, sides.infer, sides.infer_right)
+        confidences = [_bits(array) for array in arrays]
+    return (
+        run.replay_signature,
+        run.seed,
+        run.nonfinite,
+        unit.failure,
+        dict(unit.problems),
+        {name: _bits(values) for name, values in unit.values.items()},
+        confidences,
+    )
+
+
+def _bits(values: Array) -> bytes:
+    return np.asarray(values, dtype=np.float64).tobytes()
+
+
+def key_of(setting: Setting, plan: Plan, requests: Sequence[Request]) -> str:
+    """Return the digest of everything that decides what the requests and their checks give."""
+    module, _, _ = (setting.program.model.module or "").partition(":")
+    return digest_of(
+        {
+            **decisive(setting, plan, requests),
+            "certified": setting.certify is not None,
+            "functions beside": [sources(user.function.__module__) for user in plan.user],
+            "module": sources(module),
+        }
+    )
+
+
+def sources(name: str) -> dict[str, str]:
+    """Return the digests of the files that were imported from the folder of a user's module, or of
+    its package: what it calls decides values as well."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return {}
+    root = Path(file).resolve().parents[name.count(".")]
+    paths = {
+        Path(found).resolve()
+        for other in list(sys.modules.values())
+        if (found := getattr(other, "__dict__", {}).get("__file__")) is not None
+    }
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(paths)
+        if path.is_relative_to(root) and "site-packages" not in path.parts and path.is_file()
+    }
+
+
+# --- decisive ------------------------------------------------------------------------------------
+
+
+def decisive(setting: Setting, plan: Plan, requests: Sequence[Request]) -> dict[str, str]:
+    """Return the digest of everything that decides what requests give, by the name of the part."""
+    parts = {
+        "contract": digest(setting.program),
+        "model": [
+            {name: value for name, value in setting.model.items() if name != "program"},
+            dict(setting.weights),
+        ],
+        "kernels": dict(setting.digests),
+        "requests": [
+            [request.key, list(request.tokens), rows.fields_text(request.fields)]
+            for request in requests
+        ],
+        "metrics": [sorted(plan.metrics), sorted(plan.norms), sorted(plan.context)],
+        "functions": [[user.metric.name, user.sha256] for user in plan.user],
+        "temperature": plan.temperature,
+        "seed": plan.seed,
+        "versions": [dict(setting.environment), np.__version__],
+        "processor": [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()],
+    }
+    return {name: digest_of(part) for name, part in parts.items()}
+
+
+def digest_of(value: object) -> str:
+    """Return the sha256 of plain JSON data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

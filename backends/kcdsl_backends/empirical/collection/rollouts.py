@@ -1,0 +1,231 @@
+"""Evidence from recordings: read, score where a kernel is at hand, diagnose, measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.kernels import KernelRef
+from kcdsl.ir.terms import Clause
+from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.collection.recordings import (
+    Progress,
+    RecordedSetting,
+    counts,
+    semantics_of,
+)
+from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.requirements.clauses import PROOFS, metrics_of, split
+from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS, check_depths, check_needs
+from kcdsl_backends.empirical.sources.rollouts.prompts import (
+    Group,
+    Policy,
+    groups_of,
+    run_of,
+    score,
+    timed,
+)
+from kcdsl_backends.empirical.sources.rollouts.record import Rollout
+from kcdsl_backends.empirical.sources.rollouts.rows import mapped
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.units import Run, Timing, Unit
+
+_TIMED = frozenset({"latency", "ttft", "tpot", "throughput", "kv_memory"})
+"""Metrics of which each row is a unit."""
+
+
+def gather_recorded(setting: RecordedSetting, progress: Progress) -> Evidence:
+    """Measure recorded rollouts; the training kernel scores them where it is at hand.
+
+    Raises Refusal where a clause reads what the recording lacks.
+    """
+    program = expand_tables(setting.program)
+    clauses, _ = split(program, frozenset(setting.rows))
+    wanted = [c for c in clauses if c.evidence not in PROOFS]
+    roles, columns = _roles(setting)
+    check_needs(wanted, roles, columns, [m.name for m in program.metrics])
+    rows, policies = _scored(setting, progress)
+    check_depths(wanted, [r for found in rows.values() for r in found])
+    groups = _groups(setting, rows)
+    metrics = {name for clause in wanted for name in metrics_of(clause.require)}
+    metrics |= {"k3", "w_log_w_minus", "tv_is", "importance_ratio"} if _compares(metrics) else set()
+    runs = _runs(groups, metrics, setting, progress)
+    prechecks = _prechecks(setting, rows, groups, metrics, policies)
+    distinct = {g.request.key: g for found in groups.values() for g in found}
+    return Evidence(
+        program=setting.program,
+        requests=tuple(g.request for g in distinct.values()),
+        runs=runs,
+        slices={name: tuple(g.request.key for g in found) for name, found in groups.items()},
+        measured=frozenset(metrics),
+        encoder=False,
+        contract=setting.contract,
+        model=setting.model,
+        kernels=_kernels(setting),
+        data=tuple(
+            {"name": found.name, "sha256": found.sha256, "rows": len(found.rollouts)}
+            for found in setting.recordings.values()
+        ),
+        environment=setting.environment,
+        timing=_timing(wanted, distinct.values()),
+        prechecks=prechecks,
+        spoiled=setting.spoiled,
+        notes=(*setting.notes, *_shares(distinct.values()), *_joined(setting)),
+        seed=setting.seed,
+        looks=setting.looks,
+    )
+
+
+def _roles(setting: RecordedSetting) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the roles that every recording has, and all names of columns."""
+    found = [frozenset(r.roles) for r in setting.recordings.values()]
+    roles = frozenset.intersection(*found) if found else frozenset()
+    if setting.train is not None:
+        lists = {"train_top_ids", "train_top_logs"} if "infer_top_ids" in roles else set()
+        roles |= {"train_logs", *lists}
+    infer = setting.program.infer.recording
+    assert infer is not None
+    train = setting.program.train.recording
+    columns = mapped(infer.format, {**dict(infer.columns), **dict(train.columns if train else ())})
+    return roles, dict(columns.columns)
+
+
+def _compares(metrics: set[str]) -> bool:
+    return any("train_logs" in NEEDS.get(name, ()) for name in metrics) or not metrics
+
+
+def _scored(
+    setting: RecordedSetting, progress: Progress
+) -> tuple[dict[str, tuple[Rollout, ...]], tuple[Policy, ...]]:
+    """Return the rollouts of each slice with both sides, and policies for diagnoses."""
+    if setting.train is None:
+        return dict(setting.rows), ()
+    every = {id(r): r for found in setting.rows.values() for r in found}
+    found = score(
+        list(every.values()),
+        setting.train,
+        float(setting.program.constants.temperature),
+        lambda done, total: progress("training kernel", done, total),
+    )
+    scored = dict(zip(every, found.rollouts, strict=True))
+    rows = {name: tuple(scored[id(r)] for r in found) for name, found in setting.rows.items()}
+    return rows, found.policies
+
+
+def _groups(
+    setting: RecordedSetting, rows: Mapping[str, tuple[Rollout, ...]]
+) -> dict[str, tuple[Group, ...]]:
+    """Return the sampling units of each slice."""
+    return {
+        name: groups_of(
+            setting.data_of[name],
+            [r for r in setting.recordings[setting.data_of[name]].rollouts if counts(r)],
+            found,
+        )
+        for name, found in rows.items()
+    }
+
+
+def _runs(
+    groups: Mapping[str, tuple[Group, ...]],
+    metrics: set[str],
+    setting: RecordedSetting,
+    progress: Progress,
+) -> dict[str, Run]:
+    distinct = {g.request.key: g for found in groups.values() for g in found}
+    runs = {}
+    for done, (key, group) in enumerate(distinct.items(), 1):
+        runs[key] = run_of(group, metrics, setting.seed)
+        progress("rollouts", done, len(distinct))
+    return runs
+
+
+def _timing(clauses: Sequence[Clause], groups: Any) -> Timing:
+    """Return one timed run for each rollout with stamps, where a clause reads times."""
+    read = {name for clause in clauses for name in metrics_of(clause.require)}
+    if not read & {"latency", "ttft", "tpot", "throughput"}:
+        return Timing()
+    runs: list[Unit] = []
+    for group in groups:
+        try:
+            runs += timed(group)
+        except Unmeasured as error:
+            first = group.members[0]
+            raise refuse(
+                codes.MALFORMED_ROLLOUT,
+                f"{group.request.key}, {first.place}: {error}",
+                help="stamps are seconds of one clock, one for each sampled token",
+            ) from None
+    return Timing(tuple(runs))
+
+
+def _prechecks(
+    setting: RecordedSetting,
+    rows: Mapping[str, tuple[Rollout, ...]],
+    groups: Mapping[str, tuple[Group, ...]],
+    metrics: set[str],
+    policies: tuple[Policy, ...],
+) -> tuple[Precheck, ...]:
+    every = {id(r): r for found in rows.values() for r in found}
+    infer, train = setting.program.infer.recording, setting.program.train.recording
+    assert infer is not None
+    return recorded_prechecks(
+        Recorded(
+            tuple(every.values()),
+            float(setting.program.constants.temperature),
+            {name: len(found) for name, found in groups.items()},
+            setting.train_semantics,
+            semantics_of(infer.logprobs),
+            policies,
+            train is not None and train.recomputed,
+            _compares(metrics),
+            setting.left_out,
+            counts_units=bool(metrics - _TIMED),
+        )
+    )
+
+
+def _kernels(setting: RecordedSetting) -> dict[str, dict[str, object]]:
+    """Return what identifies both sides: a recorded one by the files that were read."""
+    files = {name: found.sha256 for name, found in setting.recordings.items()}
+    stated: Sequence[tuple[str, KernelRef]] = (
+        ("train", setting.program.train),
+        ("infer", setting.program.infer),
+    )
+    found: dict[str, dict[str, object]] = {}
+    for side, reference in stated:
+        print_ = kernel_fingerprint(reference, setting.device)
+        if reference.recording is not None:
+            print_ = {**print_, "recorded": dict(sorted(files.items()))}
+        found[side] = {
+            "run": reference.run,
+            "digest": f"sha256:{fingerprint_digest(print_)}",
+            "fingerprint": print_,
+        }
+    return found
+
+
+def _joined(setting: RecordedSetting) -> tuple[str, ...]:
+    count = sum(found.joined for found in setting.recordings.values())
+    return (f"{count} groups share a prompt with another and count with it",) if count else ()
+
+
+def _shares(groups: Any) -> tuple[str, ...]:
+    members: dict[int, Rollout] = {}
+    prompts: set[tuple[str, str]] = set()
+    for group in groups:  # a slice with some rollouts of a prompt has a group of its own
+        file = group.request.key.removesuffix(f":{group.request.id}")
+        members.update({id(member): member for member in group.members})
+        prompts.update((file, member.unit) for member in group.members)
+    tokens = sum(len(m.tokens) for m in members.values())
+    masked = tokens - sum(m.counted for m in members.values())
+    units = len(prompts)
+    said = f"{len(members)} rollouts of {units} prompts: the prompt is the unit"
+    share = (
+        f"; {100 * masked / tokens:.3g} % of {tokens} sampled tokens are masked" if tokens else ""
+    )
+    return (said + share,)

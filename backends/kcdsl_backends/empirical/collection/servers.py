@@ -1,0 +1,270 @@
+"""What a server decides of a contract: clauses about drawn tokens, each row of them a sample."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.terms import Clause
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.collection.answers import (
+    FAILURES,
+    Gathered,
+    Kept,
+    gather_rollouts,
+    resume_served,
+)
+from kcdsl_backends.empirical.collection.context import Progress, Setting, distinct, kernels_record
+from kcdsl_backends.empirical.diagnoses.model import outcome
+from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
+from kcdsl_backends.empirical.metrics.sampled import request_seed
+from kcdsl_backends.empirical.metrics.user import measures_of
+from kcdsl_backends.empirical.requirements.clauses import (
+    PROOFS,
+    measured_norms,
+    metrics_of,
+    slices_of,
+    split,
+)
+from kcdsl_backends.empirical.sources.kernels import timing
+from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
+from kcdsl_backends.empirical.sources.rollouts.prompts import Group, run_of
+from kcdsl_backends.empirical.sources.rollouts.record import Semantics
+from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
+from kcdsl_backends.empirical.statistics import confidence_over
+from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.units import Run, Timing, Unit
+from kcdsl_backends.requests import Request
+
+SUMMARY = frozenset({"k1", "k3", "importance_ratio", "log_ratio", "log_ratio_linf", "tv_is"})
+"""The usual drifts of drawn tokens."""
+_LISTS = frozenset({"train_top_ids", "train_top_logs", "infer_top_ids", "infer_top_logs"})
+_LOGS = frozenset({"prompt", "tokens", "train_logs", "infer_logs"})
+_TIMES = frozenset({"arrived", "stamps"})
+"""What a streamed answer gives."""
+
+
+def gather_served(
+    setting: Setting,
+    server: ServerKernel,
+    progress: Progress = lambda stage, done, total: None,
+    journal: Journal | None = None,
+) -> Evidence:
+    """Let a server draw after every request of the slices, and measure what it drew; what
+    `journal` holds is not asked for again.
+
+    Raises Refusal for a contract without clauses that this can decide, for a metric that needs more
+    than drawn tokens and the likeliest ones, and where the server cannot be relied upon.
+    """
+    program = expand_tables(setting.program)
+    clauses, _ = split(program, frozenset(setting.slices))
+    check_reach(setting, server, clauses)
+    metrics = SUMMARY | {name for clause in clauses for name in metrics_of(clause.require)}
+    requests = distinct(setting)
+    kept = Kept() if journal is None else resume_served(journal, setting, server, requests)
+    try:
+        found = gather_rollouts(
+            server,
+            setting.train,
+            requests,
+            setting.seed,
+            lambda done, total: progress("server and training kernel", done, total),
+            kept,
+        )
+    except Refusal as refusal:
+        if journal is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
+            kept.close()
+            journal.remove()  # which of the answers each server gave is not known
+        raise
+    finally:
+        kept.close()
+    slices = {name: _units(rows) for name, rows in setting.slices.items()}
+    units = {unit.request.key: unit for found in slices.values() for unit in found}
+    timing = _time(
+        setting,
+        server,
+        clauses,
+        slices,
+        lambda done, total: progress("timed runs", done, total),
+    )
+    repeated = len(requests) - len({request.tokens for request in requests})
+    return Evidence(
+        program=setting.program,
+        requests=tuple(unit.request for unit in units.values()),
+        runs={key: _run(unit, found, metrics, setting.seed) for key, unit in units.items()},
+        slices={name: tuple(u.request.key for u in found) for name, found in slices.items()},
+        measured=frozenset(metrics),
+        encoder=setting.encoder,
+        contract=setting.contract,
+        model=setting.model,
+        kernels=kernels_record(setting),
+        data=tuple(
+            {"name": file.name, "sha256": file.sha256, "rows": len(file.requests)}
+            for file in setting.files.values()
+        ),
+        environment=setting.environment,
+        timing=timing,
+        prechecks=_prechecks(setting, server, requests, found),
+        spoiled=setting.spoiled,
+        notes=(
+            "the server shows neither its weights nor its blocks: no digest and no certified bound"
+            " stands beside what it drew",
+            *([_timed_as(server)] if timing.runs else []),
+            *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
+            *(() if journal is None else journal.notes),
+        ),
+        seed=setting.seed,
+        looks=setting.looks,
+    )
+
+
+def check_reach(setting: Setting, server: ServerKernel, clauses: Sequence[Clause]) -> None:
+    """Refuse a clause whose metric needs more than the server gives; name it and its tier."""
+    measures = measures_of(setting.program)
+    given = _LOGS | _TIMES | (_LISTS if server.tier == "B" else frozenset())
+    for clause in clauses:
+        if clause.evidence in PROOFS:
+            continue
+        if measured_norms(clause.require):
+            raise _beyond(clause, "measured drift of a block", "blocks are not shown")
+        for name in sorted(metrics_of(clause.require)):
+            needs = NEEDS.get(name)
+            if needs is not None and given.issuperset(needs):
+                continue
+            tier = measures[name].tier if name in measures else "A"
+            lists = needs is not None and _LISTS.intersection(needs)
+            why = "`top` of its `logprobs` is 0" if lists else "it draws tokens, and shows no more"
+            raise _beyond(clause, f"`{name}` of tier {tier}", why)
+
+
+def _beyond(clause: Clause, what: str, why: str) -> Exception:
+    return refuse(
+        codes.METRIC_OUT_OF_REACH,
+        f"the clause `{clause.id}` reads {what}, which a server does not give: {why}",
+        help="metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/adapters.md",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Requests of a slice that have one prompt, as one request: what is drawn after a prompt says
+    how far the kernels are apart after this prompt, however often it is drawn."""
+
+    request: Request
+    members: tuple[Request, ...]
+
+
+def _units(rows: Sequence[Request]) -> tuple[_Unit, ...]:
+    prompts: dict[tuple[int, ...], list[Request]] = {}
+    for row in rows:
+        prompts.setdefault(row.tokens, []).append(row)
+    return tuple(_Unit(_joined(members), tuple(members)) for members in prompts.values())
+
+
+def _joined(members: Sequence[Request]) -> Request:
+    """Return the request that stands for several, with the fields that all of them have."""
+    first = members[0]
+    if len(members) == 1:
+        return first
+    keys = hashlib.sha256("\n".join(m.key for m in members).encode()).hexdigest()[:12]
+    more = f" and {len(members) - 1} more ({keys})"
+    shared = {
+        name: value
+        for name, value in first.fields.items()
+        if all(m.fields.get(name) == value for m in members)
+    }
+    return replace(first, key=first.key + more, id=first.id + more, fields=shared)
+
+
+def _run(unit: _Unit, found: Gathered, metrics: frozenset[str], seed: int) -> Run:
+    request, alone = unit.request, len(unit.members) == 1
+    own = request_seed(seed, request.key) if alone else seed
+    failures = [found.failures[m.key] for m in unit.members if m.key in found.failures]
+    if failures:
+        return Run(Unit(request.key, request.length, failure=failures[0]), own, {}, 0)
+    return run_of(Group(request, tuple(found.rollouts[m.key] for m in unit.members)), metrics, own)
+
+
+def _time(
+    setting: Setting,
+    server: ServerKernel,
+    clauses: Sequence[Clause],
+    slices: Mapping[str, Sequence[_Unit]],
+    progress: Callable[[int, int], None],
+) -> Timing:
+    timed = [clause for clause in clauses if timing.is_runtime(clause)]
+    names = {name for c in timed for name in (slices_of(c) or tuple(slices))} & slices.keys()
+    chosen = {unit.request.key: unit.request for name in names for unit in slices[name]}
+    if not chosen:
+        return Timing()
+    silent = 0
+
+    def generate(request: Request, clock: timing.Clock) -> Iterator[tuple[float, int]]:
+        nonlocal silent
+        try:
+            yield from server.stream(request.tokens, request_seed(setting.seed, request.key), clock)
+            silent = 0
+        except Refusal as refusal:
+            first = refusal.diagnostics[0]
+            silent = silent + 1 if first.code is codes.SERVER_UNREACHABLE else 0
+            if first.code is codes.SERVER_CHANGED or silent >= FAILURES:
+                raise
+            raise timing.Untimed(f"{first.code}: {first.message}") from refusal
+
+    found = timing.time_served(
+        generate,
+        tuple(chosen.values()),
+        rounds=timing.rounds_needed(
+            timed, [len(slices[name]) for name in names], confidence_over(setting.looks)
+        ),
+        seconds=setting.seconds,
+        at_once=server.service.concurrency,
+        progress=progress,
+    )
+    server.check_unchanged()
+    return found
+
+
+def _timed_as(server: ServerKernel) -> str:
+    at_once = server.service.concurrency
+    return (
+        f"times are those of {server.service.tokens} streamed tokens after each request (fewer"
+        " where the text ends or the model has no room), as they come over the network,"
+        f" {at_once} {'request' if at_once == 1 else 'requests'} at a time"
+    )
+
+
+def _prechecks(
+    setting: Setting, server: ServerKernel, requests: Sequence[Request], found: Gathered
+) -> tuple[Precheck, ...]:
+    temperature = float(setting.program.constants.temperature)
+    checks = recorded_prechecks(
+        Recorded(
+            tuple(found.rollouts.values()),
+            temperature,
+            {name: len(rows) for name, rows in setting.slices.items()},
+            Semantics("processed", server.semantics.temperature),
+            server.semantics,
+            found.policies,
+            recomputed=True,
+        )
+    )
+    return (
+        weights_checksum({**setting.weights, **setting.changed_weights()}),
+        _answered(requests, found),
+        *checks,
+    )
+
+
+def _answered(requests: Sequence[Request], found: Gathered) -> Precheck:
+    """Every request must have a usable answer: those that failed are not like the others."""
+    failed = [r for r in requests if r.key in found.failures]
+    detail = f"{len(failed)} of {len(requests)} requests have no usable answer"
+    if failed:
+        detail += f"; first {failed[0].key}: {found.failures[failed[0].key]}"
+    return outcome("answers", not failed, detail, float(len(failed)))

@@ -1,0 +1,1 @@
+"""Decisions: from the evidence table to estimates, verdicts and the report."""

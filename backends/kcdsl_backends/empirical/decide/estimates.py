@@ -1,0 +1,382 @@
+"""From terms of the language to estimates over the units of a slice.
+
+Percentiles and exceedance count requests: the tokens of a request are represented by their worst
+value, the largest for an upper bound and the smallest for a lower one; where a sign decides which
+of them harms, both are tried. Means weigh every token the same; their limits resample whole
+requests. Metrics that are one number of a slice are formed from all its requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
+from kcdsl.ir.walk import subterms
+from kcdsl.ir.words import term_text
+from kcdsl.metrics.arrays import CACHE
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.decide.interval import Interval
+from kcdsl_backends.empirical.decide.values import (
+    Side,
+    recorded,
+    require,
+    token_sums,
+    unit_values,
+    units_of,
+    value_range,
+    worst_of_units,
+)
+from kcdsl_backends.empirical.metrics import calibration
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
+    MAGNITUDES,
+    RECORDED_AGGREGATES,
+    UNMEASURED,
+)
+from kcdsl_backends.empirical.statistics import Confidence, Estimate, NotMeasurable
+from kcdsl_backends.empirical.table.units import SliceData
+
+_TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
+_STORED = Fraction(1, 10**6)
+"""How far a stored share may lie from the share itself, in steps: float32 rounds within it."""
+
+
+def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tuple[Interval, int]:
+    """Return a term as an interval around its value, and the number of units behind it.
+
+    Raises `NotMeasurable` where the values support no statement.
+    """
+    match term:
+        case Number(value):
+            return Interval.point(value), 0
+        case TableValue(name):
+            raise NotMeasurable(f"table({name}) has a value in each of its buckets only")
+        case Arith("+" | "-" as op, left, right):
+            other = _opposite(side) if op == "-" else side
+            a, n = evaluate(left, data, side, settings)
+            b, m = evaluate(right, data, other, settings)
+            return a.combine(op, b), max(n, m)
+        case Arith(op, left, right):
+            lefts, n = _tails(left, data, settings)
+            rights, m = _tails(right, data, settings)
+            return _worst([a.combine(op, b) for a in lefts for b in rights], side), max(n, m)
+        case Abs(of) if any(isinstance(t, Statistic) for t in subterms(of)):
+            return _magnitude(of, data, side, settings)
+        case Statistic(kind, of, q):
+            found = _exactly(of, _statistic(kind, of, q, data, side, settings), data)
+        case Metric() | Norm() | Abs():
+            found = _exactly(term, _statistic("aggregate", term, None, data, side, settings), data)
+    return Interval.of(found), found.n
+
+
+def _tails(term: Term, data: SliceData, settings: Settings) -> tuple[tuple[Interval, ...], int]:
+    """Return a term with either tail as the harmful one: the sign of a factor turns them around."""
+    first, n = evaluate(term, data, "upper", settings)
+    if not _takes_sides(term):
+        return (first,), n
+    return (first, evaluate(term, data, "lower", settings)[0]), n
+
+
+def _takes_sides(term: Term) -> bool:
+    """Say whether requests stand for another value where the other tail harms."""
+    match term:
+        case Statistic(kind):
+            return kind in ("quantile", "aggregate")
+        case Arith(_, left, right):
+            return _takes_sides(left) or _takes_sides(right)
+        case Abs(of) if any(isinstance(t, Statistic) for t in subterms(of)):
+            return _takes_sides(of)
+        case _:
+            return isinstance(term, Metric | Norm | Abs)
+
+
+def _magnitude(of: Term, data: SliceData, side: Side, settings: Settings) -> tuple[Interval, int]:
+    """Return |term| of a term of statistics; the limit at 0 of two one-sided tests each at half the
+    error, since chance may lead away from 0 on either side."""
+    tails, n = _tails(of, data, settings)
+    surer, _ = _tails(of, data, settings.halved())
+    found = [a.magnitude(b) for a, b in zip(tails, surer, strict=True)]
+    if side == "lower" and len({a.value > 0 for a in tails}) > 1:  # 0 lies between both
+        found.append(Interval.point(Fraction(0)))
+    return _worst(found, side), n
+
+
+def _worst(found: Sequence[Interval], side: Side) -> Interval:
+    """Return the largest of several readings of a number where "upper" is the harmful side, else
+    the smallest."""
+    if side == "lower":
+        return _worst([one.negate() for one in found], "upper").negate()
+    lows = [one.low for one in found if one.low is not None]
+    highs = [one.high for one in found if one.high is not None]
+    return Interval(
+        max(one.value for one in found),
+        max(lows, default=None),
+        max(highs) if len(highs) == len(found) else None,
+    )
+
+
+def _statistic(
+    kind: str,
+    of: Term,
+    q: Fraction | None,
+    data: SliceData,
+    side: Side,
+    settings: Settings,
+) -> Estimate:
+    special = slice_metric(of, data, settings) if isinstance(of, Metric) else None
+    if special is not None:
+        return special
+    name = term_text(of)
+    if kind == "mean":
+        return mean_of(of, data, settings)
+    if kind == "rate":
+        return rate_of(of, data, settings)
+    tail = _TAILS.get(kind, side)
+    worst = statistics.check_values(worst_of_units(of, data, tail), name)
+    match kind:
+        case "max":
+            return statistics.largest(worst)
+        case "min":
+            return statistics.smallest(worst)
+        case "aggregate":
+            return statistics.largest(worst) if side == "upper" else statistics.smallest(worst)
+        case "quantile":
+            if q is None:
+                raise NotMeasurable(f"the quantile of {name} names no rank")
+            return statistics.quantile(worst, q, settings.confidence)
+    raise NotMeasurable(f"{kind}({name}) is no statistic of measured values")
+
+
+def _exactly(of: Term, found: Estimate, data: SliceData) -> Estimate:
+    """Return the estimate with its exact value, for metrics whose values are shares of k tokens.
+
+    Such a share is stored as the nearest double: 3/5 as a little less than it, which a threshold
+    of 60 % must not notice. What is no such share stays what it is.
+    """
+    measure = data.measures.get(of.name) if isinstance(of, Metric) else None
+    steps = None if measure is None else measure.steps
+    if steps is None:
+        return found
+    total = found.rational * found.weight * steps
+    if abs(total - round(total)) > _STORED * found.weight * steps:
+        return found
+    return replace(found, exact=Fraction(round(total), steps) / found.weight)
+
+
+def _opposite(side: Side) -> Side:
+    return "lower" if side == "upper" else "upper"
+
+
+# --- means ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How estimates are formed: the seed of resampling and the confidence of each limit (None:
+    values alone, without limits)."""
+
+    seed: int
+    confidence: Confidence | None
+
+    def halved(self) -> Settings:
+        """Return the same with half the error: for limits of which either may be missed."""
+        return (
+            self
+            if self.confidence is None
+            else replace(self, confidence=self.confidence.divided(2))
+        )
+
+
+def mean_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
+    """Return the mean of a pointwise term over all tokens of a slice."""
+    sums, sizes = token_sums(of, data)
+    return statistics.clustered_ratio(
+        sums,
+        sizes,
+        seed=settings.seed,
+        confidence=settings.confidence,
+        bounds=value_range(of, data),
+        what=term_text(of),
+    )
+
+
+def rate_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
+    """Return the mean of a pointwise term that is 0 or 1; a share of requests where each has one
+    value. Raises `NotMeasurable` for other values."""
+    if data.reduced is not None:
+        sums, sizes = token_sums(of, data)
+        binary = not data.reduced.of(of).fractions.any()
+    else:
+        values = unit_values(of, units_of(of, data), data.measures)
+        every = statistics.check_values(np.concatenate(values) if values else [], term_text(of))
+        sums, sizes = np.array([v.sum() for v in values]), np.array([v.size for v in values])
+        binary = bool(np.isin(every, (0.0, 1.0)).all())
+    if not binary:
+        raise NotMeasurable(f"rate({term_text(of)}): the values are not all 0 or 1")
+    if bool((sizes == 1).all()):
+        return statistics.proportion(int(sums.sum()), sums.size, settings.confidence)
+    return mean_of(of, data, settings)
+
+
+# --- slice metrics -------------------------------------------------------------------------------
+
+
+_RESAMPLES = 299
+
+
+def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimate | None:
+    """Return the estimate of a metric that is one number per slice, None for a pointwise one.
+
+    Raises `NotMeasurable` where the slice has no such number.
+    """
+    match metric.name:
+        case name if name in UNMEASURED and name not in data.measures:
+            raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
+        case name if name in MAGNITUDES:
+            return _magnitude_of_mean(name, data, settings)
+        case "kv_memory":
+            largest = [float(recorded(CACHE, u).max()) for u in data.requests]
+            return statistics.largest(statistics.check_values(largest, "kv_memory"))
+        case "ece_gap":
+            return _ece_gap(data, settings)
+        case "grad_bias":
+            return mean_of(metric, data, settings)
+        case name if name in AGGREGATES or name in RECORDED_AGGREGATES:
+            return _joined(name, data, settings)
+        case "throughput":
+            return _throughput(data, settings)
+        case "peak_memory":
+            if data.peak_memory is None:
+                raise NotMeasurable("peak_memory: not measured")
+            value = statistics.check_values([data.peak_memory], "peak_memory")
+            return Estimate(float(value[0]), None, None, max(1, len(data.runs)), "maximum")
+        case "failure_rate":
+            failed = sum(unit.failure is not None for unit in data.requests)
+            return statistics.proportion(failed, len(data.requests), settings.confidence)
+        case "determinism":
+            if data.repeats is None:
+                raise NotMeasurable("determinism: no run was repeated")
+            return statistics.proportion(*data.repeats, settings.confidence)
+        case name if name not in data.measures:
+            raise NotMeasurable(f"{name}: this backend does not measure it")
+        case _:
+            return None
+
+
+def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
+    """Return one number of the arrays of all requests, with limits by resampling requests."""
+    aggregate = AGGREGATES.get(name) or RECORDED_AGGREGATES[name]
+    parts = [[recorded(of, unit) for of in aggregate.inputs] for unit in data.requests]
+
+    def value(drawn: Sequence[int]) -> float | None:
+        try:
+            return aggregate.of([parts[i] for i in drawn])
+        except Unmeasured:
+            return None
+
+    try:
+        statistics.check_values([aggregate.of(parts)], name)
+    except Unmeasured as error:
+        raise NotMeasurable(f"{name}: {error}") from error
+    return statistics.clustered_statistic(
+        value,
+        len(parts),
+        seed=settings.seed,
+        confidence=settings.confidence,
+        count=_RESAMPLES,
+    )
+
+
+def _magnitude_of_mean(name: str, data: SliceData, settings: Settings) -> Estimate:
+    """Return the absolute value of a mean, with limits from those of the mean itself."""
+    array, bounds = MAGNITUDES[name]
+    values = [recorded(array, unit) for unit in data.requests]
+    statistics.check_values(np.concatenate(values) if values else [], name)
+    sums, sizes = [statistics.rounded_sum(v) for v in values], [float(v.size) for v in values]
+
+    def mean_at(level: Settings) -> Estimate:
+        return statistics.clustered_ratio(
+            sums,
+            sizes,
+            seed=level.seed,
+            confidence=level.confidence,
+            bounds=bounds,
+            what=name,
+        )
+
+    mean = mean_at(settings)
+    limits = Interval.of(mean).magnitude(Interval.of(mean_at(settings.halved())))
+    return replace(
+        mean,
+        value=abs(mean.value),
+        exact=abs(mean.rational),
+        low=None if limits.low is None else float(limits.low),
+        high=None if limits.high is None else float(limits.high),
+    )
+
+
+def _throughput(data: SliceData, settings: Settings) -> Estimate:
+    """Return tokens per second; its limits are those of the seconds per token, inverted.
+
+    A single stalled run stretches the seconds per token upwards without end, and so the limits of
+    their inverse towards zero, but never to zero or below.
+    """
+    seconds = [float(v[0]) for v in unit_values(Metric("latency"), data.runs, data.measures)]
+    tokens = [float(run.tokens) for run in data.runs]
+    slow = statistics.clustered_ratio(
+        seconds,
+        tokens,
+        seed=settings.seed,
+        confidence=settings.confidence,
+        bounds=(0.0, None),
+        what="throughput",
+    )
+    if slow.rational == 0:
+        raise NotMeasurable("throughput: the runs took no time")
+    exact = 1 / slow.rational
+    return Estimate(
+        float(exact),
+        1 / slow.high if slow.high else None,
+        1 / slow.low if slow.low else None,
+        slow.n,
+        slow.method,
+        exact,
+        Fraction(math.fsum(seconds)),
+    )
+
+
+def _ece_gap(data: SliceData, settings: Settings) -> Estimate:
+    parts = []
+    for unit in data.requests:
+        require(unit)
+        if unit.confidences is None:
+            raise NotMeasurable(f"ece_gap: the request {unit.key} has no labels")
+        parts.append(unit.confidences)
+    if not parts:
+        raise NotMeasurable("ece_gap: there are no values")
+    joined = calibration.join(parts)
+    for side in (joined.train, joined.infer):
+        if side.size:
+            statistics.check_values(side, "ece_gap")
+    if joined.train.size < calibration.BINS:
+        raise NotMeasurable(
+            f"ece_gap: {joined.train.size} positions cannot fill {calibration.BINS} bins"
+        )
+
+    def gap(drawn: Sequence[int]) -> float | None:
+        resampled = calibration.join([parts[i] for i in drawn])
+        return None if resampled.train.size < calibration.BINS else calibration.ece_gap(resampled)
+
+    return statistics.clustered_statistic(
+        gap,
+        len(parts),
+        seed=settings.seed,
+        confidence=settings.confidence,
+        count=_RESAMPLES,
+    )

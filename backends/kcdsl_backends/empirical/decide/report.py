@@ -1,0 +1,233 @@
+"""From evidence to the report: a pure function, so that the same evidence gives the same report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.model import refuse
+from kcdsl.ir.buckets import expand_tables, is_bucket
+from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.terms import Clause, Family, Program
+from kcdsl.metrics import MetricDefinition
+from kcdsl.verdict.health import assess, recommend
+from kcdsl.verdict.model import Violated
+from kcdsl.verdict.report import Precheck, Report, SliceSummary, Statistics, Warned
+from kcdsl.verdict.result import ClauseResult
+from kcdsl_backends.empirical import diagnoses
+from kcdsl_backends.empirical.charts import charts_of
+from kcdsl_backends.empirical.charts.buckets import mean
+from kcdsl_backends.empirical.decide.comparison import beside
+from kcdsl_backends.empirical.decide.results import Case, decide_all
+from kcdsl_backends.empirical.metrics.measures import MEASURES
+from kcdsl_backends.empirical.metrics.user import measures_of
+from kcdsl_backends.empirical.requirements.clauses import (
+    PROOFS,
+    metrics_of,
+    sampling_unit,
+    slices_of,
+    split,
+)
+from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
+from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, records
+from kcdsl_backends.empirical.table.units import SliceData
+
+
+def conclude(evidence: Evidence) -> Report:
+    """Decide every clause that the evidence can decide, and report it.
+
+    Raises Refusal where the contract has no such clause.
+    """
+    program = expand_tables(evidence.program)
+    clauses, deferred = split(program, frozenset(evidence.slices))
+    data = slice_data(evidence)
+    results, demoted, statistics = decide(evidence, program, clauses, data)
+    return build_report(evidence, data, results, {**deferred, **demoted}, statistics)
+
+
+def slice_data(evidence: Evidence) -> dict[str, SliceData]:
+    """Return what was measured, slice by slice."""
+    written, measures = records(evidence), measures_of(evidence.program)
+    return {
+        name: _on_slice(name, keys, evidence, written, measures)
+        for name, keys in evidence.slices.items()
+    }
+
+
+def _on_slice(
+    name: str,
+    keys: Sequence[str],
+    evidence: Evidence,
+    written: Mapping[str, Mapping[str, Any]],
+    measures: Mapping[str, MetricDefinition],
+) -> SliceData:
+    timing, inside = evidence.timing, set(keys)
+    repeats = [timing.repeats[key] for key in keys if key in timing.repeats]
+    return SliceData(
+        name,
+        tuple(evidence.runs[key].unit for key in keys),
+        tuple(unit for unit in timing.runs if unit.key in inside),
+        (sum(equal == made for equal, made in repeats), len(repeats)) if repeats else None,
+        timing.peak_memory,
+        tuple(written[key] for key in keys),
+        measures,
+        unit=sampling_unit(evidence.program),
+    )
+
+
+def decide(
+    evidence: Evidence,
+    program: Program,
+    clauses: Sequence[Clause],
+    data: Mapping[str, SliceData],
+) -> tuple[tuple[ClauseResult, ...], dict[str, str], Statistics]:
+    """Decide every clause; one that demands a proof is only reported where it is violated."""
+    cases: list[Case] = []
+    measures = measures_of(program)
+    blocked = [
+        None
+        if clause.family is Family.OBSERVABILITY
+        else why_blocked(clause, evidence.prechecks, measures)
+        for clause in clauses
+    ]
+    for clause, why in zip(clauses, blocked, strict=True):
+        cases += [
+            Case(obligation, data[name], why or evidence.spoiled.get(name))
+            for name in slices_of(clause) or tuple(data)
+            if name in data
+            for obligation in obligations_of(clause, name)
+        ]
+    decided, statistics = decide_all(cases, program, evidence.seed, evidence.looks)
+    rows = [
+        replace(row, beside=beside(case.obligation.part, row, case.data, evidence))
+        for case, row in zip(cases, decided, strict=True)
+    ]
+    results: list[ClauseResult] = []
+    demoted: dict[str, str] = {}
+    for clause, why in zip(clauses, blocked, strict=True):
+        own = [
+            row for case, row in zip(cases, rows, strict=True) if case.obligation.clause is clause
+        ]
+        refuted = any(isinstance(row.verdict, Violated) for row in own)
+        if clause.evidence in PROOFS and not refuted and why is None:
+            demoted[clause.id] = f"demands {clause.evidence}; `kcdsl verify` decides it"
+            continue
+        results.extend(own)
+    if not results:
+        raise refuse(
+            codes.NOTHING_TO_EVALUATE,
+            "every clause demands a proof, and running the kernels only measures",
+            help="run `kcdsl verify`",
+        )
+    return tuple(results), demoted, statistics
+
+
+def why_blocked(
+    clause: Clause, prechecks: Sequence[Precheck], measures: Mapping[str, MetricDefinition]
+) -> str | None:
+    """Return why no value of the model may be trusted for a clause, None where it may.
+
+    Sampled clauses also need mass wherever the training kernel has some. A request without finite
+    numbers is what runtime clauses count, so it does not block them.
+    """
+    if clause.family is Family.RUNTIME:
+        prechecks = [check for check in prechecks if check.name != "finite"]
+    reasons = [diagnoses.blocking(prechecks)]
+    sampled = any(
+        "sampled" in measures[m].needs for m in metrics_of(clause.require) if m in measures
+    )
+    if sampled:
+        reasons += [
+            f"precheck {check.name} failed: {check.detail}"
+            for check in prechecks
+            if check.name == "support_check" and check.outcome == "failed"
+        ]
+    return "; ".join(reason for reason in reasons if reason is not None) or None
+
+
+# --- reporting -----------------------------------------------------------------------------------
+
+
+def build_report(
+    evidence: Evidence,
+    data: Mapping[str, SliceData],
+    results: tuple[ClauseResult, ...],
+    deferred: Mapping[str, str],
+    statistics: Statistics,
+) -> Report:
+    """Return the report, with health score and recommended action."""
+    health = assess(results, evidence.program.escalation)
+    return Report(
+        contract=evidence.contract,
+        model=evidence.model,
+        kernels=evidence.kernels,
+        data=evidence.data,
+        environment={
+            **evidence.environment,
+            "seed": evidence.seed,
+            "confidence": CONFIDENCE,
+            "unit": sampling_unit(evidence.program),
+        },
+        clauses=results,
+        slices=tuple(
+            summarise_slice(d, evidence.encoder) for d in data.values() if not is_bucket(d.name)
+        ),
+        prechecks=evidence.prechecks,
+        crosschecks=evidence.crosschecks,
+        implied=evidence.implied,
+        deferred=deferred,
+        health=health,
+        action=recommend(results, health),
+        notes=(*evidence.notes, *evidence.accepted),
+        statistics=statistics,
+        warnings=below_noise(results),
+        bounding=evidence.bounding,
+        charts=charts_of(evidence, data, results),
+    )
+
+
+def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
+    """Name the clauses whose threshold lies below the noise floor of the training kernel."""
+    found = []
+    for row in results:
+        floor = None if row.beside is None else row.beside.floor
+        if floor is None or not floor.above or floor.value is None or row.threshold is None:
+            continue
+        far = "above" if row.op in (">=", ">") else "below"
+        found.append(
+            Warned(
+                codes.BELOW_NOISE.id,
+                row.clause,
+                row.slice,
+                f"the threshold {row.threshold:.3g} lies {far} the noise floor {floor.value:.3g}: "
+                f"so far the training kernel is from itself when {floor.requests} requests are "
+                "batched otherwise",
+            )
+        )
+    return tuple(found)
+
+
+def summarise_slice(data: SliceData, encoder: bool) -> SliceSummary:
+    """Return mean, percentiles and worst of the usual drifts; each request by its worst token."""
+    rows: dict[str, dict[str, float]] = {}
+    for name in SUMMARY_METRICS[encoder]:
+        values = [u.values[name] for u in data.requests if name in u.values and u.failure is None]
+        if not values or len(values) != len(data.requests):
+            continue
+        higher = MEASURES[name].better == "higher"
+        worst = np.sort([float(v.min() if higher else v.max()) for v in values])
+        if higher:
+            worst = worst[::-1]
+        joined = np.concatenate(values)
+        rows[name] = {"mean": mean(joined)}
+        for percent in (50, 95, 99):
+            rank = quantile_rank(worst.size, Fraction(percent, 100))
+            rows[name][f"p{percent}"] = float(worst[rank - 1])
+        rows[name]["worst"] = float(worst[-1])
+    tokens = sum(unit.tokens for unit in data.requests)
+    return SliceSummary(data.name, len(data.requests), tokens, rows)

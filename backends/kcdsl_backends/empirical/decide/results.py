@@ -1,0 +1,321 @@
+"""From clauses to rows of the report, with the error of many results shared among them.
+
+Passes are not corrected: a contract holds only if all its clauses do, and whichever of them is
+false is accepted with at most its own error. A violation is reported if any clause is violated, so
+the chance of a false one grows with their number; Holm's method keeps it below the error. What is
+violated by itself and not among so many is inconclusive, never a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kcdsl.ir.escalation import severity
+from kcdsl.ir.obligations import Obligation
+from kcdsl.ir.terms import Budget, Clause, EvidenceKind, HasFields, Program
+from kcdsl.metrics import MetricDefinition
+from kcdsl.verdict.health import deviation, over_budget
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
+from kcdsl.verdict.report import Statistics
+from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.decide.display import (
+    Figures,
+    counterexample,
+    figures_of,
+    needed,
+    no_figures,
+    shown,
+    why_open,
+)
+from kcdsl_backends.empirical.decide.interval import Outcome
+from kcdsl_backends.empirical.decide.judgement import (
+    Counted,
+    Judge,
+    count,
+    evidence_kind,
+    judge_for,
+    within_budget,
+)
+from kcdsl_backends.empirical.requirements.clauses import metrics_of, statistic_count
+from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, NotMeasurable
+from kcdsl_backends.empirical.table.units import SliceData
+
+
+def decide_clause(
+    clause: Clause,
+    program: Program,
+    data: SliceData,
+    *,
+    seed: int,
+    confidence: Confidence = statistics.ONE_LOOK,
+    alarm: Fraction | None = None,
+    blocked: str | None = None,
+) -> ClauseResult:
+    """Decide one clause on one slice.
+
+    `alarm` is the error at which a sample shows a violation, where it is smaller than that of
+    `confidence`: what is violated at the one and not at the other is inconclusive. `blocked` says
+    why no value of the model may be trusted (a failed precheck); the clause is then
+    `InvalidEvidence` whatever was measured.
+    """
+    judge = judge_for(clause, data, seed, confidence)
+    try:
+        found = _count_if_possible(clause, judge)
+        figures = figures_of(clause, judge)
+        outcome = _outcome(clause, judge, found, confidence)
+        chance = None
+        if judge.sample and outcome == "violated":
+            chance = _by_chance(clause, data, seed, confidence, alarm, found)
+    except NotMeasurable as error:
+        return _row(clause, program, data, no_figures(clause, data), InvalidEvidence(str(error)))
+    exceedance = found.exceedance(confidence) if found is not None and found.beyond else None
+    counts = shows = enough = None
+    if found is not None and exceedance is not None:
+        k, n, low, high = exceedance.k, exceedance.n, exceedance.low, exceedance.high
+        counts = ExceedanceCount(k, n, found.of, low, high)
+        shows = shown(clause, found.of, exceedance, confidence) if judge.sample else None
+    verdict: Verdict
+    match outcome:
+        case "held":
+            verdict = Held()
+        case "violated" if chance is None:
+            verdict = Violated(counterexample(clause, judge, figures, found))
+        case _:
+            enough = needed(clause, figures, exceedance, confidence)
+            why = why_open(clause, figures, shows, enough, confidence)
+            verdict = Inconclusive(chance or why)
+    obstacle = blocked or _demand(clause, data)
+    if blocked is not None:
+        verdict, shows, enough = InvalidEvidence(blocked), None, None
+    elif obstacle is not None and not isinstance(verdict, Violated):
+        verdict, enough = Inconclusive(obstacle), None
+    return _row(
+        clause, program, data, figures, verdict, counts, confidence, shows=shows, enough=enough
+    )
+
+
+def invalid(clause: Clause, program: Program, data: SliceData, reason: str) -> ClauseResult:
+    """Return the row of a clause that has no usable evidence."""
+    return _row(clause, program, data, no_figures(clause, data), InvalidEvidence(reason))
+
+
+def _demand(clause: Clause, data: SliceData) -> str | None:
+    """Return why measuring cannot satisfy the kind of evidence that a clause demands."""
+    match clause.evidence:
+        case EvidenceKind.PROOF | EvidenceKind.PROOF_REAL | EvidenceKind.PROBABILISTIC as kind:
+            return f"the clause demands {kind}, and running the kernels only measures"
+        case EvidenceKind.CENSUS if evidence_kind(clause, data.measures) is EvidenceKind.SAMPLE:
+            return "the clause demands a census, but its values vary from run to run"
+        case _:
+            return None
+
+
+def _count_if_possible(clause: Clause, judge: Judge) -> Counted | None:
+    if clause.budget is not None:
+        found = count(clause, judge)
+        if found is None:
+            raise NotMeasurable(f"a single one of the {clause.budget.unit} has no value here")
+        return found
+    try:
+        return count(clause, judge)
+    except NotMeasurable:  # a slice may have a value where a single unit has none (0 in 1 / x)
+        return None
+
+
+def _outcome(
+    clause: Clause, judge: Judge, found: Counted | None, confidence: Confidence
+) -> Outcome:
+    if clause.budget is None:
+        return judge.outcome(clause.require)
+    assert found is not None
+    return within_budget(found.exceedance(confidence), clause.budget, judge.sample, confidence)
+
+
+def _by_chance(
+    clause: Clause,
+    data: SliceData,
+    seed: int,
+    confidence: Confidence,
+    alarm: Fraction | None,
+    found: Counted | None,
+) -> str | None:
+    """Return why a sampled violation is none at the level of the whole report, or None."""
+    if alarm is None or alarm >= confidence.error:
+        return None
+    strict = replace(confidence, error=alarm)
+    again = _outcome(clause, judge_for(clause, data, seed, strict), found, strict)
+    if again == "violated":
+        return None
+    return (
+        f"violated at {100 * confidence.share:.4g} % by itself, but not at the "
+        f"{100 * strict.share:.6g} % that one of so many sampled results needs (Holm)"
+    )
+
+
+# --- the row -------------------------------------------------------------------------------------
+
+
+def _row(
+    clause: Clause,
+    program: Program,
+    data: SliceData,
+    figures: Figures,
+    verdict: Verdict,
+    exceedance: ExceedanceCount | None = None,
+    confidence: Confidence = statistics.ONE_LOOK,
+    *,
+    shows: Shown | None = None,
+    enough: int | None = None,
+) -> ClauseResult:
+    budget = clause.budget
+    shared = confidence.divided(statistic_count(clause.require))
+    return ClauseResult(
+        clause=clause.id,
+        family=clause.family.value,
+        level=clause.level.value,
+        slice=data.name,
+        requirement=clause.text or figures.metric,
+        metric=figures.metric,
+        unit=figures.unit,
+        op=figures.op,
+        value=figures.value,
+        low=figures.low,
+        high=figures.high,
+        n=figures.n,
+        counted=exceedance.of if exceedance is not None else f"{data.unit}s",
+        threshold=figures.threshold,
+        verdict=verdict,
+        evidence=evidence_kind(clause, data.measures).value,
+        confidence=shared.share,
+        exceedance=exceedance,
+        budget=None if budget is None else _budget(budget, data.unit),
+        action=_asked_for(clause, program, verdict),
+        deviation=_deviation(clause, figures, verdict, exceedance),
+        estimators=tuple(
+            _estimator(data.measures[name])
+            for name in sorted(metrics_of(clause.require))
+            if name in data.measures
+        ),
+        holdout=clause.holdout,
+        shown=shows,
+        needed=enough,
+        exact_value=figures.exact,
+    )
+
+
+def _budget(budget: Budget, unit: str) -> str:
+    units = f"{unit}s" if budget.unit == "requests" else budget.unit
+    return f"{float(budget.rate) * 100:g}% of {units}"
+
+
+def _asked_for(clause: Clause, program: Program, verdict: Verdict) -> str | None:
+    """Return the action that a result asks for.
+
+    An undecided hard clause asks for its own action, but for none beyond freezing the promotion:
+    nothing shows that the kernel that runs is bad.
+    """
+    own = action_of(clause, program)
+    match verdict:
+        case Violated() | InvalidEvidence():
+            return own
+        case Inconclusive() if clause.budget is None:
+            return min(own, "freeze", key=severity)
+        case _:
+            return None
+
+
+def action_of(clause: Clause, program: Program) -> str:
+    """Return the action that a violated clause calls for: its own, else that of the policy."""
+    return clause.action or program.escalation.action(clause.family, clause.level)
+
+
+def _deviation(
+    clause: Clause, figures: Figures, verdict: Verdict, exceedance: ExceedanceCount | None
+) -> float:
+    """Return v_c: of the exceedance rate for a soft clause, of the value for a hard one.
+
+    0 for a clause that is neither violated nor without evidence.
+
+    A trace clause deviates by the share of records without the fields; a compound clause, which
+    has no number, by one unit where it is violated.
+    """
+    if isinstance(verdict, InvalidEvidence):
+        return float("inf")
+    if isinstance(clause.require, HasFields):
+        return 0.0 if figures.value is None else 1.0 - figures.value
+    if clause.budget is not None and exceedance is not None:
+        return over_budget(exceedance.rate, float(clause.budget.rate))
+    if figures.value is None or figures.threshold is None:
+        return 1.0 if isinstance(verdict, Violated) else 0.0
+    if figures.op == "==":
+        return 0.0 if figures.value == figures.threshold else float("inf")
+    better = "higher" if figures.op in (">=", ">") else "lower"
+    return deviation(figures.value, figures.threshold, better)
+
+
+def _estimator(measure: MetricDefinition) -> Estimator:
+    return Estimator(
+        measure.tier,
+        measure.formula,
+        measure.bias,
+        measure.per,
+        measure.better,
+        measure.estimates,
+    )
+
+
+# --- alarms --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An obligation with what was measured on its slice; `blocked` says why no evidence about it
+    may be trusted."""
+
+    obligation: Obligation
+    data: SliceData
+    blocked: str | None = None
+
+
+def decide_all(
+    cases: Sequence[Case], program: Program, seed: int, looks: int | None = 1
+) -> tuple[tuple[ClauseResult, ...], Statistics]:
+    """Decide every case, and say how the error was shared."""
+    confidence = statistics.confidence_over(looks)
+
+    def decide(case: Case, alarm: Fraction | None = None) -> ClauseResult:
+        row = decide_clause(
+            case.obligation.part,
+            program,
+            case.data,
+            seed=seed,
+            confidence=confidence,
+            alarm=alarm,
+            blocked=case.blocked,
+        )
+        comparison = case.obligation.comparison
+        limit = None if comparison is None else comparison.threshold
+        return replace(row, obligation=case.obligation.id, exact_threshold=limit)
+
+    rows = [decide(case) for case in cases]
+    sampled = [i for i, row in enumerate(rows) if row.evidence == "sample"]
+    violated = [i for i in sampled if isinstance(rows[i].verdict, Violated)]
+    found, level = statistics.holm(
+        len(sampled),
+        confidence.error,
+        violated,
+        lambda i, alarm: isinstance(decide(cases[i], alarm).verdict, Violated),
+    )
+    for i in violated:
+        if i not in found:
+            rows[i] = decide(cases[i], level)
+    return tuple(rows), Statistics(
+        error=float(ONE_LOOK.error),
+        looks=looks,
+        limit_error=float(confidence.error),
+        sampled=len(sampled),
+        violation_error=float(level),
+    )

@@ -1,0 +1,174 @@
+"""Values of pointwise terms, unit by unit: as they were measured, or as a table reduced them.
+
+A value that its metric cannot have, such as a divergence below zero, is no evidence: it was logged
+with another sign, or by an estimator that cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
+from kcdsl.ir.walk import subterms
+from kcdsl.ir.words import term_text
+from kcdsl.metrics import MetricDefinition
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.metrics.measures import (
+    PROBABILITY_FUNCTIONS,
+    SAMPLED_FUNCTIONS,
+    UNMEASURED,
+)
+from kcdsl_backends.empirical.requirements.clauses import norm_name
+from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.table.units import Array, SliceData, Unit
+
+Side = Literal["upper", "lower"]
+"""Which tail harms: "upper" where a value must stay below something."""
+
+
+def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
+    """Return the units a term ranges over: timed runs for runtime metrics, else requests."""
+    runtime = {
+        data.measures[t.name].tier == "E"
+        for t in subterms(term)
+        if isinstance(t, Metric) and t.name in data.measures
+    }
+    if runtime == {True, False}:
+        raise NotMeasurable(f"{term_text(term)} mixes times with values of the model")
+    return data.runs if runtime == {True} else data.requests
+
+
+def unit_values(
+    term: Term, units: Sequence[Unit], measures: Mapping[str, MetricDefinition]
+) -> list[Array]:
+    """Return the values of a pointwise term, one array per unit.
+
+    Raises `NotMeasurable` where a unit failed, lacks a metric, or has a value of it that it cannot
+    have.
+    """
+    return [np.atleast_1d(_pointwise(term, unit, measures)) for unit in units]
+
+
+def worst_of_units(term: Term, data: SliceData, side: Side) -> Array:
+    """Return the worst value of every unit, for percentiles and counts."""
+    if data.reduced is not None:
+        return data.reduced.of(term).worst(side)
+    reduce = np.max if side == "upper" else np.min
+    values = unit_values(term, units_of(term, data), data.measures)
+    return np.array([float(reduce(v)) for v in values], dtype=np.float64)
+
+
+def token_sums(term: Term, data: SliceData) -> tuple[Array, Array]:
+    """Return the sum of the token values of each request, correctly rounded, and their number."""
+    if data.reduced is not None:
+        column = data.reduced.of(term)
+        statistics.check_finite(
+            int(column.nan.sum() + column.infinite.sum()), int(column.values.sum()), term_text(term)
+        )
+        return column.totals, column.values.astype(np.float64)
+    values = unit_values(term, units_of(term, data), data.measures)
+    statistics.check_values(np.concatenate(values) if values else [], term_text(term))
+    sums = [statistics.rounded_sum(v) for v in values]
+    return np.array(sums), np.array([float(v.size) for v in values])
+
+
+def recorded(name: str, unit: Unit) -> Array:
+    """Return what a unit holds under the name of a metric; raise `NotMeasurable` for nothing."""
+    require(unit)
+    values = unit.values.get(name)
+    if name in unit.problems:
+        raise NotMeasurable(f"{name}: the request {unit.key}: {unit.problems[name]}")
+    if values is None and name in UNMEASURED:
+        raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
+    if values is None or values.size == 0:
+        raise NotMeasurable(f"{name}: the request {unit.key} has no values")
+    return values
+
+
+def require(unit: Unit) -> None:
+    """Raise `NotMeasurable` for a request that failed."""
+    if unit.failure is not None:
+        raise NotMeasurable(f"the request {unit.key} failed: {unit.failure}")
+
+
+def _pointwise(term: Term, unit: Unit, measures: Mapping[str, MetricDefinition]) -> Array:
+    match term:
+        case Number(value):
+            return np.array([float(value)])
+        case Metric(name):
+            return _possible(name, unit, measures)
+        case Norm(kind, of):
+            if not of.measured:
+                raise NotMeasurable(f"{term_text(term)} speaks of every admissible run")
+            return recorded(norm_name(of.block, kind), unit)
+        case Abs(of):
+            return np.abs(_pointwise(of, unit, measures))
+        case Arith(op, left, right):
+            a, b = _pointwise(left, unit, measures), _pointwise(right, unit, measures)
+            with np.errstate(all="ignore"):
+                match op:
+                    case "+":
+                        return a + b
+                    case "-":
+                        return a - b
+                    case "*":
+                        return a * b
+                    case "/":
+                        return a / b
+            raise NotMeasurable(f"unknown operation {op!r}")
+        case Statistic():
+            raise NotMeasurable(f"{term_text(term)}: a statistic inside a statistic")
+        case TableValue():
+            raise NotMeasurable(f"{term_text(term)}: a table inside a statistic")
+
+
+def _possible(name: str, unit: Unit, measures: Mapping[str, MetricDefinition]) -> Array:
+    """Return the values of a metric, none of which lies where it cannot."""
+    values, measure = recorded(name, unit), measures.get(name)
+    if measure is None or measure.per == "slice":
+        return values
+    beyond = values[statistics.beyond_range(values, (measure.low, measure.high))]
+    if beyond.size:
+        raise NotMeasurable(
+            f"{name}: the request {unit.key}: the value {beyond[0]:g} lies outside of its range"
+        )
+    return values
+
+
+# --- ranges --------------------------------------------------------------------------------------
+
+
+def value_range(term: Term, data: SliceData) -> tuple[float | None, float | None]:
+    """Return the range of one value of a pointwise term, as far as it is known.
+
+    Where both policies are equal at every position, the value of a sampled token is the same
+    whichever token is drawn, so its range is one point.
+    """
+    of_tokens = {*SAMPLED_FUNCTIONS, *PROBABILITY_FUNCTIONS}
+    sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & of_tokens
+    if sampled and _equal_policies(data):
+        if data.reduced is not None:
+            constant = float(data.reduced.of(term).least[0])
+        else:
+            constant = float(_pointwise(term, data.requests[0], data.measures)[0])
+        return constant, constant
+    match term:
+        case Metric(name) if name in data.measures:
+            return data.measures[name].low, data.measures[name].high
+        case Abs():
+            return 0.0, None
+        case _:
+            return None, None
+
+
+def _equal_policies(data: SliceData) -> bool:
+    if data.reduced is not None:
+        column = data.reduced.columns.get(Metric("log_ratio_linf"))
+        if column is None or not len(data.reduced) or not column.complete.all():
+            return False
+        return not (column.least.any() or column.most.any())
+    spread = [unit.values.get("log_ratio_linf") for unit in data.requests]
+    return bool(spread) and all(s is not None and not s.any() for s in spread)

@@ -1,1 +1,0 @@
-"""What runs the parts of a model, besides PyTorch itself: compilers, quantisers, other runtimes."""

@@ -1,0 +1,1 @@
+"""Questions to the evidence table: plans, replays, aggregates and experiments."""

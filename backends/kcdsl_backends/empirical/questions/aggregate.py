@@ -1,0 +1,342 @@
+"""`kcdsl aggregate`: from files and a contract to the document "kcdsl.aggregate/1"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kcdsl import __version__
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.report import suggest
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.terms import Metric, Program, Term
+from kcdsl.verdict.health import assess, recommend
+from kcdsl.verdict.report import overall
+from kcdsl.verdict.result import number
+from kcdsl_backends.empirical.metrics.measures import MEASURES
+from kcdsl_backends.empirical.questions.token_clauses import (
+    Decided,
+    Task,
+    decide_table,
+    limits_of,
+    prepare,
+)
+from kcdsl_backends.empirical.sources.tokens.database import Database, Tokens, count_tokens, opened
+from kcdsl_backends.empirical.sources.tokens.requests import Requests, reduce_requests
+from kcdsl_backends.empirical.sources.tokens.slices import (
+    check_rows,
+    left_out,
+    membership,
+    refuse_copies,
+)
+from kcdsl_backends.empirical.sources.tokens.sql import Asked, Limit, above, below
+from kcdsl_backends.empirical.sources.tokens.tables import (
+    TokenTable,
+    file_records,
+    open_tables,
+)
+from kcdsl_backends.empirical.statistics import quantile_rank
+from kcdsl_backends.empirical.table.units import Floats
+
+SCHEMA = "kcdsl.aggregate/2"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a user asks for: metrics (none: those of the contract, else all), further limits by
+    metric, shares of percentiles, and means of the machine (see `engine.opened`)."""
+
+    metrics: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[Limit, ...]] | None = None
+    quantiles: tuple[Fraction, ...] = (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100))
+    slices: tuple[str, ...] = ()
+    seed: int = 0
+    looks: int | None = 1
+    memory: int | None = None
+    threads: int | None = None
+    spill: Path | None = None
+
+
+def wish_for(
+    limits: Sequence[tuple[str, str, Fraction]], percentiles: Sequence[Fraction], **others: Any
+) -> Wish:
+    """Return a wish; limits are (metric, operator, value)."""
+    found: dict[str, tuple[Limit, ...]] = {}
+    for name, op, value in limits:
+        found[name] = (*found.get(name, ()), Limit(op, value))
+    usual = Wish()
+    return Wish(limits=found, quantiles=tuple(percentiles) or usual.quantiles, **others)
+
+
+def aggregate(
+    paths: Sequence[str | Path],
+    program: Program | None,
+    wish: Wish,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Return the document of token tables, decided by a contract if there is one.
+
+    Raises Refusal for tables that cannot be used, metrics and slices that are not there, and
+    contracts without a clause that a table decides.
+    """
+    table = open_tables(paths)
+    task = None if program is None else prepare(program, table, wish.slices)
+    asked = _asked(table, task, wish)
+    files = file_records(table, lambda done, total: progress("digests", done, total))
+    refuse_copies(table, [file["sha256"] for file in files])
+    with opened(table, memory=wish.memory, threads=wish.threads, spill=wish.spill) as database:
+        members = None if task is None else task.members
+        slice_of = membership(table, members)
+        if task is None:
+            check_rows(database, members)
+            terms: list[Term] = [Metric(one.metric) for one in asked]
+            requests, decided = reduce_requests(database, slice_of, terms), None
+            names = _chosen(tuple(sorted(requests)), wish.slices)
+        else:
+            decided = decide_table(
+                _with_metrics(task, asked),
+                database,
+                seed=wish.seed,
+                looks=wish.looks,
+                progress=progress,
+            )
+            requests, names = dict(decided.requests), task.slices
+        tokens = count_tokens(database, slice_of, asked) if asked else {}
+        progress("tokens", 1, 1)
+        better = {name: measure.better for name, measure in MEASURES.items()}
+        slices = [
+            slice_record(
+                name,
+                requests[name],
+                {one.metric: tokens[name, one.metric] for one in asked},
+                asked,
+                better,
+            )
+            for name in names
+            if name in requests
+        ]
+        return {
+            "schema": SCHEMA,
+            **_conclusion(program, decided),
+            "tables": {
+                "rows": table.rows,
+                "left_out": left_out(database, members),
+                "files": list(files),
+            },
+            "environment": _environment(database, wish),
+            "slices": slices,
+            "sql": list(database.asked),
+        }
+
+
+def _asked(table: TokenTable, task: Task | None, wish: Wish) -> list[Asked]:
+    limits: dict[str, dict[Limit, None]] = {}
+    for source in (limits_of(task) if task else {}, wish.limits or {}):
+        for name, own in source.items():
+            limits.setdefault(name, {}).update(dict.fromkeys(own))
+    given = [*wish.metrics, *(wish.limits or {})]
+    for name in given:
+        if name not in table.metrics:
+            raise refuse(
+                codes.TOKEN_TABLE,
+                f"the token table has no column {name!r} of floating numbers",
+                help=suggest(name, list(table.metrics), "metrics"),
+            )
+    names = list(given)
+    if task is not None:
+        names += [name for term in task.terms for name in limits if Metric(name) == term]
+    elif not wish.metrics:
+        names += list(table.metrics)
+    return [
+        Asked(name, tuple(limits.get(name, ())), wish.quantiles) for name in dict.fromkeys(names)
+    ]
+
+
+def _chosen(there: tuple[str, ...], wanted: Sequence[str]) -> tuple[str, ...]:
+    for name in wanted:
+        if name not in there:
+            raise refuse(
+                codes.UNKNOWN_SLICE,
+                f"the token table has no slice {name!r}",
+                help=suggest(name, list(there), "slices"),
+            )
+    return tuple(name for name in there if not wanted or name in wanted)
+
+
+def _with_metrics(task: Task, asked: Sequence[Asked]) -> Task:
+    """Return the task with the terms that are reported beside those that clauses need."""
+    terms = dict.fromkeys([*task.terms, *(Metric(one.metric) for one in asked)])
+    return replace(task, terms=tuple(terms))
+
+
+def _conclusion(program: Program | None, decided: Decided | None) -> dict[str, Any]:
+    if program is None or decided is None:
+        return {"verdict": None, "exit": 0, "contract": None}
+    rows = decided.results
+    health = assess(rows, program.escalation)
+    verdict, code = overall(rows)
+    return {
+        "verdict": verdict,
+        "exit": int(code),
+        "action": recommend(rows, health),
+        "health": health.to_json(),
+        "contract": {
+            "name": program.name,
+            "version": program.version,
+            "digest": f"sha256:{digest(program).removeprefix('sha256:')}",
+        },
+        "statistics": decided.statistics.to_json(),
+        "clauses": [row.to_json() for row in rows],
+        "deferred": dict(decided.deferred),
+    }
+
+
+def _environment(database: Database, wish: Wish) -> dict[str, Any]:
+    import duckdb
+
+    return {
+        "kcdsl": __version__,
+        "duckdb": duckdb.__version__,
+        "seed": wish.seed,
+        "memory": database.memory,
+    }
+
+
+# --- aggregate -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """Rows of one metric on one slice: how many, those with a value, NaN and infinite ones, those
+    that do not meet each limit, the extremes (None without a number), and the exact sum of the
+    finite values."""
+
+    rows: int = 0
+    values: int = 0
+    nan: int = 0
+    infinite: int = 0
+    beyond: tuple[int, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    total: Fraction = Fraction(0)
+
+    @property
+    def mean(self) -> float | None:
+        """Return the mean, rounded once; None unless every value is finite."""
+        if not self.values or self.nan or self.infinite:
+            return None
+        return float(self.total / self.values)
+
+
+def aggregate_of(requests: Requests, metric: str, tokens: Tokens) -> Aggregate:
+    """Return the aggregate of a metric from its requests and the counts of its tokens."""
+    column = requests.reduced.columns[Metric(metric)]
+    least = column.least[~np.isnan(column.least)]
+    most = column.most[~np.isnan(column.most)]
+    return Aggregate(
+        tokens.rows,
+        tokens.values,
+        int(column.nan.sum()),
+        int(column.infinite.sum()),
+        tokens.beyond,
+        float(least.min()) if least.size else None,
+        float(most.max()) if most.size else None,
+        requests.totals[Metric(metric)],
+    )
+
+
+# --- as a document -------------------------------------------------------------------------------
+
+
+def slice_record(
+    name: str,
+    requests: Requests,
+    tokens: Mapping[str, Tokens],
+    asked: Sequence[Asked],
+    better: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return what is reported of a slice: each metric by tokens and by requests."""
+    return {
+        "slice": name,
+        "rows": int(requests.reduced.tokens.sum()),
+        "requests": len(requests.reduced),
+        "metrics": [
+            _metric_record(requests, one, tokens[one.metric], better.get(one.metric, "lower"))
+            for one in asked
+        ],
+    }
+
+
+def _metric_record(requests: Requests, asked: Asked, tokens: Tokens, better: str) -> dict[str, Any]:
+    found = aggregate_of(requests, asked.metric, tokens)
+    column = requests.reduced.columns[Metric(asked.metric)]
+    side: Literal["upper", "lower"] = "lower" if better == "higher" else "upper"
+    complete = bool(((column.missing == 0) & (column.values > 0)).all())
+    sides: dict[str, Any] = {
+        "tokens": {
+            "values": found.values,
+            "missing": found.rows - found.values,
+            "nan": found.nan,
+            "infinite": found.infinite,
+            "mean": found.mean,
+            "least": number(found.least),
+            "most": number(found.most),
+            "percentiles": _percentiles(asked.quantiles, tokens.percentiles),
+            "beyond": [
+                _beyond(limit, k, found.values)
+                for limit, k in zip(asked.limits, found.beyond, strict=True)
+            ],
+        },
+        "requests": None,
+    }
+    if complete:
+        worst = column.worst(side)
+        ranked = np.sort(worst)
+        ranks = tuple(float(ranked[quantile_rank(worst.size, q) - 1]) for q in asked.quantiles)
+        sides["requests"] = {
+            "values": int(worst.size),
+            "worst": "least" if side == "lower" else "most",
+            "percentiles": _percentiles(asked.quantiles, ranks),
+            "beyond": [
+                _beyond(limit, _outside(limit, column.worst(_side(limit))), int(worst.size))
+                for limit in asked.limits
+            ],
+        }
+    return {"metric": asked.metric, **sides}
+
+
+def _side(limit: Limit) -> Literal["upper", "lower"]:
+    return "upper" if limit.op in ("<=", "<") else "lower"
+
+
+def _outside(limit: Limit, worst: Floats) -> int:
+    """Count the requests of which not every value meets a limit."""
+    exact = Fraction(below(limit.value)) == limit.value
+    if limit.op in ("<=", "<"):
+        tau = below(limit.value)
+        meets = worst < tau if limit.op == "<" and exact else worst <= tau
+    else:
+        tau = above(limit.value)
+        meets = worst > tau if limit.op == ">" and exact else worst >= tau
+    return int(np.count_nonzero(~meets))
+
+
+def _percentiles(
+    quantiles: Sequence[Fraction], found: Sequence[float] | None
+) -> dict[str, float | None]:
+    values: Sequence[float | None] = [None] * len(quantiles) if found is None else found
+    return {f"p{_text(100 * q)}": number(x) for q, x in zip(quantiles, values, strict=True)}
+
+
+def _text(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
+
+
+def _beyond(limit: Limit, k: int, n: int) -> dict[str, Any]:
+    return {"op": limit.op, "limit": float(limit.value), "k": k, "n": n}

@@ -1,0 +1,323 @@
+"""E2: the same kernels on devices, at lengths, in batches, with concurrent streams.
+
+A cell takes the requests with at least L tokens, cut to L, so that they run in batches without
+padding. The inference kernel runs batches of b in c threads at a time; the training kernel runs
+each request alone. What is counted is what `kcdsl evaluate` counts, and the preconditions of
+`kcdsl evaluate` are looked at in every cell, on its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.terms import Clause, HasFields, Program
+from kcdsl.ir.walk import walk
+from kcdsl.model.attention import SDP_BACKENDS
+from kcdsl_backends.adapters import ADAPTERS
+from kcdsl_backends.empirical.collection.context import Setting, check_metrics, distinct, plan_for
+from kcdsl_backends.empirical.collection.kernels import prechecks_of
+from kcdsl_backends.empirical.decide.comparison import narrowness
+from kcdsl_backends.empirical.decide.report import why_blocked
+from kcdsl_backends.empirical.decide.results import Case, decide_all
+from kcdsl_backends.empirical.metrics.user import measures_of
+from kcdsl_backends.empirical.questions.cells import (
+    Cells,
+    failed_checks,
+    manifest,
+    pass_record,
+)
+from kcdsl_backends.empirical.questions.variants import Prepare, Progress, run_single
+from kcdsl_backends.empirical.requirements.clauses import (
+    PROOFS,
+    measured_norms,
+    metrics_of,
+    slices_of,
+    split,
+)
+from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, run_request
+from kcdsl_backends.empirical.sources.kernels.scaled_products import exact_settings
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.table.units import Run, SliceData
+from kcdsl_backends.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What is swept. `lengths` are in tokens; `concurrency` counts threads that run batches."""
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    lengths: tuple[int, ...] = (16, 32, 64, 128)
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    concurrency: tuple[int, ...] = (1, 2, 4)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "device": list(self.devices),
+            "length": list(self.lengths),
+            "batch": list(self.batches),
+            "concurrency": list(self.concurrency),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A kernel whose logits for one request are known already."""
+
+    kernel: TorchKernel
+    known: Tensor
+
+    def logits(self, ids: Any) -> Tensor:
+        return self.known
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+
+def run_grid(
+    prepare: Prepare,
+    program: Program,
+    base: Path,
+    folder: Path,
+    *,
+    axes: Axes = Axes(),
+    seed: int = 0,
+    fresh: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Return the document of E2: a cell for each combination, or the reason why it has not run.
+
+    Raises Refusal where not one could run.
+    """
+    of = manifest(program, base, seed, axes=axes.to_json())
+    cells = Cells(folder / "cells", of, fresh, base)
+    clauses, deferred = _clauses(program)
+    loaded: dict[str, Setting | Refusal] = {}
+
+    def setting_on(device: str) -> Setting:
+        if device not in loaded:
+            loaded[device] = _load(prepare, program, base, device, seed)
+        found = loaded[device]
+        if isinstance(found, Refusal):
+            raise found
+        return found
+
+    found = []
+    specs = list(_specs(axes))
+    for done, spec in enumerate(specs):
+        progress("cells", done, len(specs))
+        name = "-".join(str(spec[axis]) for axis in ("device", "length", "batch", "concurrency"))
+
+        def measure(spec: Mapping[str, Any] = spec) -> dict[str, Any]:
+            return _measure(setting_on(spec["device"]), clauses, spec)
+
+        found.append(cells.cell(name, spec, measure))
+    progress("cells", len(specs), len(specs))
+    if not any(cell["status"] == "ran" for cell in found):
+        reasons = dict.fromkeys(str(cell["reason"]) for cell in found)
+        raise refuse(codes.EXPERIMENT, "not one cell could run", notes=tuple(reasons))
+    return {
+        "schema": "kcdsl.experiment/1",
+        "experiment": "e2",
+        "manifest": of,
+        "axes": axes.to_json(),
+        "deferred": deferred,
+        "cells": found,
+    }
+
+
+def _specs(axes: Axes) -> Iterator[dict[str, Any]]:
+    for device in axes.devices:
+        for length in axes.lengths:
+            for batch in axes.batches:
+                for streams in axes.concurrency:
+                    yield {
+                        "device": device,
+                        "length": length,
+                        "batch": batch,
+                        "concurrency": streams,
+                    }
+
+
+def _clauses(program: Program) -> tuple[tuple[Clause, ...], dict[str, str]]:
+    """Return the clauses about values of the model, and why the others are left out."""
+    expanded, measures = expand_tables(program), measures_of(program)
+    chosen, deferred = split(expanded, frozenset(s.name for s in expanded.slices))
+    kept = []
+    for clause in chosen:
+        tiers = {measures[m].tier for m in metrics_of(clause.require) if m in measures}
+        if any(isinstance(part, HasFields) for part in walk(clause.require)):
+            deferred[clause.id] = "speaks of trace records, which are the same in every cell"
+        elif "E" in tiers or measured_norms(clause.require):
+            deferred[clause.id] = "speaks of times or single blocks; `kcdsl evaluate` decides it"
+        elif clause.evidence in PROOFS:
+            deferred[clause.id] = f"demands {clause.evidence}; `kcdsl verify` decides it"
+        else:
+            kept.append(clause)
+    if not kept:
+        raise refuse(
+            codes.NOTHING_TO_EVALUATE,
+            "the contract has no clause whose pass rate can be mapped",
+            notes=tuple(f"{name}: {reason}" for name, reason in deferred.items()),
+            help="add a clause such as `p99(kl) <= 0.02`",
+        )
+    return tuple(kept), deferred
+
+
+def _load(
+    prepare: Prepare, program: Program, base: Path, device: str, seed: int
+) -> Setting | Refusal:
+    try:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise refuse(codes.NO_DEVICE, "torch sees no CUDA device")
+        found = prepare(program, base, device=device, seed=seed, crosscheck=False)
+        if not isinstance(found, Setting) or not isinstance(found.infer, TorchKernel):
+            raise refuse(
+                codes.EXPERIMENT,
+                f"{program.infer.run} does not run batches here",
+                help="name an inference kernel that runs here",
+            )
+        return found
+    except Refusal as error:
+        return error
+
+
+def _measure(
+    setting: Setting, clauses: Sequence[Clause], spec: Mapping[str, Any]
+) -> dict[str, Any]:
+    check_metrics(setting, clauses)
+    length, kernel = int(spec["length"]), setting.infer
+    assert isinstance(kernel, TorchKernel)
+    plan = plan_for(setting, clauses)
+    usable = [r for r in distinct(setting) if r.length >= length]
+    if not usable:
+        raise refuse(codes.EXPERIMENT, f"no request has {length} tokens")
+    requests = [replace(r, tokens=r.tokens[:length]) for r in usable]
+    streams = int(spec["concurrency"])
+    if streams > 1 and kernel.interception is not None:
+        raise refuse(codes.EXPERIMENT, "a model of one's own is not run in several threads")
+    runs = _runs(setting, kernel, plan, requests, int(spec["batch"]), streams)
+    slices = {
+        name: [r.key for r in rows if r.length >= length] for name, rows in setting.slices.items()
+    }
+    measures = measures_of(setting.program)
+    data = {
+        name: SliceData(name, tuple(runs[key].unit for key in keys), measures=measures)
+        for name, keys in slices.items()
+    }
+    prechecks = prechecks_of(setting, requests, runs, plan)
+    blocked = {clause.id: why_blocked(clause, prechecks, measures) for clause in clauses}
+    cases = [
+        Case(obligation, data[name], blocked[clause.id] or setting.spoiled.get(name))
+        for clause in clauses
+        for name in slices_of(clause) or tuple(data)
+        if name in data
+        for obligation in obligations_of(clause, name)
+    ]
+    rows, _ = decide_all(cases, expand_tables(setting.program), setting.seed)
+    return {
+        "requests": len(requests),
+        "hardware": str(setting.environment.get("hardware", "")),
+        "rows": [
+            pass_record(row.to_json(), narrowness(case.obligation.part, row))
+            for case, row in zip(cases, rows, strict=True)
+        ],
+        "failed_checks": failed_checks(check.to_json() for check in prechecks),
+    }
+
+
+def _runs(
+    setting: Setting,
+    kernel: TorchKernel,
+    plan: Plan,
+    requests: Sequence[Request],
+    size: int,
+    streams: int,
+) -> dict[str, Run]:
+    """Run batches, `streams` of them at a time; what they gave is measured before the next."""
+    batches = [requests[i : i + size] for i in range(0, len(requests), size)]
+    runs: dict[str, Run] = {}
+    with ThreadPoolExecutor(streams) as threads, _settled(kernel):
+        for start in range(0, len(batches), streams):
+            wave = batches[start : start + streams]
+            answers = list(threads.map(lambda b: kernel.logits([r.tokens for r in b]), wave))
+            for batch, answer in zip(wave, answers, strict=True):
+                for request, logits in zip(batch, answer, strict=True):
+                    answered: Kernel = _Answered(kernel, logits)
+                    runs[request.key] = run_request(
+                        request, setting.train, answered, plan, setting.block_input
+                    )
+    return runs
+
+
+def _settled(kernel: TorchKernel) -> AbstractContextManager[Any]:
+    """Hold what single runs set and reset for the whole process, so that threads do not undo it
+    for each other."""
+    backend = ADAPTERS[kernel.ref.run].backend
+    stack = ExitStack()
+    stack.enter_context(exact_settings(kernel.device))
+    stack.enter_context(sdpa_kernel([SDP_BACKENDS[backend]]) if backend else nullcontext())
+    return stack
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def run_experiment(
+    kind: str,
+    prepare: Prepare,
+    program: Program,
+    base: Path,
+    folder: Path,
+    *,
+    devices: Sequence[str] = (),
+    only: Sequence[str] = (),
+    lengths: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    concurrency: Sequence[int] = (),
+    seed: int = 0,
+    seconds: float = 5.0,
+    fresh: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Run E1 ("e1") or E2 ("e2"); what is not wished for is as `Axes` and `variants` have it."""
+    if kind == "e1":
+        return run_single(
+            prepare,
+            program,
+            base,
+            folder,
+            device=devices[0] if devices else "cpu",
+            only=only,
+            seed=seed,
+            seconds=seconds,
+            fresh=fresh,
+            progress=progress,
+        )
+    usual = Axes()
+    axes = Axes(
+        _sorted(devices) or usual.devices,
+        _sorted(lengths) or usual.lengths,
+        _sorted(batches) or usual.batches,
+        _sorted(concurrency) or usual.concurrency,
+    )
+    return run_grid(
+        prepare, program, base, folder, axes=axes, seed=seed, fresh=fresh, progress=progress
+    )
+
+
+def _sorted(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(sorted(set(values)))

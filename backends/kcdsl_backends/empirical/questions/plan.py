@@ -1,0 +1,345 @@
+"""How many units a contract needs: what a sample of each size can show, before it is drawn.
+
+No kernel is run and no model loaded; of the model only its tokenizer is read, where slices select
+by length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.obligations import Obligation, obligations_of
+from kcdsl.ir.recordings import LOGITS
+from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
+from kcdsl.ir.walk import walk
+from kcdsl.metrics import registry_of
+from kcdsl.model.config import find_config
+from kcdsl.model.files import Artefacts
+from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from kcdsl.verdict import plan as document
+from kcdsl.verdict.plan import Plan, PlanRow
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.questions.prior_report import Observed, read_pilot
+from kcdsl_backends.empirical.requirements.budgets import (
+    allowed_rate,
+    better_of,
+    bounded_mean,
+    is_mean,
+    requirement_text,
+    sides,
+)
+from kcdsl_backends.empirical.requirements.clauses import (
+    NO_WINDOW_HAS,
+    WINDOW,
+    main_comparison,
+    metrics_of,
+    obstacle,
+    sampling_unit,
+    slices_of,
+    statistic_count,
+    window_count,
+)
+from kcdsl_backends.empirical.statistics import CONFIDENCE, FEWEST_CLUSTERS, Confidence
+from kcdsl_backends.empirical.statistics.rates import most_exceedances
+from kcdsl_backends.requests import RequestFile, requests_of, select
+
+_PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
+NOISY = frozenset(
+    {
+        *("sampled", "timing", "rollouts", "topk", "advantages", "rewards", "text"),
+        *("gradients", "routes"),
+    }
+)
+"""What makes another run of the same requests give other values."""
+
+
+def plan(
+    program: Program,
+    base: Path,
+    *,
+    looks: int | None = 1,
+    power: float = 0.8,
+    pilot: Path | None = None,
+    slices: Sequence[str] = (),
+) -> Plan:
+    """Return what every clause that measuring decides needs, slice by slice.
+
+    `base` is the folder of the contract, `looks` how many evaluations of growing data share the
+    error (None: any number), `pilot` a report or a trace of an earlier evaluation. Data files that
+    are not there yet make what is there unknown. Raises Refusal for those that cannot be read,
+    for a pilot that cannot, and for a contract without a clause to measure.
+    """
+    stated, program = program, expand_tables(program)
+    earlier = None if pilot is None else read_pilot(pilot)
+    confidence = statistics.confidence_over(looks)
+    counted = _available(program, base)
+    rows: list[PlanRow] = []
+    elsewhere: dict[str, str] = {}
+    for clause in program.clauses:
+        reason = obstacle(clause)
+        if clause.evidence in _PROOFS:
+            reason = f"demands {clause.evidence}; `kcdsl verify` decides it"
+        if reason is not None:
+            elsewhere[clause.id] = reason
+            continue
+        for name in slices_of(clause) or tuple(s.name for s in program.slices):
+            if slices and name.partition("[")[0] not in slices:
+                continue
+            for obligation in obligations_of(clause, name):
+                seen = None if earlier is None else earlier.observe(obligation)
+                timed = "timing" in _needs(obligation.part, program)
+                case = _Case(obligation, name, counted[name], timed, earlier is not None, seen)
+                rows.append(_row(case, program, confidence, power))
+    if not rows:
+        raise refuse(
+            codes.NOTHING_TO_EVALUATE,
+            "the contract has no clause that running the kernels decides",
+            notes=tuple(f"{name}: {why}" for name, why in elsewhere.items()),
+            help="add a clause such as `p99(kl) <= 0.02`, or run `kcdsl verify`",
+        )
+    return Plan(
+        {
+            "name": stated.name,
+            "version": stated.version,
+            "digest": f"sha256:{digest(stated).removeprefix('sha256:')}",
+        },
+        CONFIDENCE,
+        looks,
+        power,
+        tuple(rows),
+        elsewhere,
+    )
+
+
+# --- one row -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """An obligation, with what is known of the data and of an earlier run."""
+
+    obligation: Obligation
+    slice: str
+    requests: int | None
+    timed: bool
+    piloted: bool
+    seen: Observed | None
+
+    @property
+    def unseen(self) -> str:
+        """Return what is to be said where nothing is known of an earlier run."""
+        if self.piloted:
+            return "the pilot says nothing of it"
+        return "a pilot tells how many (--pilot FILE)"
+
+
+def _row(case: _Case, program: Program, confidence: Confidence, power: float) -> PlanRow:
+    part, allowed = case.obligation.part, allowed_rate(case.obligation.part)
+    needs = _needs(part, program)
+    bare = PlanRow(
+        clause=part.id,
+        slice=case.slice,
+        requirement=requirement_text(part, case.obligation.clause),
+        evidence="sample",
+        state="unknown",
+        unit=_unit(part, needs, program),
+        have=None if case.timed else _units(part, case.requests),
+        allowed=allowed,
+        note=f"a window is {WINDOW} units in a row" if _by_window(part) else "",
+    )
+    if part.budget is None:
+        confidence = confidence.divided(statistic_count(part.require))
+    whole = metrics_of(part.require) & NO_WINDOW_HAS
+    if whole and _by_window(part):
+        note = f"one window by itself has no {', '.join(sorted(whole))}"
+        return replace(bare, state="never", note=note)
+    varies = needs & NOISY or (_drawn(program) and metrics_of(part.require) - {"kv_memory"})
+    if part.evidence is not EvidenceKind.SAMPLE and not varies:
+        return _census(bare)
+    if part.evidence is EvidenceKind.CENSUS:
+        return replace(bare, state="never", note="a census of values that vary from run to run")
+    if allowed is None:
+        if not is_mean(part):
+            return replace(bare, note="what it needs depends on the values")
+        return _mean(bare, case, confidence, power)
+    if allowed == 0:
+        return replace(
+            bare,
+            state="never",
+            shows=_shows(bare.have, confidence),
+            note="that none ever is beyond needs a proof or a census",
+        )
+    return _rate(bare, case, allowed, confidence, power)
+
+
+def _census(row: PlanRow) -> PlanRow:
+    if row.have == 0:
+        return replace(row, evidence="census", state="too_few", note="no rows: invalid evidence")
+    note = "decides these rows exactly, and no others"
+    return replace(row, evidence="census", state="census", note=note)
+
+
+def _rate(
+    row: PlanRow, case: _Case, allowed: Fraction, confidence: Confidence, power: float
+) -> PlanRow:
+    fewest = statistics.units_for_budget(allowed, confidence)
+    found = replace(
+        row,
+        without_any=fewest,
+        at_half=statistics.units_at_rate(allowed, allowed / 2, confidence),
+        with_power=statistics.units_with_power(allowed, allowed / 2, power, confidence),
+        pilot=_rate_pilot(case, allowed, confidence, power),
+        note=row.note or (case.unseen if case.piloted and case.seen is None else ""),
+    )
+    if row.have is None:
+        note = "as many runs as the time allows" if case.timed else "the data is not here yet"
+        return replace(found, note=note)
+    return replace(
+        found,
+        state="enough" if row.have >= fewest else "too_few",
+        may_exceed=most_exceedances(row.have, allowed, confidence),
+        shows=_shows(row.have, confidence),
+    )
+
+
+def _rate_pilot(
+    case: _Case, allowed: Fraction, confidence: Confidence, power: float
+) -> document.Pilot | None:
+    seen = case.seen
+    if seen is None or seen.k is None:
+        return None
+    tau = None
+    if seen.worst is not None:
+        better = better_of(case.obligation.part)
+        tau = statistics.threshold(seen.worst, allowed, confidence, better=better)
+    needed = statistics.units_with_power(allowed, Fraction(seen.k, seen.n), power, confidence)
+    return document.Pilot(seen.n, k=seen.k, needed=needed, threshold=tau)
+
+
+def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> PlanRow:
+    seen = case.seen
+    if confidence.anytime:
+        why = "a mean has no limit that holds at every look; plan the looks (--looks K)"
+        return replace(row, state="never", note=why)
+    if row.have is not None and row.have < FEWEST_CLUSTERS:
+        row = replace(row, state="too_few", note=f"below {FEWEST_CLUSTERS} a mean has no limits")
+    comparison = main_comparison(case.obligation.part.require)
+    if comparison is not None and comparison.op == "==":
+        return replace(row, note="no number of units shows that a mean is equal to a number")
+    bounded = bounded_mean(case.obligation.part)
+    if bounded is not None:
+        row = replace(row, without_any=statistics.units_for_budget(bounded.share, confidence))
+    if seen is None or seen.value is None or seen.variance is None:
+        return row if row.note else replace(row, note=case.unseen)
+    distance = _room(case.obligation.part, seen.value)
+    needed = statistics.units_for_mean(seen.variance, distance, power, confidence)
+    why = "the mean of the pilot is not within the threshold"
+    if bounded is not None and seen.value == bounded.best:
+        needed = row.without_any
+    elif needed is not None and seen.variance == 0:
+        needed, why = None, "every request of the pilot is alike, which shows nothing of others"
+    elif needed is not None and bounded is not None:
+        away = min(Fraction(1), Fraction(seen.away or 1, seen.n))
+        some = statistics.units_with_some(away, power, confidence)
+        needed = None if some is None else max(needed, some)
+    row = replace(row, pilot=document.Pilot(seen.n, value=seen.value, needed=needed))
+    if needed is None:
+        return replace(row, note=row.note or why)
+    if row.have is None:
+        return row
+    return replace(row, state="enough" if row.have >= needed else "too_few")
+
+
+def _room(part: Clause, value: float) -> float:
+    """Return how far a mean lies within its threshold; negative beyond it."""
+    comparison = main_comparison(part.require)
+    found = None if comparison is None else sides(comparison)
+    assert found is not None
+    term, op, tau = found
+    magnitude = abs(value) if isinstance(term, Abs) else value
+    return magnitude - float(tau) if op in (">=", ">") else float(tau) - magnitude
+
+
+def _shows(units: int | None, confidence: Confidence) -> float | None:
+    return statistics.shown_by(units, confidence) if units else None
+
+
+# --- units ---------------------------------------------------------------------------------------
+
+
+def _needs(part: Clause, program: Program) -> frozenset[str]:
+    """Return the data that the metrics of a part are computed from."""
+    registry = registry_of(program)
+    found = (registry.find(name) for name in metrics_of(part.require))
+    return frozenset(need for metric in found if metric is not None for need in metric.needs)
+
+
+def _drawn(program: Program) -> bool:
+    """Say whether tokens are drawn, or were, at which everything is measured."""
+    recording = program.infer.recording
+    rollouts = recording is not None and recording.format != LOGITS
+    return rollouts or program.infer.service is not None
+
+
+def _by_window(part: Clause) -> bool:
+    return part.budget is not None and part.budget.unit == "windows"
+
+
+def _unit(part: Clause, needs: frozenset[str], program: Program) -> str:
+    if _by_window(part):
+        return "windows"
+    if "timing" in needs:
+        return "timed runs"
+    fields = any(isinstance(f, HasFields) for f in walk(part.require))
+    return "records" if fields else f"{sampling_unit(program)}s"
+
+
+def _units(part: Clause, requests: int | None) -> int | None:
+    return requests if requests is None or not _by_window(part) else window_count(requests)
+
+
+def _available(program: Program, base: Path) -> Mapping[str, int | None]:
+    """Return how many requests each slice has; None where a file is not here yet.
+
+    Of recorded rollouts, and of requests to a server, those of one prompt are one.
+    """
+    if program.infer.recording is not None and program.infer.recording.format != LOGITS:
+        from kcdsl_backends.empirical.collection.recordings import units_available
+
+        return units_available(program, base)
+    files: dict[str, RequestFile | None] = {}
+    found: dict[str, int | None] = {}
+    for slice_ in program.slices:
+        name = slice_.data if slice_.data is not None else program.data
+        if name is not None and name not in files:
+            files[name] = _load(program, base, name)
+        file = None if name is None else files[name]
+        rows = () if file is None else select(file, slice_)
+        prompts = {row.tokens for row in rows} if program.infer.service is not None else rows
+        found[slice_.name] = None if file is None else len(prompts)
+    return found
+
+
+def _load(program: Program, base: Path, name: str) -> RequestFile | None:
+    files = Artefacts.of(base)
+    try:
+        files.find(name)
+        tokenizer = _tokenizer(program.model, files)
+    except Refusal as refusal:
+        if refusal.diagnostics[0].code is codes.FILE_MISSING:
+            return None
+        raise
+    return requests_of(files, name, None if tokenizer is None else tokenizer.encode)
+
+
+def _tokenizer(model: ModelRef, files: Artefacts) -> Tokenizer | None:
+    if model.tokenizer == "bytes":  # which needs no checkpoint
+        return ByteTokenizer()
+    checkpoint = files.find(model.checkpoint)
+    return find_tokenizer(model, checkpoint, files, find_config(model, checkpoint, files))

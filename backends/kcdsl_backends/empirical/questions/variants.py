@@ -1,0 +1,209 @@
+"""E1: every variant of the inference kernel is evaluated as the contract's own would be.
+
+A variant is the contract's inference kernel with one change: precision, attention or quantisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import KernelRef, Program
+from kcdsl.model.presets import resolve
+from kcdsl_backends.adapters import ADAPTERS
+from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.questions.cells import (
+    Cells,
+    failed_checks,
+    manifest,
+    pass_record,
+)
+
+Progress = Callable[[str, int, int], None]
+Prepare = Callable[..., Any]
+"""Loads a contract: `EmpiricalBackend.prepare`."""
+
+
+def run_single(
+    prepare: Prepare,
+    program: Program,
+    base: Path,
+    folder: Path,
+    *,
+    device: str,
+    only: Sequence[str] = (),
+    seed: int = 0,
+    seconds: float = 5.0,
+    fresh: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Return the document of E1: a cell for each variant, those that cannot run with the reason.
+
+    Raises Refusal for a variant that there is not, and where not one could run.
+    """
+    chosen = _chosen(variants(program.infer), only)
+    of = manifest(program, base, seed, device=device, seconds=seconds)
+    cells = Cells(folder / "cells", of, fresh, base)
+    found = []
+    for done, variant in enumerate(chosen):
+        progress("variants", done, len(chosen))
+        changed = replace(program, infer=variant.kernel)
+
+        def measure(changed: Program = changed) -> Mapping[str, Any]:
+            setting = prepare(
+                changed, base, device=device, seed=seed, seconds=seconds, crosscheck=False
+            )
+            if not isinstance(setting, Setting):
+                raise refuse(
+                    codes.EXPERIMENT,
+                    "the contract's kernels are recorded, and a recording has no variants",
+                    help="name kernels that run here",
+                )
+            report = conclude(gather(setting, lambda stage, done, total: None)).to_json()
+            return _cell(report)
+
+        found.append(cells.cell(variant.name, _spec(variant), measure))
+    progress("variants", len(chosen), len(chosen))
+    if not any(cell["status"] == "ran" for cell in found):
+        raise refuse(
+            codes.EXPERIMENT,
+            "not one variant could run",
+            notes=tuple(f"{cell['name']}: {cell['reason']}" for cell in found),
+        )
+    return {"schema": "kcdsl.experiment/1", "experiment": "e1", "manifest": of, "cells": found}
+
+
+def _chosen(every: Sequence[Variant], only: Sequence[str]) -> tuple[Variant, ...]:
+    known = [variant.name for variant in every]
+    for name in only:
+        if name not in known and name not in {variant.factor for variant in every}:
+            near = get_close_matches(name, known, n=1)
+            raise refuse(
+                codes.EXPERIMENT,
+                f"there is no variant {name!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"variants: {', '.join(known)}",
+            )
+    return tuple(
+        v for v in every if not only or v.name in only or v.factor in only or v.factor == "none"
+    )
+
+
+def _spec(variant: Variant) -> dict[str, Any]:
+    return {
+        "name": variant.name,
+        "factor": variant.factor,
+        "change": variant.change,
+        "kernel": {"run": variant.kernel.run, "numerics": _plain(variant.kernel.numerics)},
+    }
+
+
+def _plain(pairs: object) -> Any:
+    if isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
+        return {str(key): _plain(value) for key, value in pairs}
+    return pairs if isinstance(pairs, str | int | bool) or pairs is None else str(pairs)
+
+
+def _cell(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "verdict": report["verdict"],
+        "rows": [pass_record(row, row["beside"]["narrow"]) for row in report["clauses"]],
+        "slices": report["slices"],
+        "failed_checks": failed_checks(report["prechecks"]),
+        "deferred": report["deferred"],
+        "fingerprint": report["kernels"]["infer"]["digest"],
+    }
+
+
+# --- variants ------------------------------------------------------------------------------------
+
+
+_WEIGHTS = (
+    ("fp8_e4m3", "per_channel"),
+    ("fp8_e4m3", "per_tensor"),
+    ("int8_full", "per_channel"),
+    ("int8_full", "per_tensor"),
+    ("int4_full", "per_channel"),
+)
+_QUANTISED_INPUTS = ("torch.scaled_mm", "torchao.int8_dynamic", "onnxruntime.dynamic_int8")
+BASELINE = "as-stated"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel: its name in the experiment, what was changed ("none" for the contract's own), and
+    how."""
+
+    name: str
+    factor: str
+    change: str
+    kernel: KernelRef
+
+
+def variants(kernel: KernelRef) -> tuple[Variant, ...]:
+    """Return the contract's kernel, and every kernel that differs from it in one thing.
+
+    Whether one can run here is found by running it: none is left out.
+    """
+    own = Variant(BASELINE, "none", "as the contract states it", kernel)
+    return own, *_precisions(kernel), *_attentions(kernel), *_quantisations(kernel)
+
+
+def _precisions(kernel: KernelRef) -> Iterator[Variant]:
+    stated = resolve(kernel).compute
+    for name in ("float64", "float32", "float16", "bfloat16"):
+        if name != stated:
+            yield Variant(
+                f"compute-{name}",
+                "precision",
+                f"computes in {name} instead of {stated}",
+                _with(kernel, compute=name),
+            )
+
+
+def _attentions(kernel: KernelRef) -> Iterator[Variant]:
+    for name, adapter in ADAPTERS.items():
+        if name != kernel.run and adapter.engine in ("torch", "compile"):
+            yield Variant(
+                f"attention-{name.removeprefix('torch.')}",
+                "attention",
+                f"runs {name} instead of {kernel.run}",
+                _with(
+                    replace(kernel, run=name), preset=adapter.presets[0], compute=_compute(kernel)
+                ),
+            )
+
+
+def _quantisations(kernel: KernelRef) -> Iterator[Variant]:
+    for format, scale in _WEIGHTS:
+        yield Variant(
+            f"weights-{format.replace('_', '-')}-{scale.replace('_', '-')}",
+            "quantisation",
+            f"stores weights in {format}, scaled {scale}",
+            _with(kernel, weights=(("format", format), ("scale", scale))),
+        )
+    for name in _QUANTISED_INPUTS:
+        if name != kernel.run:
+            yield Variant(
+                f"inputs-{name}",
+                "quantisation",
+                f"{name}: quantises weights and the inputs of linears",
+                _with(replace(kernel, run=name), preset=ADAPTERS[name].presets[0]),
+            )
+
+
+def _compute(kernel: KernelRef) -> str:
+    return resolve(kernel).compute
+
+
+def _with(kernel: KernelRef, **changes: Any) -> KernelRef:
+    numerics = dict(kernel.numerics)
+    if "preset" in changes:  # another adapter keeps no claim about the first one's attention
+        numerics = {}
+    numerics.update(changes)
+    return replace(kernel, numerics=tuple(sorted(numerics.items())))

@@ -1,0 +1,1 @@
+"""Requirements: what clauses read, which slices they speak of, and what budgets they allow."""

@@ -1,1 +1,0 @@
-"""Rollouts: tokens that an inference kernel chose, with the log-probabilities of both sides."""

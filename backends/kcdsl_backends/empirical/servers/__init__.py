@@ -1,1 +1,0 @@
-"""Kernels behind an OpenAI-compatible server: tokens that it draws, with their probabilities."""

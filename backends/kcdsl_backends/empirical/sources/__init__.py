@@ -1,0 +1,1 @@
+"""Sources of evidence: local kernels, servers, recorded rollouts and logits, token tables."""

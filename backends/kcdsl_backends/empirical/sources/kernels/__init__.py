@@ -1,0 +1,1 @@
+"""Kernels that run on this machine: loading, one run of a request, times."""

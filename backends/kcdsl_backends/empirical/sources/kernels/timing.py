@@ -1,0 +1,256 @@
+"""Times, memory and determinism of the inference kernel.
+
+Warm-up first; the device is synchronised on both sides of every timed run; rounds over all requests
+are repeated, so that slow phases of the machine fall on all requests alike. A timed run is one
+forward pass, and, where clauses read the times of tokens, a generation after the request: the time
+to its first token is that of the prefill, the time per further token that of a decode step.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.ir.terms import Clause, Statistic
+from kcdsl.ir.walk import terms_of
+from kcdsl_backends.empirical.metrics.measures import MEASURES
+from kcdsl_backends.empirical.requirements.clauses import WINDOW, metrics_of
+from kcdsl_backends.empirical.sources.kernels.run import Kernel, tensor_digest
+from kcdsl_backends.empirical.sources.ordered import in_order
+from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, units_for_budget
+from kcdsl_backends.empirical.table.units import Timing, Unit
+from kcdsl_backends.requests import Request
+
+WARM_UP = 3
+FEWEST_ROUNDS = 3
+FEWEST_RUNS = 64
+DIGEST_ROUNDS = 3
+"""Rounds whose outputs are compared bit by bit."""
+NEW_TOKENS = 16
+"""So many tokens a kernel that runs here generates after a request."""
+GENERATED = frozenset({"ttft", "tpot"})
+"""Metrics of the times of single tokens."""
+OF_GENERATION = ("latency", "ttft", "tpot")
+
+Clock = Callable[[], float]
+Generate = Callable[[Request, Clock], Iterable[tuple[float, int]]]
+"""Generates after a request: yields when tokens came, and how many; 0 before the first ones says
+when it began, if not with the call. Raises `Untimed`."""
+
+
+class Untimed(Exception):
+    """A generation has no times that can be used; the text says why."""
+
+
+def is_runtime(clause: Clause) -> bool:
+    """Say whether a clause needs timed or repeated runs."""
+    names = metrics_of(clause.require) - {"failure_rate"}
+    return any(MEASURES[n].tier == "E" for n in names if n in MEASURES)
+
+
+def runs_needed(clause: Clause, confidence: Confidence = ONE_LOOK) -> int:
+    """Return how many runs of a slice the clause needs to be decided, if nothing exceeds."""
+    wanted = FEWEST_RUNS
+    for term in terms_of(clause.require):
+        if isinstance(term, Statistic) and term.q is not None and 0 < term.q < 1:
+            wanted = max(wanted, units_for_budget(min(term.q, 1 - term.q), confidence))
+    if clause.budget is not None and 0 < clause.budget.rate < 1:
+        per_unit = WINDOW if clause.budget.unit == "windows" else 1
+        units = units_for_budget(Fraction(clause.budget.rate), confidence)
+        wanted = max(wanted, per_unit * units)
+    return wanted
+
+
+def rounds_needed(
+    clauses: Sequence[Clause], sizes: Sequence[int], confidence: Confidence = ONE_LOOK
+) -> int:
+    """Return the rounds after which every clause has its runs on each slice of these sizes."""
+    least = min((size for size in sizes if size), default=1)
+    wanted = max((runs_needed(clause, confidence) for clause in clauses), default=FEWEST_RUNS)
+    return max(FEWEST_ROUNDS, math.ceil(wanted / least))
+
+
+def time_requests(
+    forward: Callable[[tuple[int, ...]], Tensor],
+    requests: Sequence[Request],
+    *,
+    rounds: int,
+    seconds: float,
+    device: torch.device,
+    generate: Generate | None = None,
+    clock: Clock = time.perf_counter,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Timing:
+    """Time `forward` on every request, round after round, until `rounds` or `seconds` are over;
+    and `generate` too, where it is given.
+
+    At least `FEWEST_ROUNDS` rounds are run. A run that raises has no time (NaN), which no clause
+    about times survives.
+    """
+    for request in requests[:WARM_UP]:
+        _attempt(forward, request)
+        if generate is not None:
+            _generated(generate, request, device, clock)
+    _reset_peak(device)
+    runs: list[Unit] = []
+    digests: dict[str, list[str]] = {}
+    started = clock()
+    for turn in range(rounds):
+        if turn >= FEWEST_ROUNDS and clock() - started > seconds:
+            break
+        for request in requests:
+            _synchronise(device)
+            begin = clock()
+            output = _attempt(forward, request)
+            _synchronise(device)
+            elapsed = clock() - begin if output is not None else math.nan
+            values, problems = {"latency": np.array([elapsed], np.float64)}, {}
+            if generate is not None:
+                made = _generated(generate, request, device, clock)
+                values |= {name: made.values[name] for name in GENERATED & made.values.keys()}
+                problems = {name: made.problems[name] for name in GENERATED & made.problems.keys()}
+            runs.append(Unit(request.key, request.length, values, problems=problems))
+            if turn < DIGEST_ROUNDS:
+                digest = "failed" if output is None else tensor_digest(output)
+                digests.setdefault(request.key, []).append(digest)
+        progress(turn + 1, rounds)
+    return Timing(tuple(runs), {k: _equal(d) for k, d in digests.items()}, _peak(device))
+
+
+def time_served(
+    generate: Generate,
+    requests: Sequence[Request],
+    *,
+    rounds: int,
+    seconds: float,
+    at_once: int = 1,
+    clock: Clock = time.perf_counter,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Timing:
+    """Time the generation of a server on every request, as `time_requests` does, `at_once` at a
+    time: from the request to its first token, between tokens, and to the last one (latency)."""
+    device = torch.device("cpu")
+
+    def timed(request: Request) -> Unit:
+        return _generated(generate, request, device, clock)
+
+    with closing(in_order(requests[:WARM_UP], timed, at_once)) as units:
+        list(units)
+    runs: list[Unit] = []
+    started = clock()
+    for turn in range(rounds):
+        if turn >= FEWEST_ROUNDS and clock() - started > seconds:
+            break
+        with closing(in_order(requests, timed, at_once)) as units:
+            runs += units
+        progress(turn + 1, rounds)
+    return Timing(tuple(runs))
+
+
+def greedy(kernel: Kernel) -> Generate:
+    """Return what lets a kernel that runs here generate its likeliest tokens: `NEW_TOKENS`, or
+    fewer where the model takes no longer sequence. There is no cache of keys and values: each step
+    runs the whole sequence again."""
+
+    def generate(request: Request, clock: Clock) -> Iterator[tuple[float, int]]:
+        ids = list(request.tokens)
+        for done in range(NEW_TOKENS):
+            try:
+                tokens = kernel.tokens(ids)
+            except Refusal:
+                if done:  # the model has no room for a further token
+                    return
+                raise
+            try:
+                ids.append(int(kernel.forward(tokens)[-1].argmax()))
+            except Refusal as refusal:
+                raise Untimed(refusal.diagnostics[0].message) from refusal
+            yield clock(), 1
+
+    return generate
+
+
+def reads_tokens(clauses: Iterable[Clause]) -> bool:
+    """Say whether any clause reads the times of single tokens."""
+    return any(metrics_of(clause.require) & GENERATED for clause in clauses)
+
+
+def _generated(generate: Generate, request: Request, device: torch.device, clock: Clock) -> Unit:
+    """Return the times of one generation; `problems` say which it does not have, and why.
+
+    Tokens that come together with the first have no time of their own, and do not count as further
+    ones.
+    """
+    came: list[tuple[float, int]] = []
+    _synchronise(device)
+    begin = clock()
+    try:
+        with torch.no_grad():
+            came.extend(generate(request, clock))
+        if came and came[0][1] == 0:
+            begin, _ = came.pop(0)
+        if not came:
+            raise Untimed("no token was generated")
+    except (RuntimeError, Untimed) as error:
+        return Unit(
+            request.key,
+            0,
+            {name: np.array([math.nan]) for name in OF_GENERATION},
+            problems=dict.fromkeys(OF_GENERATION, str(error) or type(error).__name__),
+        )
+    first, last = came[0][0], came[-1][0]
+    tokens = sum(count for _, count in came)
+    further = sum(count for moment, count in came if moment > first)
+    found = {"latency": last - begin, "ttft": first - begin}
+    problems = {}
+    if further:
+        found["tpot"] = (last - first) / further
+    else:
+        problems["tpot"] = "no token came after the first, so none has a time between tokens"
+    values = {name: np.array([value], np.float64) for name, value in found.items()}
+    return Unit(request.key, tokens, values, problems=problems)
+
+
+def _attempt(forward: Callable[[tuple[int, ...]], Tensor], request: Request) -> Tensor | None:
+    try:
+        with torch.no_grad():
+            return forward(request.tokens)
+    except RuntimeError:
+        return None
+
+
+def _equal(digests: list[str]) -> tuple[int, int]:
+    """Return how many repeats gave the bits of the first run; a failed run equals nothing."""
+    first, *others = digests
+    return sum(d == first != "failed" for d in others), len(others)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device) -> float | None:
+    """Return the peak memory in bytes: of the CUDA allocator, else of the whole process so far."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:
+        return None
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(usage if sys.platform == "darwin" else usage * 1024)

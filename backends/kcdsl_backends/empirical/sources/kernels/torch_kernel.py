@@ -1,0 +1,372 @@
+"""The real kernels: programs that run a model under the numerics they claim."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics.model import at
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.architecture import Model
+from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention
+from kcdsl.model.files import Artefacts
+from kcdsl.model.fingerprint import kernel_fingerprint
+from kcdsl.model.numerics import Numerics, Weights, plain_weights
+from kcdsl.model.presets import refuse_strays, resolve
+from kcdsl.model.weights import linear_weight
+from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
+from kcdsl_backends.empirical.sources.kernels.interception import Interception
+from kcdsl_backends.empirical.sources.kernels.libraries import (
+    exact_bytes,
+    hugging_face,
+    quantise_linear,
+)
+from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
+from kcdsl_backends.empirical.sources.kernels.programs import (
+    Compiled,
+    Engine,
+    Program,
+    as_it_is,
+    expected_weights,
+    need,
+    refuse_other_weight,
+)
+from kcdsl_backends.empirical.sources.kernels.scaled_products import ScaledLinear, exact_settings
+
+TORCH_TYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+__all__ = ["ADAPTERS", "TorchKernel", "load_kernel"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchKernel:
+    """A model that runs as the contract says: in its precision, with its attention and weights."""
+
+    ref: KernelRef
+    numerics: Numerics
+    model: Model
+    device: torch.device
+    module: nn.Module
+    interception: Interception | None
+    engine: Engine = field(default=as_it_is)
+
+    def logits(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Return the output for token ids [T], or [B, T] of equal length.
+
+        The logits [..., T, V] of a language model, the final hidden states [..., T, D] of an
+        encoder, on the CPU in the format that the kernel gives them: who subtracts widens first.
+        """
+        return self.forward(self.tokens(ids)).cpu()
+
+    def hidden(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Return the states [..., T, D] that enter the head (encoder: the final ones), float64."""
+        program = getattr(self.module, "hidden", None)
+        if program is None:
+            raise refuse(
+                codes.MODEL_FACTORY,
+                "the model does not show its hidden states",
+                help="give the module a method hidden(ids)",
+            )
+        return _out(self._run("hidden", program, self.tokens(ids)))
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Run the real block on hidden states x [T, D] or [B, T, D] (float32); return float64 on
+        the CPU. Sequences of a batch that would share a scale of activations run one by one."""
+        self.model.block(name)
+        if name == "model":
+            raise refuse(codes.UNKNOWN_BLOCK, "the block `model` takes token ids; use logits")
+        blocks = getattr(self.module, "blocks", None)
+        if blocks is None:
+            raise refuse(codes.UNKNOWN_BLOCK, f"{self.ref.run} does not show the block {name}")
+        own = blocks()
+        entering = x.to(self.device, TORCH_TYPES[self.numerics.compute])
+        return _out(self._run(name, own[name], entering))
+
+    def tokens(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Return checked token ids on the kernel's device."""
+        try:
+            given = torch.as_tensor(ids)
+        except (ValueError, TypeError):
+            raise refuse(codes.SEQUENCE, "the sequences of a batch must be equally long") from None
+        if given.dim() == 2 and len(given) > 0:
+            return torch.stack([self.model.ids(row) for row in given]).to(self.device)
+        return self.model.ids(given).to(self.device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the model on checked tokens; the result stays on the device in its own precision."""
+        return self._run("model", self.module, tokens)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what certificates bind; see `kcdsl.model.fingerprint`."""
+        return kernel_fingerprint(self.ref, self.device.type)
+
+    def weights_digest(self) -> str:
+        """Return the sha256 of the parameters that the kernel holds now."""
+        found = hashlib.sha256()
+        held = ((n, p) for name, t in self.module.named_parameters() for n, p in _plain(name, t))
+        for name, tensor in held:
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    def _run(self, name: str, part: Program, argument: Tensor) -> Tensor:
+        batched = argument.dim() == (3 if argument.is_floating_point() else 2)
+        if batched and self.numerics.activations.scale in ("per_tensor", "nvfp4"):
+            return torch.stack([self._run(name, part, row) for row in argument])
+        watch = self.interception if self.interception is not None else nullcontext()
+        try:
+            with torch.no_grad(), exact_settings(self.device), watch:
+                result: object = self.engine(name, part)(argument)
+        except RuntimeError as error:
+            raise refuse(
+                codes.KERNEL_FAILED,
+                f"{self.ref.run} ({self.numerics.compute}) failed on {self.device.type}:"
+                f" {_first_line(error)}",
+                help=f"other adapters: {', '.join(self._others())}",
+            ) from error
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
+            if self.model.built_in or isinstance(error, Refusal):
+                raise
+            raise refuse(
+                codes.MODEL_FACTORY, f"the model failed: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(result, Tensor):
+            raise refuse(
+                codes.MODEL_FACTORY, f"the model returned {type(result).__name__}, not a tensor"
+            )
+        return result
+
+    def _others(self) -> list[str]:
+        return [n for n, a in ADAPTERS.items() if a.engine == "torch" and n != self.ref.run]
+
+
+def load_kernel(
+    ref: KernelRef,
+    model: Model,
+    device: torch.device | str | None = None,
+    base: Path | None = None,
+) -> TorchKernel:
+    """Prepare a kernel of a model; `device` None means CUDA where there is one, else the CPU.
+    `base` is the folder of the contract, which a kernel's own folder is relative to, if it is not
+    that of the model.
+
+    Refuse an unknown adapter, numerics that the adapter does not compute in (the message names
+    those that do), a weight that does not fit its format, and a kernel that cannot run here.
+    """
+    with at(ref.span):
+        return _load(ref, model, device, model.files if base is None else Artefacts.of(base))
+
+
+def _load(
+    ref: KernelRef, model: Model, device: torch.device | str | None, files: Artefacts
+) -> TorchKernel:
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise refuse(codes.NO_DEVICE, "there is no CUDA device", help="use the device cpu")
+    adapter = find_adapter(ref.run)
+    if adapter.tier != "A":
+        raise refuse(
+            codes.METRIC_OUT_OF_REACH,
+            f"{ref.run} gives no logits, so it cannot be run in this place",
+            help="let it be the inference kernel of `kcdsl evaluate`: docs/adapters.md",
+        )
+    numerics = resolve(ref)
+    refuse_unserved(ref.run, adapter, numerics, place.type)
+    refuse_strays(numerics, model.linears())
+    _refuse_foreign(ref.run, adapter, model, numerics)
+    if adapter.engine == "hf":
+        dtype = TORCH_TYPES[numerics.compute]
+        program, own = hugging_face(ref, model, files, dtype, adapter.style)
+        _refuse_overflow(program, numerics)
+        program.to(place).requires_grad_(False)
+        return TorchKernel(ref, numerics, own, place, program, None)
+    module = copy.deepcopy(model.module).to(TORCH_TYPES[numerics.compute])
+    _refuse_overflow(module, numerics)
+    use_attention(module, _program(adapter))
+    module = module.to(place).eval().requires_grad_(False)
+    if adapter.engine in _QUANTISERS:
+        engine = _QUANTISERS[adapter.engine](ref.run, model, module, numerics)
+        return TorchKernel(ref, numerics, model, place, module, None, engine)
+    stored = _stored_weights(model, module, numerics)
+    interception = None
+    if adapter.engine == "compile":
+        _replace_weights(module, stored)
+        return TorchKernel(ref, numerics, model, place, module, None, Compiled())
+    if model.built_in:
+        _replace_weights(module, stored)
+    else:
+        interception = Interception(module, stored, adapter)
+    kernel = TorchKernel(ref, numerics, model, place, module, interception)
+    _probe(kernel, adapter)
+    return kernel
+
+
+def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics) -> None:
+    """Refuse a missing library, and a user's module where the adapter would have to take it apart:
+    to find its linears, or to be sure how its attention is formed."""
+    need(adapter.library, run)
+    plain = numerics.weights == Weights(numerics.compute) and not numerics.overrides
+    whole = adapter.engine in ("torch", "hf")
+    if model.built_in or (adapter.engine == "compile" and plain) or whole:
+        return
+    raise refuse(
+        codes.KERNEL_NUMERICS,
+        f"{run} serves the built-in architectures; with a module of your own it would not be known"
+        " which of its products are quantised",
+        help="run torch.eager with the stored weights, or torch.compile with plain ones",
+    )
+
+
+def _scaled(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    expected = expected_weights(module, originals, numerics)
+    for name, weight in expected.items():
+        linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        original = originals[f"{name}.weight"]
+        names = [key for key, tensor in originals.items() if tensor is original]
+        scaled = ScaledLinear(linear, original, numerics, names)
+        refuse_other_weight(run, name, scaled.weight, weight)
+        module.set_submodule(name, scaled)
+    return as_it_is
+
+
+def _torchao(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    device = next(module.parameters()).device.type
+    if numerics.activations.format != "none" and not exact_bytes(device):
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"{run} adds products of 8-bit numbers in 16 bits on this processor, where they"
+            " saturate: no numerics admits that",
+            help="run it on a processor with VNNI instructions, or torchao.int8_weight_only",
+        )
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    for name, weight in expected_weights(module, originals, numerics).items():
+        linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        try:
+            quantise_linear(linear, originals[f"{name}.weight"], numerics)
+            found = getattr(linear.weight, "dequantize")()  # noqa: B009
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            raise refuse(
+                codes.KERNEL_FAILED,
+                f"torchao cannot quantise {name} {list(weight.shape)}: {_first_line(error)}",
+                help="run torch.eager with the same weights",
+            ) from error
+        refuse_other_weight(run, name, found, weight)
+    return as_it_is
+
+
+def _onnx_runtime(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    expected = expected_weights(module, originals, numerics)
+    return Sessions(run, numerics, tuple(expected.values()), model.limits[1])
+
+
+_QUANTISERS: dict[str, Callable[[str, Model, nn.Module, Numerics], Engine]] = {
+    "scaled_mm": _scaled,
+    "torchao": _torchao,
+    "onnxruntime": _onnx_runtime,
+}
+
+
+def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a parameter is made of: a quantised one holds codes and a scale."""
+    codes_held = getattr(tensor, "qdata", None)
+    if codes_held is None:
+        return [(name, tensor)]
+    return [(f"{name}.qdata", codes_held), (f"{name}.scale", getattr(tensor, "scale"))]  # noqa: B009
+
+
+def _program(adapter: Adapter) -> AttentionProgram:
+    return Composed() if adapter.style == "composed" else ScaledDotProduct(adapter.backend)
+
+
+def _stored_weights(model: Model, module: nn.Module, numerics: Numerics) -> dict[str, Tensor]:
+    """Return the dequantised weight of every matrix by its name, empty for plain weights."""
+    if all(w in plain_weights(numerics) for w, _ in numerics.sections):
+        return {}
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    matrices = {n: t for n, t in module.named_parameters(remove_duplicate=False) if t.dim() == 2}
+    linear = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    wanted = [n for n in matrices if n in linear or not model.built_in]
+    return {
+        n: linear_weight(originals[n], model.numerics_of(n, numerics), n).to(
+            matrices[n].device, matrices[n].dtype
+        )
+        for n in wanted
+    }
+
+
+def _replace_weights(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Give every linear its stored weight; a head tied to the embedding is untied by that."""
+    for name, weight in stored.items():
+        linear = module.get_submodule(name.removesuffix(".weight"))
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _refuse_overflow(module: nn.Module, numerics: Numerics) -> None:
+    for name, tensor in module.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise refuse(
+                codes.WEIGHT_OVERFLOW,
+                f"{name} does not fit {numerics.compute}: it overflows",
+                help="compute in a format with a wider range, such as bfloat16",
+            )
+
+
+def _probe(kernel: TorchKernel, adapter: Adapter) -> None:
+    """Run once on a short sequence, so that a kernel that cannot run as claimed is refused."""
+    longest = kernel.model.limits[1] or 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kernel.forward(kernel.tokens([0] * min(2, longest)))
+    watch = kernel.interception
+    if watch is None:
+        return
+    if watch.whole_layers:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"the model calls {', '.join(sorted(watch.whole_layers))}, as"
+            " torch.nn.MultiheadAttention does, which forms its attention in another way than"
+            f" {kernel.ref.run} claims",
+            help="call torch.nn.functional.scaled_dot_product_attention in the model",
+        )
+    if adapter.style == "fused" and watch.softmax_calls:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"the model composes its attention itself, so {kernel.ref.run} would not be used",
+            help="call torch.nn.functional.scaled_dot_product_attention in the model,"
+            " or run torch.eager",
+        )
+    if watch.matrix_products:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            "the model multiplies by a weight outside torch.nn.functional.linear, where its stored"
+            f" form cannot be put in: {', '.join(sorted(watch.matrix_products))}",
+            help="use torch.nn.Linear or torch.nn.functional.linear",
+        )
+
+
+def _out(result: Tensor) -> Tensor:
+    return result.to("cpu", torch.float64)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

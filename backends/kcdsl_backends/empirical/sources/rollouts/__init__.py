@@ -1,0 +1,1 @@
+"""Recorded rollouts and logits: files, columns, sampling units, and the metrics of one rollout."""

@@ -1,0 +1,1 @@
+"""Inference servers: questions, answers, and which tokens they mean."""

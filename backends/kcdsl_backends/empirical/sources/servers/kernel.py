@@ -1,0 +1,441 @@
+"""The kernel behind a server: it draws tokens after prompts and says how likely they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics.model import at
+from kcdsl.ir.kernels import KernelRef, Service
+from kcdsl.model.architecture import Model
+from kcdsl.model.fingerprint import kernel_fingerprint
+from kcdsl_backends.adapters import find_adapter
+from kcdsl_backends.empirical.sources.kernels.programs import need
+from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
+from kcdsl_backends.empirical.sources.servers.dialects import (
+    Identity,
+    identify,
+    question,
+    refuse_unsaid,
+    streamed,
+)
+from kcdsl_backends.empirical.sources.servers.replies import (
+    ROUNDING,
+    Part,
+    Reply,
+    check_number,
+    read_part,
+    read_reply,
+)
+from kcdsl_backends.empirical.sources.servers.transport import Limits, Transport, key_of
+from kcdsl_backends.empirical.sources.servers.vocabulary import Vocabulary, ends_of
+
+_SEEDS = 2**31
+"""Seeds that every server takes."""
+_COMPLETIONS = "/v1/completions"
+_TRIAL = 2
+"""Tokens of the trial that is made before anything is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What was drawn after a prompt: tokens [L], with what the server says of them."""
+
+    tokens: tuple[int, ...]
+    side: Side
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKernel:
+    """A server that has been asked what it is, and has drawn a few tokens on trial."""
+
+    ref: KernelRef
+    service: Service
+    transport: Transport
+    identity: Identity
+    vocabulary: Vocabulary
+    longest: int | None
+    prompts: Literal["ids", "text"] = "ids"
+    stamp: str | None = None
+    """The `system_fingerprint` of its first answer."""
+
+    @property
+    def semantics(self) -> Semantics:
+        """Return what its log-probabilities are of."""
+        logs = self.service.logprobs
+        return Semantics(
+            "raw" if logs.values == "raw" else "processed",
+            float(logs.temperature),
+            float(logs.top_p),
+            logs.top_k,
+            float(logs.min_p),
+        )
+
+    @property
+    def tier(self) -> str:
+        """Return the tier of its evidence: B with the likeliest tokens, C without."""
+        return "B" if self.service.logprobs.top else "C"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what identifies it: what the contract says, and what it says of itself."""
+        return {
+            **kernel_fingerprint(self.ref),
+            "server": {**self.identity.to_json(), "system_fingerprint": self.stamp},
+        }
+
+    def draw(self, prompt: Sequence[int], seed: int, tokens: int | None = None) -> Continuation:
+        """Let the server draw after a prompt: as many tokens as the contract says, or as the model
+        has room for.
+
+        Raises Refusal where it does not answer, where the answer cannot be used, where tokens are
+        in doubt, and where another server or model answers than the one that was asked first.
+        """
+        given = tuple(prompt)
+        reply = self._ask(given, seed, self._wanted(given, tokens))
+        self._check_same(reply)
+        return self._continuation(reply)
+
+    def stream(
+        self, prompt: Sequence[int], seed: int, clock: Callable[[], float]
+    ) -> Iterator[tuple[float, int]]:
+        """Let the server draw as `draw` does, and yield how many tokens came at which moments of
+        `clock`, while they come: none at the moment before it is asked.
+
+        Raises Refusal as `draw`, and where tokens did not come one after the other: not streamed,
+        or held back on their way.
+        """
+        given = tuple(prompt)
+        wanted = self._wanted(given)
+        body = streamed(self.identity.kind, self._question(given, seed, wanted))
+        moments: list[float] = []
+        found, reason, counted = 0, None, None
+        events = self.transport.stream(_COMPLETIONS, body, clock)
+        asked, _ = next(events)
+        yield asked, 0
+        for moment, event in events:
+            part = read_part(event)
+            self._check_same(part)
+            reason = part.reason if reason is None else reason
+            counted = part.counted if counted is None else counted
+            if part.tokens:
+                found += part.tokens
+                moments.append(moment)
+                yield moment, part.tokens
+        # llama.cpp holds back a token that ends inside of a character, and never tells of it: then
+        # fewer are seen than counted, and the time of each comes out longer, not shorter.
+        whole = max(found, counted) if found and counted is not None else found
+        check_number(whole, wanted, reason, counted)
+        reads = len(set(moments))
+        if found > 1 and (reads == 1 or 2 * reads < len(moments)):
+            raise refuse(
+                codes.SERVER_REPLY,
+                f"the answer of the server is not streamed: {found} tokens came in {reads}"
+                f" {'piece' if reads == 1 else 'pieces'}",
+                help="ask the server itself, and not through what collects its answers, from a"
+                " machine that is fast enough to see single tokens",
+            )
+
+    def _wanted(self, prompt: tuple[int, ...], tokens: int | None = None) -> int:
+        """Return how many tokens there are to be; refuse a prompt that leaves no room."""
+        wanted = self.service.tokens if tokens is None else tokens
+        if self.longest is not None:
+            wanted = min(wanted, self.longest - len(prompt))
+        if wanted < 1:
+            raise refuse(
+                codes.SEQUENCE,
+                f"a prompt of {len(prompt)} tokens leaves no room: the model takes {self.longest}",
+            )
+        return wanted
+
+    def logits(self, ids: Any) -> Tensor:
+        """Refuse: a server shows no logits."""
+        raise _hidden("logits")
+
+    def hidden(self, ids: Any) -> Tensor:
+        """Refuse: a server shows no hidden states."""
+        raise _hidden("hidden states")
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Refuse: a server runs no block alone."""
+        raise _hidden(f"the block {name}")
+
+    def tokens(self, ids: Any) -> Tensor:
+        """Refuse: a server takes prompts, see `draw`."""
+        raise _hidden("a forward pass")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Refuse: a server takes prompts, see `draw`."""
+        raise _hidden("a forward pass")
+
+    def check_unchanged(self) -> None:
+        """Ask again what the server is. Refuse another one than the one that was measured."""
+        now = identify(self.transport, self.service)
+        if now != self.identity:
+            raise _changed(differences(self.identity.to_json(), now.to_json()))
+
+    def _question(self, prompt: tuple[int, ...], seed: int, tokens: int) -> dict[str, Any]:
+        text = self.vocabulary.prompt_text(prompt) if self.prompts == "text" else None
+        if self.prompts == "text" and text is None:
+            raise refuse(
+                codes.TOKENS_NOT_ALIGNED,
+                "the server takes texts alone, and no text is read as exactly these tokens",
+                help="serve the model where prompts may be token ids",
+            )
+        return question(
+            self.identity.kind,
+            self.service,
+            self.identity.model,
+            list(prompt) if text is None else text,
+            tokens,
+            seed % _SEEDS,
+        )
+
+    def _ask(self, prompt: tuple[int, ...], seed: int, tokens: int) -> Reply:
+        answer = self.transport.post(_COMPLETIONS, self._question(prompt, seed, tokens))
+        if answer is None:
+            raise refuse(
+                codes.SERVER_REPLY,
+                f"the server {self.transport.url} has no {_COMPLETIONS}",
+                help="serve the model with completions; chats would add tokens of their own",
+            )
+        reply = read_reply(answer, tokens)
+        if reply.prompt_tokens is not None and reply.prompt_tokens != len(prompt):
+            raise refuse(
+                codes.TOKENS_NOT_ALIGNED,
+                f"the server read {reply.prompt_tokens} tokens where {len(prompt)} were sent",
+                help="let it add no token of its own, such as one for the beginning of texts",
+            )
+        return reply
+
+    def _check_same(self, reply: Reply | Part) -> None:
+        model = self.identity.model if reply.model is None else reply.model
+        found = differences(
+            {"model": self.identity.model, "system_fingerprint": self.stamp},
+            {"model": model, "system_fingerprint": reply.fingerprint},
+        )
+        if found:
+            raise _changed(found)
+
+    def _continuation(self, reply: Reply) -> Continuation:
+        plain = reply.scale == "plain"
+        values = self.service.logprobs.values
+        if plain and values == "raw":
+            raise refuse(
+                codes.SERVER_SEMANTICS,
+                "the server gives probabilities after sampling, and the contract says"
+                " `values: raw`",
+                help="write `values: processed`",
+            )
+        if not plain and self.identity.kind == "llama.cpp" and values == "processed":
+            raise refuse(
+                codes.SERVER_SEMANTICS,
+                "the server gives log-probabilities before sampling, and the contract says"
+                " `values: processed`",
+                help="take a server that knows `post_sampling_probs`, or write `values: raw`",
+            )
+        tokens = tuple(self.vocabulary.id_of(one.token) for one in reply.drawn)
+        logs = np.array([one.log for one in reply.drawn], np.float64)
+        ends = self.vocabulary.ends
+        if reply.stopped and ends and tokens[-1] not in ends:
+            raise refuse(
+                codes.SERVER_REPLY,
+                "the answer of the server is not usable: the text ended, and its last token"
+                f" {tokens[-1]} is none that ends texts ({', '.join(map(str, sorted(ends)))}), so"
+                " the token that was drawn there is missing",
+                help="let the server give the token that ends a text; where texts end with others,"
+                " name them as `eos_token_id` in generation_config.json beside the checkpoint",
+            )
+        return Continuation(tokens, Side(logs, self.semantics, self._top(reply, tokens)))
+
+    def _top(self, reply: Reply, tokens: tuple[int, ...]) -> TopLogs | None:
+        """Return the likeliest tokens; None where any position has fewer than were asked for, or
+        says of the drawn token something else there."""
+        count = self.service.logprobs.top
+        if self.vocabulary.size is not None:
+            count = min(count, self.vocabulary.size)
+        if count == 0 or any(len(one.top) < count for one in reply.drawn):
+            return None
+        ids, logs = [], []
+        for one, token in zip(reply.drawn, tokens, strict=True):
+            rows = [(log, self.vocabulary.id_of(named)) for named, log in one.top]
+            rows.sort(key=lambda row: (-row[0], row[1]))
+            if any(found == token and abs(log - one.log) > ROUNDING for log, found in rows):
+                raise refuse(
+                    codes.SERVER_REPLY,
+                    "the answer of the server is not usable: it gives the drawn token"
+                    f" {token} two log-probabilities",
+                )
+            ids.append([found for _, found in rows[:count]])
+            logs.append([log for log, _ in rows[:count]])
+        return TopLogs(np.array(ids, np.int64), np.array(logs, np.float64))
+
+
+def load_server(
+    ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits | None = None
+) -> ServerKernel:
+    """Ask a server what it is, and let it draw on trial after the tokens `trial`.
+
+    Refuse where httpx is missing, no key is set, the server does not answer, is another one than
+    the contract says, has another vocabulary, or gives no usable log-probabilities.
+    """
+    with at(ref.span):
+        return _load(ref, model, trial, limits or Limits())
+
+
+def _load(ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits) -> ServerKernel:
+    need(find_adapter(ref.run).library, ref.run)
+    service = ref.service
+    if service is None:
+        raise refuse(codes.SERVER_ADDRESS, f"the kernel {ref.run} has no `url`")
+    problem = service.logprobs.problem()
+    if problem is not None:
+        raise refuse(codes.NO_SAMPLES, problem[1], help=problem[2])
+    transport = Transport(service.url, key_of(service.key), limits)
+    identity = identify(transport, service)
+    refuse_unsaid(identity.kind, service.logprobs)
+    size, longest = model.limits
+    if identity.fact("n_vocab") not in (None, size):
+        raise refuse(
+            codes.TOKENS_NOT_ALIGNED,
+            f"the server's model has {identity.fact('n_vocab')} tokens, that of the contract"
+            f" {size}",
+            help="serve the model of the contract",
+        )
+    ends = ends_of(model.files, model.checkpoint.path, model.config)
+    vocabulary = Vocabulary(size, model.tokenizer_source, ends)
+    kernel = ServerKernel(ref, service, transport, identity, vocabulary, longest)
+    return _tried(kernel, tuple(trial))
+
+
+def _tried(kernel: ServerKernel, trial: tuple[int, ...]) -> ServerKernel:
+    """Return the kernel after a trial: with ids as prompts, or texts where it refuses these."""
+    most = _TRIAL if kernel.longest is None else max(1, min(_TRIAL, kernel.longest - 1))
+    prompt = trial if kernel.longest is None else trial[: kernel.longest - most]
+    try:
+        reply = kernel._ask(prompt, 0, most)
+    except Refusal as refusal:
+        if not _refused(refusal) or kernel.vocabulary.prompt_text(prompt) is None:
+            raise
+        kernel = replace(kernel, prompts="text")
+        reply = kernel._ask(prompt, 0, most)
+    kernel = replace(kernel, stamp=reply.fingerprint)
+    kernel._check_same(reply)
+    kernel._continuation(reply)
+    return kernel
+
+
+def _refused(refusal: Refusal) -> bool:
+    """Say whether a server refused the form of a question (status 400 or 422)."""
+    found = refusal.diagnostics[0]
+    stated = any(f"status {status}" in found.message for status in (400, 422))
+    return found.code is codes.SERVER_UNREACHABLE and stated
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what a server says of itself otherwise than before; empty where nothing differs."""
+    names = [n for n in dict.fromkeys((*before, *now)) if before.get(n) != now.get(n)]
+    return "; ".join(f"{n} {before.get(n)!r}, then {now.get(n)!r}" for n in names)
+
+
+def _hidden(what: str) -> Refusal:
+    return refuse(
+        codes.METRIC_OUT_OF_REACH,
+        f"a server does not give {what}",
+        help="metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/adapters.md",
+    )
+
+
+def _changed(found: str) -> Refusal:
+    return refuse(
+        codes.SERVER_CHANGED,
+        f"the server is another one than it was at first: {found}",
+        help="measure one server with one model, not several behind one address",
+    )
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """An answer that cannot be used, and why. It is kept: whoever asks again until an answer suits
+    no longer has a sample."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """No answer. It is not kept: the next evaluation asks again."""
+
+    refusal: Refusal
+
+    @property
+    def reason(self) -> str:
+        """Return why there is none."""
+        return _reason(self.refusal)
+
+
+Answer = Continuation | Unusable | Silence
+
+
+def answer_of(server: ServerKernel, prompt: tuple[int, ...], seed: int) -> Answer:
+    """Let a server draw after a prompt; raises Refusal where another server answers."""
+    try:
+        return server.draw(prompt, seed)
+    except Refusal as refusal:
+        code = refusal.diagnostics[0].code
+        if code is codes.SERVER_CHANGED:
+            raise
+        if code is codes.SERVER_UNREACHABLE:
+            return Silence(refusal)
+        return Unusable(_reason(refusal))
+    except (RuntimeError, ValueError) as error:
+        return Unusable(str(error) or type(error).__name__)
+
+
+def _reason(refusal: Refusal) -> str:
+    first = refusal.diagnostics[0]
+    return f"{first.code}: {first.message}"
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def to_bytes(answer: Continuation | Unusable) -> bytes:
+    """Return an answer as bytes: a line of JSON, then every float64 and int64 as it is."""
+    if isinstance(answer, Unusable):
+        return json.dumps({"unusable": answer.reason}).encode() + b"\n"
+    top = answer.side.top
+    head = {"tokens": list(answer.tokens), "top": None if top is None else top.ids.shape[1]}
+    lists = b"" if top is None else top.ids.tobytes() + top.logs.tobytes()
+    return json.dumps(head).encode() + b"\n" + answer.side.logs.tobytes() + lists
+
+
+def from_bytes(content: bytes, semantics: Semantics) -> Continuation | Unusable:
+    """Return the answer of `to_bytes`; `semantics` is what the server's values are of.
+
+    Raises ValueError or KeyError for other bytes.
+    """
+    line, _, rest = content.partition(b"\n")
+    head = json.loads(line)
+    if "unusable" in head:
+        return Unusable(str(head["unusable"]))
+    tokens, width = tuple(head["tokens"]), head["top"]
+    length = len(tokens)
+    listed = 0 if width is None else length * width
+    if len(rest) != 8 * (length + 2 * listed):
+        raise ValueError(f"{len(rest)} bytes for {length} tokens")
+    logs = np.frombuffer(rest, np.float64, length).copy()
+    top = None
+    if width is not None:
+        ids = np.frombuffer(rest, np.int64, listed, 8 * length).copy()
+        theirs = np.frombuffer(rest, np.float64, listed, 8 * (length + listed)).copy()
+        top = TopLogs(ids.reshape(length, width), theirs.reshape(length, width))
+    return Continuation(tokens, Side(logs, semantics, top))

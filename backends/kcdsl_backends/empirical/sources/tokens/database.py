@@ -1,0 +1,338 @@
+"""Token tables in DuckDB: counts and exact percentiles by slice, in bounded memory.
+
+What does not fit spills to a folder that is removed. The percentiles of as many metrics and slices
+as fit are found in one query. A slice too large by itself is searched: rows between two values are
+counted on both sides of pivots drawn among them, and the part with the wanted rank is searched on,
+until it fits. Counts decide, so the answer is exact whichever pivots were drawn; NaN is the
+greatest value, as DuckDB orders it.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl_backends.empirical.sources.tokens.sql import (
+    Asked,
+    quoted,
+    rows_of,
+    text,
+    token_query,
+    view,
+)
+from kcdsl_backends.empirical.sources.tokens.tables import TokenTable
+from kcdsl_backends.empirical.statistics import quantile_rank
+from kcdsl_backends.executors import available_memory
+
+LEAST_MEMORY = 256 * 2**20
+_OFF = "statistics_propagation,filter_pushdown"
+"""What DuckDB must not do: it concludes from the least and greatest value of a row group, which
+Parquet states without NaN, that no value exceeds them, and so does not count a NaN."""
+
+
+@dataclass(slots=True)
+class Database:
+    """A connection on which the table is `tokens`; `memory` is in bytes. It remembers what was
+    asked, in order, so that a report can show it."""
+
+    connection: Any
+    table: TokenTable
+    memory: int
+    asked: list[str] = field(default_factory=list)
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        """Return the rows of an answer as dictionaries, for answers of few rows."""
+        answer = self._ask(query, lambda: self.connection.execute(query))
+        names = [column[0] for column in answer.description]
+        return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
+
+    def columns(self, query: str) -> Any:
+        """Return an answer as an Arrow table."""
+        return self._ask(query, lambda: self.connection.sql(query).to_arrow_table())
+
+    def _ask(self, query: str, run: Callable[[], Any]) -> Any:
+        import duckdb
+
+        self.asked.append(query)
+        try:
+            return run()
+        except duckdb.OutOfMemoryException as error:
+            raise refuse(
+                codes.AGGREGATION_MEMORY,
+                f"{self.memory / 2**30:.3g} GiB of memory are too few: {_first(error)}",
+                help="give more with --memory, or aggregate fewer metrics at a time",
+            ) from error
+        except duckdb.Error as error:
+            raise refuse(
+                codes.TOKEN_TABLE, f"the token table cannot be read: {_first(error)}"
+            ) from error
+
+
+@contextmanager
+def opened(
+    table: TokenTable,
+    *,
+    memory: int | None = None,
+    threads: int | None = None,
+    spill: Path | None = None,
+) -> Iterator[Database]:
+    """Open a table. `memory` is in bytes (default: half of what is available), `threads` of one
+    query (default: all cores), `spill` the folder in which a folder for what does not fit is made
+    and removed (default: that of temporary files)."""
+    import duckdb
+
+    limit = _limit(memory)
+    with tempfile.TemporaryDirectory(prefix="kcdsl-spill-", dir=spill) as folder:
+        settings: dict[str, Any] = {
+            "memory_limit": f"{limit // 2**20}MiB",
+            "temp_directory": folder,
+            "preserve_insertion_order": False,
+            "ieee_floating_point_ops": True,
+            "enable_external_file_cache": False,
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+        }
+        if threads is not None:
+            settings["threads"] = threads
+        connection = duckdb.connect(":memory:", config=settings)
+        try:
+            connection.execute(f"SET disabled_optimizers = '{_OFF}'")
+            if _loses_nan(connection, Path(folder)):
+                raise refuse(
+                    codes.AGGREGATION_ENGINE,
+                    "this version of DuckDB does not count a NaN beyond a limit",
+                    help="install another one: `kcdsl doctor` names what was tested",
+                )
+            statement = view(table)
+            connection.execute(statement)
+            yield Database(connection, table, limit, [statement])
+        finally:
+            connection.close()
+
+
+def _loses_nan(connection: Any, folder: Path) -> bool:
+    """Say whether a NaN in a Parquet file is lost, when it is counted or when rows are chosen."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = folder / "nan.parquet"
+    pq.write_table(pa.table({"x": pa.array([0.1, float("nan")], pa.float32())}), file)
+    counts = "count_if(NOT (x::DOUBLE <= '0.5'::DOUBLE)), count_if(isnan(x))"
+    source = f"read_parquet({text(str(file))})"
+    found = connection.execute(f"SELECT {counts} FROM {source}").fetchone()
+    kept = connection.execute(f"SELECT count(*) FROM {source} WHERE x > 0.5").fetchone()
+    file.unlink()
+    return (*found, *kept) != (1, 1, 1)
+
+
+def _limit(memory: int | None) -> int:
+    if memory is not None:
+        return memory
+    available = available_memory()
+    if available is not None and available < 2 * LEAST_MEMORY:
+        raise refuse(
+            codes.AGGREGATION_MEMORY,
+            f"{available / 2**20:.3g} MiB of memory are free, and aggregation takes half of at "
+            f"least {2 * LEAST_MEMORY // 2**20}",
+            help="end other programs, or say with --memory what may be taken",
+        )
+    return 4 * LEAST_MEMORY if available is None else available // 2
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+_BYTES = 3
+"""Bytes that a percentile takes in memory, for each byte of the values it is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One metric on one slice, token by token: rows, those with a value, those that do not meet
+    each limit, and the values at the wanted percentiles (None without values)."""
+
+    rows: int
+    values: int
+    beyond: tuple[int, ...]
+    percentiles: tuple[float, ...] | None
+
+
+Found = dict[tuple[str, str], Tokens]
+"""By slice and metric."""
+
+
+def count_tokens(database: Database, slice_of: str, asked: Sequence[Asked]) -> Found:
+    """Count the tokens of every slice; raises Refusal (KC680) for a row without one."""
+    table = database.table
+    width = sum(table.metrics[one.metric] for one in asked if one.quantiles)
+    copies = slice_of.count("CASE WHEN") if slice_of.startswith("unnest") else 1
+    room = database.memory // _BYTES
+    if table.rows * max(1, copies) * width <= room:
+        return _found(database.rows(token_query(slice_of, asked)), asked)
+    counted = _found(
+        database.rows(token_query(slice_of, [replace(one, quantiles=()) for one in asked])), asked
+    )
+    for one in asked:
+        if one.quantiles:
+            counted |= _percentiles(database, slice_of, one, counted, room)
+    return counted
+
+
+def _found(rows: Sequence[dict[str, Any]], asked: Sequence[Asked]) -> Found:
+    found: Found = {}
+    for row in rows:
+        if row["slice"] is None:
+            raise refuse(
+                codes.TOKEN_TABLE,
+                f"{row['rows']} rows have no slice",
+                help="a row that belongs nowhere is not dropped: name its slice, or leave it out",
+            )
+        for i, one in enumerate(asked):
+            ranks = row.get(f"ranks_{i}")
+            found[row["slice"], one.metric] = Tokens(
+                int(row["rows"]),
+                int(row[f"values_{i}"]),
+                tuple(int(row[f"beyond_{i}_{j}"] or 0) for j in range(len(one.limits))),
+                None if ranks is None else tuple(float(x) + 0.0 for x in ranks),
+            )
+    return found
+
+
+def _percentiles(database: Database, slice_of: str, one: Asked, counted: Found, room: int) -> Found:
+    """Return the counts of one metric with its percentiles, in as many queries as memory needs."""
+    most = max(1, room // database.table.metrics[one.metric])
+    own = {name: found for (name, metric), found in counted.items() if metric == one.metric}
+    done: Found = {}
+    for names in _batches({name: found.values for name, found in own.items()}, most):
+        if own[names[0]].values <= most:
+            rows = database.rows(token_query(slice_of, [replace(one, limits=())], names))
+            ranks = {
+                name: found.percentiles
+                for (name, _), found in _found(rows, [replace(one, limits=())]).items()
+            }
+        else:
+            ranks = {names[0]: _searched(database, slice_of, names[0], one, own[names[0]], most)}
+        for name in names:
+            done[name, one.metric] = replace(own[name], percentiles=ranks[name])
+    return done
+
+
+def _searched(
+    database: Database, slice_of: str, name: str, one: Asked, found: Tokens, most: int
+) -> tuple[float, ...]:
+    return tuple(
+        order_statistic(
+            database,
+            slice_of,
+            name,
+            one.metric,
+            quantile_rank(found.values, q),
+            found.values,
+            most,
+        )
+        + 0.0
+        for q in one.quantiles
+    )
+
+
+def _batches(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
+    """Put slices together whose values fit; a larger one stands alone."""
+    batch: list[str] = []
+    total = 0
+    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+        if batch and total + sizes[name] > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += sizes[name]
+    if batch:
+        yield batch
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+_PIVOTS = 15
+_SAMPLE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The values above `low` and below `high` (None: no end), `before` of which are smaller."""
+
+    low: float | None
+    high: float | None
+    before: int
+    values: int
+
+
+def order_statistic(
+    database: Database, slice_of: str, name: str, metric: str, rank: int, values: int, room: int
+) -> float:
+    """Return the value of a rank (from 1) among `values` of a metric in a slice; at most `room`
+    values are sorted at a time."""
+    part = _Part(None, None, 0, values)
+    while part.values > room:
+        rows = _rows(slice_of, name, metric, part)
+        pivots = _pivots(database, rows)
+        counts = database.rows(
+            "SELECT "
+            + ", ".join(
+                f"count_if(x < {_value(p)}) AS below_{i}, count_if(x <= {_value(p)}) AS upto_{i}"
+                for i, p in enumerate(pivots)
+            )
+            + f"\nFROM {rows}"
+        )[0]
+        low, before, high, end = part.low, 0, part.high, part.values
+        for i, pivot in enumerate(pivots):
+            below, upto = int(counts[f"below_{i}"]), int(counts[f"upto_{i}"])
+            wanted = rank - part.before
+            if below < wanted <= upto:
+                return pivot
+            if upto < wanted:
+                low, before = pivot, upto
+            else:
+                high, end = pivot, below
+                break
+        part = _Part(low, high, part.before + before, end - before)
+    rows = _rows(slice_of, name, metric, part)
+    found = database.rows(
+        f"SELECT x FROM {rows}\nORDER BY x LIMIT 1 OFFSET {rank - part.before - 1}"
+    )
+    return float(found[0]["x"])
+
+
+def _rows(slice_of: str, name: str, metric: str, part: _Part) -> str:
+    x = quoted(metric)
+    tests = [f"slice = {text(name)}", f"{x} IS NOT NULL"]
+    if part.low is not None:
+        tests.append(f"{x} > {_value(part.low)}")
+    if part.high is not None:
+        tests.append(f"{x} < {_value(part.high)}")
+    rows = rows_of(slice_of, x)
+    return f"(SELECT {x}::DOUBLE AS x FROM {rows}\n      WHERE {' AND '.join(tests)})"
+
+
+def _pivots(database: Database, rows: str) -> list[float]:
+    sample = database.rows(f"SELECT x FROM {rows} USING SAMPLE reservoir({_SAMPLE} ROWS)")
+    drawn = sorted({float(row["x"]) for row in sample if not math.isnan(row["x"])})
+    if any(math.isnan(row["x"]) for row in sample):
+        drawn.append(math.nan)
+    steps = max(1, len(drawn) // (_PIVOTS + 1))
+    chosen = drawn[steps - 1 :: steps]
+    return chosen if chosen else drawn
+
+
+def _value(value: float) -> str:
+    return f"'{value!r}'::DOUBLE"

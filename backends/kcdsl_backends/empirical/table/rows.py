@@ -1,0 +1,250 @@
+"""The rows of a trace: one for each request, for each timed run in the order they ran, and so on.
+
+Values are lists of float64, so that NaN, infinities, the sign of zero and empty arrays come back as
+they were; what a unit does not have is null, which is not the same as an empty list.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from kcdsl_backends.empirical.metrics.calibration import Confidences
+from kcdsl_backends.empirical.table.units import Array, Run, Unit
+from kcdsl_backends.requests import Request
+
+REQUEST, TIMED_RUN, CERTIFIED, FLOOR = "request", "timed_run", "certified", "noise_floor"
+_NUMBERS = pa.list_(pa.field("element", pa.float64(), nullable=False))
+_WHOLE = pa.list_(pa.field("element", pa.int64(), nullable=False))
+_TEXTS = pa.map_(pa.string(), pa.string())
+_SIDES = ("train", "train_right", "infer", "infer_right")
+_COLUMNS = (
+    ("kind", pa.string()),
+    ("request", pa.string()),
+    ("id", pa.string()),
+    ("line", pa.int64()),
+    ("tokens", _WHOLE),
+    ("fields", pa.string()),
+    ("length", pa.int64()),
+    ("slices", pa.list_(pa.field("element", pa.string(), nullable=False))),
+    ("places", _WHOLE),
+    ("rng_seed", pa.uint64()),
+    ("failure", pa.string()),
+    ("nonfinite", pa.int64()),
+    ("problems", _TEXTS),
+    ("digests", _TEXTS),
+    ("replay_signature", pa.string()),
+    ("repeats_equal", pa.int64()),
+    ("repeats_made", pa.int64()),
+    ("confidences", pa.struct([(side, _NUMBERS) for side in _SIDES])),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A unit of a kind; one of the kind REQUEST has the request and its run as well.
+
+    `places` is where the request stands in each of its slices; `repeats` counts (equal, made).
+    """
+
+    kind: str
+    unit: Unit
+    request: Request | None = None
+    run: Run | None = None
+    places: tuple[tuple[str, int], ...] = ()
+    repeats: tuple[int, int] | None = None
+
+
+def schema(metrics: Sequence[str]) -> pa.Schema:
+    """Return the columns of rows whose units have values of these metrics."""
+    columns = [pa.field(name, kind) for name, kind in _COLUMNS]
+    if metrics:
+        columns.append(pa.field("metrics", pa.struct([(name, _NUMBERS) for name in metrics])))
+    return pa.schema(columns)
+
+
+def metrics_in(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the names of all values, in their order."""
+    return tuple(sorted({name for row in rows for name in row.unit.values}))
+
+
+# --- to a table ----------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row], metrics: Sequence[str]) -> pa.Table:
+    """Return rows as a table of `schema(metrics)`; raises TypeError for values of another type."""
+    columns: dict[str, Any] = {name: [] for name, _ in _COLUMNS}
+    for row in rows:
+        for name, value in _cells(row).items():
+            columns[name].append(value)
+    arrays = [
+        _confidences(rows) if name == "confidences" else pa.array(columns[name], kind)
+        for name, kind in _COLUMNS
+    ]
+    if metrics:
+        arrays.append(_metrics(rows, metrics))
+    return pa.Table.from_arrays(arrays, schema=schema(metrics))
+
+
+def _cells(row: Row) -> dict[str, Any]:
+    unit, request, run = row.unit, row.request, row.run
+    cells: dict[str, Any] = dict.fromkeys(name for name, _ in _COLUMNS)
+    cells |= {
+        "kind": row.kind,
+        "request": unit.key,
+        "length": unit.tokens,
+        "failure": unit.failure,
+        "problems": list(unit.problems.items()),
+    }
+    if row.repeats is not None:
+        cells["repeats_equal"], cells["repeats_made"] = row.repeats
+    if request is not None and run is not None:
+        cells |= {
+            "id": request.id,
+            "line": request.line,
+            "tokens": request.tokens,
+            "fields": fields_text(request.fields),
+            "slices": [name for name, _ in row.places],
+            "places": [at for _, at in row.places],
+            "rng_seed": run.seed,
+            "nonfinite": run.nonfinite,
+            "digests": list(run.digests.items()),
+            "replay_signature": None if unit.failure is not None else run.replay_signature,
+        }
+    return cells
+
+
+def fields_text(fields: Mapping[str, str | bool | Fraction]) -> str:
+    """Return the fields of a request as JSON; numbers as {"number": "p/q"}."""
+    plain = {
+        name: {"number": f"{value.numerator}/{value.denominator}"}
+        if isinstance(value, Fraction)
+        else value
+        for name, value in fields.items()
+    }
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+
+
+def _metrics(rows: Sequence[Row], metrics: Sequence[str]) -> pa.StructArray:
+    children = [_lists([row.unit.values.get(name) for row in rows]) for name in metrics]
+    fields = [pa.field(name, _NUMBERS) for name in metrics]
+    return pa.StructArray.from_arrays(children, fields=fields)
+
+
+def _confidences(rows: Sequence[Row]) -> pa.StructArray:
+    found = [row.unit.confidences for row in rows]
+    children = [_lists([None if c is None else getattr(c, side) for c in found]) for side in _SIDES]
+    return pa.StructArray.from_arrays(
+        children,
+        fields=[pa.field(side, _NUMBERS) for side in _SIDES],
+        mask=pa.array([c is None for c in found], pa.bool_()),
+    )
+
+
+def _lists(arrays: Sequence[Array | None]) -> pa.ListArray:
+    """Return a column of lists that holds the bits of the arrays; None is null."""
+    for array in arrays:
+        if array is not None and (array.dtype != np.float64 or array.ndim != 1):
+            raise TypeError(f"values are {array.dtype} of shape {array.shape}, not float64 [N]")
+    sizes = [0 if array is None else array.size for array in arrays]
+    flat = [array for array in arrays if array is not None]
+    return pa.ListArray.from_arrays(
+        pa.array(np.concatenate(([0], np.cumsum(sizes))), pa.int32()),
+        pa.array(np.concatenate(flat) if flat else np.empty(0), pa.float64()),
+        type=_NUMBERS,
+        mask=pa.array([array is None for array in arrays], pa.bool_()),
+    )
+
+
+# --- from a table --------------------------------------------------------------------------------
+
+
+def rows_of(found: pa.Table, metrics: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of a table of `schema(metrics)`.
+
+    Raises ValueError, TypeError or KeyError where they are not what `table` writes.
+    """
+    for batch in found.to_batches():
+        plain = [name for name, _ in _COLUMNS if name != "confidences"]
+        cells = batch.select(plain).to_pylist(maps_as_pydicts="strict")
+        values = {name: _arrays(batch.column("metrics").field(name)) for name in metrics}
+        sides = [_arrays(batch.column("confidences").field(side)) for side in _SIDES]
+        known = batch.column("confidences").is_valid().to_pylist()
+        for i, cell in enumerate(cells):
+            own = {name: array for name, at in values.items() if (array := at(i)) is not None}
+            yield _row(cell, own, _confidence([side(i) for side in sides]) if known[i] else None)
+
+
+def _arrays(column: pa.ListArray) -> Callable[[int], Array | None]:
+    """Return the function from the number of a row to its values."""
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    ends = column.offsets.to_numpy()
+    flat = column.values.to_numpy(zero_copy_only=column.values.null_count == 0)
+    if column.values.null_count:
+        raise ValueError("a value is missing in a list of numbers")
+    return lambda i: flat[ends[i] : ends[i + 1]] if valid[i] else None
+
+
+def _confidence(sides: Sequence[Array | None]) -> Confidences:
+    train, train_right, infer, infer_right = sides
+    if train is None or train_right is None or infer is None or infer_right is None:
+        raise ValueError("confidences of one side alone")
+    return Confidences(train, train_right, infer, infer_right)
+
+
+def _row(
+    cell: Mapping[str, Any], values: Mapping[str, Array], confidences: Confidences | None
+) -> Row:
+    unit = Unit(
+        _given(cell, "request"),
+        _given(cell, "length"),
+        values,
+        confidences,
+        cell["failure"],
+        _given(cell, "problems"),
+    )
+    if cell["kind"] in (TIMED_RUN, CERTIFIED, FLOOR):
+        return Row(cell["kind"], unit)
+    if cell["kind"] != REQUEST:
+        raise ValueError(f"a row of the kind {cell['kind']!r}")
+    request = Request(
+        unit.key,
+        _given(cell, "id"),
+        tuple(_given(cell, "tokens")),
+        read_fields(_given(cell, "fields")),
+        _given(cell, "line"),
+    )
+    run = Run(unit, _given(cell, "rng_seed"), _given(cell, "digests"), _given(cell, "nonfinite"))
+    signature = None if unit.failure is not None else run.replay_signature
+    if cell["replay_signature"] != signature:
+        raise ValueError(f"{unit.key}: the replay signature does not belong to the digests")
+    repeats = None
+    if cell["repeats_made"] is not None:
+        repeats = (_given(cell, "repeats_equal"), cell["repeats_made"])
+    places = tuple(zip(_given(cell, "slices"), _given(cell, "places"), strict=True))
+    return Row(REQUEST, unit, request, run, places, repeats)
+
+
+def _given(cell: Mapping[str, Any], name: str) -> Any:
+    if cell[name] is None:
+        raise ValueError(f"a row has no `{name}`")
+    return cell[name]
+
+
+def read_fields(text: str) -> dict[str, str | bool | Fraction]:
+    """Return the fields of `fields_text`; raises ValueError or TypeError."""
+    found: dict[str, str | bool | Fraction] = {}
+    for name, value in json.loads(text).items():
+        if isinstance(value, dict):
+            found[name] = Fraction(value["number"])
+        elif isinstance(value, str | bool):
+            found[name] = value
+        else:
+            raise TypeError(f"the field {name} is no text, truth value or number")
+    return found

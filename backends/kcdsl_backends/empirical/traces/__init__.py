@@ -1,1 +1,0 @@
-"""Traces: evidence as one Parquet file, from which the same report is concluded."""

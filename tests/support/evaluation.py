@@ -1,0 +1,34 @@
+"""The evaluation of a contract: gather evidence, then conclude from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kcdsl.verdict.report import Report
+from kcdsl_backends.empirical.collection.context import Progress, Setting
+from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.table.evidence import Evidence, records
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was measured, and what follows from it."""
+
+    evidence: Evidence
+    report: Report
+
+    @property
+    def traces(self) -> tuple[dict[str, Any], ...]:
+        """Return one trace record per request."""
+        return tuple(records(self.evidence).values())
+
+
+def evaluate(setting: Setting, progress: Progress = lambda stage, done, total: None) -> Evaluation:
+    """Run both kernels on the slices of a contract and decide what that can decide.
+
+    Raises Refusal as `gather` and `conclude` do.
+    """
+    evidence = gather(setting, progress)
+    return Evaluation(evidence, conclude(evidence))
