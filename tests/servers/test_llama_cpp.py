@@ -14,7 +14,7 @@ import pytest
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl_backends.empirical.collection.answers import Gathered, gather_rollouts
-from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics
 from kcdsl_backends.requests import Request

@@ -13,7 +13,7 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.answers import FAILURES, Gathered, gather_rollouts
-from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel

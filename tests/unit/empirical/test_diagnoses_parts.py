@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,25 +16,31 @@ from kcdsl.ir.terms import Family
 from kcdsl.model import bert
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.model import Held, InvalidEvidence
-from kcdsl_backends.empirical.diagnoses import blocking, reference, reference_of
-from kcdsl_backends.empirical.diagnoses.alignment import token_equality
-from kcdsl_backends.empirical.diagnoses.batching import batch_invariance
-from kcdsl_backends.empirical.diagnoses.finite import empty_slice, finite
-from kcdsl_backends.empirical.diagnoses.localisation import localise
+from kcdsl_backends.empirical.diagnoses import DIAGNOSES, blocking, reference, reference_of
+from kcdsl_backends.empirical.diagnoses import outcome as outcome_of
+from kcdsl_backends.empirical.diagnoses.alignment import (
+    deviating_run,
+    swapped_sides,
+    token_equality,
+)
+from kcdsl_backends.empirical.diagnoses.determinism import batch_invariance
 from kcdsl_backends.empirical.diagnoses.model import (
     POSITIONS,
     Probe,
     Repair,
     cause_of,
+    empty_slice,
+    finite,
     not_applicable,
     outcome,
 )
-from kcdsl_backends.empirical.diagnoses.noise import Noise
-from kcdsl_backends.empirical.diagnoses.sides import swapped_sides
-from kcdsl_backends.empirical.diagnoses.spans import deviating_run
-from kcdsl_backends.empirical.diagnoses.support import support_check
-from kcdsl_backends.empirical.diagnoses.temperature import temperature_fit
-from kcdsl_backends.empirical.diagnoses.truncation import truncation_mass
+from kcdsl_backends.empirical.diagnoses.policies import (
+    support_check,
+    temperature_fit,
+    truncation_mass,
+)
+from kcdsl_backends.empirical.diagnoses.probes import Noise
+from kcdsl_backends.empirical.diagnoses.weights import localise
 from kcdsl_backends.empirical.table.units import Unit
 from kcdsl_backends.requests import Request
 from tests.support.planted_bugs import kernel, prompts, tiny_model, top_k, top_p
@@ -384,3 +392,19 @@ def test_long_requests_are_compared_on_as_many_rows_as_memory_should_hold(
     assert len(entering["mlp_0"]) == request.length
     monkeypatch.setattr(reference, "RESULT", 1)
     assert {len(x) for x in found.inputs(request.tokens, found.blocks()).values()} == {POSITIONS}
+
+
+def test_the_documents_name_every_diagnosis_with_its_question() -> None:
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (docs / "evaluate.md").read_text("utf-8"), re.M)
+    asked = {name: question for name, question in rows if name in DIAGNOSES}
+    assert asked == {d.name: d.question for d in DIAGNOSES.values() if "kernels" in d.of}
+    recorded = (docs / "rollouts.md").read_text("utf-8")
+    for diagnosis in DIAGNOSES.values():
+        if diagnosis.of == {"recordings"}:
+            assert f"`{diagnosis.name}`" in recorded, diagnosis.name
+
+
+def test_an_outcome_without_a_diagnosis_is_refused() -> None:
+    with pytest.raises(KeyError, match="nothing_known"):
+        outcome_of("nothing_known", True, "")

@@ -11,8 +11,8 @@ import torch
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.diagnoses.recorded_logs import alignment, ratios_of, truncation
-from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.rollouts.prompts import Policy, score
 from kcdsl_backends.empirical.sources.rollouts.record import Law, Rollout, Semantics
 from tests.support import recordings

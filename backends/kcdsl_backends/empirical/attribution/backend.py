@@ -34,9 +34,7 @@ from kcdsl_backends.empirical.attribution.runs import Batches
 from kcdsl_backends.empirical.attribution.values import Statistic
 from kcdsl_backends.empirical.collection.context import Setting
 from kcdsl_backends.empirical.collection.loading import prepare
-from kcdsl_backends.empirical.diagnoses import blocking
-from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES
-from kcdsl_backends.empirical.diagnoses.probing import chosen
+from kcdsl_backends.empirical.diagnoses import POSITIONS, PROBES, blocking, chosen
 from kcdsl_backends.empirical.metrics.full_logits import TIER_A
 from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,

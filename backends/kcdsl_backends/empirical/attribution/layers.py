@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.attribution.mismatch import first_operation
 from kcdsl_backends.empirical.attribution.runs import Known
 from kcdsl_backends.empirical.attribution.swaps import NoSwap, Swapper, swapper
 from kcdsl_backends.empirical.attribution.values import Array, Statistic, Table, column
-from kcdsl_backends.empirical.diagnoses.distances import size
+from kcdsl_backends.empirical.diagnoses import size
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, run_request
 from kcdsl_backends.requests import Request
 

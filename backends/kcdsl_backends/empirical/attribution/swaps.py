@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kcdsl.model.architecture import Model
 from kcdsl_backends.empirical.attribution.envelopes import HEAD
-from kcdsl_backends.empirical.diagnoses.reference import own_blocks
+from kcdsl_backends.empirical.diagnoses import own_blocks
 from kcdsl_backends.empirical.sources.kernels.programs import as_it_is
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel

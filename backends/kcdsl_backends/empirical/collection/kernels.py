@@ -34,7 +34,7 @@ from kcdsl_backends.empirical.collection.context import (
 )
 from kcdsl_backends.empirical.collection.parallel import Spread
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
-from kcdsl_backends.empirical.diagnoses.batching import regrouped
+from kcdsl_backends.empirical.diagnoses import regrouped
 from kcdsl_backends.empirical.requirements.clauses import (
     DEFAULT_BLOCK,
     block_place,

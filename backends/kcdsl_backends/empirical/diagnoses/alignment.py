@@ -1,20 +1,30 @@
-"""Alignment: do both kernels answer for the same positions?"""
+"""Do both kernels answer for the same positions, and see the same tokens?"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from kcdsl.diagnostics.model import Refusal
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.diagnoses.distances import mean, total_variation
 from kcdsl_backends.empirical.diagnoses.model import (
+    BEYOND,
+    POSITIONS,
+    SIDES,
     SMALLEST,
+    Forward,
     Probe,
     Repair,
+    mean,
     not_applicable,
     outcome,
+    row_size,
+    total_variation,
 )
+from kcdsl_backends.empirical.diagnoses.probes import Noise
 from kcdsl_backends.empirical.table.units import Unit
 
 SHIFTS = (-1, 0, 1)
@@ -54,3 +64,222 @@ def _gap(probes: Sequence[Probe], shift: int, temperature: float) -> float:
         rows = torch.arange(1, p.train.shape[0] - 1)
         parts.append(total_variation(p.train[rows], p.infer[rows + shift], temperature))
     return mean(parts)
+
+
+# --- one run of positions -------------------------------------------------------------------------
+
+_WIDEST = 0.8
+"""Largest share of the positions that a run may cover, unless it goes on to the end: other weights
+or formats move the first positions too."""
+_SHARE = 0.9
+"""Share of the deviation that must lie in the run."""
+_CONTRAST = 1000.0
+"""Without a reference: how many times the size of the rest the size of the run must be."""
+
+
+def deviating_run(probes: Sequence[Probe], noise: Noise | None, temperature: float) -> Repair:
+    """Find one contiguous run of positions that holds nearly all of the deviation.
+
+    With a reference, a position deviates where the kernels differ by more than `BEYOND` times what
+    both claims explain; without one, where they differ a thousand times as much as elsewhere.
+    """
+    name = "mask_provenance"
+    found, looked = [], 0
+    for p in probes:
+        gaps = row_size(p.train, p.infer)
+        if len(gaps) < _SHORTEST or not bool(torch.isfinite(gaps).all()):
+            continue
+        looked += 1
+        off = _deviating(gaps, noise)
+        if bool(off.any()):
+            found.append((p, gaps, off))
+    if not looked:
+        return Repair(name, f"no request with {_SHORTEST} positions of finite differences", None)
+    runs = [(p, run) for p, gaps, off in found if (run := _one_run(gaps, off)) is not None]
+    if not runs or 2 * len(runs) < len(found):
+        return Repair(name, "the deviation is not that of one run of positions", 1.0)
+    outside, all_over = [], []
+    for p, (first, last) in runs:
+        variation = total_variation(p.train, p.infer, temperature)
+        rest = variation.clone()
+        rest[first : last + 1] = 0.0
+        outside.append(rest)
+        all_over.append(variation)
+    whole = mean(all_over)
+    left = mean(outside) / whole if whole > SMALLEST else 1.0
+    p, (first, last) = runs[0]
+    detail = (
+        f"{p.request.key}: positions {first} to {last} of {p.train.shape[0]} hold the deviation "
+        f"({len(runs)} of {len(probes)} requests have such a run)"
+    )
+    return Repair(name, detail, left, float(last - first + 1))
+
+
+def _deviating(gaps: Tensor, noise: Noise | None) -> Tensor:
+    if noise is not None:
+        allowed = (noise.expected[0] ** 2 + noise.expected[1] ** 2) ** 0.5
+        return torch.gt(gaps, BEYOND * allowed)
+    ordered = gaps.sort().values
+    ratio = ordered[1:] / ordered[:-1].clamp_min(SMALLEST)
+    jump = int(ratio.argmax())
+    if float(ratio[jump]) < _CONTRAST:
+        return torch.zeros_like(gaps, dtype=torch.bool)
+    return torch.gt(gaps, ordered[jump])
+
+
+def _one_run(gaps: Tensor, off: Tensor) -> tuple[int, int] | None:
+    """Return the first and last position of the run; None where there is no such run."""
+    places = off.nonzero()[:, 0]
+    first, last = int(places[0]), int(places[-1])
+    length = last - first + 1
+    whole = last == len(gaps) - 1 and first >= 2
+    if length < 2 or 2 * len(places) < length or not (whole or length <= _WIDEST * len(gaps)):
+        return None
+    inside = float(gaps[first : last + 1].sum())
+    return (first, last) if inside >= _SHARE * float(gaps.sum()) else None
+
+
+# --- attention masks, by changing one token and by padding ----------------------------------------
+
+MASKS = "mask_provenance"
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, Refusal)
+"""What a kernel may raise on tokens that it cannot take."""
+_VISIBLE = 0.1
+"""Share of the usual influence of an earlier token, from which on a later one is seen."""
+_UNSEEN = 1e-3
+"""Share of the influence in the other kernel, below which a token is not seen."""
+_PADS = (0, 1, 2)
+_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+
+
+def reach(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) -> Repair:
+    """Change single tokens of a request: do both kernels see the change at the same positions?
+
+    A kernel that sees the future changes before the token; one whose mask hides a token, or all
+    beyond a window, does not change after it.
+    """
+    tokens = list(probe.request.tokens[:POSITIONS])
+    length = len(tokens)
+    if length < 8:
+        return Repair(MASKS, "no request with eight tokens", None)
+    try:
+        effects = _effects(tokens, kernels, temperature)
+    except FAILURES:
+        return Repair(MASKS, "a kernel failed on a changed token", None)
+    for place, (train, infer) in effects.items():
+        natural = _natural(train, infer, place)
+        early = [float(e[:place].median()) if place else 0.0 for e in (train, infer)]
+        side = int(early[1] > early[0])
+        if early[side] > _VISIBLE * natural and early[1 - side] < early[side] / 8:
+            where = f"positions 0 to {place - 1}"
+            detail = f"{probe.request.key}: {SIDES[side]} sees token {place} at {where} before it"
+            return Repair(MASKS, detail, 0.0, float(place))
+    for place, (train, infer) in effects.items():
+        for side, (own, other) in enumerate(((train, infer), (infer, train))):
+            after = slice(place + 1, None)
+            visible = other[after] > _VISIBLE * max(_natural(train, infer, place), SMALLEST)
+            blind = visible & (own[after] < _UNSEEN * other[after])
+            if 4 * int(blind.sum()) >= length - place - 1:
+                seen = (blind.nonzero()[:, 0] + place + 1).tolist()
+                detail = (
+                    f"{probe.request.key}: {SIDES[side]} does not see token {place} at positions "
+                    f"{seen[0]} to {seen[-1]}"
+                )
+                return Repair(MASKS, detail, 0.0, float(place))
+    return Repair(MASKS, "both kernels see the same tokens", 1.0)
+
+
+def _natural(train: Tensor, infer: Tensor, place: int) -> float:
+    """Return how far changing a token usually moves the rows after it."""
+    return max(float(e[place + 1 :].median()) for e in (train, infer))
+
+
+def _effects(
+    tokens: list[int], kernels: tuple[Forward, Forward], temperature: float
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return, for some places, how far changing the token there moves each row of each kernel."""
+    length = len(tokens)
+    before = [_run(kernel, tokens) for kernel in kernels]
+    found = {}
+    for place in sorted({0, length // 4, length // 2, 3 * length // 4}):
+        other = next((t for t in tokens if t != tokens[place]), None)
+        if other is None:
+            continue
+        changed = [*tokens[:place], other, *tokens[place + 1 :]]
+        moved = [
+            total_variation(a, _run(kernel, changed), temperature)
+            for a, kernel in zip(before, kernels, strict=True)
+        ]
+        found[place] = (moved[0], moved[1])
+    return found
+
+
+def visible_padding(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) -> Repair:
+    """Would padding in front of one side, seen by its attention, explain the drift?"""
+    tokens = list(probe.request.tokens)
+    before = float(total_variation(probe.train, probe.infer, temperature).mean())
+    best = Repair(MASKS, "no padding explains the deviation", 1.0)
+    if before <= SMALLEST:
+        return best
+    for side in (0, 1):
+        target = probe.side(1 - side)
+        for pad in dict.fromkeys((*_PADS, probe.train.shape[1] - 1)):
+            for count in _LENGTHS:
+                left = _padded(kernels[side], tokens, [pad] * count, target, temperature) / before
+                if best.left is None or left < best.left:
+                    detail = (
+                        f"{probe.request.key}: {SIDES[side]} behind {count} tokens of padding "
+                        f"({pad}) leaves {left:.2g} of the deviation: {SIDES[1 - side]} attends to "
+                        f"padding in front, or {SIDES[side]} hides its first tokens"
+                    )
+                    best = Repair(MASKS, detail, left, float(count))
+    return best
+
+
+def _padded(
+    kernel: Forward, tokens: Sequence[int], pads: list[int], target: Tensor, temperature: float
+) -> float:
+    try:
+        rows = _run(kernel, [*pads, *tokens])[len(pads) :][: len(target)]
+    except FAILURES:
+        return float("inf")
+    return mean([total_variation(rows, target, temperature)])
+
+
+def _run(kernel: Forward, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return kernel(tokens).to("cpu", torch.float64)
+
+
+# --- swapped sides --------------------------------------------------------------------------------
+
+_APART = 8.0
+"""How many times the noise of one claim must be that of the other, for the sides to be told apart.
+"""
+_MATCH = 4.0
+"""How far, as a factor, the noise of a kernel may lie from what the other side claims."""
+
+
+def swapped_sides(noise: Noise | None) -> Repair:
+    """Compare the noise of each kernel with both claims; swapped sides turn w = p/q into 1/w.
+
+    `left` is the misfit after the swap as a share of that before: a misfit is the sum over both
+    sides of |ln(observed / expected)|.
+    """
+    name = "swapped_sides"
+    if noise is None:
+        return Repair(name, "no reference run", None)
+    train, infer = noise.expected
+    if max(train, infer) < _APART * min(train, infer):
+        return Repair(name, "both kernels claim about the same noise", None)
+    if min(noise.observed) == 0:
+        return Repair(name, "a kernel makes no rounding error", None)
+    now = [abs(math.log(o / e)) for o, e in zip(noise.observed, noise.expected, strict=True)]
+    then = [abs(math.log(o / e)) for o, e in zip(noise.observed, (infer, train), strict=True)]
+    shown = ", ".join(
+        f"{side} errs by {o:.2g} and claims {e:.2g}"
+        for side, o, e in zip(("train", "infer"), noise.observed, noise.expected, strict=True)
+    )
+    fits = max(then) < math.log(_MATCH) and min(now) > math.log(_MATCH)
+    left = sum(then) / sum(now) if fits else 1.0
+    return Repair(name, shown, left)

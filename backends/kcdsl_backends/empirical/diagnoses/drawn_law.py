@@ -7,6 +7,8 @@ For any law a_t that is known before token t is drawn, the product of a_t(y_t) /
 mean 1 where y_t is drawn from q_t, however far the training kernel is from q: it is an e-value, and
 beyond 1/α with a probability of at most α (Ville's inequality). Here a_t is what sampling from the
 training kernel's logits under another setting would be, and the e-value the mean over settings.
+Without whole policies a side's list of its likeliest tokens gives such laws, by filters and
+temperatures inside of the list; the tokens outside of it keep their probabilities, or have none.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
 from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
-from kcdsl_backends.empirical.sources.rollouts.record import Law
+from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Rollout, Side
 
 FALSE_ALARMS = 1e-6
 """Probability at most with which honest tokens are called those of another law."""
@@ -45,7 +48,7 @@ def drawn_law(name: str, policies: Sequence[Policy], stated: float) -> Precheck:
         return not_applicable(name, "no token was drawn")
     gains = torch.zeros(len(KINDS), dtype=torch.float64)
     for policy in policies:
-        gains += _gains(policy, stated)
+        gains += log_factors(policy, stated)
     return judged(name, gains, tokens, stated)
 
 
@@ -60,10 +63,10 @@ def judged(name: str, gains: Tensor, tokens: int, stated: float) -> Precheck:
     setting = shown or f"a temperature of {law.temperature * stated:.3g}"
     said = "as samples of the law that is stated" if good else f"by {setting}, not as stated"
     detail = f"{tokens} tokens were drawn {said} (ln e-value {evidence:+.3g})"
-    return outcome(name, good, detail, stated if good else law.temperature * stated, blocking=True)
+    return outcome(name, good, detail, stated if good else law.temperature * stated)
 
 
-def _gains(policy: Policy, stated: float) -> Tensor:
+def log_factors(policy: Policy, stated: float) -> Tensor:
     """Return the sum of ln a(y) - ln q(y) for each of the other laws [laws], float64."""
     at = policy.tokens[:, None]
     logits = policy.logits / stated
@@ -95,3 +98,68 @@ def _cut(law: Law, ordered: Tensor, shares: Tensor, rank: Tensor, plain: Tensor)
     mass = shares.cumsum(-1).gather(-1, kept - 1)[:, 0]
     inside = (rank < kept)[:, 0]
     return torch.where(inside, plain - mass.log(), torch.full_like(plain, -math.inf))
+
+
+# --- lists of the likeliest tokens ----------------------------------------------------------------
+
+
+def listed_law(name: str, rollouts: Sequence[Rollout], stated: float) -> Precheck:
+    """Say whether the tokens of rollouts whose inference side lists its likeliest ones are samples
+    of the law of its values, at temperature `stated`."""
+    gains, tokens = np.zeros(len(KINDS)), 0
+    for rollout in rollouts:
+        if rollout.infer is not None and rollout.infer.top is not None and rollout.counted:
+            found = log_factors_of_list(rollout, rollout.infer)
+            gains += found.sum(axis=1)
+            tokens += found.shape[1]
+    if tokens == 0:
+        return not_applicable(name, "no side lists its likeliest tokens")
+    return judged(name, torch.from_numpy(gains), tokens, stated)
+
+
+def log_factors_of_list(rollout: Rollout, side: Side) -> Array:
+    """Return ln a(y) - ln q(y) [laws, n] of the counted tokens under each of the other laws."""
+    assert side.top is not None
+    depth = side.top.likeliest
+    rows = rollout.mask & np.isfinite(side.logs)
+    own = side.logs[rows]
+    logs = side.top.logs[rows, :depth]
+    here = side.top.ids[rows, :depth] == np.array(rollout.tokens, np.int64)[rows, None]
+    rank = np.where(here.any(axis=1), here.argmax(axis=1), depth)
+    found = []
+    for law in KINDS:
+        other = (
+            _listed_tempered(law, logs, rank, own)
+            if law.temperature != 1
+            else _listed_cut(law, logs, rank)
+        )
+        mixed = np.logaddexp(other + math.log1p(-SLIP), own + math.log(SLIP))
+        found.append(mixed - own)
+    return np.array(found)
+
+
+def _listed_tempered(law: Law, logs: Array, rank: Array, own: Array) -> Array:
+    """Return ln-probabilities [n] where the tokens of the list share its mass at a temperature."""
+    hot = logs / law.temperature
+    mass = np.logaddexp.reduce(logs, axis=1) - np.logaddexp.reduce(hot, axis=1)
+    inside = rank < logs.shape[1]
+    place = np.minimum(rank, logs.shape[1] - 1)[:, None]
+    listed = np.take_along_axis(hot, place, axis=1)[:, 0] + mass
+    return np.where(inside, listed, own)
+
+
+def _listed_cut(law: Law, logs: Array, rank: Array) -> Array:
+    """Return ln-probabilities [n] under a filter of the list, -inf for tokens that it cuts off."""
+    shares = np.exp(logs)
+    before = np.cumsum(shares, axis=1) - shares
+    if law.top_k:
+        kept = np.broadcast_to(np.arange(logs.shape[1]) < law.top_k, logs.shape)
+    elif law.top_p < 1:
+        kept = before < law.top_p
+    else:
+        kept = logs >= logs[:, :1] + math.log(law.min_p)
+    mass = np.log(np.where(kept, shares, 0.0).sum(axis=1))
+    place = np.minimum(rank, logs.shape[1] - 1)[:, None]
+    inside = (rank < logs.shape[1]) & np.take_along_axis(kept, place, axis=1)[:, 0]
+    listed = np.take_along_axis(logs, place, axis=1)[:, 0]
+    return np.where(inside, listed - mass, -np.inf)

@@ -1,18 +1,21 @@
-"""What a diagnosis is: a mistake of the set-up or a property of a kernel, found on probes.
+"""Diagnoses: mistakes of the set-up and properties of kernels, found on probes.
 
-A *repair* undoes one mistake, such as a shift by one position. It is the named cause of a deviation
-where it leaves less than `CLEAR` of it, and less than every other repair.
+`DIAGNOSES` is the table of all of them. A *repair* undoes one mistake, such as a shift by one
+position. It is the named cause of a deviation where it leaves less than `CLEAR` of it, and less
+than every other repair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.table.units import Unit
 from kcdsl_backends.requests import Request
 
 PROBES = 4
@@ -25,25 +28,106 @@ BEYOND = 4.0
 """How many times the rounding noise of its claims an error must be to have another cause."""
 SMALLEST = 1e-9
 """Deviations (total variation) below this have no cause to look for."""
-
-BLOCKING = frozenset(
-    {
-        "weights_checksum",
-        "token_equality",
-        "alignment_shift",
-        "temperature_fit",
-        "truncation_mass",
-        "mask_provenance",
-        "swapped_sides",
-        "stale_weights",
-    }
-)
-"""Mistakes of the set-up: what was measured then is no drift of numerics. `finite` blocks too where
-a kernel returned numbers that are not finite."""
-
 SIDES = ("train", "infer")
 Forward = Callable[[Any], Tensor]
 """Token ids [T] or [B, T] to outputs [T, V] or [B, T, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One diagnosis: the question it answers, and whether its failure voids the evidence.
+
+    What `blocks` is a mistake of the set-up: what was measured then is no drift of numerics, and
+    every clause about the model is invalid evidence. `of` says what is diagnosed.
+    """
+
+    name: str
+    question: str
+    blocks: bool
+    of: frozenset[Literal["kernels", "recordings", "servers"]] = frozenset({"kernels"})
+
+
+_RECORDED = frozenset[Literal["kernels", "recordings", "servers"]]({"recordings"})
+_BOTH = frozenset[Literal["kernels", "recordings", "servers"]]({"kernels", "recordings"})
+DIAGNOSES: Mapping[str, Diagnosis] = {
+    d.name: d
+    for d in (
+        Diagnosis(
+            "weights_checksum",
+            "do both kernels hold the weights of the file, unchanged since loading?",
+            True,
+        ),
+        Diagnosis("token_equality", "do both kernels answer for the same positions?", True),
+        Diagnosis("finite", "did every request give numbers?", False, _BOTH),
+        Diagnosis("empty_slice", "has every slice a row?", False, _BOTH),
+        Diagnosis(
+            "alignment_shift",
+            "would a shift by one position explain the drift?",
+            True,
+            _BOTH,
+        ),
+        Diagnosis("temperature_fit", "would a temperature on one side explain it?", True, _BOTH),
+        Diagnosis(
+            "truncation_mass",
+            "is one policy the other, cut off and renormalised?",
+            True,
+            _BOTH,
+        ),
+        Diagnosis(
+            "mask_provenance",
+            "is it that of one run of positions, of padding that is seen, or of tokens that only "
+            "one kernel sees?",
+            True,
+            _BOTH,
+        ),
+        Diagnosis(
+            "swapped_sides",
+            "does the kernel called train round as infer claims, and infer as train claims?",
+            True,
+            _BOTH,
+        ),
+        Diagnosis(
+            "stale_weights",
+            "does a kernel err more than its numerics explain, and neither of the above nor a "
+            "coarser format explains it?",
+            True,
+        ),
+        Diagnosis("coarser_layer", "does a block err as a coarser format would?", False),
+        Diagnosis("self_determinism", "does a kernel give the same bits twice?", False),
+        Diagnosis(
+            "batch_invariance",
+            "does a request get the same answer alone, in a batch, in the other order and padded?",
+            False,
+        ),
+        Diagnosis("support_check", "do sampled ratios average to 1?", False, _BOTH),
+        Diagnosis(
+            "logprob_semantics",
+            "are both sides of one law, that of the contract's policy?",
+            True,
+            _RECORDED,
+        ),
+        Diagnosis(
+            "sampling_law",
+            "were tokens drawn from the law that the values are of?",
+            True,
+            _RECORDED,
+        ),
+        Diagnosis("sampling_units", "is it known which rows share a prompt?", True, _RECORDED),
+        Diagnosis("stale_policy", "are both sides of one version of the policy?", True, _RECORDED),
+        Diagnosis(
+            "cloned_rollouts", "do samples of one prompt differ as chance has it?", True, _RECORDED
+        ),
+        Diagnosis("copied_side", "is one side a copy of the other?", True, _RECORDED),
+        Diagnosis("masked_share", "how many sampled tokens do not count?", False, _RECORDED),
+        Diagnosis(
+            "answers",
+            "did the server answer every request?",
+            False,
+            frozenset({"servers"}),
+        ),
+    )
+}
+"""Every diagnosis. `finite` blocks where a kernel returned numbers that are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +140,7 @@ class Probe:
     equal: tuple[bool, bool]
     """Whether the second run of train and of infer gave the same bits."""
     wobble: tuple[float, float] = (0.0, 0.0)
-    """How far the second run of each lies from the first (`distances.size`)."""
+    """How far the second run of each lies from the first (`size`)."""
     gold: Tensor | None = None
     """What the model is without roundings; None where no reference could be run."""
     claimed: tuple[Tensor, Tensor] | None = None
@@ -88,8 +172,8 @@ class Repair:
 def outcome(
     name: str, good: bool, detail: str, value: float | None = None, *, blocking: bool | None = None
 ) -> Precheck:
-    """Return a precondition that passed or failed."""
-    blocks = name in BLOCKING if blocking is None else blocking
+    """Return a precondition that passed or failed; `name` is one of `DIAGNOSES`."""
+    blocks = DIAGNOSES[name].blocks if blocking is None else blocking
     return Precheck(name, "passed" if good else "failed", detail, value, blocks)
 
 
@@ -110,3 +194,65 @@ def blocking(prechecks: Sequence[Precheck]) -> str | None:
         if check.blocking and check.outcome == "failed":
             return f"precheck {check.name} failed: {check.detail}"
     return None
+
+
+# --- distances of outputs, in float64 -------------------------------------------------------------
+
+
+def total_variation(a: Tensor, b: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the total variation [T] of the policies of logits [T, V]; logits may be -inf."""
+    p, q = torch.softmax(a / temperature, -1), torch.softmax(b / temperature, -1)
+    return (p - q).abs().sum(-1) / 2
+
+
+def deviation(probes: Sequence[Probe], temperature: float) -> float:
+    """Return the mean total variation of both kernels over all positions; 0 without any."""
+    return mean([total_variation(p.train, p.infer, temperature) for p in probes])
+
+
+def mean(parts: Sequence[Tensor]) -> float:
+    """Return the mean over all elements of all parts; 0 without any."""
+    joined = torch.cat([p.reshape(-1) for p in parts]) if parts else torch.empty(0)
+    return float(joined.mean()) if joined.numel() else 0.0
+
+
+def row_size(a: Tensor, b: Tensor, *, states: bool = False) -> Tensor:
+    """Return the root mean square [T] of b - a; logits are compared up to a number per row.
+
+    Equal logits of tokens without mass (-inf) are no difference.
+    """
+    difference = torch.where(a == b, 0.0, b - a)
+    if not states:
+        difference = difference - difference.mean(-1, keepdim=True)
+    return difference.square().mean(-1).sqrt()
+
+
+def size(a: Tensor, b: Tensor, *, states: bool = False) -> float:
+    """Return the mean over rows of `row_size`."""
+    return float(row_size(a, b, states=states).mean()) if a.numel() else 0.0
+
+
+# --- evidence that is missing ---------------------------------------------------------------------
+
+
+def finite(units: Sequence[Unit], nonfinite: Mapping[str, int]) -> Precheck:
+    """No request may have failed or given NaN or infinity; `nonfinite` counts those by request.
+
+    Numbers that are not finite block; a request that failed is what `failure_rate` counts.
+    """
+    name = "finite"
+    failed = [unit for unit in units if unit.failure is not None]
+    if not failed:
+        return outcome(name, bool(units), f"{len(units)} requests", 0.0)
+    share = len(failed) / len(units)
+    spoiled = [unit for unit in failed if nonfinite.get(unit.key)]
+    first = (spoiled or failed)[0]
+    detail = f"{len(failed)} of {len(units)} requests; {first.key}: {first.failure}"
+    return outcome(name, False, detail, share, blocking=bool(spoiled))
+
+
+def empty_slice(slices: Mapping[str, int]) -> Precheck:
+    """Every slice must have a row; a clause on one that has none is invalid evidence."""
+    empty = sorted(name for name, rows in slices.items() if rows == 0)
+    detail = f"{', '.join(empty)}: no request" if empty else f"{len(slices)} slices"
+    return outcome("empty_slice", not empty, detail, float(len(empty)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.empirical.diagnoses.model import SIDES, SMALLEST, Repair
-from kcdsl_backends.empirical.diagnoses.temperature import WIDEST, minimise
+from kcdsl_backends.empirical.diagnoses.policies import WIDEST, minimise
 from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Rollout
 

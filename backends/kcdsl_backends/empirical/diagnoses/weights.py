@@ -1,13 +1,30 @@
-"""Do both kernels hold the weights of the file, and do they compute with them?"""
+"""Do both kernels hold the weights of the file, and compute with them in the formats they claim?
+
+Blocks run on what enters them in the float32 program, so that no error comes from before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics import Activations, Numerics, Weights
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.diagnoses.localisation import Localised, first_of
-from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
-from kcdsl_backends.empirical.diagnoses.noise import Noise
+from kcdsl_backends.empirical.diagnoses.model import (
+    BEYOND,
+    SIDES,
+    Probe,
+    not_applicable,
+    outcome,
+    size,
+)
+from kcdsl_backends.empirical.diagnoses.probes import Noise, all_finite, floor
+from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 
 
@@ -66,3 +83,178 @@ def weights_digests(train: Kernel, infer: Kernel, loaded: str, now: str) -> dict
         if model is not None:
             found[side] = model.checkpoint.sha256
     return found
+
+
+# --- blocks that err beyond their claims ----------------------------------------------------------
+
+_WEIGHTS = (
+    Weights("fp8_e4m3", "none"),
+    Weights("fp8_e4m3", "per_tensor"),
+    Weights("fp8_e4m3", "per_channel"),
+    Weights("fp8_e5m2", "none"),
+    Weights("fp8_e5m2", "per_tensor"),
+    Weights("int8", "per_tensor"),
+    Weights("int8", "per_channel"),
+)
+_ACTIVATIONS = (
+    Activations("none", "none"),
+    Activations("fp8_e4m3", "per_token"),
+    Activations("fp8_e4m3", "per_tensor"),
+    Activations("int8", "per_token"),
+)
+_COMPUTE = ("bfloat16", "float16")
+_SUSPECT = 1.05
+"""How many times its claim a block must err for coarser formats to be tried."""
+_APART = 0.5
+"""How far, in units of what its claim explains, it must then lie from the plain program."""
+_LEFT = 0.5
+"""Share of its distance from the plain program that the plain program of a coarser format leaves:
+its own activations round otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strayed:
+    """A block that errs `ratio` times what its kernel claims; `format` is the coarser format that
+    explains its error, None where none does."""
+
+    side: int
+    block: str
+    ratio: float
+    format: str | None
+
+    def shown(self) -> str:
+        """Return the finding in words."""
+        how = f"as {self.format} would" if self.format else "as no coarser format would"
+        return (
+            f"{self.block} of {SIDES[self.side]} errs {self.ratio:.3g} times what its numerics "
+            f"explain, {how}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Localised:
+    """The blocks that stray, in order of application, and how many were looked at."""
+
+    strayed: tuple[Strayed, ...]
+    blocks: int
+
+    @property
+    def coarser(self) -> tuple[Strayed, ...]:
+        """Return the blocks that a coarser format explains."""
+        return tuple(s for s in self.strayed if s.format is not None)
+
+    @property
+    def other_weights(self) -> tuple[Strayed, ...]:
+        """Return the blocks that no format explains."""
+        return tuple(s for s in self.strayed if s.format is None)
+
+
+def localise(
+    probe: Probe, kernels: tuple[Kernel, Kernel], reference: Reference
+) -> Localised | None:
+    """Return the blocks that err more than their claims explain; None where none runs.
+
+    That is `BEYOND` times the noise of the claim, or less where a coarser format explains it.
+    """
+    names = reference.blocks()
+    try:
+        inputs = reference.inputs(probe.request.tokens, names)
+        looked = {
+            name: [_stray(name, inputs[name], side, kernels[side], reference) for side in (0, 1)]
+            for name in inputs
+        }
+    except (Exception, SystemExit):  # a user's module may raise anything in another format
+        return None
+    compared = [sides for sides in looked.values() if None not in sides]
+    found = (stray for sides in looked.values() for stray in sides if isinstance(stray, Strayed))
+    return Localised(tuple(found), len(compared)) if compared else None
+
+
+def whole_model(probe: Probe, sides: Sequence[int], reference: Reference) -> Localised | None:
+    """Look for a coarser format of all of a kernel; None where none explains its error."""
+    if probe.gold is None:
+        return None
+    gold, tokens, found = probe.gold, probe.request.tokens, []
+    for side in sides:
+        claim, own = reference.claim(side), probe.side(side)
+        plain = reference.run(claim, tokens)
+        error, allowed = size(gold, own), size(gold, plain) + floor(gold)
+        apart = size(plain, own, states=True)
+        best = _best(claim, lambda variant: reference.run(variant, tokens), own, apart)
+        if best is not None:
+            found.append(Strayed(side, "the whole model", error / allowed, best))
+    return Localised(tuple(found), 1) if found else None
+
+
+def _best(
+    claim: Numerics, run: Callable[[Numerics], Tensor], own: Tensor, apart: float
+) -> str | None:
+    """Return the coarser format whose plain program lies nearest to the kernel, None where none
+    lies much nearer than that of its claim, which is `apart` from it."""
+    best, left = None, _LEFT
+    for variant in _coarser(claim):
+        try:
+            share = size(run(variant), own, states=True) / apart
+        except (Exception, SystemExit):  # numerics that this model or block cannot have
+            continue
+        if share < left:
+            best, left = variant, share
+    return None if best is None else _words(best)
+
+
+def _stray(
+    name: str, x: Tensor, side: int, kernel: Kernel, reference: Reference
+) -> Strayed | Literal["as claimed"] | None:
+    """Return how a block strays from its claim, or that it does not; None where it gives no numbers
+    that could be compared."""
+    with torch.no_grad():
+        own, again = kernel.block(name, x), kernel.block(name, x)
+    own = own.to("cpu", torch.float64)
+    gold = reference.block(None, name, x)
+    claimed = reference.block(reference.claim(side), name, x)
+    if not all_finite(own, gold, claimed) or own.shape != gold.shape:
+        return None
+    wobble = size(own, again.to("cpu", torch.float64), states=True)
+    allowed = size(gold, claimed, states=True) + wobble + floor(gold)
+    error = size(gold, own, states=True)
+    apart = size(claimed, own, states=True)
+    if error <= _SUSPECT * allowed or apart <= _APART * allowed:
+        return "as claimed"
+    best = _best(
+        reference.claim(side), lambda variant: reference.block(variant, name, x), own, apart
+    )
+    if best is None and error <= BEYOND * allowed:
+        return "as claimed"
+    return Strayed(side, name, error / allowed, best)
+
+
+def _coarser(claim: Numerics) -> Iterator[Numerics]:
+    """Yield numerics with coarser weights, activations, or a coarser compute format."""
+    for weights in _WEIGHTS:
+        for activations in _ACTIVATIONS:
+            yield replace(claim, weights=weights, activations=activations, overrides=())
+    for compute in _COMPUTE:
+        if FORMATS[compute].precision >= FORMATS[claim.compute].precision:
+            continue
+        plain = Activations("none", "none")
+        yield replace(
+            claim, compute=compute, weights=Weights(compute), activations=plain, overrides=()
+        )
+
+
+def _words(numerics: Numerics) -> str:
+    if numerics.weights.format == numerics.compute:
+        return numerics.compute
+    weights, activations = numerics.weights, numerics.activations
+    words = f"{weights.format} weights"
+    if weights.scale != "none":
+        words += f" ({weights.scale})"
+    if activations.format != "none":
+        words += f" and {activations.format} activations ({activations.scale})"
+    return words
+
+
+def first_of(strayed: Sequence[Strayed], blocks: int) -> str:
+    """Return the first block that strays in words, and how many do."""
+    count = len({s.block for s in strayed})
+    return f"{strayed[0].shown()}; {count} of {blocks} blocks stray"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.empirical.diagnoses import drawn_law as module
-from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, _gains, drawn_law
+from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, drawn_law, log_factors
 from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
 from kcdsl_backends.empirical.sources.rollouts.record import Law
 
@@ -35,7 +35,7 @@ def test_the_mean_of_each_factor_is_one_whatever_the_law_of_the_server(
     total = torch.zeros(len(KINDS), dtype=torch.float64)
     for token in range(VOCABULARY):
         at = torch.tensor([token])
-        total += q[0, token].exp() * _gains(policy(z, q, at), stated).exp()
+        total += q[0, token].exp() * log_factors(policy(z, q, at), stated).exp()
     np.testing.assert_allclose(total.numpy(), 1.0, rtol=1e-12)
 
 

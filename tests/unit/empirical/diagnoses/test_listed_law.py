@@ -7,8 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS
-from kcdsl_backends.empirical.diagnoses.listed_law import _gains, listed_law
+from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, listed_law, log_factors_of_list
 from kcdsl_backends.empirical.sources.rollouts.record import Law, Rollout, Semantics, Side, TopLogs
 from tests.support import recordings
 from tests.support.recordings import same
@@ -56,7 +55,7 @@ def test_the_mean_of_each_factor_is_one(depth: int) -> None:
     for token in range(VOCABULARY):
         found = rollout(logs, np.array([token]), depth)
         assert found.infer is not None
-        total += np.exp(logs[0, token]) * np.exp(_gains(found, found.infer)[:, 0])
+        total += np.exp(logs[0, token]) * np.exp(log_factors_of_list(found, found.infer)[:, 0])
     np.testing.assert_allclose(total, 1.0, rtol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Every precondition in order, and which of them is the named cause of a deviation.
+"""Every precondition of two kernels in order, and which of them is the named cause of a deviation.
 
 First what makes evidence void by itself: other weights, other shapes, slices without rows, numbers
 that are not finite. Then repairs of whole outputs, of which the one that leaves least is the cause.
@@ -12,37 +12,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.diagnoses.alignment import alignment_shift, token_equality
-from kcdsl_backends.empirical.diagnoses.batching import batch_invariance
-from kcdsl_backends.empirical.diagnoses.determinism import self_determinism
-from kcdsl_backends.empirical.diagnoses.distances import deviation
-from kcdsl_backends.empirical.diagnoses.finite import empty_slice, finite
-from kcdsl_backends.empirical.diagnoses.localisation import (
-    Localised,
-    localise,
-    whole_model,
+from kcdsl_backends.empirical.diagnoses.alignment import (
+    alignment_shift,
+    deviating_run,
+    reach,
+    swapped_sides,
+    token_equality,
+    visible_padding,
 )
-from kcdsl_backends.empirical.diagnoses.masks import reach, visible_padding
+from kcdsl_backends.empirical.diagnoses.determinism import batch_invariance, self_determinism
 from kcdsl_backends.empirical.diagnoses.model import (
     SMALLEST,
     Probe,
     Repair,
     cause_of,
+    deviation,
+    empty_slice,
+    finite,
     not_applicable,
     outcome,
 )
-from kcdsl_backends.empirical.diagnoses.noise import Noise, all_finite, noise_of
-from kcdsl_backends.empirical.diagnoses.probing import chosen, forwards, probe
+from kcdsl_backends.empirical.diagnoses.policies import (
+    support_check,
+    temperature_fit,
+    truncation_mass,
+)
+from kcdsl_backends.empirical.diagnoses.probes import (
+    Noise,
+    all_finite,
+    chosen,
+    forwards,
+    noise_of,
+    probe,
+)
 from kcdsl_backends.empirical.diagnoses.reference import Reference
-from kcdsl_backends.empirical.diagnoses.sides import swapped_sides
-from kcdsl_backends.empirical.diagnoses.spans import deviating_run
-from kcdsl_backends.empirical.diagnoses.support import support_check
-from kcdsl_backends.empirical.diagnoses.temperature import temperature_fit
-from kcdsl_backends.empirical.diagnoses.truncation import truncation_mass
 from kcdsl_backends.empirical.diagnoses.weights import (
+    Localised,
     coarser_layer,
+    localise,
     stale_weights,
     weights_checksum,
+    whole_model,
 )
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.table.units import Array, Unit

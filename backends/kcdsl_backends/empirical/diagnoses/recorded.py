@@ -6,23 +6,23 @@ asked whether a shift, a temperature, a filter, a mask or a swap explains them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.diagnoses import clones, recorded_logs
-from kcdsl_backends.empirical.diagnoses.drawn_law import drawn_law
-from kcdsl_backends.empirical.diagnoses.finite import empty_slice
-from kcdsl_backends.empirical.diagnoses.listed_law import listed_law
+from kcdsl_backends.empirical.diagnoses import recorded_logs
+from kcdsl_backends.empirical.diagnoses.drawn_law import drawn_law, listed_law
 from kcdsl_backends.empirical.diagnoses.model import (
     Repair,
     cause_of,
+    empty_slice,
     not_applicable,
     outcome,
 )
-from kcdsl_backends.empirical.diagnoses.support import support_check
+from kcdsl_backends.empirical.diagnoses.policies import support_check
 from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Rollout, Semantics
 
@@ -58,8 +58,8 @@ def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
     shared = [
         _masked(s),
         empty_slice(s.slices),
-        clones.stale(s.rollouts),
-        clones.cloned(s.rollouts),
+        stale_policy(s.rollouts),
+        cloned_rollouts(s.rollouts),
         *([sampling_units(s.rollouts)] if s.counts_units else []),
     ]
     both = [r for r in s.rollouts if r.train is not None and r.infer is not None and r.counted]
@@ -70,7 +70,7 @@ def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
         return (*declared, *shared)
     copied = not_applicable("copied_side", "the training kernel scored the tokens")
     if not s.policies:
-        copied = clones.copied(both, s.recomputed)
+        copied = copied_side(both, s.recomputed)
     tempered = recorded_logs.temperature(both, s.policies, s.temperature)
     repairs = [
         recorded_logs.alignment(both),
@@ -114,14 +114,14 @@ def logprob_semantics(subject: Recorded) -> Precheck:
             f"nothing states what the log-probabilities of {' and '.join(silent)} are of; write "
             "`logprobs: {values: raw}` or `{values: processed, temperature: T}` at the kernel"
         )
-        return outcome(name, False, detail, blocking=True)
+        return outcome(name, False, detail)
     assert subject.train is not None
     assert subject.infer is not None
     train, infer = subject.train.law, subject.infer.law
     problem = _differ(train, infer) or _not_the_policy(infer, subject.temperature)
     shown = f"train: {subject.train.values}, {train}; infer: {subject.infer.values}, {infer}"
     if problem is not None:
-        return outcome(name, False, f"{problem} ({shown})", blocking=True)
+        return outcome(name, False, f"{problem} ({shown})")
     return outcome(name, True, shown)
 
 
@@ -159,7 +159,7 @@ def sampling_units(rollouts: Sequence[Rollout]) -> Precheck:
             f" not known which of them share a prompt; first {apart[0].place}: record `prompt`, or"
             " `group`, with a name of its own for each row if no two share one"
         )
-    return outcome(name, not apart, detail, float(len(apart)), blocking=True)
+    return outcome(name, not apart, detail, float(len(apart)))
 
 
 def sampling_law(subject: Recorded) -> Precheck:
@@ -178,16 +178,16 @@ def sampling_law(subject: Recorded) -> Precheck:
             f"tokens were drawn at {drawn}, which takes the likeliest: they are no sample of any "
             "law; draw at a temperature above 0 and without top_k 1"
         )
-        return outcome(name, False, detail, blocking=True)
+        return outcome(name, False, detail)
     if abs(law.temperature - drawn.temperature) > _NEAR or law.filters != drawn.filters:
         detail = (
             f"tokens were drawn at {drawn}, and the log-probabilities are raw: means over these "
             "tokens estimate nothing of the raw law; record processed ones"
         )
-        return outcome(name, False, detail, blocking=True)
-    certain = clones.certain(subject.rollouts)
-    if certain is not None:
-        return outcome(name, False, certain, blocking=True)
+        return outcome(name, False, detail)
+    sure = _certain(subject.rollouts)
+    if sure is not None:
+        return outcome(name, False, sure)
     asked = (  # policies are kept of some tokens only, where the vocabulary is large
         drawn_law(name, subject.policies, subject.temperature),
         listed_law(name, subject.rollouts, law.temperature),
@@ -223,3 +223,121 @@ def _masked(subject: Recorded) -> Precheck:
     out = f"; {subject.left_out} rollouts count no token" if subject.left_out else ""
     detail = f"{tokens - counted} of {tokens} sampled tokens are masked ({100 * share:.3g} %){out}"
     return outcome("masked_share", True, detail, share)
+
+
+# --- rows that are not what they seem -------------------------------------------------------------
+
+_BY_CHANCE = -20.0
+"""ln of the probability above which equal samples after one prompt may be chance."""
+_FEWEST = 16
+"""Tokens from which on equal bits on both sides are no chance."""
+
+
+def cloned_rollouts(rollouts: Sequence[Rollout]) -> Precheck:
+    """Samples after one prompt must differ where their probability is small.
+
+    Equal ones come of a seed that was given to every member of a group, or of rows that were
+    written twice; they are no samples, and counting them overstates what is known.
+    """
+    name = "cloned_rollouts"
+    drawn = [r for r in rollouts if r.tokens]
+    if not drawn:
+        return not_applicable(name, "the recording holds no sampled tokens")
+    seen: dict[tuple[tuple[int, ...], tuple[int, ...]], Rollout] = {}
+    clones: list[tuple[Rollout, Rollout]] = []
+    for r in drawn:
+        first = seen.setdefault((r.prompt, r.tokens), r)
+        if first is not r and _chance(r) < _BY_CHANCE:
+            clones.append((first, r))
+    if not clones:
+        return outcome(name, True, f"{len(drawn)} rollouts, none written twice", 0.0)
+    one, two = clones[0]
+    same = one.unit == two.unit
+    where = "of one group" if same else "of different groups"
+    detail = (
+        f"{len(clones)} of {len(drawn)} rollouts equal an earlier one, which chance does not do: "
+        f"{two.place} ({two.key}) is {one.place} ({one.key}), {where}"
+    )
+    return outcome(name, False, detail, len(clones) / len(drawn))
+
+
+def _chance(rollout: Rollout) -> float:
+    """Return ln of the probability of sampling these tokens; 0 where it is not known."""
+    if rollout.infer is None:
+        return 0.0 if len(rollout.tokens) < _FEWEST else -math.inf
+    logs = rollout.infer.logs
+    return float(logs[np.isfinite(logs)].sum())
+
+
+def copied_side(rollouts: Sequence[Rollout], recomputed: bool) -> Precheck:
+    """Recorded sides must not be one array written twice, as trainers do that skip recomputing: not
+    in every rollout, and not in most of them.
+
+    `recomputed` says that the contract states otherwise: then equal bits are a result.
+    """
+    name = "copied_side"
+    both = [r for r in rollouts if r.train is not None and r.infer is not None and r.counted]
+    tokens = sum(r.counted for r in both)
+    if tokens < _FEWEST:
+        return not_applicable(name, "too few tokens with ln-probabilities of both sides")
+    alike = [r for r in both if not bool(np.any(r.delta()))]
+    equal = sum(r.counted for r in alike)
+    if len(alike) < len(both) and (2 * equal < tokens or equal < _FEWEST):
+        detail = f"{tokens} tokens, both sides differ in {len(both) - len(alike)} rollouts"
+        return outcome(name, True, detail, equal / tokens)
+    shown = f"all {tokens}" if equal == tokens else f"{equal} of {tokens}"
+    if recomputed:
+        detail = f"{shown} tokens are in rollouts with equal bits, stated as recomputed"
+        return outcome(name, True, detail, equal / tokens)
+    detail = (
+        f"{shown} tokens are in rollouts with equal bits on both sides: a trainer that skips"
+        " recomputing copies one column (verl: bypass_mode); state `recomputed: true` if the"
+        " training kernel ran"
+    )
+    return outcome(name, False, detail, equal / tokens)
+
+
+def _certain(rollouts: Sequence[Rollout]) -> str | None:
+    """Return why tokens that all have the probability 1 were not drawn: greedy decoding gives such
+    values. None where some token could have been another one."""
+    logs = [r.infer.logs[r.mask] for r in rollouts if r.infer is not None]
+    tokens = sum(part.size for part in logs)
+    if tokens < _FEWEST or any(bool(np.any(part)) for part in logs):
+        return None
+    return (
+        f"the inference kernel gives each of {tokens} tokens the probability 1, as greedy decoding"
+        " does: nothing was drawn, and no other law is seen"
+    )
+
+
+def stale_policy(rollouts: Sequence[Rollout]) -> Precheck:
+    """Both sides must be of one version of the policy, the same for all tokens of a rollout."""
+    name = "stale_policy"
+    known = [r for r in rollouts if "role:infer_version" in r.fields]
+    if not known:
+        return not_applicable(name, "no column names the version of the policy")
+    late, torn = [], []
+    for r in known:
+        sampled = _version(r.fields["role:infer_version"])
+        trained = _version(r.fields.get("role:train_version", sampled))
+        last = _version(r.fields.get("role:infer_version_last", sampled))
+        if trained != sampled:
+            late.append((r, f"sampled by {sampled}, scored by {trained}"))
+        elif last != sampled:
+            torn.append((r, f"sampled by {sampled} to {last}"))
+    found = late + torn
+    if not found:
+        return outcome(name, True, f"{len(known)} rollouts of one version each", 0.0)
+    rollout, what = found[0]
+    detail = f"{len(found)} of {len(known)} rollouts: {rollout.place} ({rollout.key}) was {what}"
+    return outcome(name, False, detail, len(found) / len(known))
+
+
+def _version(value: object) -> str:
+    """Return a version as text; 3, 3.0 and "3" are one."""
+    text = str(value)
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return f"{number:g}" if math.isfinite(number) and abs(number) < 1e15 else text

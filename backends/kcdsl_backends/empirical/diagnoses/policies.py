@@ -1,16 +1,79 @@
-"""Truncation: is one policy the other, cut off to its likeliest tokens and renormalised?"""
+"""Is one policy the other at another temperature, cut off, or without the support of the other?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kcdsl_backends.empirical.diagnoses.distances import deviation, mean, total_variation
-from kcdsl_backends.empirical.diagnoses.model import SIDES, SMALLEST, Probe, Repair
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.diagnoses.model import (
+    SIDES,
+    SMALLEST,
+    Probe,
+    Repair,
+    deviation,
+    mean,
+    not_applicable,
+    outcome,
+    total_variation,
+)
+from kcdsl_backends.empirical.metrics.policies import kl
+from kcdsl_backends.empirical.table.units import Array
+
+WIDEST = 1.5
+"""Largest |ln T| that is tried."""
+_LEAST = 1e-3
+
+
+def temperature_fit(probes: Sequence[Probe], temperature: float) -> Repair:
+    """Does one temperature on the training logits explain the drift? Report the best T.
+
+    The best T is that of the least KL(softmax(train / T) || infer).
+    """
+    name = "temperature_fit"
+    if not probes:
+        return Repair(name, "no request could be run", None)
+    train = torch.cat([p.train for p in probes])
+    target = torch.log_softmax(torch.cat([p.infer for p in probes]) / temperature, -1)
+
+    def loss(log_t: float) -> float:
+        scaled = torch.log_softmax(train / (temperature * math.exp(log_t)), -1)
+        return float(kl(scaled, target).mean())
+
+    here = loss(0.0)
+    if not math.isfinite(here):
+        return Repair(name, "the drift is not finite", None)
+    best = minimise(loss, -WIDEST, WIDEST)
+    fitted, before = math.exp(best), deviation(probes, temperature)
+    after = mean([total_variation(p.train / fitted, p.infer, temperature) for p in probes])
+    left = after / before if before > SMALLEST and abs(best) > _LEAST else 1.0
+    detail = f"T = {fitted:.3f} leaves {loss(best):.3g} of {here:.3g} nats"
+    return Repair(name, detail, left, fitted)
+
+
+def minimise(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return the minimiser of a unimodal function on [low, high] by golden sections."""
+    ratio = (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    at_a, at_b = function(a), function(b)
+    for _ in range(32):
+        if at_a <= at_b:
+            high, b, at_b = b, a, at_a
+            a = high - ratio * (high - low)
+            at_a = function(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + ratio * (high - low)
+            at_b = function(b)
+    return (low + high) / 2
+
+
+# --- truncation -----------------------------------------------------------------------------------
 
 _NOTHING = -80.0
 """ln p below which a probability counts as zero mass."""
@@ -102,3 +165,43 @@ def _simplest(low: float, high: float) -> str:
         if low <= middle <= high:
             return f"{Decimal(str(middle)).normalize():f}"
     return f"{(low + high) / 2:.6g}"
+
+
+# --- sampled ratios -------------------------------------------------------------------------------
+
+_ERRORS = 5
+"""Standard errors from which on a mean is not 1. Of no more tokens than the square of it none can
+lie so far, whatever they are, by the inequality of Cauchy and Schwarz."""
+
+_SQUARED = 1e100
+"""Ratios above this are scaled down before they are squared."""
+
+
+def support_check(ratios: Sequence[Array]) -> Precheck:
+    """Sampled ratios must average to one; otherwise q misses mass of p, or the sides are swapped.
+
+    The tolerance is `_ERRORS` standard errors: over requests or over tokens, whichever is larger.
+    Each token is drawn by itself from a policy under which E w = 1, so the squares of w - 1
+    estimate its variance, also where there are too few requests to say anything.
+    """
+    name = "support_check"
+    tokens = sum(r.size for r in ratios)
+    if not tokens:
+        return not_applicable(name, "no clause reads sampled tokens")
+    largest = float(np.max([r.max() for r in ratios if r.size]))
+    if not math.isfinite(largest):
+        said = "beyond float64" if largest == math.inf else f"{largest:g}"
+        return outcome(name, False, f"the largest w is {said}", largest)
+    scale = largest if largest > _SQUARED else 1.0
+    scaled = [r / scale for r in ratios]
+    sums = np.array([math.fsum(r) for r in scaled])
+    sizes = np.array([float(r.size) for r in ratios])
+    mean = math.fsum(sums) / tokens
+    residual = sums - mean * sizes
+    squares = math.fsum(float(((r - 1 / scale) ** 2).sum()) for r in scaled)
+    error = math.sqrt(max(math.fsum(residual**2), squares)) / tokens
+    good = abs(mean - 1 / scale) <= _ERRORS * error + 1e-6 / scale
+    mean, error = mean * scale, error * scale
+    if good and tokens <= _ERRORS**2:
+        return not_applicable(name, f"{tokens} tokens are too few to show that a mean is not 1")
+    return outcome(name, good, f"mean w = {mean:.9g}, standard error {error:.2g}", mean)
