@@ -46,7 +46,7 @@ from kcdsl.diagnostics.model import (
 from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.walk import terms_of, walk
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.metrics import Registry, user_metric
 from kcdsl.source.files import is_there, read_source, suggest_file
 from kcdsl.source.removal import remove_entry

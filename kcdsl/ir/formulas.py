@@ -6,10 +6,12 @@ nats, or 1. Spans point into the contract file and take no part in equality.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from dataclasses import field as dataclass_field
 from enum import StrEnum
 from fractions import Fraction
+from typing import assert_never
 
 from kcdsl.diagnostics.spans import Span
 
@@ -98,7 +100,7 @@ class TableValue:
 
     It stands alone on the right of a comparison. A clause that holds one means: for every bucket
     of the table, the clause with the value of the bucket, on the slice within the bucket
-    (`kcdsl.ir.buckets.expand_tables`).
+    (`kcdsl.ir.tables.expand_tables`).
     """
 
     name: str
@@ -252,3 +254,46 @@ class NoneOf:
 
 
 Predicate = FieldTest | AllOf | AnyOf | NoneOf
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def walk(formula: Formula) -> Iterator[Formula]:
+    """Yield a formula and every formula inside it, outermost first."""
+    yield formula
+    match formula:
+        case Not(of=of):
+            yield from walk(of)
+        case Connective(parts=parts):
+            for part in parts:
+                yield from walk(part)
+        case Quantified(body=body):
+            yield from walk(body)
+        case Compare() | NoFlip() | HasFields():
+            return
+        case _:
+            assert_never(formula)
+
+
+def terms_of(formula: Formula) -> Iterator[Term]:
+    """Yield every term of a formula, outermost first."""
+    for part in walk(formula):
+        if isinstance(part, Compare):
+            yield from subterms(part.left)
+            yield from subterms(part.right)
+
+
+def subterms(term: Term) -> Iterator[Term]:
+    """Yield a term and every term inside it, outermost first."""
+    yield term
+    match term:
+        case Abs(of=of) | Statistic(of=of):
+            yield from subterms(of)
+        case Arith(left=left, right=right):
+            yield from subterms(left)
+            yield from subterms(right)
+        case Number() | Metric() | Norm() | TableValue():
+            return
+        case _:
+            assert_never(term)

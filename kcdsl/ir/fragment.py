@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kcdsl.diagnostics.codes import OUTSIDE_FRAGMENTS
 from kcdsl.diagnostics.model import Diagnostic, Label
 from kcdsl.diagnostics.spans import SourceFile, Span
+from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.terms import (
     Abs,
     Clause,
@@ -30,7 +31,6 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl.ir.walk import subterms, terms_of, walk
 from kcdsl.route.catalogue import Fragment
 
 CHAIN_METRICS = frozenset({"tv", "kl", "log_ratio", "reward_delta", "grad_bias"})

@@ -11,9 +11,8 @@ from kcdsl.diagnostics.codes import STORED_PROGRAM
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import SCHEMA, digest
-from kcdsl.ir.kernels import LogProbabilities, Recording, Service
-from kcdsl.ir.recordings import FORMATS
-from kcdsl.ir.walk import terms_of, walk
+from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.kernels import FORMATS, LogProbabilities, Recording, Service
 from kcdsl.metrics import METRICS
 from kcdsl.units import NAMED, UNITS
 

@@ -15,6 +15,8 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
+from kcdsl.ir.formulas import walk
+from kcdsl.ir.printer import formula_text, term_text
 from kcdsl.ir.terms import (
     Arith,
     Clause,
@@ -30,8 +32,6 @@ from kcdsl.ir.terms import (
     Region,
     Term,
 )
-from kcdsl.ir.walk import walk
-from kcdsl.ir.words import formula_text, term_text
 
 _T = TypeVar("_T")
 

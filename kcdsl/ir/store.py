@@ -19,9 +19,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.canonical import formula_json, term_json, to_json
+from kcdsl.ir.canonical import formula_json, normal_formula, term_json, to_json
 from kcdsl.ir.load import formula_from_json, from_json, term_from_json
-from kcdsl.ir.normal import normal_formula
 
 Node = TypeVar("Node")
 Result = TypeVar("Result")

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kcdsl.ir.canonical import digest, document_json
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.terms import Metric, Program, Quantified, TableValue
-from kcdsl.ir.walk import terms_of, walk
 
 SCHEMA = "kcdsl.training/1"
 

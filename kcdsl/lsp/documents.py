@@ -22,8 +22,8 @@ from kcdsl.diagnostics.codes import INTERNAL, TOO_LARGE
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.formulas import walk
 from kcdsl.ir.terms import Clause, Quantified
-from kcdsl.ir.walk import walk
 from kcdsl.lsp.cursor import mend
 from kcdsl.lsp.nodes import Occurrence, occurrences
 from kcdsl.lsp.positions import NOWHERE, Carry, Lines, carry

@@ -11,8 +11,8 @@ from kcdsl.check.expressions.names import Scope
 from kcdsl.check.sections.structure import RawClause
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.walk import walk
-from kcdsl.ir.words import predicate_text, term_text
+from kcdsl.ir.formulas import walk
+from kcdsl.ir.printer import predicate_text, term_text
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.reports import Verdict, latest
 from kcdsl.source.yaml_nodes import Scalar

@@ -6,8 +6,8 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.obligations import obligations_of, slices_of
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.issue import results_for

@@ -6,7 +6,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.obligations import (
     Obligation,
     conjunction,
@@ -14,6 +13,7 @@ from kcdsl.ir.obligations import (
     region_of,
     slices_of,
 )
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import (
     Abs,
     AllOf,

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import assert_never
 
 from kcdsl.diagnostics.spans import Span
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.fragment import CHAIN_METRICS, Blame, classify
 from kcdsl.ir.terms import (
     Clause,
@@ -25,7 +26,6 @@ from kcdsl.ir.terms import (
     Quantified,
     Statistic,
 )
-from kcdsl.ir.walk import terms_of, walk
 from kcdsl.route.catalogue import Fragment
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.fragment import CHAIN_METRICS
-from kcdsl.ir.selection import implies
+from kcdsl.ir.predicates import implies
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -18,7 +19,6 @@ from kcdsl.ir.terms import (
     Slice,
     Statistic,
 )
-from kcdsl.ir.walk import terms_of, walk
 
 _LOGITS_BLOCK = "model"
 WITHOUT_LOGITS = frozenset({"bert"})

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.ir.printer import formula_text, region_text, term_text
 from kcdsl.ir.terms import Clause, Drift, EvidenceKind, NoFlip, Norm
-from kcdsl.ir.words import formula_text, region_text, term_text
 from kcdsl.model.numerics import Numerics
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kcdsl.diagnostics.render.terminal import printable
-from kcdsl.ir.buckets import is_bucket
+from kcdsl.ir.tables import is_bucket
 from kcdsl.verdict.beside_text import beside_parts
 from kcdsl.verdict.console import WIDTH, HarmlessConsole, print_on
 from kcdsl.verdict.model import Violated, verdict_name

@@ -15,7 +15,7 @@ from kcdsl.diagnostics.model import Refusal, Sink
 from kcdsl.diagnostics.render import FORMATS, Run, render
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format import format_text
-from kcdsl.ir.cases import Undecided, find_case, first_taken
+from kcdsl.ir.predicates import Undecided, find_case, first_taken
 from kcdsl.ir.terms import AllOf, FieldTest, NoneOf
 from kcdsl.lsp.positions import Lines
 from tests.fuzz.examination import SECONDS, examine

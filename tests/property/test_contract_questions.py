@@ -16,14 +16,14 @@ import pytest
 
 from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
 from kcdsl.ir import terms as ir
-from kcdsl.ir.evaluate import Truth, answers
 from kcdsl.ir.orders import CURVES, EDGES, TEMPERED, UNTEMPERED, curves, least_factor
-from kcdsl.ir.world import World
 from kcdsl_backends.smt import consistency as module
 from kcdsl_backends.smt.claims import Claim
 from kcdsl_backends.smt.findings import Findings, Implication
 from tests.support import contracts as made
 from tests.support.distributions import MeasuredWorlds, metrics_of_row
+from tests.support.semantics.evaluation import Truth, answers
+from tests.support.semantics.interpretations import World
 
 TEMPERATURE = Fraction(1)
 METRICS = (

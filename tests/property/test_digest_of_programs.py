@@ -22,10 +22,9 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import formulas
 from kcdsl.ir import terms as ir
-from kcdsl.ir.canonical import digest, document, library_digest, to_json
+from kcdsl.ir.canonical import digest, document, library_digest, normal_formula, to_json
 from kcdsl.ir.kernels import LogProbabilities, Recording, Service
 from kcdsl.ir.load import from_json, load_bytes
-from kcdsl.ir.normal import normal_formula
 
 # --- programs ------------------------------------------------------------------------------------
 

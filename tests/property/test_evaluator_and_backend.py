@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.evaluate import Truth, answers
-from kcdsl.ir.norms import difference, norm
 from kcdsl.ir.obligations import obligations_of
-from kcdsl.ir.words import formula_text
-from kcdsl.ir.world import Pair, Unit, World
+from kcdsl.ir.printer import formula_text
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl_backends.empirical.decide.results import decide_clause
 from kcdsl_backends.empirical.requirements.clauses import WINDOW, norm_name
 from kcdsl_backends.empirical.table import units as measured
+from tests.support.semantics.evaluation import Truth, answers
+from tests.support.semantics.interpretations import Pair, Unit, World
+from tests.support.semantics.norms import difference, norm
 
 
 def _support(name: str) -> Any:

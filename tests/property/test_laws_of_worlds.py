@@ -13,9 +13,7 @@ import pytest
 import z3
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.evaluate import rows, windows
-from kcdsl.ir.facts import Interval
-from kcdsl.ir.laws import (
+from kcdsl.ir.axioms import (
     AtMost,
     Bent,
     Between,
@@ -30,11 +28,9 @@ from kcdsl.ir.laws import (
     has_two_sides,
     laws,
 )
-from kcdsl.ir.norms import Undefined
-from kcdsl.ir.selection import division, inclusion
+from kcdsl.ir.predicates import division, inclusion
+from kcdsl.ir.relations import Interval
 from kcdsl.ir.smtlib.assumptions import _assertion
-from kcdsl.ir.truth import Scope
-from kcdsl.ir.world import Unit, World
 from kcdsl_backends.smt.assumptions import _Writer
 from kcdsl_backends.smt.claims import same_slice
 from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side
@@ -42,6 +38,10 @@ from kcdsl_backends.smt.solving import real
 from kcdsl_backends.smt.translate import Translator
 from tests.support import small_worlds as small
 from tests.support.distributions import MeasuredWorlds
+from tests.support.semantics.evaluation import rows, windows
+from tests.support.semantics.formulas import Scope
+from tests.support.semantics.interpretations import Unit, World
+from tests.support.semantics.norms import Undefined
 
 OWN = "own"
 """A metric of the user with one value per request, from 0 to 2."""

@@ -14,22 +14,22 @@ import z3
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir import terms as ir
-from kcdsl.ir.evaluate import Truth, answers, rows
-from kcdsl.ir.selection import implies, inclusion
+from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.predicates import implies, inclusion
 from kcdsl.ir.smtlib import consistency, implication, text
 from kcdsl.ir.smtlib.assumptions import assumptions
 from kcdsl.ir.smtlib.requests import slice_lines
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.smtlib.theory import Theory
-from kcdsl.ir.truth import Scope
-from kcdsl.ir.walk import terms_of, walk
-from kcdsl.ir.world import Unit, World
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.quantities import LARGEST, SMALLEST
 from kcdsl_backends.smt.solving import real
 from kcdsl_backends.smt.translate import Translator
 from tests.support import contracts as made
 from tests.support import small_worlds as small
+from tests.support.semantics.evaluation import Truth, answers, rows
+from tests.support.semantics.formulas import Scope
+from tests.support.semantics.interpretations import Unit, World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONTRACTS = sorted(

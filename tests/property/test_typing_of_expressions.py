@@ -26,8 +26,8 @@ from kcdsl.check.expressions.terms import term
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.fragment import classify
-from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import METRICS, MetricDefinition
 from kcdsl.route.catalogue import Fragment
 from kcdsl.syntax import ast

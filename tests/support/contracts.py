@@ -11,11 +11,11 @@ import cvc5
 import z3
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.norms import Length, difference, less, norm
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.theory import Extreme, Opaque, Quantity, Theory
-from kcdsl.ir.truth import Scope
-from kcdsl.ir.world import Measured, Pair, Unit, World
+from tests.support.semantics.formulas import Scope
+from tests.support.semantics.interpretations import Measured, Pair, Unit, World
+from tests.support.semantics.norms import Length, difference, less, norm
 
 NUMBERS = tuple(Fraction(n, 10) for n in (0, 1, 2, 5, 7, 10, 15, 30))
 METRICS = ("kl", "tv", "logit_l2", "logit_linf", "logit_span", "top1_overlap", "hidden_l2")

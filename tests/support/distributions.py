@@ -8,8 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
-from kcdsl.ir.world import Unit
 from tests.support.contracts import Worlds
+from tests.support.semantics.interpretations import Unit
 
 SIZES = (0.01, 0.1, 0.3, 1.0, 3.0)
 

@@ -10,10 +10,10 @@ from itertools import combinations_with_replacement, product
 from random import Random
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.cases import Value
-from kcdsl.ir.evaluate import Answer, Truth, answers
-from kcdsl.ir.norms import Undefined
-from kcdsl.ir.world import Pair, Unit, World
+from kcdsl.ir.predicates import Value
+from tests.support.semantics.evaluation import Answer, Truth, answers
+from tests.support.semantics.interpretations import Pair, Unit, World
+from tests.support.semantics.norms import Undefined
 
 LONG = ir.FieldTest("length", ">", Fraction(128))
 BRIEF = ir.FieldTest("length", "<=", Fraction(128))

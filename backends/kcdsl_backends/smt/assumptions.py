@@ -1,6 +1,6 @@
 """What z3 is told of the variables of a translation, each fact with its reason.
 
-What holds of measured quantities is `kcdsl.ir.laws`; here the laws become expressions and words.
+What holds of measured quantities is `kcdsl.ir.axioms`; here the laws become expressions and words.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import z3
 
-from kcdsl.ir.facts import NORMS
-from kcdsl.ir.laws import (
+from kcdsl.ir.axioms import (
     AtMost,
     Bent,
     Between,
@@ -27,8 +26,9 @@ from kcdsl.ir.laws import (
     Tied,
     laws,
 )
+from kcdsl.ir.printer import region_text, term_text
+from kcdsl.ir.relations import NORMS
 from kcdsl.ir.terms import Drift, Norm
-from kcdsl.ir.words import region_text, term_text
 from kcdsl_backends.smt.quantities import Quantity, Witness
 from kcdsl_backends.smt.solving import Expression, real
 from kcdsl_backends.smt.text import number, outward

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from kcdsl.ir import selection
-from kcdsl.ir.facts import canonical
+from kcdsl.ir import predicates as selection
+from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.orders import CURVES, EDGES, TEMPERED
-from kcdsl.ir.selection import Division, Inside
+from kcdsl.ir.predicates import Division, Inside
+from kcdsl.ir.relations import canonical
 from kcdsl.ir.terms import (
     Clause,
     Compare,
@@ -31,7 +32,6 @@ from kcdsl.ir.terms import (
     Quantified,
     Statistic,
 )
-from kcdsl.ir.walk import subterms, terms_of, walk
 from kcdsl_backends.smt.predicates import selects_nothing, selects_within
 from kcdsl_backends.smt.solving import Clock
 

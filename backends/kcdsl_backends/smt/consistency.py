@@ -15,9 +15,9 @@ from fractions import Fraction
 from kcdsl.diagnostics import Diagnostic
 from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.buckets import expand_tables, table_of
+from kcdsl.ir.formulas import walk
+from kcdsl.ir.tables import expand_tables, table_of
 from kcdsl.ir.terms import Clause, Connective, Program
-from kcdsl.ir.walk import walk
 from kcdsl_backends.smt.claims import Claim, claims_of, components, inclusion, lifted
 from kcdsl_backends.smt.consequences import covers
 from kcdsl_backends.smt.findings import Findings, Implication

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import z3
 
 from kcdsl.inequalities import DomainError
-from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.formulas import subterms
 from kcdsl.ir.obligations import Comparison
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -36,7 +37,6 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl.ir.walk import subterms
 from kcdsl.route.premises import WITHOUT_LOGITS
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kcdsl.ir.canonical import digest
-from kcdsl.ir.normal import normal_formula
+from kcdsl.ir.canonical import digest, normal_formula
+from kcdsl.ir.printer import formula_text
 from kcdsl.ir.terms import Clause, Program
-from kcdsl.ir.words import formula_text
 from kcdsl.verdict.difference import (
     Change,
     ClauseDifference,

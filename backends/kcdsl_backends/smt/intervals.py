@@ -1,5 +1,5 @@
-"""Where a measured quantity can lie: the intervals of `kcdsl.ir.facts`."""
+"""Where a measured quantity can lie: the intervals of `kcdsl.ir.relations`."""
 
-from kcdsl.ir.facts import EVERYTHING, Interval, canonical, domain, interval
+from kcdsl.ir.relations import EVERYTHING, Interval, canonical, domain, interval
 
 __all__ = ["EVERYTHING", "Interval", "canonical", "domain", "interval"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from kcdsl.diagnostics import Label
 from kcdsl.diagnostics.codes import CONFLICTING_LEVELS, INVERTED_ACTIONS
+from kcdsl.ir.canonical import normal_formula
 from kcdsl.ir.escalation import kind
-from kcdsl.ir.normal import normal_formula
-from kcdsl.ir.selection import Inside
+from kcdsl.ir.predicates import Inside
 from kcdsl.ir.terms import Budget, Clause, Compare, Family, Number, Program, Term
 from kcdsl_backends.smt.consequences import LEVELS, action_of
 from kcdsl_backends.smt.findings import Findings

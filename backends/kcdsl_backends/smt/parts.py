@@ -12,7 +12,9 @@ from typing import assert_never
 
 from kcdsl.diagnostics import Severity
 from kcdsl.diagnostics.codes import DEAD_PART
-from kcdsl.ir.selection import Inside
+from kcdsl.ir.formulas import terms_of
+from kcdsl.ir.predicates import Inside
+from kcdsl.ir.printer import formula_text
 from kcdsl.ir.terms import (
     Arith,
     Clause,
@@ -25,8 +27,6 @@ from kcdsl.ir.terms import (
     Program,
     Quantified,
 )
-from kcdsl.ir.walk import terms_of
-from kcdsl.ir.words import formula_text
 from kcdsl_backends.smt.findings import Findings
 from kcdsl_backends.smt.scene import translator_for
 from kcdsl_backends.smt.solving import Clock, Outcome, Solver

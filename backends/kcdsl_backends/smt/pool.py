@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from kcdsl.ir.selection import Inside
+from kcdsl.ir.formulas import subterms, walk
+from kcdsl.ir.predicates import Inside
 from kcdsl.ir.terms import (
     Budget,
     Clause,
@@ -24,7 +25,6 @@ from kcdsl.ir.terms import (
     Quantified,
     Statistic,
 )
-from kcdsl.ir.walk import subterms, walk
 from kcdsl_backends.smt.claims import (
     UNITS,
     Claim,

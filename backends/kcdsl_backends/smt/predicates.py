@@ -19,7 +19,7 @@ from fractions import Fraction
 
 import z3
 
-from kcdsl.ir import selection
+from kcdsl.ir import predicates as selection
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Program, Slice
 from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver, compare, real
 

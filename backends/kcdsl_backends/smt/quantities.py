@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final, Literal
 
+from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.terms import Region, Statistic, Term
-from kcdsl.ir.words import region_text, term_text
 
 Side = Literal["largest", "smallest"]
 LARGEST: Final[Side] = "largest"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations
 
-from kcdsl.ir.normal import normal_formula
+from kcdsl.ir.canonical import normal_formula
+from kcdsl.ir.formulas import walk
+from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import Clause, Compare, Number, Quantified
-from kcdsl.ir.walk import walk
-from kcdsl.ir.words import region_text
 from kcdsl_backends.smt.claims import Claim, quantified
 from kcdsl_backends.smt.findings import Implication
 from kcdsl_backends.smt.scene import Scene, minimal

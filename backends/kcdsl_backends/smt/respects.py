@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from kcdsl.ir.buckets import table_of
-from kcdsl.ir.normal import normal_formula
+from kcdsl.ir.canonical import normal_formula
+from kcdsl.ir.formulas import walk
+from kcdsl.ir.printer import formula_text, predicate_text
+from kcdsl.ir.tables import table_of
 from kcdsl.ir.terms import AllOf, Budget, Clause, Program, Quantified, Slice, ThresholdTable
-from kcdsl.ir.walk import walk
-from kcdsl.ir.words import formula_text, predicate_text
 from kcdsl.verdict.difference import Change, Relation, from_implications
 from kcdsl_backends.smt.consequences import (
     LEVELS,

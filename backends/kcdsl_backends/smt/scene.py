@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kcdsl.ir.selection import Inside
+from kcdsl.ir.predicates import Inside
 from kcdsl.ir.terms import Program
 from kcdsl_backends.smt.assumptions import Fact
 from kcdsl_backends.smt.claims import Claim, division, same_slice

@@ -17,11 +17,10 @@ from kcdsl.diagnostics.codes import (
     SOLVER_UNDECIDED,
     UNUSED_SLICE,
 )
-from kcdsl.ir.cases import Undecided, Value, find_case
-from kcdsl.ir.selection import Inside, is_empty
+from kcdsl.ir.formulas import walk
+from kcdsl.ir.predicates import Inside, Undecided, Value, find_case, is_empty
+from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import AllOf, Predicate, Program, Quantified, RegionKind, Slice
-from kcdsl.ir.walk import walk
-from kcdsl.ir.words import region_text
 from kcdsl_backends.smt.findings import Findings
 from kcdsl_backends.smt.predicates import emptiness
 from kcdsl_backends.smt.solving import Clock, Outcome

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.terms import Clause, KernelRef, Metric, NoFlip, Norm, Program
-from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import find_metric
 from kcdsl.verdict.difference import Change, Relation
 from kcdsl_certs.reals import real_text

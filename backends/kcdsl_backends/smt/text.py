@@ -8,8 +8,8 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 
 from kcdsl.inequalities import round_down, round_up
+from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Clause, HasFields, NoFlip, Statistic, Term
-from kcdsl.ir.words import term_text
 from kcdsl_backends.smt.model import ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.premises import FORMULAS, Premises
 from kcdsl_certs.reals import real_text

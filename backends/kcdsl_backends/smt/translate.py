@@ -14,7 +14,7 @@ A statement about every input of a region is replaced by its instance at one unk
 region inside it, so that what follows from the instance follows from the statement. Regions are
 taken as not empty (an empty one is an error of its own).
 
-Tables of thresholds are written out first (`kcdsl.ir.buckets.expand_tables`); of a comparison with
+Tables of thresholds are written out first (`kcdsl.ir.tables.expand_tables`); of a comparison with
 a table that was not, nothing is said.
 """
 
@@ -27,8 +27,9 @@ from functools import reduce
 
 import z3
 
-from kcdsl.ir.laws import has_two_sides, undivided
-from kcdsl.ir.selection import Division, Inside
+from kcdsl.ir.axioms import has_two_sides, undivided
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.predicates import Division, Inside
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -48,7 +49,6 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl.ir.walk import subterms
 from kcdsl_backends.smt.assumptions import Fact, assumptions
 from kcdsl_backends.smt.intervals import Interval, canonical
 from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side, Witness

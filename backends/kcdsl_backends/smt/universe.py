@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import (
     Clause,
     Compare,

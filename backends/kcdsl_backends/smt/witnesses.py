@@ -13,6 +13,8 @@ from itertools import pairwise
 
 import z3
 
+from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -28,8 +30,6 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl.ir.walk import terms_of, walk
-from kcdsl.ir.words import region_text, term_text
 from kcdsl.metrics import find_metric
 from kcdsl.verdict.difference import Extent, Witness, WitnessValue
 from kcdsl_backends.smt.assignment import Assignment, keeps

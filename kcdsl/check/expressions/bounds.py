@@ -31,8 +31,8 @@ from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.facts import Interval, interval
-from kcdsl.ir.walk import subterms
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.relations import Interval, interval
 from kcdsl.metrics import MetricDefinition, Registry
 
 _UPPER = {"<=", "<"}

@@ -29,7 +29,7 @@ from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.normal import free_variables
+from kcdsl.ir.canonical import free_variables
 from kcdsl.syntax import ast
 
 _FIELD = re.compile(r"[^\s()<>=\[\]{}]+")

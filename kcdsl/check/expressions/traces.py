@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Label
 from kcdsl.diagnostics.report import Reporter, nearest
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.terms import (
     AllOf,
     Clause,
@@ -19,7 +20,6 @@ from kcdsl.ir.terms import (
     Quantified,
     Slice,
 )
-from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import Registry
 
 TRACE_FIELDS: tuple[str, ...] = (

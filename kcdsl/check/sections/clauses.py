@@ -25,10 +25,10 @@ from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
+from kcdsl.ir.canonical import normal_formula
 from kcdsl.ir.escalation import ACTIONS, ALIASES
+from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.fragment import classify, outside_diagnostic
-from kcdsl.ir.normal import normal_formula
-from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import Registry
 from kcdsl.route.catalogue import Fragment
 from kcdsl.source.removal import add_field, without

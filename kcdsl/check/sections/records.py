@@ -34,7 +34,7 @@ from kcdsl.diagnostics.report import (
 )
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.walk import terms_of
+from kcdsl.ir.formulas import terms_of
 from kcdsl.metrics import PREFIX, RECORD_NAMES, RecordMetric, Registry
 from kcdsl.source.removal import add_field
 from kcdsl.source.yaml_nodes import Scalar

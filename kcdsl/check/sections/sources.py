@@ -21,15 +21,17 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.report import Reporter, suggest
 from kcdsl.ir.kernels import (
     DRAWN,
+    FORMATS,
+    LOGITS,
     MOST_AT_ONCE,
     MOST_DRAWN,
     MOST_TOP,
+    ROLES,
     TOP,
     LogProbabilities,
     Recording,
     Service,
 )
-from kcdsl.ir.recordings import FORMATS, LOGITS, ROLES
 from kcdsl.ir.terms import Constants, KernelRef
 from kcdsl.source.removal import without
 from kcdsl.source.yaml_nodes import Mapping, Scalar

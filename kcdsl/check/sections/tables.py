@@ -17,7 +17,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.ir import terms as ir
-from kcdsl.ir.cases import Case, Undecided, find_case, first_taken
+from kcdsl.ir.predicates import Case, Undecided, find_case, first_taken
 from kcdsl.source.removal import remove_entry, without
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.source.yaml_nodes import Sequence as Listed

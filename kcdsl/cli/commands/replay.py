@@ -145,7 +145,7 @@ def _document(file: Path, document: Mapping[str, Any], found: Replayed) -> dict[
 
 def _print(program: Program, document: Mapping[str, Any], found: Replayed) -> None:
     from kcdsl.diagnostics.render.terminal import printable
-    from kcdsl.ir.words import region_text
+    from kcdsl.ir.printer import region_text
     from kcdsl.route.goals import goals
     from kcdsl.verdict.goal_report import functional_of
 

@@ -412,7 +412,7 @@ def _implied(
 
     A clause with a table is implied bucket by bucket, and nowhere if requests are in no bucket.
     """
-    from kcdsl.ir.buckets import expand_tables, gaps
+    from kcdsl.ir.tables import expand_tables, gaps
     from kcdsl.verdict.proved import proved_drifts
 
     proved, smt = proved_drifts(program, outcomes), solver_if_installed()

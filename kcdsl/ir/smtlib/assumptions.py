@@ -1,6 +1,6 @@
 """What the constants of a theory satisfy whatever the kernels do, as assertions with reasons.
 
-What holds of measured quantities is `kcdsl.ir.laws`; here the laws become assertions.
+What holds of measured quantities is `kcdsl.ir.axioms`; here the laws become assertions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from fractions import Fraction
 from itertools import permutations
 from typing import Any, assert_never
 
-from kcdsl.ir.facts import NORMS, Interval
-from kcdsl.ir.laws import (
+from kcdsl.ir.axioms import (
     AtMost,
     Bent,
     Between,
@@ -28,7 +27,8 @@ from kcdsl.ir.laws import (
     laws,
     undivided,
 )
-from kcdsl.ir.selection import Division
+from kcdsl.ir.predicates import Division
+from kcdsl.ir.relations import NORMS, Interval
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.theory import Extreme, NormAt, Quantity, Theory
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kcdsl.ir.cases import Value, tests_of
+from kcdsl.ir.predicates import Value, tests_of
+from kcdsl.ir.printer import predicate_text
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
-from kcdsl.ir.words import predicate_text
 
 _SORTS = {"truth": "Bool", "text": "String", "number": "Real"}
 

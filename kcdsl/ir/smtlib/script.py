@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.canonical import digest
-from kcdsl.ir.facts import Interval
-from kcdsl.ir.selection import division, inclusion
+from kcdsl.ir.predicates import division, inclusion
+from kcdsl.ir.printer import formula_text
+from kcdsl.ir.relations import Interval
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.assumptions import assumptions
 from kcdsl.ir.smtlib.requests import slice_lines
 from kcdsl.ir.smtlib.theory import Theory
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, Program
-from kcdsl.ir.words import formula_text
 
 UNITS = ("requests", "windows")
 

@@ -22,14 +22,14 @@ from functools import reduce
 from typing import Literal, assert_never
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.facts import canonical
-from kcdsl.ir.laws import has_two_sides
-from kcdsl.ir.selection import Inside
+from kcdsl.ir.axioms import has_two_sides
+from kcdsl.ir.formulas import subterms, terms_of, walk
+from kcdsl.ir.predicates import Inside
+from kcdsl.ir.printer import formula_text, region_text, term_text
+from kcdsl.ir.relations import canonical
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.store import Store, postorder
-from kcdsl.ir.walk import subterms, terms_of, walk
-from kcdsl.ir.words import formula_text, region_text, term_text
 
 Side = Literal["largest", "smallest"]
 SIDES: tuple[Side, Side] = ("largest", "smallest")

@@ -19,7 +19,7 @@ from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
 from kcdsl.diagnostics.report import nearest
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import library_digest
-from kcdsl.ir.recordings import ROLES
+from kcdsl.ir.kernels import ROLES
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 
 SCHEMA = Path(__file__).resolve().parents[3] / "grammar" / "kcdsl_grammar" / "contract.schema.json"

@@ -11,10 +11,10 @@ import pytest
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.buckets import buckets, expand_tables, gaps
 from kcdsl.ir.canonical import digest
-from kcdsl.ir.cases import Undecided, find_case, holds
 from kcdsl.ir.fragment import classify
+from kcdsl.ir.predicates import Undecided, find_case, holds
+from kcdsl.ir.tables import buckets, expand_tables, gaps
 from kcdsl.ir.terms import (
     AllOf,
     AnyOf,

@@ -11,8 +11,8 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.ir.buckets import expand_tables, gaps
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.tables import expand_tables, gaps
 from kcdsl.ir.terms import (
     Clause,
     Compare,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.buckets import expand_tables, gaps
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.tables import expand_tables, gaps
 from kcdsl.ir.terms import (
     Clause,
     Compare,

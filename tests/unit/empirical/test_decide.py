@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import (
     Arith,
     Compare,
@@ -27,7 +28,6 @@ from kcdsl.ir.terms import (
     RegionKind,
     Statistic,
 )
-from kcdsl.ir.words import term_text
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
 from kcdsl_backends.empirical.decide.results import decide_clause
 from kcdsl_backends.empirical.requirements.clauses import obstacle, windows

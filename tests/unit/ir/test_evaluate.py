@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.evaluate import Truth, answers, evaluate, truth_of, windows
-from kcdsl.ir.norms import Root, difference, keeps_first, less, norm, root
-from kcdsl.ir.world import Measured, Pair, Unit, World
+from tests.support.semantics.evaluation import Truth, answers, evaluate, truth_of, windows
+from tests.support.semantics.interpretations import Measured, Pair, Unit, World
+from tests.support.semantics.norms import Root, difference, keeps_first, less, norm, root
 
 
 def _support(name: str) -> Any:

@@ -13,8 +13,8 @@ from kcdsl.diagnostics import Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, to_json
 from kcdsl.ir.load import from_json
+from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import Program, Quantified, Region, RegionKind
-from kcdsl.ir.words import region_text
 from kcdsl_backends.smt.translate import region_inside
 
 HEAD = """kcdsl: 1

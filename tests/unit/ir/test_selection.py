@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from kcdsl.ir.selection import division, implies, inclusion, is_empty
+from kcdsl.ir.predicates import division, implies, inclusion, is_empty
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
 from tests.support import contracts as made
 

@@ -13,7 +13,7 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir import terms as ir
-from kcdsl.ir.facts import Interval, domination, interval, ordered
+from kcdsl.ir.relations import Interval, domination, interval, ordered
 from kcdsl.ir.smtlib import consistency, implication, text
 from kcdsl.ir.smtlib.assumptions import assumptions
 from kcdsl.ir.smtlib.script import claims_of

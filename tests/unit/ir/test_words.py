@@ -17,8 +17,8 @@ from kcdsl.check.compile import compile_source, load_program
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
+from kcdsl.ir.printer import formula_text, predicate_text, region_text, term_text
 from kcdsl.ir.store import Store
-from kcdsl.ir.words import formula_text, predicate_text, region_text, term_text
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONTRACTS = sorted(

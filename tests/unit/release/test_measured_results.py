@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import load_program
-from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
 from kcdsl.release.measured import certified_clauses, result_of
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated

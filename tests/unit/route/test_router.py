@@ -7,7 +7,7 @@ import pytest
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.selection import implies
+from kcdsl.ir.predicates import implies
 from kcdsl.ir.terms import Clause, Predicate, Program
 from kcdsl.route import premises
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl.ir.buckets import is_bucket
+from kcdsl.ir.tables import is_bucket
 from kcdsl.metrics import METRICS as DEFINITIONS
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.result import ClauseResult

@@ -8,7 +8,7 @@ from typing import Any
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
-from kcdsl.ir.buckets import Gap
+from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Clause, KernelRef, Program
 from kcdsl.model.files import Artefacts
 from kcdsl_backends.empirical.bounds.blocks import Certify

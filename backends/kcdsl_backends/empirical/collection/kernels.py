@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
-from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical import diagnoses

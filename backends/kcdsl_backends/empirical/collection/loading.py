@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kcdsl import __version__
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.ir.buckets import Gap, expand_tables, gaps, whole_of
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.tables import Gap, expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.files import Artefacts, file_digest

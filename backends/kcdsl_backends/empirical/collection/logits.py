@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.ir.buckets import Gap
-from kcdsl.ir.kernels import KernelRef
-from kcdsl.ir.recordings import LOGITS
+from kcdsl.ir.kernels import LOGITS, KernelRef
+from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest

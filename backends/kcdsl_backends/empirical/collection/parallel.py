@@ -20,7 +20,7 @@ import torch
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Diagnostic, Refusal
-from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code

@@ -10,8 +10,8 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.buckets import Gap
 from kcdsl.ir.kernels import LogProbabilities
+from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts, companion
 from kcdsl_backends.empirical.collection.context import spoiled_slices

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.kernels import KernelRef
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.verdict.report import Precheck

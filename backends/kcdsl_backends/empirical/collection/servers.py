@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.answers import (

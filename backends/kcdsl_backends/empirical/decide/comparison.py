@@ -13,8 +13,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from kcdsl.ir.formulas import subterms
 from kcdsl.ir.terms import Abs, Arith, Clause, Metric, Norm, Number, Statistic, Term
-from kcdsl.ir.walk import subterms
 from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES

@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl.inequalities import round_down, round_up
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic, Term
-from kcdsl.ir.walk import subterms
-from kcdsl.ir.words import term_text
 from kcdsl.verdict.result import Shown
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.judgement import Counted, Judge, has_fields, worst_request

@@ -15,9 +15,9 @@ from fractions import Fraction
 
 import numpy as np
 
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
-from kcdsl.ir.walk import subterms
-from kcdsl.ir.words import term_text
 from kcdsl.metrics.arrays import CACHE
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.interval import Interval

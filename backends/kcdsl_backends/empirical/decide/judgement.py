@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl.ir.formulas import walk
 from kcdsl.ir.terms import (
     Abs,
     Budget,
@@ -33,7 +34,6 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl.ir.walk import walk
 from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate

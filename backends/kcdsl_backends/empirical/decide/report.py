@@ -11,8 +11,8 @@ import numpy as np
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
-from kcdsl.ir.buckets import expand_tables, is_bucket
 from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.tables import expand_tables, is_bucket
 from kcdsl.ir.terms import Clause, Family, Program
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.health import assess, recommend

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
-from kcdsl.ir.walk import subterms
-from kcdsl.ir.words import term_text
 from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.metrics.measures import (

@@ -27,7 +27,7 @@ from kcdsl.check.user_metrics import declarations
 from kcdsl.declare import MARK
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
-from kcdsl.ir.recordings import LOGITS
+from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.terms import Program, UserMetric
 from kcdsl.metrics import METRICS, MetricDefinition, registry_of, user_metric
 from kcdsl.model import own_code

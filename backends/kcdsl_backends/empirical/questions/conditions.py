@@ -21,10 +21,10 @@ from torch.nn.attention import sdpa_kernel
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.formulas import walk
 from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, HasFields, Program
-from kcdsl.ir.walk import walk
 from kcdsl.model.attention import SDP_BACKENDS
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.collection.context import Setting, check_metrics, distinct, plan_for

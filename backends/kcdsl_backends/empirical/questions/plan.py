@@ -12,12 +12,12 @@ from fractions import Fraction
 from pathlib import Path
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.formulas import walk
+from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.obligations import Obligation, obligations_of
-from kcdsl.ir.recordings import LOGITS
+from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
-from kcdsl.ir.walk import walk
 from kcdsl.metrics import registry_of
 from kcdsl.model.config import find_config
 from kcdsl.model.files import Artefacts

@@ -16,8 +16,8 @@ from scipy import stats
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.obligations import Obligation
+from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Clause, Metric, Statistic
-from kcdsl.ir.words import term_text
 from kcdsl.source.files import MARK, MARKED, read_source, shown
 from kcdsl_backends.empirical.requirements.budgets import allowed_rate, bounded_mean, is_mean, sides
 from kcdsl_backends.empirical.requirements.clauses import main_comparison

@@ -17,8 +17,8 @@ from kcdsl.check.user_metrics import declarations
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.buckets import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.tables import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.terms import Clause, Program, Slice
 from kcdsl_backends.empirical.collection.context import recorded_side, spoiled_slices
 from kcdsl_backends.empirical.collection.logits import holds_logits

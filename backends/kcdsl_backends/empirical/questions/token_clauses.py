@@ -10,7 +10,8 @@ import numpy as np
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.report import suggest
-from kcdsl.ir.buckets import expand_tables, gaps, is_bucket, whole_of
+from kcdsl.ir.formulas import subterms, terms_of, walk
+from kcdsl.ir.tables import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -28,7 +29,6 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl.ir.walk import subterms, terms_of, walk
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.printer import formula_text
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -23,8 +25,6 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.terms import Number as Constant
-from kcdsl.ir.walk import subterms
-from kcdsl.ir.words import formula_text
 from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.requirements.clauses import main_comparison
 

@@ -8,7 +8,8 @@ from typing import TypeVar, assert_never
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.diagnostics.spans import Span
-from kcdsl.ir.recordings import LOGITS
+from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -27,7 +28,6 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl.ir.walk import terms_of, walk
 
 
 def metrics_of(formula: Formula) -> frozenset[str]:

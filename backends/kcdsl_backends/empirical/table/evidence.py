@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl.ir.recordings import LOGITS
+from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.statistics.vocabulary import rounded_sum

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Metric, Term
-from kcdsl.ir.walk import subterms
-from kcdsl.ir.words import term_text
 from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.metrics.measures import MEASURES

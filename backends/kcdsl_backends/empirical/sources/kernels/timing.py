@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.ir.formulas import terms_of
 from kcdsl.ir.terms import Clause, Statistic
-from kcdsl.ir.walk import terms_of
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.requirements.clauses import WINDOW, metrics_of
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, tensor_digest

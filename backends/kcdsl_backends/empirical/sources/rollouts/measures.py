@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.ir.recordings import ROLES
+from kcdsl.ir.kernels import ROLES
 from kcdsl.ir.terms import Clause
 from kcdsl.metrics import METRICS
 from kcdsl.metrics.arrays import (

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.ir.recordings import ROLES
+from kcdsl.ir.kernels import ROLES
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.formulas import subterms
 from kcdsl.ir.terms import Metric, Term
-from kcdsl.ir.walk import subterms
 from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.sources.tokens.database import Database
 from kcdsl_backends.empirical.sources.tokens.sql import (

@@ -1,20 +1,21 @@
-"""Which requests there can be, as far as predicates tell them apart.
+"""Predicates of requests: which requests there can be, which slices lie inside others.
 
 A predicate compares fields with constants. Between two neighbouring constants it cannot tell one
 number from another, and no text from another that it does not name; so a few values of each field
 stand for all of them, and looking at every combination decides whether any request satisfies a
 predicate. A field has the kind of the constants it is compared with: a request where it is absent
-or of another kind is refused before any predicate is asked.
+or of another kind is refused before any predicate is evaluated. What has too many cases is left
+open, and an open question is never answered with yes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from math import ceil, floor, prod
 
-from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate
+from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Program
 
 Value = str | Fraction | bool
 Case = Mapping[str, Value]
@@ -137,3 +138,69 @@ def _representatives(constants: set[Value], whole: bool) -> list[Value]:
         return [Fraction(n) for n in sorted({*near, 1}) if n >= 1]
     between = [(a + b) / 2 for a, b in pairwise(numbers)]
     return [numbers[0] - 1, *sorted([*numbers, *between]), numbers[-1] + 1]
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+Inside = Callable[[str, str], bool]
+"""inside(a, b): is every request of the slice a known to be one of the slice b."""
+
+Division = Callable[[str, tuple[str, ...]], tuple[bool, bool]]
+"""division(whole, parts): is every request of the whole known to be in one of the parts, which lie
+inside it; and are the parts known to share none."""
+
+
+def implies(inner: Predicate, outer: Predicate) -> bool | None:
+    """Say whether every request that satisfies `inner` satisfies `outer`; None where it is open."""
+    return is_empty(AllOf((inner, NoneOf(outer))))
+
+
+def is_empty(predicate: Predicate) -> bool | None:
+    """Say whether no request satisfies a predicate; None where it is open."""
+    try:
+        return find_case(predicate) is None
+    except Undecided:
+        return None
+
+
+def inclusion(program: Program) -> Inside:
+    """Return which slices of a program are known to lie inside which; answers are remembered."""
+    declared = {item.name: item for item in program.slices}
+    known: dict[tuple[str, str], bool] = {}
+
+    def inside(inner: str, outer: str) -> bool:
+        if inner == outer:
+            return True
+        if inner not in declared or outer not in declared:
+            return False
+        key = inner, outer
+        if key not in known:
+            a, b = declared[inner], declared[outer]
+            same_data = (a.data or program.data) == (b.data or program.data)
+            known[key] = same_data and implies(a.where, b.where) is True
+        return known[key]
+
+    return inside
+
+
+def division(program: Program, empty: Callable[[Predicate], bool | None] = is_empty) -> Division:
+    """Return how slices of a program are made up of others; answers are remembered.
+
+    `empty` says whether a predicate is known to select nothing.
+    """
+    known: dict[tuple[str, ...], tuple[bool, bool]] = {}
+    where = {item.name: item.where for item in program.slices}
+
+    def divided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
+        key = (whole, *parts)
+        if key not in known:
+            rest = AllOf((where[whole], *(NoneOf(where[part]) for part in parts)))
+            covered = empty(rest) is True
+            apart = covered and all(
+                empty(AllOf((where[a], where[b]))) is True for a, b in combinations(parts, 2)
+            )
+            known[key] = covered, apart
+        return known[key]
+
+    return divided

@@ -20,13 +20,13 @@ from fractions import Fraction
 from functools import partial
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.buckets import expand_tables, gaps
-from kcdsl.ir.cases import holds, tests_of
-from kcdsl.ir.norms import Undefined
+from kcdsl.ir.formulas import terms_of
+from kcdsl.ir.predicates import holds, tests_of
 from kcdsl.ir.store import Store
-from kcdsl.ir.truth import Scope, is_timed
-from kcdsl.ir.walk import terms_of
-from kcdsl.ir.world import Unit, World
+from kcdsl.ir.tables import expand_tables, gaps
+from tests.support.semantics.formulas import Scope, is_timed
+from tests.support.semantics.interpretations import Unit, World
+from tests.support.semantics.norms import Undefined
 
 
 class Truth(Enum):

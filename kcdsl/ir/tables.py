@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import assert_never
 
-from kcdsl.ir.cases import Undecided, find_case
+from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.predicates import Undecided, find_case
+from kcdsl.ir.printer import predicate_text
 from kcdsl.ir.terms import (
     AllOf,
     Clause,
@@ -37,8 +39,6 @@ from kcdsl.ir.terms import (
     Term,
     ThresholdTable,
 )
-from kcdsl.ir.walk import terms_of, walk
-from kcdsl.ir.words import predicate_text
 
 OTHERWISE = "otherwise"
 

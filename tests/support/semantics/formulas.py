@@ -10,10 +10,10 @@ from math import ceil
 from typing import Literal, assert_never
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.norms import Length, Undefined, difference, keeps_first, less, norm
-from kcdsl.ir.walk import subterms
-from kcdsl.ir.world import Measured, Pair, Unit, World
+from kcdsl.ir.formulas import subterms
 from kcdsl.metrics import find_metric
+from tests.support.semantics.interpretations import Measured, Pair, Unit, World
+from tests.support.semantics.norms import Length, Undefined, difference, keeps_first, less, norm
 
 Side = Literal["largest", "smallest"]
 SIDES: tuple[Side, Side] = ("largest", "smallest")

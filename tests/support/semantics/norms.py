@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isqrt
 
-from kcdsl.ir.world import Matrix, Pair
+from tests.support.semantics.interpretations import Matrix, Pair
 
 
 class Undefined(ValueError):

@@ -2,7 +2,7 @@
 
 A world says which requests there are, what was measured on each, which traces were written, and
 which runs the numerics of the two kernels admit. Values are exact; None stands for a value that is
-not a finite number. `kcdsl.ir.evaluate` says what a contract means in a world.
+not a finite number. `tests.support.semantics.evaluation` says what a contract means in a world.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kcdsl.ir.cases import Value
+from kcdsl.ir.predicates import Value
 from kcdsl.ir.terms import Region
 
 Measured = Fraction | None

@@ -1,10 +1,10 @@
-"""What holds between measured quantities whatever the kernels do, each law with its reason.
+"""Axioms: what holds between measured quantities whatever the kernels do, each with its reason.
 
-The facts are data (`kcdsl.ir.facts`, `kcdsl.ir.orders`); here they meet the quantities that clauses
-speak of. Every translation of contracts into logic states these laws of its constants, and no
-others, so that two solvers are asked the same. Facts that are not linear are stated at the numbers
-that clauses compare with, which keeps every question linear: where kl <= 0.02 is spoken of,
-`kl <= 0.02 implies tv <= 0.1`.
+The inequalities are data (`kcdsl.ir.relations`, `kcdsl.ir.orders`); here they meet the quantities
+that clauses speak of. Every translation of contracts into logic states these axioms of its
+constants, and no others, so that two solvers are asked the same. Facts that are not linear are
+stated at the numbers that clauses compare with, which keeps every question linear: where kl <= 0.02
+is spoken of, `kl <= 0.02 implies tv <= 0.1`.
 
 A percentile counts requests, each of which stands by its worst token: by its largest value where
 the comparison needs the term to be small, else by its smallest (`side`).
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations, permutations
 
-from kcdsl.ir.facts import MONOTONE, Interval, Placed, at_most, bent, interval
-from kcdsl.ir.selection import Division, Inside
+from kcdsl.ir.formulas import subterms
+from kcdsl.ir.predicates import Division, Inside
+from kcdsl.ir.relations import MONOTONE, Interval, Placed, at_most, bent, interval
 from kcdsl.ir.terms import Abs, Metric, Statistic, Term
-from kcdsl.ir.walk import subterms
 from kcdsl.metrics import find_metric
 
 _MOST_PARTS, _MOST_TOGETHER = 6, 4

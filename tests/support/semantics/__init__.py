@@ -1,0 +1,1 @@
+"""The reference semantics of contracts: what backends and translations are tested against."""
