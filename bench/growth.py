@@ -153,7 +153,7 @@ def jobs() -> list[Figure]:
 def _decided(folder: Path, count: int) -> tuple[float, int, bytes | None]:
     """Return the seconds of a verification, its cases and its proof."""
     from kcdsl.check.compile import load_contract
-    from kcdsl.route.execution import Execution
+    from kcdsl.route.catalogue import Execution
     from kcdsl.route.goals import goals
     from kcdsl_backends.certifier.backend import BACKEND
 

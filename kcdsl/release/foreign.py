@@ -29,8 +29,8 @@ from kcdsl.diagnostics.codes import NO_BACKEND
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import data_digests
-from kcdsl.release.proved import proof_reference, proved_clauses
 from kcdsl.release.requirements import slice_sources
+from kcdsl.release.results import proof_reference, proved_clauses
 from kcdsl.release.triple import build_triple
 from kcdsl.route.catalogue import BackendSpec, catalogue, is_foreign
 from kcdsl.route.goals import Goal
@@ -113,7 +113,14 @@ class ForeignBackend:
             asked, answer = Path(folder) / "question", Path(folder) / "answer"
             asked.write_bytes(pickle.dumps(question))
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kcdsl.route.asked", str(asked), str(answer)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "kcdsl.release.foreign_process",
+                    str(asked),
+                    str(answer),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_file(sys.stderr) else subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -1,19 +1,89 @@
-"""Which keys sign, and what becomes of statements that none signs."""
+"""Keys, signatures and trust: who signs a certificate, and by which keys one is accepted."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kcdsl.config import load_config, user_folder
 from kcdsl.diagnostics import Refusal, refuse
-from kcdsl.diagnostics.codes import CANNOT_SIGN
-from kcdsl.release.keys import read_private_key
+from kcdsl.diagnostics.codes import (
+    BAD_CONFIGURATION,
+    CANNOT_SIGN,
+    NO_PASSWORD,
+    NO_TRUSTED_KEY,
+    TRUST_POLICY,
+    UNREADABLE_KEY,
+)
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl_certs.envelope import LARGEST_BUNDLE, Envelope, decode, pae, parse_bundle
-from kcdsl_certs.keys import SigningKey
-from kcdsl_certs.policy import read_limited
+from kcdsl_certs.keys import SigningKey, load_private
+from kcdsl_certs.policy import Policy, Trust, read_limited, read_policy, trust
 from kcdsl_certs.rejected import Rejected
+
+# --- private keys ---------------------------------------------------------------------------------
+
+
+PASSWORD_VARIABLE = "KCDSL_KEY_PASSWORD"
+_LARGEST_KEY = 64 * 1024
+
+
+def read_private_key(path: Path) -> SigningKey:
+    """Read a private key; raises Refusal where that fails.
+
+    The password of an encrypted key is taken from the environment variable KCDSL_KEY_PASSWORD.
+    """
+    password = os.environ.get(PASSWORD_VARIABLE)
+    try:
+        return load_private(_read_key(path), password.encode("utf-8") if password else None)
+    except Rejected as error:
+        raise refuse(
+            UNREADABLE_KEY,
+            f"{path} is no usable private key: {error.detail} ({error.reason})",
+            help=f"a password is taken from {PASSWORD_VARIABLE}; `kcdsl keygen` makes a new key",
+        ) from error
+
+
+def password_from(variable: str) -> bytes:
+    """Return the password in an environment variable; raises Refusal where it is empty."""
+    value = os.environ.get(variable, "")
+    if not value:
+        raise refuse(
+            NO_PASSWORD,
+            f"the environment variable {variable} is not set or empty",
+            help=f"put the password into {variable}, or leave --password-env out",
+        )
+    return value.encode("utf-8")
+
+
+def _read_key(path: Path) -> bytes:
+    """Return what the file of a private key holds; say where others may read it as well."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "rb") as stream:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise refuse(UNREADABLE_KEY, f"{path} is no regular file")
+            data = stream.read(_LARGEST_KEY + 1)
+    except FileNotFoundError as error:
+        raise refuse(
+            UNREADABLE_KEY, f"there is no key {path}", help="`kcdsl keygen` makes a key pair"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a file"
+        raise refuse(UNREADABLE_KEY, f"{path} cannot be read: {reason}") from error
+    if os.name == "posix" and mode & 0o077:
+        shown = f"{printable(str(path))} (mode {stat.S_IMODE(mode):04o})"
+        print(f"warning: others may read the private key {shown}: chmod 600", file=sys.stderr)
+    return data
+
+
+# --- signatures -----------------------------------------------------------------------------------
+
 
 CERTIFICATE, STATEMENT = ".cert.json", ".statement.json"
 
@@ -87,3 +157,75 @@ def cannot_sign(error: Rejected, path: Path) -> Refusal:
         f"{path}: {error.detail} ({error.reason})",
         help="let the command that wrote it write it again; proofs lie beside it",
     )
+
+
+# --- trust ----------------------------------------------------------------------------------------
+
+
+POLICY_VARIABLE = "KCDSL_POLICY"
+POLICY_FILE = "policy.toml"
+
+
+def trusted(
+    policy: str | None,
+    keys: Sequence[str],
+    threshold: int | None,
+    revocations: Sequence[str],
+    folder: Path,
+) -> Trust:
+    """Return what a check goes by; raises Refusal where it says nothing or cannot be used.
+
+    The policy is the file given, else that of the environment, else of the user's configuration.
+    The configuration of the contract's `folder` can only refuse more: accepted findings.
+    """
+    try:
+        source, chosen = _policy(policy)
+        found = trust(
+            chosen,
+            source,
+            keys=[Path(name) for name in keys],
+            threshold=threshold,
+            revocations=[Path(name) for name in revocations],
+        )
+    except Rejected as error:
+        raise _refused(error) from error
+    if not load_config(folder).refuse_suppressions:
+        return found
+    return dataclasses.replace(
+        found, rules=dataclasses.replace(found.rules, refuse_suppressions=True)
+    )
+
+
+def _policy(given: str | None) -> tuple[str | None, Policy | None]:
+    variable = os.environ.get(POLICY_VARIABLE)
+    if given is not None:
+        return "--policy", read_policy(Path(given))
+    if variable is not None:
+        return POLICY_VARIABLE, read_policy(Path(variable))
+    own = user_folder()
+    if own is not None and os.path.lexists(own / POLICY_FILE):
+        return "user configuration", read_policy(own / POLICY_FILE)
+    return None, None
+
+
+def _refused(error: Rejected) -> Refusal:
+    text = f"{error.detail} ({error.reason})"
+    match error.reason:
+        case "policy/no-key":
+            return refuse(
+                NO_TRUSTED_KEY,
+                error.detail,
+                help="name a key, --key PUB, or a policy, --policy FILE; what lies beside the "
+                "contract is not asked",
+            )
+        case "policy/malformed" | "policy/unknown":
+            return refuse(BAD_CONFIGURATION, text, help="certs/README.md describes policies")
+        case reason if reason.startswith("policy/"):
+            return refuse(
+                TRUST_POLICY,
+                error.detail,
+                help="the threshold lies between that of the policy and the number of distinct "
+                "keys; repeat --key",
+            )
+        case _:
+            return refuse(UNREADABLE_KEY, text, help="`kcdsl keygen` makes a key pair")

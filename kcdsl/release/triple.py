@@ -1,20 +1,26 @@
-"""The triple of a contract, rebuilt from what is about to be deployed; no tensor library needed."""
+"""The triple of a contract, rebuilt from what is about to be deployed; and its kernels in a file.
+
+No tensor library is needed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import KERNELS_FILE
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import checkpoint_manifest, companions, data_digests
 from kcdsl.release.requirements import required_clauses, slice_sources
+from kcdsl.source.files import open_regular
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import Expectation
+from kcdsl_certs.strict import strict_load
 from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 
 Fingerprints = Mapping[str, Mapping[str, Any]]
@@ -85,4 +91,47 @@ def build_expectation(
         required_clauses(program, files),
         data_digests(program, files),
         slice_sources(program, files),
+    )
+
+
+# --- the file of fingerprints ---------------------------------------------------------------------
+
+
+KERNELS_SCHEMA = "kcdsl.kernels/1"
+_LARGEST = 2**20
+
+
+def kernels_document(fingerprints: Fingerprints) -> bytes:
+    """Return the document `kcdsl.kernels/1` (kernels.schema.json) of both kernels."""
+    document = {
+        "schema": KERNELS_SCHEMA,
+        "train": dict(fingerprints["train"]),
+        "infer": dict(fingerprints["infer"]),
+    }
+    return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_kernels(path: Path) -> Fingerprints:
+    """Read the fingerprints of `train` and `infer`; raises Refusal where that fails."""
+    try:
+        with open_regular(path) as stream:
+            value: Any = strict_load(stream.read(_LARGEST + 1), _LARGEST)
+    except OSError as error:
+        raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
+    except Rejected as error:
+        raise _refused(path, f": {error.detail} ({error.reason})") from error
+    match value:
+        case {"schema": schema, "train": dict(train), "infer": dict(infer), **rest}:
+            if schema == KERNELS_SCHEMA and not rest:
+                return {"train": train, "infer": infer}
+        case _:
+            pass
+    raise _refused(path, "")
+
+
+def _refused(path: Path, why: str) -> Refusal:
+    return refuse(
+        KERNELS_FILE,
+        f"{path} is no document of the schema {KERNELS_SCHEMA}{why}",
+        help="`kcdsl evaluate` writes one, kernels.json; it has the objects `train` and `infer`",
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 
@@ -109,3 +110,28 @@ def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:
     if not is_foreign(spec):
         return spec
     return replace(spec, fragments=spec.fragments & _PROVABLE, planner="", attributor="")
+
+
+# --- execution ------------------------------------------------------------------------------------
+
+
+ENGINES = ("processes", "ray")
+"""Where cases run: processes of this machine, or whatever a ray cluster has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How the cases of goals are worked on. No field changes a result, `threads` its last bits.
+
+    Args:
+        engine: one of `ENGINES`.
+        jobs: how many cases at a time; 1 works in this process; None begins here and goes on in as
+            many processes as cores and memory allow if there is much to do.
+        threads: threads of one case; None divides the cores among the cases.
+        cache: folder of what earlier runs found, None to find everything anew.
+    """
+
+    engine: str = "processes"
+    jobs: int | None = None
+    threads: int | None = None
+    cache: Path | None = None

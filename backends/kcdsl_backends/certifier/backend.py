@@ -16,7 +16,7 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.hugging_face import compared_program
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays, resolve
-from kcdsl.route.execution import Execution
+from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.counterexample import Replayed, counterexample
 from kcdsl.verdict.model import Evidence, Inconclusive, InvalidEvidence, Violated

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.route.execution import Execution
+from kcdsl.route.catalogue import Execution
 from kcdsl_backends.certifier.tasks import (
     Answer,
     Defect,

@@ -37,7 +37,7 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl.route.premises import WITHOUT_LOGITS
+from kcdsl.route.router import WITHOUT_LOGITS
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.predicates import lies_inside

@@ -28,9 +28,9 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import normal_formula
 from kcdsl.ir.escalation import ACTIONS, ALIASES
 from kcdsl.ir.formulas import terms_of, walk
-from kcdsl.ir.fragment import classify, outside_diagnostic
 from kcdsl.metrics import Registry
 from kcdsl.route.catalogue import Fragment
+from kcdsl.route.fragments import classify, outside_diagnostic
 from kcdsl.source.removal import add_field, without
 from kcdsl.source.yaml_nodes import Node, Scalar, Sequence
 from kcdsl.syntax.parser import parse_expression

@@ -182,7 +182,7 @@ class Evaluate(Looks, RunsCode, Certifies):
         """Return the certificate, or its statement, or why there is none where no key is to
         sign."""
         from kcdsl.release.issue import issue, resting_on
-        from kcdsl.release.measured import certified_clauses
+        from kcdsl.release.results import certified_clauses
 
         try:
             stated = issue(
@@ -346,7 +346,7 @@ def _evidence(
     what was taken over from the journal of an earlier run."""
     import json
 
-    from kcdsl.release.kernels import kernels_document
+    from kcdsl.release.triple import kernels_document
     from kcdsl.source.writing import result
 
     lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)

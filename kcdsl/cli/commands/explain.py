@@ -32,10 +32,10 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.check.compile import Analysis
     from kcdsl.diagnostics.spans import SourceFile
-    from kcdsl.ir.fragment import Blame
     from kcdsl.ir.terms import Clause, Program
     from kcdsl.metrics import MetricDefinition, Registry
     from kcdsl.route.catalogue import BackendSpec
+    from kcdsl.route.fragments import Blame
     from kcdsl.route.router import Route
 
 _CODE = re.compile(r"(?i)(?:kc)?([0-9]+)")
@@ -274,9 +274,8 @@ def _speaks_of(found: Diagnostic, name: str, analysis: Analysis) -> bool:
 
 
 def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> Candidate:
-    from kcdsl.ir.fragment import Blame, classify
-    from kcdsl.route.blame import why_uncovered
     from kcdsl.route.catalogue import Fragment
+    from kcdsl.route.fragments import Blame, classify, why_uncovered
 
     blame = why_uncovered(clause, spec.fragments)
     if blame is not None:

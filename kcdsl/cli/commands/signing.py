@@ -51,7 +51,7 @@ class Keygen(Command):
 
     def run(self) -> Exit:
         """Write both files or none; the private one is readable by its owner alone."""
-        from kcdsl.release.keys import password_from
+        from kcdsl.release.signing import password_from
         from kcdsl.source.writing import NewFile, make_folder, write_together
         from kcdsl_certs.keys import Algorithm, generate
 

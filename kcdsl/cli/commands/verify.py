@@ -44,7 +44,7 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
     from kcdsl.model.files import Artefacts
-    from kcdsl.route.execution import Execution
+    from kcdsl.route.catalogue import Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.implied import Implied
     from kcdsl.verdict.outcome import GoalOutcome
@@ -241,7 +241,7 @@ class Verify(RunsCode, Certifies):
         """Write the certificate, or its statement, and the proofs that it names, all or none."""
         from kcdsl.model.fingerprint import kernel_fingerprint
         from kcdsl.release.issue import issue, resting_on
-        from kcdsl.release.proved import implied_clauses, proof_reference, proved_clauses
+        from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
         from kcdsl.source.writing import make_folder, result, write_together
 
         program, folder = contract.program, target.parent

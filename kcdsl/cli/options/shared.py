@@ -15,11 +15,11 @@ from kcdsl.cli.options.declare import Command, argument, choice, switch, value, 
 from kcdsl.cli.options.readers import count, seed, whole
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_DEVICE
-from kcdsl.route.execution import ENGINES
+from kcdsl.route.catalogue import ENGINES
 
 if TYPE_CHECKING:
     from kcdsl.release.triple import Fingerprints
-    from kcdsl.route.execution import Execution
+    from kcdsl.route.catalogue import Execution
     from kcdsl_certs.policy import Trust
 
 MOST_LOOKS = 10_000
@@ -120,7 +120,7 @@ def execution_of(
     engine: Engine, jobs: int | None, threads: int | None, cache: str | None
 ) -> Execution:
     """Return how work is spread; the folder of the cache is made if it can be."""
-    from kcdsl.route.execution import Execution
+    from kcdsl.route.catalogue import Execution
     from kcdsl.source.writing import make_folder
 
     folder: Path | None = None
@@ -150,7 +150,7 @@ def fingerprints_in(kernels: str | None) -> Fingerprints | None:
     """Return the fingerprints of the file that `--kernels` names."""
     if kernels is None:
         return None
-    from kcdsl.release.kernels import read_kernels
+    from kcdsl.release.triple import read_kernels
 
     return read_kernels(Path(kernels))
 
@@ -240,6 +240,6 @@ class Trusts(Command):
 
     def trust_for(self, folder: Path) -> Trust:
         """Return what a check of a contract in a folder goes by; raises Refusal."""
-        from kcdsl.release.trust import trusted
+        from kcdsl.release.signing import trusted
 
         return trusted(self.policy, self.key, self.threshold, self.revocations, folder)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.model.export import block_graph
-from kcdsl.route.execution import Execution
+from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome, LinkOutcome

@@ -24,7 +24,7 @@ from kcdsl.model.numerics import (
     Weights,
 )
 from kcdsl.model.presets import resolve
-from kcdsl.route.execution import Execution
+from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.route.execution import Execution
+from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome

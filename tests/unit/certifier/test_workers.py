@@ -10,7 +10,7 @@ import torch
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model.architecture import load_model
-from kcdsl.route.execution import Execution
+from kcdsl.route.catalogue import Execution
 from kcdsl_backends.certifier import workers
 from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.tasks import (

@@ -12,7 +12,6 @@ from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
-from kcdsl.ir.fragment import classify
 from kcdsl.ir.predicates import Undecided, find_case, holds
 from kcdsl.ir.tables import buckets, expand_tables, gaps
 from kcdsl.ir.terms import (
@@ -27,6 +26,7 @@ from kcdsl.ir.terms import (
     TableValue,
 )
 from kcdsl.route.catalogue import Fragment
+from kcdsl.route.fragments import classify
 
 HEAD = """kcdsl: 1
 contract: c

@@ -21,9 +21,9 @@ from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.escalation import ACTIONS, FAMILY_DEFAULTS
-from kcdsl.ir.fragment import classify
 from kcdsl.ir.terms import Family, Level
 from kcdsl.metrics import ALIASES, LN_2_UP, METRICS
+from kcdsl.route.fragments import classify
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression

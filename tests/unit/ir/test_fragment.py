@@ -7,9 +7,9 @@ import pytest
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.fragment import classify, fragment_of
 from kcdsl.ir.terms import Clause
 from kcdsl.route.catalogue import Fragment
+from kcdsl.route.fragments import classify, fragment_of
 
 HEAD = """kcdsl: 1
 contract: c

@@ -20,8 +20,8 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.presets import resolve
 from kcdsl.release.issue import issue, resting_on, results_for
-from kcdsl.release.proved import proof_reference
 from kcdsl.release.requirements import required_clauses
+from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.evidence import EvidenceFile

@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl.check.compile import load_contract
 from kcdsl.release.issue import issue
-from kcdsl.release.proved import proof_reference
+from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.__main__ import main
 from kcdsl_certs.clauses import CertifiedClause, ProofReference

@@ -12,7 +12,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
-from kcdsl.release.measured import certified_clauses, result_of
+from kcdsl.release.results import certified_clauses, result_of
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
 from kcdsl_certs.clauses import CertifiedClause, Evidence

@@ -19,8 +19,8 @@ from kcdsl.check.compile import load_program
 from kcdsl.cli.commands.check import print_report as print_check
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue, results_for
-from kcdsl.release.proved import proof_reference
 from kcdsl.release.requirements import required_clauses
+from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.combined import Combined

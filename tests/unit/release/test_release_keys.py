@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.release.keys import PASSWORD_VARIABLE, read_private_key
-from kcdsl.release.signing import signing_keys
+from kcdsl.release.signing import PASSWORD_VARIABLE, read_private_key, signing_keys
 from kcdsl_certs.keys import generate
 from kcdsl_certs.policy import load_key
 from kcdsl_certs.rejected import Rejected

@@ -14,7 +14,7 @@ import pytest
 
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue
-from kcdsl.release.proved import proof_reference
+from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import CertifiedClause, ProofReference, Verdict

@@ -8,10 +8,9 @@ import pytest
 
 from kcdsl.check.compile import compile_contract
 from kcdsl.diagnostics.model import Sink
-from kcdsl.ir.fragment import fragment_of
 from kcdsl.ir.terms import Clause
-from kcdsl.route.blame import why_outside, why_uncovered
 from kcdsl.route.catalogue import Fragment, catalogue
+from kcdsl.route.fragments import fragment_of, why_outside, why_uncovered
 
 
 def clauses(repository: Path) -> list[Clause]:

@@ -9,7 +9,7 @@ from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.predicates import implies
 from kcdsl.ir.terms import Clause, Predicate, Program
-from kcdsl.route import premises
+from kcdsl.route import router as premises
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.router import Route, route
 
@@ -147,7 +147,7 @@ def test_each_pair_of_slices_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
         looked.append((inner, outer))
         return implies(inner, outer)
 
-    monkeypatch.setattr("kcdsl.route.premises.implies", counted)
+    monkeypatch.setattr("kcdsl.route.router.implies", counted)
     on_long = "  L{}: {{require: mean(kl) <= 1, level: L1, slices: [longer]}}\n"
     clauses = _drift("D", "long") + "".join(on_long.format(number) for number in range(60))
     found = route(program(clauses), ALL)

@@ -1,7 +1,8 @@
-"""Ask a backend of another distribution, in a process of its own: `python -m kcdsl.route.asked`.
+"""Ask a backend of another distribution, in a process of its own.
 
-The process reads what is asked from a file that `kcdsl.release.foreign` wrote, runs the backend,
-and writes what it says as JSON without floats. Whatever the backend prints goes to stderr.
+`python -m kcdsl.release.foreign_process` reads what is asked from a file that
+`kcdsl.release.foreign` wrote, runs the backend, and writes what it says as JSON without floats.
+Whatever the backend prints goes to stderr.
 """
 
 from __future__ import annotations
