@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -20,45 +20,12 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, pinned, shrunk
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.recheck.ops.attention import cache, rope, softmax
-from kcdsl_certs.recheck.ops.elementwise import activations, arithmetic, pointwise
-from kcdsl_certs.recheck.ops.linear import linear, matmul
-from kcdsl_certs.recheck.ops.moves import leaves, view
-from kcdsl_certs.recheck.ops.norms import forms
+from kcdsl_certs.recheck.ops.table import computed, operation_of
 from kcdsl_certs.rejected import Rejected
 
-Rule = Callable[[Walk, Node, list[Operand]], Operand]
+Row = tuple[int, ...]
 
-_OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
-
-# Each operation with its least and greatest number of inputs.
-_RULES: dict[str, tuple[Rule, int, int]] = {
-    "input": (leaves.source_affine, 0, 0),
-    "param": (leaves.leaf_affine, 0, 0),
-    "constant": (leaves.leaf_affine, 0, 0),
-    "embedding": (leaves.leaf_affine, 1, 1),
-    "cast": (pointwise.cast_affine, 1, 1),
-    "cache": (cache.cache_affine, 1, 1),
-    "linear": (linear.linear_affine, 2, 3),
-    "matmul": (matmul.matmul_affine, 2, 2),
-    "add": (arithmetic.add_affine, 2, 2),
-    "sub": (arithmetic.sub_affine, 2, 2),
-    "mul": (arithmetic.mul_affine, 2, 2),
-    "scale": (arithmetic.scale_affine, 1, 1),
-    "divide": (arithmetic.divide_affine, 1, 1),
-    "shift": (arithmetic.shift_affine, 1, 1),
-    "neg": (pointwise.neg_affine, 1, 1),
-    "relu": (pointwise.relu_affine, 1, 1),
-    "tanh": (activations.tanh_affine, 1, 1),
-    "silu": (activations.silu_affine, 1, 1),
-    "gelu": (activations.gelu_affine, 1, 1),
-    "view": (view.view_affine, 1, 1),
-    "concat": (view.concat_affine, 1, 10_000),
-    "softmax": (softmax.softmax_affine, 1, 2),
-    "rms_norm": (forms.rms_norm_affine, 1, 2),
-    "layer_norm": (forms.layer_norm_affine, 1, 3),
-    "rope": (rope.rope_affine, 3, 3),
-}
+_WIDEST = 256  # functionals of an output row at a time
 
 
 def walk(
@@ -107,31 +74,16 @@ def _meet(at: Walk, name: str, form: Form, within: Box) -> None:
 
 
 def _apply(at: Walk, node: Node) -> Operand:
-    if node.op not in _RULES:
-        raise Rejected("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
-    rule, least, most = _RULES[node.op]
-    if not least <= len(node.inputs) <= most:
-        raise Rejected("graph/field", f"{node.op} with {len(node.inputs)} inputs")
-    if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
-        raise Rejected("graph/field", f"{node.op} in the role {node.role!r}")
+    operation = operation_of(node)
     scene = pinned(at.scene, node)
     if scene is not at.scene:
         kernel = scene.train if at.kernel is at.scene.train else scene.infer
         at = replace(at, scene=scene, kernel=kernel)
     at.kernel.refuse_wide(scene.block.named, node)
-    try:
-        read = at.read(node)
-        value = rule(at, read, [at.forms[name] for name in read.inputs])
-    except ValueError as error:  # numpy refuses shapes that do not fit
-        raise Rejected("graph/shape", str(error)[:200]) from None
-    if value.shape != node.shape:
-        raise Rejected("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
-    return value
-
-
-Row = tuple[int, ...]
-
-_WIDEST = 256  # functionals of an output row at a time
+    read = at.read(node)
+    return computed(
+        node, lambda: operation.affine(at, read, [at.forms[name] for name in read.inputs])
+    )
 
 
 @dataclass(frozen=True, slots=True)

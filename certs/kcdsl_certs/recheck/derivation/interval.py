@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,48 +20,12 @@ from kcdsl_certs.recheck.interval.state import (
     numeric,
     pinned,
 )
-from kcdsl_certs.recheck.ops.attention import cache, context, rope, softmax
-from kcdsl_certs.recheck.ops.elementwise import activations, arithmetic, pointwise
-from kcdsl_certs.recheck.ops.linear import linear, matmul
-from kcdsl_certs.recheck.ops.moves import leaves, view
-from kcdsl_certs.recheck.ops.norms import norms
+from kcdsl_certs.recheck.ops.attention import context
+from kcdsl_certs.recheck.ops.table import computed, operation_of
 from kcdsl_certs.rejected import Rejected
-
-Rule = Callable[[Scene, Node, list[Value]], Value]
 
 # Reasons to have no bound, beside which other domains stand by themselves.
 _BOUNDLESS = ("bound/not-finite", "bound/overflow")
-
-_OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
-
-# Each operation with its least and greatest number of inputs.
-_RULES: dict[str, tuple[Rule, int, int]] = {
-    "input": (leaves.source_interval, 0, 0),
-    "param": (leaves.parameter_interval, 0, 0),
-    "constant": (leaves.constant_interval, 0, 0),
-    "embedding": (leaves.embedding_interval, 1, 1),
-    "cast": (pointwise.cast_interval, 1, 1),
-    "cache": (cache.cache_interval, 1, 1),
-    "linear": (linear.linear_interval, 2, 3),
-    "matmul": (matmul.matmul_interval, 2, 2),
-    "add": (arithmetic.add_interval, 2, 2),
-    "sub": (arithmetic.sub_interval, 2, 2),
-    "mul": (arithmetic.mul_interval, 2, 2),
-    "scale": (arithmetic.scale_interval, 1, 1),
-    "divide": (arithmetic.divide_interval, 1, 1),
-    "shift": (arithmetic.shift_interval, 1, 1),
-    "neg": (pointwise.neg_interval, 1, 1),
-    "relu": (pointwise.relu_interval, 1, 1),
-    "tanh": (activations.tanh_interval, 1, 1),
-    "silu": (activations.silu_interval, 1, 1),
-    "gelu": (activations.gelu_interval, 1, 1),
-    "view": (view.view_interval, 1, 1),
-    "concat": (view.concat_interval, 1, 10_000),
-    "softmax": (softmax.softmax_interval, 1, 2),
-    "rms_norm": (norms.rms_norm_interval, 1, 2),
-    "layer_norm": (norms.layer_norm_interval, 1, 3),
-    "rope": (rope.rope_interval, 3, 3),
-}
 
 
 def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
@@ -125,28 +89,19 @@ def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     Raises:
         Rejected: for what no rule admits, or what has no bound.
     """
-    if node.op not in _RULES:
-        raise Rejected("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
-    rule, least, most = _RULES[node.op]
-    if not least <= len(inputs) <= most:
-        raise Rejected("graph/field", f"{node.op} with {len(inputs)} inputs")
-    if node.role in ("probabilities", "context") and node.op not in _OPS_OF_ROLE[node.role]:
-        raise Rejected("graph/field", f"{node.op} in the role {node.role!r}")
-    scene = pinned(scene, node)
-    for kernel in (scene.train, scene.infer):
+    operation, where = operation_of(node), pinned(scene, node)
+    for kernel in (where.train, where.infer):
         kernel.refuse_wide(scene.block.named, node)
-    try:
-        other = context.at_any_length(scene, node, inputs)
+
+    def rule() -> Value:
+        other = context.at_any_length(where, node, inputs)
         if other is not None:
-            value: Value = other
-        elif node.role == "context" and isinstance(inputs[0], Probabilities):
-            value = context.context_interval(scene, node, inputs[0], numeric(inputs[1]))
-        else:
-            value = rule(scene, node, inputs)
-    except ValueError as error:  # numpy refuses shapes that do not fit
-        raise Rejected("graph/shape", str(error)[:200]) from None
-    if value.shape != node.shape:
-        raise Rejected("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
+            return other
+        if node.role == "context" and isinstance(inputs[0], Probabilities):
+            return context.context_interval(where, node, inputs[0], numeric(inputs[1]))
+        return operation.interval(where, node, inputs)
+
+    value = computed(node, rule)
     if not isinstance(value, Mask):
         state = numeric(value)
         for part, what in ((state.t, "T"), (state.i, "I"), (state.d, "D")):

@@ -83,6 +83,8 @@ class Context:
     origins: dict[str, PairOrigin] = field(default_factory=dict)
     versions: dict[tuple[str, str, int], int] = field(default_factory=dict)
     first: set[str] = field(default_factory=set)  # nodes that were read
+    slopes: dict[str, tuple[Bools, Floats]] = field(default_factory=dict)
+    """Of ReLUs: at which elements slopes are given, and these [6, elements]."""
 
     def state(self, name: str) -> State:
         """Return the boxes of a node.

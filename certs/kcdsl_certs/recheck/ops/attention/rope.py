@@ -150,10 +150,10 @@ def _turned(cos: Floats, sin: Floats) -> Pull:
     return pull
 
 
-def rope_bounds(course: Context, node: Node) -> None:
+def rope_bounds(context: Context, node: Node) -> None:
     """Write x∘C + rot(x)∘S with the tables that either kernel knows."""
-    x = course.operand(node, 0)
-    cos, sin = (course.state(name) for name in node.inputs[1:])
+    x = context.operand(node, 0)
+    cos, sin = (context.state(name) for name in node.inputs[1:])
     train = _tables(x.shape, cos.t.lo, sin.t.lo)
     infer = _tables(x.shape, cos.i.lo, sin.i.lo)
     change = infer[0] - train[0], infer[1] - train[1]
@@ -170,7 +170,7 @@ def rope_bounds(course: Context, node: Node) -> None:
     lost = gamma(SPARE, UNIT)
     own = np.abs(x.reference) + magnitude(x.e)
     moved = _sizes(own, change) + _sizes(magnitude(x.d), infer)
-    course.write(
+    context.write(
         node,
         _rotated(x.reference, train),
         pull,

@@ -223,21 +223,21 @@ def _project(p: Floats) -> Pull:
     return pull
 
 
-def softmax_bounds(course: Context, node: Node) -> None:
+def softmax_bounds(context: Context, node: Node) -> None:
     """Write the softmax of the scores over the columns that take part."""
-    value = course.values[node.name]
+    value = context.values[node.name]
     if not isinstance(value, Probabilities):
         raise Rejected("internal", "a softmax without its rounding")
-    x, allowed = course.operand(node, 0), value.allowed
+    x, allowed = context.operand(node, 0), value.allowed
     moved, _ = halves(x.d)
     base = x.reference + moved / 2
     p, trust_p = _softmax(x.reference, allowed)
     q, trust_q = _softmax(base, allowed)
     trust = trust_p + trust_q + 8 * UNIT * _most(np.abs(base) + np.abs(x.reference), allowed)
     far_e, far_d = (_most(box.magnitude(part), allowed) for part in (x.e, x.d))
-    by_p = _among(less_mean(course.tape, x.place, DEVIATION, p), allowed)
-    by_q = _among(less_mean(course.tape, x.place, DEVIATION, q), allowed)
-    drift = _among(less_mean(course.tape, x.place, DRIFT, q), allowed)
+    by_p = _among(less_mean(context.tape, x.place, DEVIATION, p), allowed)
+    by_q = _among(less_mean(context.tape, x.place, DEVIATION, q), allowed)
+    drift = _among(less_mean(context.tape, x.place, DRIFT, q), allowed)
     # Around base the scores are off by e + τD - (base - s̃), τ from 0 to 1; less their mean by q.
     first = base - x.reference
     first = np.where(allowed, first - (q * first).sum(axis=-1, keepdims=True), 0.0)
@@ -257,7 +257,7 @@ def softmax_bounds(course: Context, node: Node) -> None:
     none = np.zeros(p.shape)
     size_e = raised(p * box.magnitude(x.e) + np.abs(centre) + radius)
     size_d = raised(q * box.magnitude(x.d) + rest)
-    numerator = course.tape.add(
+    numerator = context.tape.add(
         BoundsEntry(
             none,
             box.around(size_e),
@@ -277,7 +277,7 @@ def softmax_bounds(course: Context, node: Node) -> None:
     off_e = lost * (size_e + p * size_e.sum(axis=-1, keepdims=True))
     off_d = lost * (size_d + q * size_d.sum(axis=-1, keepdims=True))
     own = value.rounding_t + 4 * trust * p
-    course.write(
+    context.write(
         node,
         p,
         pull,

@@ -265,11 +265,11 @@ def second_order(function: Function, bend: Bend, x: Form, slope: Floats, lean: F
 _TRUST = 2.0**-45
 
 
-def activation_bounds(course: Context, node: Node) -> None:
+def activation_bounds(context: Context, node: Node) -> None:
     """Write φ(x): φ'(m) e, and φ'(m + D_c) D + (φ'(m + D_c) - φ'(m)) e, around the middles."""
     curve = CURVES["gelu by tanh" if node.op == "gelu" and approximated(node) else node.op]
     function = curve.function
-    x = course.operand(node, 0)
+    x = context.operand(node, 0)
     h, (ec, er), (dc, dr) = x.reference, halves(x.e), halves(x.d)
     m = h + ec
     there = m + dc
@@ -294,7 +294,7 @@ def activation_bounds(course: Context, node: Node) -> None:
             return ((x.place, Functional(e, None)),)
         return ((x.place, Functional(joined(e, f.d.times(turn)), f.d.times(steep))),)
 
-    course.write(
+    context.write(
         node,
         reference,
         pull,

@@ -325,18 +325,18 @@ def times(factor: Floats, shape: tuple[int, ...]) -> Pull:
     return lambda a: summed(a.times(factor), shape)
 
 
-def add_bounds(course: Context, node: Node) -> None:
+def add_bounds(context: Context, node: Node) -> None:
     """Write a + b."""
-    _sum_bounds(course, node, 1.0)
+    _sum_bounds(context, node, 1.0)
 
 
-def sub_bounds(course: Context, node: Node) -> None:
+def sub_bounds(context: Context, node: Node) -> None:
     """Write a - b."""
-    _sum_bounds(course, node, -1.0)
+    _sum_bounds(context, node, -1.0)
 
 
-def _sum_bounds(course: Context, node: Node, sign: float) -> None:
-    a, b = course.operand(node, 0), course.operand(node, 1)
+def _sum_bounds(context: Context, node: Node, sign: float) -> None:
+    a, b = context.operand(node, 0), context.operand(node, 1)
     reference = a.reference + sign * b.reference
     repeated = reference.size // max(1, min(a.reference.size, b.reference.size))
     lost = gamma(SPARE + repeated, UNIT)
@@ -346,7 +346,7 @@ def _sum_bounds(course: Context, node: Node, sign: float) -> None:
 
     own = 4 * UNIT * (np.abs(a.reference) + np.abs(b.reference))
     none = np.zeros(reference.shape)
-    course.write(
+    context.write(
         node,
         reference,
         pull,
@@ -359,21 +359,21 @@ def _gathered(f: Functional, x: Reading, factor: float) -> tuple[int, Functional
     return x.place, f.map(lambda a: summed(Adjoint(a.values * factor, a.start), x.shape))
 
 
-def scale_bounds(course: Context, node: Node) -> None:
+def scale_bounds(context: Context, node: Node) -> None:
     """Write x·factor."""
-    _proportional_bounds(course, node, constant(node, "factor"))
+    _proportional_bounds(context, node, constant(node, "factor"))
 
 
-def divide_bounds(course: Context, node: Node) -> None:
+def divide_bounds(context: Context, node: Node) -> None:
     """Write x / divisor."""
-    _proportional_bounds(course, node, 1 / constant(node, "divisor"))
+    _proportional_bounds(context, node, 1 / constant(node, "divisor"))
 
 
-def _proportional_bounds(course: Context, node: Node, factor: float) -> None:
-    x, lost = course.operand(node, 0), gamma(SPARE, UNIT) * abs(factor)
+def _proportional_bounds(context: Context, node: Node, factor: float) -> None:
+    x, lost = context.operand(node, 0), gamma(SPARE, UNIT) * abs(factor)
     own = np.abs(x.reference) + magnitude(x.e)
     none = np.zeros(x.shape)
-    course.write(
+    context.write(
         node,
         x.reference * factor,
         lambda f: ((x.place, f.times(factor)),),
@@ -382,12 +382,12 @@ def _proportional_bounds(course: Context, node: Node, factor: float) -> None:
     )
 
 
-def shift_bounds(course: Context, node: Node) -> None:
+def shift_bounds(context: Context, node: Node) -> None:
     """Write x + offset."""
-    x, offset = course.operand(node, 0), constant(node, "offset")
+    x, offset = context.operand(node, 0), constant(node, "offset")
     own = 4 * UNIT * (np.abs(x.reference) + abs(offset))
     none = np.zeros(x.shape)
-    course.write(
+    context.write(
         node,
         x.reference + offset,
         lambda f: ((x.place, f),),

@@ -11,7 +11,7 @@ from kcdsl_certs.recheck.affine.storing import Formed, settle_form
 from kcdsl_certs.recheck.affine.tape import Entry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
-from kcdsl_certs.recheck.interval.box import TINY, Bools, Box, Floats, raised
+from kcdsl_certs.recheck.interval.box import TINY, Box, raised
 from kcdsl_certs.recheck.interval.state import Scene, State, Value, numeric, recast, reduce, target
 from kcdsl_certs.recheck.linear_bounds.context import Context, nothing
 from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Polygon, Relu, plain
@@ -96,20 +96,21 @@ def relu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     return Form(reference, reach, walk.tape.add(entry))
 
 
-def relu_bounds(course: Context, node: Node, given: tuple[Bools, Floats] | None) -> None:
-    """Write max(x, 0) by planes; slopes [6, elements] may be given for some elements."""
+def relu_bounds(context: Context, node: Node) -> None:
+    """Write max(x, 0) by linear bounds, with the slopes that are given for some elements."""
     x, before, after = (
-        course.operand(node, 0),
-        course.state(node.inputs[0]),
-        course.state(node.name),
+        context.operand(node, 0),
+        context.state(node.inputs[0]),
+        context.state(node.name),
     )
     own = Polygon(box.exact(x.reference), x.e, before.t)
     pair = Polygon(before.t, before.d, before.i)
     reference = np.maximum(x.reference, 0.0)
     slopes = plain(own, pair)
-    slopes = slopes if given is None else slopes.replaced(*given)
+    if node.name in context.slopes:
+        slopes = slopes.replaced(*context.slopes[node.name])
     none = np.zeros(x.shape)
-    course.places[node.name] = course.tape.add(
+    context.places[node.name] = context.tape.add(
         BoundsEntry(
             reference,
             box.sub(after.t, box.exact(reference)),
@@ -122,15 +123,15 @@ def relu_bounds(course: Context, node: Node, given: tuple[Bools, Floats] | None)
     )
 
 
-def neg_bounds(course: Context, node: Node) -> None:
+def neg_bounds(context: Context, node: Node) -> None:
     """Write -x."""
-    x = course.operand(node, 0)
+    x = context.operand(node, 0)
     none = nothing(x.shape)
-    course.write(node, -x.reference, lambda f: ((x.place, f.times(-1.0)),), none, none)
+    context.write(node, -x.reference, lambda f: ((x.place, f.times(-1.0)),), none, none)
 
 
-def cast_bounds(course: Context, node: Node) -> None:
+def cast_bounds(context: Context, node: Node) -> None:
     """Write x; what a cast rounds is counted with what is stored."""
-    x = course.operand(node, 0)
+    x = context.operand(node, 0)
     none = nothing(x.shape)
-    course.write(node, x.reference, lambda f: ((x.place, f),), none, none)
+    context.write(node, x.reference, lambda f: ((x.place, f),), none, none)

@@ -286,14 +286,14 @@ class _Heads:
     m: _Sum
 
 
-def _heads(course: Context, node: Node, position: int, transposed: bool) -> _Heads | None:
+def _heads(context: Context, node: Node, position: int, transposed: bool) -> _Heads | None:
     """Return an operand as heads of a linear: [heads, T, d], or [heads, d, T] if transposed."""
     name = node.inputs[position]
-    origin = course.origins.get(name)
+    origin = context.origins.get(name)
     if origin is None or origin.index.ndim != 3:
         return None
     index = np.swapaxes(origin.index, -1, -2) if transposed else origin.index
-    entry, x = course.tape.entries[origin.entry], course.tape.entries[origin.source]
+    entry, x = context.tape.entries[origin.entry], context.tape.entries[origin.source]
     tokens, outputs = entry.reference.shape
     columns = index[:, :1] % outputs
     expected = np.arange(tokens, dtype=np.int64)[:, None] * outputs + columns
@@ -311,7 +311,7 @@ def _heads(course: Context, node: Node, position: int, transposed: bool) -> _Hea
     def by(values: Floats, matrix: Floats) -> Floats:
         return np.asarray(values @ np.swapaxes(matrix, -1, -2))
 
-    operand = course.operand(node, position)
+    operand = context.operand(node, position)
     (em, er), (dm, dr) = halves(x.e), halves(x.d)
     e_middle, d_middle = turned(halves(operand.e)[0]), turned(halves(operand.d)[0])
     centre_e, centre_d = (picked(part) for part in entry.centre)
@@ -334,9 +334,9 @@ def _heads(course: Context, node: Node, position: int, transposed: bool) -> _Hea
     )
 
 
-def second_order_scores(course: Context, node: Node) -> Second | None:
+def second_order_scores(context: Context, node: Node) -> Second | None:
     """Return the bounds of a product of queries and keys."""
-    q, k = _heads(course, node, 0, False), _heads(course, node, 1, True)
+    q, k = _heads(context, node, 0, False), _heads(context, node, 1, True)
     if q is None or k is None:
         return None
     by_d = _times(q.m, k.d) + _times(q.d, k.m)
@@ -356,12 +356,12 @@ def _times(a: _Sum, b: _Sum) -> Floats:
     return raised(found) + TINY
 
 
-def second_order_context(course: Context, node: Node) -> Second | None:
+def second_order_context(context: Context, node: Node) -> Second | None:
     """Return the bounds of functionals of probabilities times values."""
-    v = _heads(course, node, 1, False)
+    v = _heads(context, node, 1, False)
     if v is None:
         return None
-    p = course.operand(node, 0)
+    p = context.operand(node, 0)
     r, s = halves(p.e)[1], halves(p.d)[1]
     t = raised(r + s / 2)
     count = 2 * v.e.rest.shape[-1] + 32

@@ -294,21 +294,21 @@ def _through(weight: Floats) -> Pull:
     return pull
 
 
-def linear_bounds(course: Context, node: Node) -> None:
+def linear_bounds(context: Context, node: Node) -> None:
     """Write x @ weight.T + bias: e is W_t e, D is W_i D + (W_i - W_t) e and what is known."""
-    scene = pinned(course.scene, node)
+    scene = pinned(context.scene, node)
     key = scene.keys.get(node.inputs[1])
     if key is None:
         raise Rejected("rule/weight", "the weight of a linear must be a parameter")
     train = scene.parameters.linear(key, scene.train)
     infer = scene.parameters.linear(key, scene.infer)
-    x = _quantised_bounds(course, node, key)
+    x = _quantised_bounds(context, node, key)
     change = infer - train
     moves = bool(change.any())
     reference, known = x.reference @ train.T, x.reference @ change.T
     sizes = [np.abs(x.reference) @ np.abs(w).T for w in (train, change)]
     if len(node.inputs) > 2:
-        bias = course.state(node.inputs[2])
+        bias = context.state(node.inputs[2])
         apart = bias.i.lo - bias.t.lo
         reference, known = reference + bias.t.lo, known + apart
         sizes = [sizes[0] + np.abs(bias.t.lo), sizes[1] + np.abs(apart)]
@@ -331,26 +331,26 @@ def linear_bounds(course: Context, node: Node) -> None:
             e = joined(e, through(f.d, change))
         return ((x.place, Functional(e, through(f.d, infer))),)
 
-    straight = course.write(
+    straight = context.write(
         node,
         reference,
         pull,
         Added(np.zeros(reference.shape), raised(formed * sizes[0] + carried * on_e) + TINY),
         Added(known, raised(formed * sizes[1] + carried * on_d) + TINY),
     )
-    if straight and reference.ndim == 2 and x.place == course.operand(node, 0).place:
+    if straight and reference.ndim == 2 and x.place == context.operand(node, 0).place:
         index = np.arange(reference.size, dtype=np.int64).reshape(reference.shape)
-        place = course.places[node.name]
-        course.origins[node.name] = PairOrigin(x.place, place, train, infer, index)
+        place = context.places[node.name]
+        context.origins[node.name] = PairOrigin(x.place, place, train, infer, index)
 
 
-def _quantised_bounds(course: Context, node: Node, key: str) -> Reading:
+def _quantised_bounds(context: Context, node: Node, key: str) -> Reading:
     """Return the input of a linear; where a kernel quantises it, as an entry of its own."""
-    x, state = course.operand(node, 0), course.state(node.inputs[0])
-    scene = pinned(course.scene, node)
+    x, state = context.operand(node, 0), context.state(node.inputs[0])
+    scene = pinned(context.scene, node)
     key = scene.keys.get(node.inputs[1], "")
     by_train = quantisation(scene.train, state.t, key)
     by_infer = quantisation(scene.infer, state.i, key)
     if not (by_train.any() or by_infer.any()):
         return x
-    return course.inexact(x, raised(by_train), raised(by_train + by_infer))
+    return context.inexact(x, raised(by_train), raised(by_train + by_infer))

@@ -214,28 +214,28 @@ Multiply = Callable[[Floats, Floats], Floats]
 Back = Callable[[Adjoint, Floats, Floats], tuple[Adjoint, Adjoint]]
 
 
-def mul_bounds(course: Context, node: Node) -> None:
+def mul_bounds(context: Context, node: Node) -> None:
     """Write a * b."""
 
     def back(adjoint: Adjoint, a: Floats, b: Floats) -> tuple[Adjoint, Adjoint]:
         return adjoint.times(b), adjoint.times(a)
 
-    a, b = course.operand(node, 0), course.operand(node, 1)
+    a, b = context.operand(node, 0), context.operand(node, 1)
     if a.shape != b.shape:
         raise Rejected("bound/not-finite", "planes have no products that broadcast")
-    _product(course, node, (a, b), np.multiply, back, 1, None)
+    _product(context, node, (a, b), np.multiply, back, 1, None)
 
 
-def matmul_bounds(course: Context, node: Node) -> None:
+def matmul_bounds(context: Context, node: Node) -> None:
     """Write a @ b; what comes straight from linears leaves less of second order."""
-    a, b = course.operand(node, 0), course.operand(node, 1)
+    a, b = context.operand(node, 0), context.operand(node, 1)
     if a.shape[:-2] != b.shape[:-2]:
         raise Rejected("bound/not-finite", "planes have no products that broadcast")
     terms = max(*a.shape[-2:], b.shape[-1])
-    second = bilinear.second_order_context(course, node) if node.role == "context" else None
+    second = bilinear.second_order_context(context, node) if node.role == "context" else None
     if node.role != "context":
-        second = bilinear.second_order_scores(course, node)
-    _product(course, node, (a, b), np.matmul, _matmul_back, terms, second)
+        second = bilinear.second_order_scores(context, node)
+    _product(context, node, (a, b), np.matmul, _matmul_back, terms, second)
 
 
 def _matmul_back(adjoint: Adjoint, a: Floats, b: Floats) -> tuple[Adjoint, Adjoint]:
@@ -248,7 +248,7 @@ def _matmul_back(adjoint: Adjoint, a: Floats, b: Floats) -> tuple[Adjoint, Adjoi
 
 
 def _product(
-    course: Context,
+    context: Context,
     node: Node,
     operands: tuple[Reading, Reading],
     multiply: Multiply,
@@ -305,4 +305,4 @@ def _product(
                 on_a[0], on_b[0] = joined(on_a[0], one), joined(on_b[0], two)
         return ((a.place, Functional(*on_a)), (b.place, Functional(*on_b)))
 
-    course.write(node, reference, pull, e, d, curved)
+    context.write(node, reference, pull, e, d, curved)

@@ -220,21 +220,21 @@ def around(centre: Floats, wide: Box) -> Floats:
     return np.asarray(raised(np.maximum(far, 0.0)))
 
 
-def source_bounds(course: Context, node: Node) -> None:
+def source_bounds(context: Context, node: Node) -> None:
     """Write the block input: a box around the centre, without drift but for storing."""
-    centre, radius = course.scene.centre, course.scene.radius
+    centre, radius = context.scene.centre, context.scene.radius
     if centre is None or radius is None:
         raise Rejected("rule/input", "a block on token ids has no block input")
     wide = np.ascontiguousarray(np.broadcast_to(radius, centre.shape))
     own = Added(np.zeros(centre.shape), wide)
-    course.write(node, centre, lambda f: (), own, nothing(centre.shape))
+    context.write(node, centre, lambda f: (), own, nothing(centre.shape))
 
 
-def embedding_bounds(course: Context, node: Node) -> None:
+def embedding_bounds(context: Context, node: Node) -> None:
     """Write the rows of a table, which either kernel knows."""
-    state = course.state(node.name)
+    state = context.state(node.name)
     if not (state.t.point and state.i.point):
         raise Rejected("rule/weight", "the table of an embedding must be known")
     middle, radius = halves(state.d)
     added = Added(middle, radius)
-    course.write(node, state.t.lo, lambda f: (), nothing(state.shape), added)
+    context.write(node, state.t.lo, lambda f: (), nothing(state.shape), added)

@@ -122,9 +122,9 @@ def _taken(axis: int, offset: int, size: int) -> Pull:
     return lambda a: part(a, axis, offset, size)
 
 
-def view_bounds(course: Context, node: Node) -> None:
+def view_bounds(context: Context, node: Node) -> None:
     """Write the elements where a view puts them; functionals of copies are summed."""
-    x = course.operand(node, 0)
+    x = context.operand(node, 0)
     view = View.of(node, x.shape)
     reference = view.moved(x.reference)
     none = np.zeros(reference.shape)
@@ -136,16 +136,16 @@ def view_bounds(course: Context, node: Node) -> None:
     def pull(f: Functional) -> list[tuple[int, Functional]]:
         return [(x.place, f.map(lambda a: viewed(a, view)))]
 
-    course.write(node, reference, pull, Added(none, e), Added(none, d))
-    origin = course.origins.get(node.inputs[0])
+    context.write(node, reference, pull, Added(none, e), Added(none, d))
+    origin = context.origins.get(node.inputs[0])
     if origin is not None:
-        course.origins[node.name] = replace(origin, index=view.moved(origin.index))
+        context.origins[node.name] = replace(origin, index=view.moved(origin.index))
 
 
-def concat_bounds(course: Context, node: Node) -> None:
+def concat_bounds(context: Context, node: Node) -> None:
     """Write the operands one after another."""
     axis = node.attrs.integer("dim", -len(node.shape)) % len(node.shape)
-    operands = [course.operand(node, k) for k in range(len(node.inputs))]
+    operands = [context.operand(node, k) for k in range(len(node.inputs))]
     reference = np.concatenate([x.reference for x in operands], axis=axis)
 
     def pull(f: Functional) -> list[tuple[int, Functional]]:
@@ -159,4 +159,4 @@ def concat_bounds(course: Context, node: Node) -> None:
         return found
 
     none = nothing(reference.shape)
-    course.write(node, reference, pull, none, none)
+    context.write(node, reference, pull, none, none)

@@ -11,8 +11,16 @@ from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, ULP, UNIT, Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Own, Scene, State, Value, gamma, numeric, settle
-from kcdsl_certs.recheck.linear_bounds import context
-from kcdsl_certs.recheck.linear_bounds.context import Added, Context, Reading, halves
+from kcdsl_certs.recheck.linear_bounds.context import (
+    DEVIATION,
+    DRIFT,
+    Added,
+    Context,
+    Reading,
+    along,
+    halves,
+    less_mean,
+)
 from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.attention.probabilities import others
@@ -264,25 +272,25 @@ class _Slope:
     away: Floats
 
 
-def rms_norm_bounds(course: Context, node: Node) -> None:
+def rms_norm_bounds(context: Context, node: Node) -> None:
     """Write x / sqrt(mean(x²) + eps) * weight."""
-    _norm_bounds(course, node, False)
+    _norm_bounds(context, node, False)
 
 
-def layer_norm_bounds(course: Context, node: Node) -> None:
+def layer_norm_bounds(context: Context, node: Node) -> None:
     """Write (x - mean) / sqrt(var + eps) * weight + bias."""
-    _norm_bounds(course, node, True)
+    _norm_bounds(context, node, True)
 
 
-def _norm_bounds(course: Context, node: Node, centred: bool) -> None:
-    x, state, eps = course.operand(node, 0), course.state(node.inputs[0]), node.attrs.real("eps")
+def _norm_bounds(context: Context, node: Node, centred: bool) -> None:
+    x, state, eps = context.operand(node, 0), context.state(node.inputs[0]), node.attrs.real("eps")
     n = x.shape[-1]
-    (g_t, g_i), (b_t, b_i) = (_known(course, node, k, n, 2.0 - k) for k in (1, 2))
+    (g_t, g_i), (b_t, b_i) = (_known(context, node, k, n, 2.0 - k) for k in (1, 2))
     r, y = _at(x.reference, eps, centred)
     there = x.reference + halves(x.e)[0] + halves(x.d)[0] / 2
     to_train = box.join(box.exact(x.reference), state.t)
-    own = _slope(course, x, context.DEVIATION, x.reference, to_train, eps, centred)
-    moved = _slope(course, x, context.DRIFT, there, box.join(state.t, state.i), eps, centred)
+    own = _slope(context, x, DEVIATION, x.reference, to_train, eps, centred)
+    moved = _slope(context, x, DRIFT, there, box.join(state.t, state.i), eps, centred)
     values = side(state.t, eps, centred).y
     apart = box.sub(box.exact(g_i), box.exact(g_t))
     beside = box.add(box.mul(values, apart), box.sub(box.exact(b_i), box.exact(b_t)))
@@ -299,7 +307,7 @@ def _norm_bounds(course: Context, node: Node, centred: bool) -> None:
         d = None if f.d is None else _back(f.d, moved, g_i, centred)
         return ((x.place, Functional(e, d)),)
 
-    course.write(
+    context.write(
         node,
         y * g_t + b_t,
         pull,
@@ -309,12 +317,12 @@ def _norm_bounds(course: Context, node: Node, centred: bool) -> None:
 
 
 def _known(
-    course: Context, node: Node, position: int, n: int, otherwise: float
+    context: Context, node: Node, position: int, n: int, otherwise: float
 ) -> tuple[Floats, Floats]:
     """Return the weight or the bias of both kernels."""
     if len(node.inputs) <= position:
         return np.full(n, otherwise), np.full(n, otherwise)
-    state = course.state(node.inputs[position])
+    state = context.state(node.inputs[position])
     return state.t.lo, state.i.lo
 
 
@@ -325,7 +333,7 @@ def _at(x: Floats, eps: float, centred: bool) -> tuple[Floats, Floats]:
 
 
 def _slope(
-    course: Context,
+    context: Context,
     x: Reading,
     unknown: str,
     middle: Floats,
@@ -336,13 +344,13 @@ def _slope(
     """Return the slope at the middle, with a bound of how others on the way differ from it."""
     r, y = _at(middle, eps, centred)
     n = y.shape[-1]
-    size = box.magnitude(x.e if unknown == context.DEVIATION else x.d)
+    size = box.magnitude(x.e if unknown == DEVIATION else x.d)
     delta = size
     if centred:
         even = np.full(y.shape, 1 / n)
-        delta = box.magnitude(context.less_mean(course.tape, x.place, unknown, even))
+        delta = box.magnitude(less_mean(context.tape, x.place, unknown, even))
     lost = gamma(n + _SPARE, UNIT)
-    seen = context.along(course.tape, x.place, unknown, y / n)
+    seen = along(context.tape, x.place, unknown, y / n)
     seen = seen + lost * (np.abs(y) * size).mean(axis=-1, keepdims=True)
     if centred:  # y is centred but for float64, the functional is not
         off = np.abs(y.mean(axis=-1, keepdims=True)) + lost * np.abs(y).mean(axis=-1, keepdims=True)
