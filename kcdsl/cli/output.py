@@ -65,7 +65,7 @@ def rendered(*parts: RenderableType, terminal: bool) -> str:
 
     from rich.text import Text
 
-    from kcdsl.verdict.console import HarmlessConsole
+    from kcdsl.verdict.text.console import HarmlessConsole
 
     buffer = StringIO()
     console = HarmlessConsole(
@@ -149,7 +149,7 @@ def report_in(
 
             return page(report, attribution) + "\n"
         case _:
-            from kcdsl.verdict.annotations import in_format
+            from kcdsl.verdict.text.annotations import in_format
 
             text = in_format(report, format, command, source, places)
             return text + "\n" if text and not text.endswith("\n") else text

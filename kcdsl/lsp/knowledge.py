@@ -17,7 +17,7 @@ from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.reports import Verdict, latest
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
-from kcdsl.verdict.names import SIGNS
+from kcdsl.verdict.model import SIGNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.release.issue import results_for
 from kcdsl.release.requirements import quantity_of, required_clauses, stated_alternatives
-from kcdsl.verdict.implied import Implied
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.model import Verdict as Found
-from kcdsl.verdict.outcome import GoalOutcome
+from kcdsl.verdict.outcome import GoalOutcome, Implied
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, reason
 from kcdsl_certs.canonical import canonical_digest

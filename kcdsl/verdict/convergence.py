@@ -13,7 +13,7 @@ from typing import Any
 
 from kcdsl.exits import Exit
 from kcdsl.ir.terms import Clause, Program
-from kcdsl.verdict.names import EXITS, HELD, worst
+from kcdsl.verdict.model import EXITS, HELD, worst
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.requirements import RequiredClause, uncovered

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kcdsl.verdict.html.experiment import experiment_page
-from kcdsl.verdict.html.experiment_maps import maps
-from kcdsl.verdict.names import WORST_FIRST
+from kcdsl.verdict.html.experiment import experiment_page, maps
+from kcdsl.verdict.model import WORST_FIRST
 from tests.support.browser import Browser
 
 pytestmark = pytest.mark.programs

@@ -16,17 +16,26 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
-from kcdsl.verdict.annotations import in_format
-from kcdsl.verdict.experiment_text import print_experiment
 from kcdsl.verdict.html import page
-from kcdsl.verdict.html.experiment import experiment_page
-from kcdsl.verdict.html.experiment_maps import maps
+from kcdsl.verdict.html.experiment import experiment_page, maps
 from kcdsl.verdict.html.heatmap import heatmap
-from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated, verdict_name
-from kcdsl.verdict.names import EXITS, SHOWN, SIGNS, WORST_FIRST
-from kcdsl.verdict.render import print_report, svg
+from kcdsl.verdict.model import (
+    EXITS,
+    SHOWN,
+    SIGNS,
+    WORST_FIRST,
+    Held,
+    Inconclusive,
+    InvalidEvidence,
+    Verdict,
+    Violated,
+    verdict_name,
+)
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
+from kcdsl.verdict.text.annotations import in_format
+from kcdsl.verdict.text.report import print_report, svg
+from kcdsl.verdict.text.studies import print_experiment
 from tests.support.reports import ROW, report
 
 NAMES = ("N-A", "N-B", "S-C", "R-D")

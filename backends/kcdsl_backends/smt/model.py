@@ -1,5 +1,5 @@
 """What the SMT backend takes and gives; the types live with the other verdicts."""
 
-from kcdsl.verdict.implied import Implied, ImpliedBound, ProvedDrift
+from kcdsl.verdict.outcome import Implied, ImpliedBound, ProvedDrift
 
 __all__ = ["Implied", "ImpliedBound", "ProvedDrift"]

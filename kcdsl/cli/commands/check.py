@@ -191,7 +191,7 @@ def print_report(combined: Combined) -> None:
     """Print what the checks say of each certificate, and of all of them."""
     from rich.text import Text
 
-    from kcdsl.verdict.console import print_on
+    from kcdsl.verdict.text.console import print_on
 
     reasons: list[str] = []
     for name, report in combined.reports:

@@ -299,14 +299,14 @@ def _program(given: str) -> Program:
 def _difference(found: Difference, format: DiffForm) -> str:
     match format:
         case DiffForm.JSON:
-            from kcdsl.verdict.difference_json import difference_json
+            from kcdsl.verdict.difference import difference_json
 
             return difference_json(found)
         case DiffForm.FULL:
-            from kcdsl.verdict.difference_text import full
+            from kcdsl.verdict.text.difference import full
 
             return full(found)
         case DiffForm.MARKDOWN:
-            from kcdsl.verdict.difference_text import markdown
+            from kcdsl.verdict.text.difference import markdown
 
             return markdown(found)

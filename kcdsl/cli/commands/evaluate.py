@@ -149,7 +149,7 @@ class Evaluate(Looks, RunsCode, Certifies):
             journal.remove()
         for output, text in texts.items():
             if output == Output("text", None):
-                from kcdsl.verdict.render import print_report
+                from kcdsl.verdict.text.report import print_report
 
                 print_report(report, sys.stdout)  # in the colours and the width of a terminal
             elif output.file is None:
@@ -222,7 +222,7 @@ class Evaluate(Looks, RunsCode, Certifies):
         if data is not None:
             files.append(result(target, data))
         if self.svg is not None:
-            from kcdsl.verdict.render import svg
+            from kcdsl.verdict.text.report import svg
 
             files.append(NewFile(Path(self.svg), svg(report).encode(), 0o644))
         files += [NewFile(file, text.encode(), 0o644) for file, text in asked.items()]
@@ -286,7 +286,7 @@ def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
     """Return the clauses that would follow from drift clauses, were those proved at their limit."""
     from kcdsl.inequalities import round_up
     from kcdsl.route.goals import goals
-    from kcdsl.verdict.implied import ProvedDrift
+    from kcdsl.verdict.outcome import ProvedDrift
     from kcdsl.verdict.report import ImpliedClause
 
     premises = tuple(
@@ -329,7 +329,7 @@ def _in_format(format: str, report: Report, contract: Contract) -> str:
     if format == "text":
         from io import StringIO
 
-        from kcdsl.verdict.render import print_report
+        from kcdsl.verdict.text.report import print_report
 
         stream = StringIO()
         print_report(report, stream)

@@ -108,7 +108,7 @@ class Replay(RunsCode):
             sys.stdout.write(report.dumps())
             say(said)
         else:
-            from kcdsl.verdict.render import print_report
+            from kcdsl.verdict.text.report import print_report
 
             print_report(report, sys.stdout)
             print(one_line(said))
@@ -147,7 +147,7 @@ def _print(program: Program, document: Mapping[str, Any], found: Replayed) -> No
     from kcdsl.diagnostics.render.terminal import printable
     from kcdsl.ir.printer import region_text
     from kcdsl.route.goals import goals
-    from kcdsl.verdict.goal_report import functional_of
+    from kcdsl.verdict.text.goals import functional_of
 
     goal = next(g for g in goals(program) if g.clause.id == document["clause"])
     limit = document["limit"]
@@ -230,7 +230,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 
 
 def _compare(recorded: Mapping[str, Any], found: Mapping[str, Any], name: str) -> None:
-    from kcdsl.verdict.reproduced import differences
+    from kcdsl.verdict.report import differences
 
     texts = differences(recorded, found)
     if texts:

@@ -55,7 +55,7 @@ class Report(Command):
 
     def run(self) -> Exit:
         """Show the report; the exit code is that of its verdict."""
-        from kcdsl.verdict.report_file import read_attribution, read_report, unusable
+        from kcdsl.verdict.report import read_attribution, read_report, unusable
 
         file = Path(self.report)
         document = read_report(file)
@@ -187,8 +187,8 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
 def _print(found: Convergence) -> None:
     from rich.text import Text
 
-    from kcdsl.verdict.console import print_on
     from kcdsl.verdict.convergence import MISSING
+    from kcdsl.verdict.text.console import print_on
 
     print_on(sys.stdout, _table(found))
     missing = []
@@ -215,7 +215,7 @@ def _table(found: Convergence) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from kcdsl.verdict.names import SHOWN
+    from kcdsl.verdict.model import SHOWN
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for heading in ("clause", "kind", "slice", "evidence", "verdict"):

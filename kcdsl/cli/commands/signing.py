@@ -187,7 +187,7 @@ def _show(admitted: Admitted, before: Envelope | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kcdsl.verdict.console import print_on
+    from kcdsl.verdict.text.console import print_on
 
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     for _ in range(2):

@@ -75,7 +75,7 @@ class Plan(Looks):
         if self.json:
             sys.stdout.write(found.dumps())
         else:
-            from kcdsl.verdict.plan_text import print_plan
+            from kcdsl.verdict.text.studies import print_plan
 
             print_plan(found, sys.stdout)
         return Exit.HELD
@@ -150,7 +150,7 @@ class Attribute(RunsCode):
         if self.json:
             sys.stdout.write(found.dumps())
         else:
-            from kcdsl.verdict.attribution_text import print_attribution
+            from kcdsl.verdict.text.attribution import print_attribution
 
             print_attribution(found, sys.stdout)
         for name in written:
@@ -161,7 +161,7 @@ class Attribute(RunsCode):
 def _write_attribution(folder: Path, found: Attribution) -> list[Path]:
     """Write both files, or none; return their names."""
     from kcdsl.source.writing import make_folder, result, write_together
-    from kcdsl.verdict.attribution_svg import picture
+    from kcdsl.verdict.text.attribution import picture
 
     make_folder(folder)
     files = [
@@ -235,7 +235,7 @@ class Aggregate(Looks):
         if self.json:
             sys.stdout.write(text)
         else:
-            from kcdsl.verdict.aggregate_text import print_aggregate
+            from kcdsl.verdict.text.studies import print_aggregate
 
             print_aggregate(document, sys.stdout, queries=self.sql)
         if self.output is not None:
@@ -291,8 +291,7 @@ class Experiment(RunsCode):
         end."""
         from kcdsl.source.files import in_contract
         from kcdsl.source.writing import make_folder, result, write_together
-        from kcdsl.verdict.html.experiment import experiment_page
-        from kcdsl.verdict.html.experiment_maps import maps
+        from kcdsl.verdict.html.experiment import experiment_page, maps
 
         self._refuse_options_of_the_other()
         kind, contract = self.kind, read_contract(self.contract)
@@ -333,7 +332,7 @@ class Experiment(RunsCode):
         if self.json:
             sys.stdout.write(text)
         else:
-            from kcdsl.verdict.experiment_text import print_experiment
+            from kcdsl.verdict.text.studies import print_experiment
 
             print_experiment(document, sys.stdout)
         for file in files:
@@ -359,8 +358,8 @@ def _pictures(path: Path) -> set[str]:
     from json import loads
 
     from kcdsl.source.files import read_bytes
-    from kcdsl.verdict.html.experiment_maps import names
-    from kcdsl.verdict.report_file import LARGEST
+    from kcdsl.verdict.html.experiment import names
+    from kcdsl.verdict.report import LARGEST
 
     try:
         document = loads(read_bytes(path, LARGEST))

@@ -208,7 +208,7 @@ def _show(found: Plan, target: Path | None, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kcdsl.verdict.console import print_on
+    from kcdsl.verdict.text.console import print_on
     from kcdsl_certs.reals import real_text
 
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")

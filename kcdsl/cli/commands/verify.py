@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from kcdsl.model.files import Artefacts
     from kcdsl.route.catalogue import Execution
     from kcdsl.route.goals import Goal
-    from kcdsl.verdict.implied import Implied
-    from kcdsl.verdict.outcome import GoalOutcome
+    from kcdsl.verdict.outcome import GoalOutcome, Implied
     from kcdsl_certs.keys import SigningKey
 
 
@@ -413,7 +412,7 @@ def _implied(
     A clause with a table is implied bucket by bucket, and nowhere if requests are in no bucket.
     """
     from kcdsl.ir.tables import expand_tables, gaps
-    from kcdsl.verdict.proved import proved_drifts
+    from kcdsl.verdict.outcome import proved_drifts
 
     proved, smt = proved_drifts(program, outcomes), solver_if_installed()
     if not proved or smt is None:
@@ -454,7 +453,7 @@ def _document(
     code: Exit,
 ) -> dict[str, Any]:
     from kcdsl.model.presets import resolve
-    from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
+    from kcdsl.verdict.text.goals import VERIFY_SCHEMA, goal_json
 
     numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
     described = []
@@ -491,9 +490,9 @@ def _print(
 ) -> None:
     from kcdsl.diagnostics.render.terminal import printable
     from kcdsl.release.signing import STATEMENT
-    from kcdsl.verdict.console import print_on
-    from kcdsl.verdict.goal_report import chain_table, goal_table
     from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
+    from kcdsl.verdict.text.console import print_on
+    from kcdsl.verdict.text.goals import chain_table, goal_table
 
     def tell(text: str, **how: Any) -> None:
         print_on(sys.stdout, text, markup=False, **how)

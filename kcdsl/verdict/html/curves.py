@@ -6,17 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kcdsl.verdict.html.figure import Figure, left_out, range_of, short, thinned, with_unit
 from kcdsl.verdict.html.svg import (
+    Figure,
     Frame,
     drawable,
     element,
+    left_out,
     linear,
     logarithmic,
     picture,
     powers,
+    range_of,
+    short,
     text,
+    thinned,
     ticks,
+    with_unit,
     x_axis,
     y_axis,
 )

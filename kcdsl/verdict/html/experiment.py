@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from textwrap import wrap
 from typing import Any
 
 from kcdsl.diagnostics.render.terminal import printable
-from kcdsl.verdict.experiment_rows import (
+from kcdsl.verdict.experiment import (
     Column,
     Entry,
     columns,
@@ -16,10 +18,197 @@ from kcdsl.verdict.experiment_rows import (
     failed_checks,
     not_run,
     not_shown,
+    rate_text,
 )
-from kcdsl.verdict.html.experiment_maps import maps, told
-from kcdsl.verdict.html.svg import element
+from kcdsl.verdict.html.svg import Frame, element, picture, text
 from kcdsl.verdict.html.words import VERDICTS, against
+from kcdsl.verdict.model import SIGNS
+
+_CELL, _HIGH, _LEFT, _TOP, _GAP = 86.0, 44.0, 58.0, 62.0, 26.0
+_FOOT = 50.0
+_LINE, _WIDE = 18.0, 8.2
+"""The height of a line of the title, and the width of its widest usual letter."""
+_INK = {"light": "#000000", "dark": "#ffffff"}
+"""The ink on light and on dark colours: one of them has a contrast of 4.5 on any."""
+_STYLE = (
+    "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;fill:#1a1d21}"
+    ".soft{fill:#545b64}.few{fill:none;stroke-width:1.5;stroke-dasharray:4 3}"
+    ".none{fill:#eceef1;stroke:#b9c0c8}.bg{fill:#ffffff}"
+    "@media(prefers-color-scheme:dark){text{fill:#e9ecef}.soft{fill:#a6aeb8}"
+    ".none{fill:#262b32;stroke:#4a525c}.bg{fill:#1b1e23}}"
+)
+_HUES = {
+    "held": ((205, 232, 196), (38, 112, 62)),
+    "violated": ((148, 26, 36), (246, 178, 160)),
+    "inconclusive": ((250, 232, 178), (214, 158, 46)),
+    "invalid_evidence": ((119, 67, 160), (119, 67, 160)),
+}
+"""Of each verdict, the colours (red, green, blue) where no unit passes and where all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """The pass rates of one clause on one slice over the cells of E2, as a picture."""
+
+    name: str
+    title: str
+    svg: str
+    width: float
+
+
+def maps(document: Mapping[str, Any]) -> list[Map]:
+    """Return a heat map for each clause and slice of an experiment E2."""
+    found: list[Map] = []
+    of = zip(names(document), columns(document), strict=True)
+    for number, (name, column) in enumerate(of):
+        title = f"{column[0]} on {column[1]}: {_requirement(document, column)}"
+        svg = _map(document, column, f"map{number}", title)
+        found.append(Map(name, title, svg, _width(document["axes"])))
+    return found
+
+
+def names(document: Mapping[str, Any]) -> list[str]:
+    """Return the name of each heat map of an experiment E2, in the order of `maps`."""
+    found: list[str] = []
+    taken: set[str] = set()
+    for number, column in enumerate(columns(document)):
+        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in "-".join(column))
+        name = safe if safe.lower() not in taken else f"{safe}-{number}"
+        taken.add(name.lower())
+        found.append(name)
+    return found
+
+
+def _requirement(document: Mapping[str, Any], column: Column) -> str:
+    entries = (entry(cell, column) for cell in document["cells"])
+    found = (row["requirement"] for one in entries if one is not None for row in one.rows)
+    return " and ".join(dict.fromkeys(found))
+
+
+def _map(document: Mapping[str, Any], column: Column, name: str, title: str) -> str:
+    """Return one picture: a panel for each device and concurrency, rows are lengths, columns
+    batches."""
+    axes = document["axes"]
+    panels = [(d, c) for d in axes["device"] for c in axes["concurrency"]]
+    cells = {(c["device"], c["concurrency"], c["length"], c["batch"]): c for c in document["cells"]}
+    across = len(axes["concurrency"])
+    wide = _panel(axes)
+    high = _TOP + _HIGH * len(axes["length"]) + 18
+    lines = wrap(title, int((_width(axes) - 20) / _WIDE))
+    head = 12 + _LINE * len(lines)
+    frame = Frame(width=_width(axes), height=head + len(axes["device"]) * high + _FOOT)
+    content = element("style", _STYLE)
+    content += element("rect", class_="bg", width=frame.width, height=frame.height)
+    for number, words in enumerate(lines):
+        content += text(10, 20 + _LINE * number, words, style="font-size:14px;font-weight:600")
+    for i, (device, streams) in enumerate(panels):
+        x, y = (i % across) * wide + 8, head + (i // across) * high
+        words = f"{device}, {streams} {'stream' if streams == 1 else 'streams'}"
+        content += text(x + _LEFT, y + 20, words, style="font-weight:600")
+        content += text(x + _LEFT, y + 37, "requests in a batch", class_="soft")
+        content += text(x, y + 37, "tokens", class_="soft")
+        for across_, batch in enumerate(axes["batch"]):
+            middle = x + _LEFT + _CELL * (across_ + 0.5)
+            content += text(middle, y + 55, str(batch), text_anchor="middle")
+        for line, length in enumerate(axes["length"]):
+            top = y + _TOP + _HIGH * line
+            content += text(x + _LEFT - 8, top + _HIGH / 2 + 4, str(length), text_anchor="end")
+            for across_, batch in enumerate(axes["batch"]):
+                cell = cells.get((device, streams, length, batch))
+                content += _cell(cell, column, x + _LEFT + _CELL * across_, top)
+    content += _legend(frame)
+    return picture(name, title, _description(document, column), frame, content)
+
+
+def _panel(axes: Mapping[str, Any]) -> float:
+    return _LEFT + _CELL * len(axes["batch"]) + _GAP
+
+
+def _width(axes: Mapping[str, Any]) -> float:
+    return max(600.0, len(axes["concurrency"]) * _panel(axes) + 8)
+
+
+def _cell(cell: Mapping[str, Any] | None, column: Column, x: float, y: float) -> str:
+    found = entry(cell, column)
+    box: dict[str, Any] = {"x": x + 1, "y": y + 1, "width": _CELL - 2, "height": _HIGH - 2, "rx": 4}
+    middle = x + _CELL / 2
+    if found is None:
+        drawn = element("rect", class_="none", **box)
+        drawn += text(middle, y + _HIGH / 2 + 4, "–", text_anchor="middle", class_="soft")
+        return element("g", element("title", escape(_why(cell))) + drawn)
+    ink = _ink(found)
+    drawn = element("rect", fill=_colour(found), **box)
+    for words, down, more in (
+        (found.words, 19, "font-weight:600"),
+        (_units(found.row), 34, "font-size:11px"),
+    ):
+        drawn += text(middle, y + down, words, text_anchor="middle", style=f"fill:{ink};{more}")
+    if found.narrow:
+        inner = {**box, "x": x + 4, "y": y + 4, "width": _CELL - 8, "height": _HIGH - 8}
+        drawn += element("rect", class_="few", style=f"stroke:{ink}", **inner)
+    return element("g", element("title", escape(told(found))) + drawn)
+
+
+def _units(row: Mapping[str, Any]) -> str:
+    return f"{row['passed']}/{row['n']}" if row["passed"] is not None else f"n = {row['n']}"
+
+
+def told(found: Entry) -> str:
+    """Return all that a cell found in words, each part of a conjunction by itself."""
+    return " | ".join(_told(row) for row in found.rows)
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    words = [VERDICTS[row["verdict"]][1]]
+    if row["rate"] is not None:
+        words.append(f"{row['passed']} of {row['n']} units pass")
+        ends = ["–" if end is None else rate_text(end) for end in (row["low"], row["high"])]
+        words.append(f"95 % limits {' to '.join(ends)}")
+    if row["value"] is not None:
+        words.append(f"{row['metric']} = {against(row['value'], row)}")
+    return "; ".join([*words, *row["narrow"], *([row["reason"]] if row["reason"] else [])])
+
+
+def _why(cell: Mapping[str, Any] | None) -> str:
+    if cell is not None and cell["status"] == "ran":
+        return "this clause is not decided here"
+    return "not run" if cell is None or cell["reason"] is None else f"not run: {cell['reason']}"
+
+
+def _mixed(found: Entry) -> tuple[int, int, int]:
+    low, high = _HUES[found.verdict]
+    rate = 0.5 if found.row["rate"] is None else float(found.row["rate"])
+    red, green, blue = (round(a + (b - a) * rate) for a, b in zip(low, high, strict=True))
+    return red, green, blue
+
+
+def _colour(found: Entry) -> str:
+    return "#" + "".join(f"{channel:02x}" for channel in _mixed(found))
+
+
+def _ink(found: Entry) -> str:
+    """Return the ink that is read on the colour: by its relative luminance (WCAG 2)."""
+    parts = [channel / 255 for channel in _mixed(found)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return _INK["light"] if luminance > 0.179 else _INK["dark"]
+
+
+def _legend(frame: Frame) -> str:
+    signs = " · ".join(f"{sign} {VERDICTS[name][1]}" for name, sign in SIGNS.items())
+    colours = "hue: the verdict; green deepens as more units pass, red as fewer do"
+    return text(
+        10, frame.height - 28, f"{signs} · – not run · dashed: narrow", class_="soft"
+    ) + text(10, frame.height - 11, colours, class_="soft")
+
+
+def _description(document: Mapping[str, Any], column: Column) -> str:
+    found = [one for cell in document["cells"] if (one := entry(cell, column)) is not None]
+    counted = {name: sum(one.verdict == name for one in found) for name in SIGNS}
+    words = ", ".join(f"{count} {VERDICTS[name][1]}" for name, count in counted.items() if count)
+    absent = len(document["cells"]) - len(found)
+    return f"Pass rates of {len(found)} cells: {words}; {absent} have none."
+
 
 _TITLES = {
     "e1": "E1: one change at a time",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kcdsl.verdict.html.words import VERDICTS, against
-from kcdsl.verdict.names import WORST_FIRST
+from kcdsl.verdict.model import WORST_FIRST
 
 
 @dataclass(frozen=True, slots=True)

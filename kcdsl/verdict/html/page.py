@@ -7,10 +7,12 @@ from importlib.resources import files
 from typing import Any
 
 from kcdsl.diagnostics.render.terminal import printable
-from kcdsl.verdict.beside import domains_in_words
-from kcdsl.verdict.html import bounds, curves, histograms, sources, words
-from kcdsl.verdict.html.figure import Figure
+from kcdsl.verdict.html import curves, sources, words
+from kcdsl.verdict.html import distributions as bounds
+from kcdsl.verdict.html import distributions as histograms
 from kcdsl.verdict.html.heatmap import heatmap
+from kcdsl.verdict.html.svg import Figure
+from kcdsl.verdict.result import domains_in_words
 
 
 def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None) -> str:

@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kcdsl.verdict.html.figure import Figure, or_dash, short
-from kcdsl.verdict.html.svg import Frame, element, linear, picture, text, ticks, x_axis
+from kcdsl.verdict.html.svg import (
+    Figure,
+    Frame,
+    element,
+    linear,
+    or_dash,
+    picture,
+    short,
+    text,
+    ticks,
+    x_axis,
+)
 from kcdsl.verdict.html.words import brief
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kcdsl.verdict.names import HELD, SIGNS, WORST_FIRST
+from kcdsl.verdict.model import HELD, SIGNS, WORST_FIRST
 from kcdsl.verdict.quantities import quantity, scale, stated, told
 from kcdsl.verdict.report import not_decided
 

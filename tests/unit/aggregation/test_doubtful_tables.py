@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
-from kcdsl.verdict.aggregate_text import print_aggregate
 from kcdsl.verdict.model import Held, InvalidEvidence, Verdict
+from kcdsl.verdict.text.studies import print_aggregate
 from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
 from kcdsl_backends.empirical.sources.tokens.database import opened

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from kcdsl.ir.terms import Abs, Arith, Compare, Metric, Number, Statistic
-from kcdsl.verdict.beside_text import beside_parts
 from kcdsl.verdict.report import Report, report_schema
 from kcdsl.verdict.result import ClauseResult
+from kcdsl.verdict.text.report import beside_parts
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.units import Unit
@@ -268,7 +268,7 @@ def test_the_document_follows_its_schema_with_and_without_bounds() -> None:
 def test_a_census_prints_no_limit_of_a_sample() -> None:
     import io
 
-    from kcdsl.verdict.render import print_report
+    from kcdsl.verdict.text.report import print_report
 
     report = conclude(evidence((clause("S-TOP1", "mean", "top1_overlap", "1/2", op=">="),)))
     (row,) = report.clauses

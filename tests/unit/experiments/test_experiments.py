@@ -19,9 +19,8 @@ import torch
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.model import own_code
-from kcdsl.verdict.experiment_rows import entry, not_run, rate_text
-from kcdsl.verdict.html.experiment import experiment_page
-from kcdsl.verdict.html.experiment_maps import maps
+from kcdsl.verdict.experiment import entry, not_run, rate_text
+from kcdsl.verdict.html.experiment import experiment_page, maps
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.backend import BACKEND

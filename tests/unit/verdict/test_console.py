@@ -8,7 +8,7 @@ from xml.dom import minidom
 from rich.table import Table
 from rich.text import Text
 
-from kcdsl.verdict.console import HarmlessConsole, print_on
+from kcdsl.verdict.text.console import HarmlessConsole, print_on
 
 HOSTILE = "a\x1b[31mred\x07\u202eb[/b][red]\r"
 

@@ -14,12 +14,12 @@ import jsonschema
 import pytest
 
 from kcdsl.exits import Exit
-from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
 from kcdsl.verdict.html import page
 from kcdsl.verdict.model import InvalidEvidence, Violated
 from kcdsl.verdict.quantities import quantity
-from kcdsl.verdict.render import print_report, svg
 from kcdsl.verdict.report import Report, report_schema
+from kcdsl.verdict.result import Beside, Certified, Measured, NoiseFloor
+from kcdsl.verdict.text.report import print_report, svg
 from tests.support.reports import ROW, VERDICTS, report
 
 

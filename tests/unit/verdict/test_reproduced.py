@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.verdict.reproduced import differences
+from kcdsl.verdict.report import differences
 
 REPORT: dict[str, Any] = {
     "schema": "kcdsl.report/2",

@@ -15,8 +15,7 @@ import numpy as np
 
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.terms import Abs, Arith, Clause, Metric, Norm, Number, Statistic, Term
-from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
-from kcdsl.verdict.result import ClauseResult
+from kcdsl.verdict.result import Beside, Certified, ClauseResult, Measured, NoiseFloor
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.values import Side, worst_of_units

@@ -10,7 +10,7 @@ import pytest
 
 from kcdsl.exits import Exit
 from kcdsl.verdict.attribution import Attribution, Between
-from kcdsl.verdict.attribution_text import print_attribution
+from kcdsl.verdict.text.attribution import print_attribution
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.assembling import Frame, assemble
 from kcdsl_backends.empirical.attribution.measuring import Coalition, Measured

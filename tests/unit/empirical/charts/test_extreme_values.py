@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl.verdict.html import bounds, curves, histograms
+from kcdsl.verdict.html import curves
+from kcdsl.verdict.html import distributions as bounds
+from kcdsl.verdict.html import distributions as histograms
 from kcdsl.verdict.html.words import brief
 from kcdsl_backends.empirical.charts.buckets import by_rank, drift_by, mean
 from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kcdsl.verdict.names import SIGNS, WORST_FIRST
+from kcdsl.verdict.model import SIGNS, WORST_FIRST
 
 Column = tuple[str, str]
 """A clause and a slice."""
