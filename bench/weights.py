@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,6 @@ def measure(case: Case) -> list[Figure]:
     import torch
 
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.certifier.problems import WeightBallProblem
 
     make = tiny_lm if case.tiny else minilm
     factory = make(case.numerics, case.train)
@@ -98,7 +97,7 @@ def measure(case: Case) -> list[Figure]:
     run = attack(train, infer, "inf", centre, zero, candidates=1, rounds=2, places=places)
     figures = []
     for rho in RHOS:
-        near = WeightBallProblem(problem, factory.neighbourhood(case.block, Fraction(rho)))
+        near = replace(problem, weight_ball=factory.neighbourhood(case.block, Fraction(rho)))
         started = time.perf_counter()
         bound, interval, _ = bounds(near, centre, zero)
         took = time.perf_counter() - started

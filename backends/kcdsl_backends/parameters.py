@@ -32,12 +32,30 @@ class StoredParameters:
     numerics: Numerics
     device: torch.device
     _cache: dict[tuple[str, str, str], Tensor] = field(default_factory=dict, repr=False)
+    _beside: StoredParameters | None = field(default=None, repr=False)
+    _shared: dict[tuple[str, str, str], bool] = field(default_factory=dict, repr=False)
 
     def under(self, numerics: Numerics) -> StoredParameters:
         """Return what another kernel stores of the same parameters; one copy serves both where they
         store alike."""
         alike = _storing(numerics) == _storing(self.numerics)
-        return replace(self, numerics=numerics, _cache=self._cache if alike else {})
+        cache = self._cache if alike else {}
+        return replace(self, numerics=numerics, _cache=cache, _beside=self, _shared={})
+
+    def shares(self, node: Node, other: StoredParameters, *, linear: bool = False) -> bool:
+        """Say whether another kernel stores the same numbers of a parameter or constant.
+
+        Of the kernel that this one was made `under`, each is compared once.
+        """
+        key = self._key(node, "linear" if linear and node.op == "param" else "plain")
+        if other is self._beside and key in self._shared:
+            return self._shared[key]
+        read = StoredParameters.linear if linear else StoredParameters.plain
+        mine, theirs = read(self, node), read(other, node)
+        same = mine is theirs or torch.equal(mine, theirs)
+        if other is self._beside:
+            self._shared[key] = same
+        return same
 
     def plain(self, node: Node) -> Tensor:
         """Return the value of a param or float constant node outside of linear weights."""
@@ -54,8 +72,7 @@ class StoredParameters:
     def _value(self, node: Node, use: str) -> Tensor:
         if node.op not in ("param", "constant"):
             raise NoBound(node.name, f"{node.op} stands where a parameter or a constant must")
-        name = str(node.attrs["key"])
-        key = (node.op, name, node.format or use)
+        name, key = str(node.attrs["key"]), self._key(node, use)
         if key not in self._cache:
             if node.op == "param":
                 source = self.tensors[name].detach().to("cpu", torch.float32)
@@ -68,6 +85,10 @@ class StoredParameters:
                 stored = stored_constant(source, node.format, self.numerics, name)
             self._cache[key] = stored.to(self.device, torch.float64)
         return self._cache[key]
+
+    @staticmethod
+    def _key(node: Node, use: str) -> tuple[str, str, str]:
+        return node.op, str(node.attrs["key"]), node.format or use
 
 
 def _storing(numerics: Numerics) -> tuple[object, ...]:

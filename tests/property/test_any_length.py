@@ -327,7 +327,7 @@ def theta_at_any_length(record: Any, longest: int, side: str) -> float:
     none = ProverBox(torch.from_numpy(0 * shape), torch.from_numpy(0 * shape))
     known = {node.inputs[0]: ProverState(one, one, none)}
     nodes_of = {n.name: n for n in problem.graph.nodes}
-    step = Step(node, problem.kernels, nodes_of, known, frozenset())
+    step = Step(node, problem.kernels(), nodes_of, known, frozenset())
     sums = prover_rules.probabilities(step, longest).sums
     assert sums is not None
     return float(sums[0].max())

@@ -24,8 +24,7 @@ from kcdsl_backends.affine.outgoing import around
 from kcdsl_backends.attack.runs import functional
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier import interfaces
-from kcdsl_backends.certifier.interfaces import StageProblem
-from kcdsl_backends.certifier.problems import LEAST_CLAIM
+from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem
 from kcdsl_backends.certifier.stages import until
 from kcdsl_backends.interval import propagate as interval
 from kcdsl_backends.interval.box import Box
@@ -223,13 +222,13 @@ def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
 def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rational arithmetic confirms a chain of operations that it knows, with no larger bound."""
 
-    def none(self: StageProblem, centre: Any, radius: Any, *_: Any) -> Any:
+    def none(self: BlockProblem, centre: Any, radius: Any, *_: Any) -> Any:
         raise NoBound("test", "intervals alone")
 
     with_forms = chained(folder, "plain", "float32 nearest")
     refused = recheck_exactly(with_forms.document, with_forms.checkpoint)
     assert refused.reason == "document/domain"
-    monkeypatch.setattr(StageProblem, "forms", none)
+    monkeypatch.setattr(BlockProblem, "forms", none)
     found = chained(folder, "plain", "float32 nearest")
     assert [link.block for link in found.links] == ["model[0]", "model[1]", "model[2]"]
     assert leaving(found, 24) == []

@@ -36,7 +36,6 @@ from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.problems import (
     ProblemFactory,
-    WeightBallProblem,
     certified_block_drift,
 )
 from kcdsl_backends.interval.errors import NoBound
@@ -152,7 +151,7 @@ def said(factory: ProblemFactory, block: str, radius: float, wide: bool) -> list
         lambda: read(problem.forms(centre, spread)),
     ]
     if wide:
-        near = WeightBallProblem(problem, factory.neighbourhood(block, Fraction(1, 10**4)))
+        near = replace(problem, weight_ball=factory.neighbourhood(block, Fraction(1, 10**4)))
         asked += [
             lambda: read(problem.forms(centre, spread, Fraction(1, 10**9))),
             planes,

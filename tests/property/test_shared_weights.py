@@ -7,6 +7,7 @@ closed form; elsewhere weights are searched for that take two kernels as far apa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.pair import Both
-from kcdsl_backends.certifier.problems import BlockProblem, WeightBallProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.neighbourhood import Neighbourhood
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.recheck.derivation.affine import Pair, pair
@@ -38,7 +39,7 @@ def forms(graph: Any, records: tuple[Any, Any], centre: Floats | None, rho: Frac
     problem = BlockProblem(prover.block(graph), one, one.under(two.numerics))
     around = Neighbourhood(rho, one.tensors, one.numerics, two.numerics, one.device)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    return WeightBallProblem(problem, around).forms(
+    return replace(problem, weight_ball=around).forms(
         None if centre is None else torch.from_numpy(centre), zero
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from kcdsl.model.graph import Node
 from kcdsl.model.weights import linear_weight, plain_parameter
-from kcdsl_backends.certifier.problems import BlockProblem, WeightBallProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
@@ -339,7 +340,7 @@ def test_runs_on_later_weights_stay_inside(
     assert bound <= theirs * 1.5  # roundings to nearest may fall on either side of a step
 
 
-def _affine(problem: WeightBallProblem, scene: Any, centre: np.ndarray) -> tuple[Any, Any]:
+def _affine(problem: BlockProblem, scene: Any, centre: np.ndarray) -> tuple[Any, Any]:
     """Return the boxes of the output and the sizes of all nodes by affine forms, of both programs;
     nothing where the region is too wide for them."""
     zero = torch.zeros(1, 1, dtype=torch.float64)
@@ -353,9 +354,10 @@ def _affine(problem: WeightBallProblem, scene: Any, centre: np.ndarray) -> tuple
         return {**boxes, "checker": both.output()}, [*sizes, both.sizes()]
 
 
-def _prover(graph: Any, records: Any, rho: Fraction) -> WeightBallProblem:
+def _prover(graph: Any, records: Any, rho: Fraction) -> BlockProblem:
     train, infer = (prover.parameters(graph, record) for record in records)
     problem = BlockProblem(prover.block(graph), train, infer)
     tensors = {key: torch.from_numpy(array) for key, array in graph.tensors.items()}
     one, two = (prover.numerics(record) for record in records)
-    return WeightBallProblem(problem, Neighbourhood(rho, tensors, one, two, torch.device("cpu")))
+    ball = Neighbourhood(rho, tensors, one, two, torch.device("cpu"))
+    return replace(problem, weight_ball=ball)

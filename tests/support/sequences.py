@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.certifier.sequences import SequenceProblem, stored_tables
+from kcdsl_backends.certifier.sequences import stored_tables
 from kcdsl_backends.interval.context import Parameter, Rows
 from kcdsl_backends.interval.sequences import row_axes
 from tests.support import proofs, prover
@@ -74,15 +73,14 @@ def document(
 
 def problem(
     graph: Any, tables: Mapping[str, np.ndarray], kernels: tuple[Document, Document], longest: int
-) -> SequenceProblem:
+) -> BlockProblem:
     """Return the same as the package reads it."""
     block, cpu = prover.block(graph), prover.parameters(graph, kernels[0]).device
     sides = [prover.parameters(graph, record) for record in kernels]
     train, infer = (prover.numerics(record) for record in kernels)
     known: dict[str, Parameter] = stored_tables(block, tables, train, infer, cpu)
     rows = Rows(longest, row_axes(block), known)
-    plain = BlockProblem(block, *sides).kernels()
-    return SequenceProblem(block, replace(plain, rows=rows), dict(tables))
+    return BlockProblem(block, *sides, rows=rows, tables=dict(tables))
 
 
 def masks(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:

@@ -1,31 +1,33 @@
-"""Bound one case by more and more domains until it holds: intervals, affine forms, planes, and
-what is likely, where that is enough."""
+"""Bound one case by more and more domains until the goal holds.
+
+A domain takes a `Problem` and yields `Bound`s, each with the `Proof` that the independent checker
+re-derives. The cheapest domain comes first: boxes, affine forms, planes, and forms with independent
+roundings where a goal admits what is likely. What one domain found, the next ones may meet.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.affine.functionals import functional_bound
 from kcdsl_backends.affine.order import margins
 from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
-from kcdsl_backends.certifier.problems import Claims, ProblemFactory
+from kcdsl_backends.certifier.problems import BlockProblem, Claims, ProblemFactory
 from kcdsl_backends.certifier.proof import ProofBuilder
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound, top_margin
 from kcdsl_backends.interval.propagate import Bounds
 from kcdsl_backends.interval.state import State
-from kcdsl_backends.planes.propagate import Enough
 from kcdsl_backends.planes.propagate import Found as Planes
 from kcdsl_backends.planes.search import Effort
 from kcdsl_backends.planes.worth import cheap
@@ -33,6 +35,7 @@ from kcdsl_certs.reals import real_text
 
 _PLACES = 3
 """Places of the output, those with the largest bounds, at which an attack pushes first."""
+Witness = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,262 +46,295 @@ class Bounded:
     places: tuple[int, ...] = ()
 
 
-def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
-    """Bound a case by the interval domain, and by others where that is not enough."""
-    problem, region = problem_of(factory, goal, case), region_of(factory, goal, case)
-    case = widened(goal, case)
-    claims = Claims.of(factory.train, factory.infer, problem.graph)
-    return bound_stated(Stated(goal, case, problem, builder, region, claims))
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How a bound is derived again: its domain, the sizes of all nodes, and what a domain chose.
 
+    `passes` are the reverse passes of affine forms, `planes` the hints of planes, `chance` the
+    share of all runs in which the bound may fail.
+    """
 
-def bound_stated(stated: Stated) -> Bounded:
-    """Bound a case on a problem that is ready; see `bound_case`."""
-    goal, case, problem = stated.goal, stated.case, stated.problem
-    bounds, reason = None, None
-    if stated.asks("interval"):
-        try:
-            bounds = problem.bound(case.centre, case.radius)
-        except NoBound as no:
-            reason = str(no)
-    if goal.functional == "no_flip":
-        return _order(stated, bounds, reason)
-    return _drift(stated, bounds, reason)
-
-
-class Problem(Protocol):
-    """A block that the domains can bound."""
-
-    @property
-    def graph(self) -> BlockGraph:
-        """Return its graph."""
-        ...
-
-    def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
-        """Propagate boxes; raises NoBound."""
-        ...
-
-    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
-        """Return affine forms, with independent roundings given `alpha`; raises NoBound."""
-        ...
-
-    def planes(
-        self, centre: Tensor | None, radius: Tensor, effort: Effort, enough: Enough
-    ) -> Planes:
-        """Bound the output by planes; raises NoBound."""
-        ...
+    witness: Witness
+    domain: str = "interval"
+    passes: Mapping[str, Any] | None = None
+    planes: Mapping[str, Any] | None = None
+    chance: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
-    """A case with what is needed to state a bound of it."""
+class Bound:
+    """A bound of the functional, or of the drift where the functional is an order.
 
-    goal: Goal
-    case: Case
-    problem: Problem
-    builder: ProofBuilder
-    region: Mapping[str, Any]
-    claims: Claims
+    `margin` bounds from below how far the largest columns stay above the others. `alpha` is the
+    probability with which the bound fails; None in the worst case.
+    """
 
-    @property
-    def margin(self) -> float:
-        """Return the factor of claims."""
-        return self.claims.factor
-
-    def by_intervals(self, bound: float, witness: Mapping[str, tuple[float, float]]) -> None:
-        """Add the case to the proof, with a bound of the interval domain alone."""
-        self.builder.add(self.case.name, self.problem.graph, self.region, bound, witness)
-
-    def by_forms(self, bound: float, forms: Both) -> None:
-        """Add the case to the proof, with a bound of affine forms."""
-        graph, witness, chance = self.problem.graph, forms.witness(), forms.chance
-        self.builder.add(
-            *(self.case.name, graph, self.region, bound, witness, "affine", forms.passes),
-            chance=None if chance is None else chance.to_json(),
-        )
-
-    def by_planes(self, bound: float, planes: Planes, forms: Both | None = None) -> None:
-        """Add the case to the proof, with a bound of planes, met with affine forms if given."""
-        domain, passes = ("planes", None) if forms is None else ("affine+planes", forms.passes)
-        self.builder.add(
-            *(self.case.name, self.problem.graph, self.region, bound, planes.witness),
-            *(domain, passes, planes.hints),
-        )
-
-    def asks(self, domain: str) -> bool:
-        """Say whether the goal may be bounded in a domain; planes of themselves only if cheap."""
-        if self.goal.domains is not None:
-            return domain in self.goal.domains
-        return domain != "planes" or cheap(self.problem.graph)
-
-    def forms(self, alpha: Fraction | None = None) -> Both | None:
-        """Return the affine forms, None where there are none or none are asked for."""
-        if not self.asks("affine"):
-            return None
-        try:
-            return self.problem.forms(self.case.centre, self.case.radius, alpha)
-        except NoBound:
-            return None
-
-    def planes(self) -> Planes | None:
-        """Return what planes say, None where that is nothing or they are not asked for."""
-        if not self.asks("planes"):
-            return None
-        goal = self.goal
-        limit = None
-        if goal.functional == "inf" and goal.threshold is not None:
-            limit = float(goal.threshold) / self.margin
-        try:
-            return self.problem.planes(
-                self.case.centre, self.case.radius, Effort(limit=limit), self.settled
-            )
-        except NoBound:
-            return None
-
-    def settled(self, output: State) -> bool:
-        """Say whether boxes of the output settle the goal."""
-        goal = self.goal
-        if goal.functional == "no_flip":
-            return top_margin(output, goal.k, self.margin) > 0
-        return goal.admits(drift_bound(output.drift, goal.functional) * self.margin)
-
-    def outcome(self, bound: float, reason: str | None = None, **more: Any) -> CaseOutcome:
-        """Return the outcome of the case."""
-        case = self.case
-        return CaseOutcome(
-            case.name, case.longest or len(case.tokens), bound, reason=reason, **more
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a domain says: the bound, how it goes into the proof, and the margin of an order."""
-
-    bound: float
-    add: Callable[[], None]
+    value: float
+    proof: Proof
     places: tuple[int, ...] = ()
     margin: float = -math.inf
     alpha: str | None = None
 
 
-def _drift(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
-    """Bound a functional of the drift, by more and more domains until the goal holds."""
-    best: _Found | None = None
-    for found in _drifts(stated, bounds):
-        best = found if best is None or found.bound < best.bound else best
-        if stated.goal.admits(best.bound):
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A block under two numerics, a region of its input, and the functional of a goal."""
+
+    block: BlockProblem
+    case: Case
+    goal: Goal
+    claims: Claims
+
+    @property
+    def order(self) -> bool:
+        """Say whether the order of the largest columns is asked for, not the size of a drift."""
+        return self.goal.functional == "no_flip"
+
+    @property
+    def region(self) -> tuple[Tensor | None, Tensor]:
+        """Return centre and radius of the block's input."""
+        return self.case.centre, self.case.radius
+
+    def settled(self, output: State) -> bool:
+        """Say whether boxes of the output settle the goal."""
+        if self.order:
+            return top_margin(output, self.goal.k, self.claims.factor) > 0
+        value = drift_bound(output.drift, self.goal.functional)
+        return self.goal.admits(value * self.claims.factor)
+
+    def settles(self, bound: Bound) -> bool:
+        """Say whether a bound settles the goal."""
+        return bound.margin > 0 if self.order else self.goal.admits(bound.value)
+
+    def of_boxes(self, output: State, proof: Proof) -> Bound:
+        """Return the bound that boxes of the output give."""
+        drift, claims = output.drift, self.claims
+        if self.order:
+            top = top_margin(output, self.goal.k, claims.factor)
+            return Bound(drift_bound(drift, "inf") * claims.factor, proof, margin=top)
+        value = claims.claim(drift_bound(drift, self.goal.functional), proof.witness)
+        return Bound(value, proof, _places(drift))
+
+    def of_forms(self, forms: Both, drift: Box, proof: Proof | None = None) -> Iterator[Bound]:
+        """Yield the bound of a functional by affine forms, on a box of the drift; nothing where
+        there is none. The proof is that of the forms, unless another is given."""
+        goal, witness = self.goal, forms.witness()
+        try:
+            found = functional_bound(
+                *(forms, drift, goal.functional),
+                lambda value: goal.admits(self.claims.claim(value, witness)),
+            )
+            value, proof = self.claims.claim(found, witness), proof or _proof_of_forms(forms)
+            yield Bound(value, proof, _places(drift), alpha=_alpha(forms))
+        except NoBound:
+            return
+
+
+@dataclass(slots=True)
+class Found:
+    """What domains found of a problem so far, for later ones to meet."""
+
+    boxes: Bounds | None = None
+    forms: Both | None = None
+    drift: Box | None = None
+    """The box of the drift that `forms` give."""
+    reason: str | None = None
+    """Why there are no boxes."""
+
+
+class Domain(Protocol):
+    """A way of bounding problems; `name` is that in `Goal.domains`.
+
+    What its blocks may vary beside the input stands in `problems.Coverage`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the name."""
+        ...
+
+    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+        """Yield bounds, and keep in `found` what other domains may meet; nothing without one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Boxes of both kernels and of their difference."""
+
+    name: str = "interval"
+
+    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+        """Yield the bound of the boxes."""
+        try:
+            found.boxes = problem.block.bound(*problem.region)
+        except NoBound as no:
+            found.reason = str(no)
+            return
+        yield problem.of_boxes(found.boxes.output, Proof(found.boxes.witness))
+
+
+@dataclass(frozen=True, slots=True)
+class AffineForms:
+    """Affine forms of both kernels' errors; `likely`: roundings are independent, and bounds may
+    fail with the probability that the goal admits."""
+
+    likely: bool = False
+    name: str = "affine"
+
+    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+        """Yield the bound of the forms, met with boxes."""
+        alpha = problem.goal.alpha if self.likely else None
+        if self.likely and alpha is None:
+            return
+        forms = _forms(problem, alpha)
+        if forms is None:
+            return
+        if not self.likely:
+            found.forms = forms
+        if problem.order:
+            yield from _order_of_forms(problem, forms, found.boxes)
+            return
+        try:
+            drift = forms.box()
+        except NoBound:
+            return
+        if not self.likely:
+            found.drift = drift
+        met = drift if found.boxes is None else drift.meet(found.boxes.output.drift)
+        yield from problem.of_forms(forms, met)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearBounds:
+    """Planes on the difference graph."""
+
+    name: str = "planes"
+
+    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+        """Yield the bound of planes, and that of planes and affine forms together."""
+        planes, forms = _planes(problem), found.forms
+        if planes is None:
+            return
+        alone = problem.of_boxes(planes.output, Proof(planes.witness, "planes", None, planes.hints))
+        yield alone
+        if forms is None:
+            return
+        proof = Proof(planes.witness, "affine+planes", forms.passes, planes.hints)
+        if problem.order:
+            boxes = planes.output.train, planes.output.infer
+            both = _least(margins(forms, problem.goal.k, boxes, problem.claims.factor))
+            yield Bound(alone.value, proof, margin=both)
+        elif found.drift is not None:
+            yield from problem.of_forms(forms, found.drift.meet(planes.box), proof)
+
+
+DOMAINS: tuple[Domain, ...] = (Intervals(), AffineForms(), LinearBounds(), AffineForms(likely=True))
+"""All domains, the cheapest first."""
+
+
+def asked(problem: Problem) -> list[Domain]:
+    """Return the domains that a goal may be bounded in; planes of themselves only if cheap."""
+    names = problem.goal.domains
+    if names is not None:
+        return [domain for domain in DOMAINS if domain.name in names]
+    return [d for d in DOMAINS if d.name != "planes" or cheap(problem.block.graph)]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A problem with the proof that its bound goes into, and its region as that states it."""
+
+    problem: Problem
+    builder: ProofBuilder
+    region: Mapping[str, Any] = field(default_factory=dict)
+
+
+def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
+    """Bound a case by the interval domain, and by others where that is not enough."""
+    block, region = problem_of(factory, goal, case), region_of(factory, goal, case)
+    claims = Claims.of(factory.train, factory.infer, block.graph)
+    return bound_stated(
+        Statement(Problem(block, widened(goal, case), goal, claims), builder, region)
+    )
+
+
+def bound_stated(statement: Statement) -> Bounded:
+    """Bound a problem by its domains in turn until one settles the goal; add the best bound to the
+    proof."""
+    problem, best, found = statement.problem, None, Found()
+    for bound in (b for domain in asked(problem) for b in domain.bounds(problem, found)):
+        if best is None or _tighter(problem, bound, best):
+            best = bound
+        if problem.settles(best):
             break
+    case = problem.case
+    named = case.name, case.longest or len(case.tokens)
     if best is None:
-        return Bounded(stated.outcome(math.inf, reason or "no domain that was asked has a bound"))
-    best.add()
-    return Bounded(stated.outcome(best.bound, alpha=best.alpha), best.places)
-
-
-def _drifts(stated: Stated, bounds: Bounds | None) -> Iterator[_Found]:
-    """Yield the bounds of a functional of the drift, the cheapest domain first."""
-    goal, claim = stated.goal, stated.claims.claim
-    known: Box | None = None
-    if bounds is not None:
-        known, witness = bounds.output.drift, bounds.witness
-        found = claim(drift_bound(known, goal.functional), witness)
-        yield _Found(found, lambda: stated.by_intervals(found, witness), _places(known))
-    forms, box = _boxed(stated.forms())
-    if forms is not None and box is not None:
-        yield from _by_forms(stated, forms, _met(box, known), lambda b: stated.by_forms(b, forms))
-    planes = stated.planes()
-    if planes is not None:
-        alone, every = claim(drift_bound(planes.box, goal.functional), planes.witness), planes
-        yield _Found(alone, lambda: stated.by_planes(alone, every), _places(planes.box))
-        if forms is not None and box is not None:
-            met = box.meet(planes.box)
-            yield from _by_forms(stated, forms, met, lambda b: stated.by_planes(b, every, forms))
-    likely, box = _boxed(None if goal.alpha is None else stated.forms(goal.alpha))
-    if likely is not None and box is not None:
-        yield from _by_forms(stated, likely, _met(box, known), lambda b: stated.by_forms(b, likely))
-
-
-def _boxed(forms: Both | None) -> tuple[Both | None, Box | None]:
-    """Return forms with the box of the drift that they give; None where there is none."""
-    try:
-        return forms, None if forms is None else forms.box()
-    except NoBound:
-        return None, None
-
-
-def _met(box: Box, known: Box | None) -> Box:
-    return box if known is None else box.meet(known)
-
-
-def _by_forms(
-    stated: Stated, forms: Both, drift: Box, add: Callable[[float], None]
-) -> Iterator[_Found]:
-    """Yield the bound by affine forms, on a box of the drift; nothing where there is none."""
-    goal, witness = stated.goal, forms.witness()
-    try:
-        found = functional_bound(
-            *(forms, drift, goal.functional),
-            lambda value: goal.admits(stated.claims.claim(value, witness)),
+        if problem.order:
+            return Bounded(CaseOutcome(*named, math.inf, reason=found.reason, stable=False))
+        reason = found.reason or "no domain that was asked has a bound"
+        return Bounded(CaseOutcome(*named, math.inf, reason=reason))
+    proof = best.proof
+    statement.builder.add(
+        *(case.name, problem.block.graph, statement.region, best.value, proof.witness),
+        *(proof.domain, proof.passes, proof.planes, proof.chance),
+    )
+    if problem.order:
+        outcome = CaseOutcome(
+            *(*named, best.value),
+            stable=best.margin > 0,
+            margin=best.margin,
+            alpha=best.alpha,
         )
-        bound = stated.claims.claim(found, witness)
-        yield _Found(bound, lambda: add(bound), _places(drift), alpha=_alpha(forms))
+        return Bounded(outcome)
+    return Bounded(CaseOutcome(*named, best.value, alpha=best.alpha), best.places)
+
+
+def _tighter(problem: Problem, one: Bound, other: Bound) -> bool:
+    return one.margin > other.margin if problem.order else one.value < other.value
+
+
+def _forms(problem: Problem, alpha: Fraction | None) -> Both | None:
+    """Return the affine forms, None where there are none."""
+    try:
+        return problem.block.forms(*problem.region, alpha)
     except NoBound:
-        return
+        return None
+
+
+def _planes(problem: Problem) -> Planes | None:
+    """Return what planes say, None where that is nothing."""
+    goal, limit = problem.goal, None
+    if goal.functional == "inf" and goal.threshold is not None:
+        limit = float(goal.threshold) / problem.claims.factor
+    try:
+        return problem.block.planes(*problem.region, Effort(limit=limit), problem.settled)
+    except NoBound:
+        return None
+
+
+def _proof_of_forms(forms: Both) -> Proof:
+    """Return how forms are derived again; with the chance of all that was bounded so far."""
+    chance = None if forms.chance is None else forms.chance.to_json()
+    return Proof(forms.witness(), "affine", forms.passes, chance=chance)
 
 
 def _alpha(forms: Both) -> str | None:
-    """Return with what probability bounds fail, None in the worst case; raises NoBound."""
+    """Return with what probability bounds fail, None in the worst case."""
     return None if forms.chance is None else real_text(forms.chance.alpha)
 
 
-def _order(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
-    """Bound from below how far the largest columns stay above the others."""
-    best: _Found | None = None
-    for found in _orders(stated, bounds):
-        best = found if best is None or found.margin > best.margin else best
-        if best.margin > 0:
-            break
-    if best is None:
-        return Bounded(stated.outcome(math.inf, reason, stable=False))
-    best.add()
-    margin, stable = best.margin, best.margin > 0
-    return Bounded(stated.outcome(best.bound, stable=stable, margin=margin, alpha=best.alpha))
-
-
-def _orders(stated: Stated, bounds: Bounds | None) -> Iterator[_Found]:
-    """Yield margins of the order, the cheapest domain first; their bounds are of the drift."""
-    goal, factor = stated.goal, stated.margin
-    found, known = math.inf, None
-    if bounds is not None:
-        output, witness = bounds.output, bounds.witness
-        found, known = drift_bound(output.drift, "inf") * factor, (output.train, output.infer)
-        top, whole = top_margin(output, goal.k, factor), found
-        yield _Found(whole, lambda: stated.by_intervals(whole, witness), margin=top)
-    forms = stated.forms()
-    if forms is not None:
-        yield from _ordered(stated, forms, known, found)
-    planes = stated.planes()
-    if planes is not None:
-        moved, every = drift_bound(planes.box, "inf") * factor, planes
-        boxes = planes.output.train, planes.output.infer
-        alone = top_margin(planes.output, goal.k, factor)
-        yield _Found(moved, lambda: stated.by_planes(moved, every), margin=alone)
-        if forms is not None:
-            both = _least(margins(forms, goal.k, boxes, factor))
-            yield _Found(moved, lambda: stated.by_planes(moved, every, forms), margin=both)
-    likely = None if goal.alpha is None else stated.forms(goal.alpha)
-    if likely is not None:
-        yield from _ordered(stated, likely, known, found)
-
-
-def _ordered(
-    stated: Stated, forms: Both, known: tuple[Box, Box] | None, found: float
-) -> Iterator[_Found]:
+def _order_of_forms(problem: Problem, forms: Both, boxes: Bounds | None) -> Iterator[Bound]:
     """Yield the least margin of all rows by affine forms; nothing where there is none."""
+    known, size, factor = None, math.inf, problem.claims.factor
+    if boxes is not None:
+        known = boxes.output.train, boxes.output.infer
+        size = drift_bound(boxes.output.drift, "inf") * factor
     try:
-        least = _least(margins(forms, stated.goal.k, known, stated.margin))
-        bound = min(found, forms.witness()[forms.output][1] * stated.margin)
-        yield _Found(
-            bound, lambda: stated.by_forms(bound, forms), margin=least, alpha=_alpha(forms)
-        )
+        least = _least(margins(forms, problem.goal.k, known, factor))
+        value = min(size, forms.witness()[forms.output][1] * factor)
+        yield Bound(value, _proof_of_forms(forms), margin=least, alpha=_alpha(forms))
     except NoBound:
         return
 

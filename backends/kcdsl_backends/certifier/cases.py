@@ -20,9 +20,8 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory, WeightBallProblem
+from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
-from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.interval.box import up
 from kcdsl_backends.requests import Request, requests_of, select
 from kcdsl_certs.reals import real_text
@@ -88,24 +87,17 @@ class Case:
         return int(self.digest[:8], 16)
 
 
-def problem_of(
-    factory: ProblemFactory, goal: Goal, case: Case
-) -> BlockProblem | SequenceProblem | WeightBallProblem:
+def problem_of(factory: ProblemFactory, goal: Goal, case: Case) -> BlockProblem:
     """Return the block of a goal as a case reads it: at one length or at any, with the parameters
     of the checkpoint or with all near them."""
-    exactly = _at_the_checkpoint(factory, goal, case)
-    if not goal.weights:
-        return exactly
-    return WeightBallProblem(exactly, factory.neighbourhood(goal.block, goal.weights))
-
-
-def _at_the_checkpoint(
-    factory: ProblemFactory, goal: Goal, case: Case
-) -> BlockProblem | SequenceProblem:
-    if case.longest is not None:
+    if case.longest is None:
+        problem = factory.problem(goal.block, case.tokens)
+    else:
         with at(goal.span):
-            return factory.sequences(goal.block, case.longest)
-    return factory.problem(goal.block, case.tokens)
+            problem = factory.sequences(goal.block, case.longest)
+    if not goal.weights:
+        return problem
+    return replace(problem, weight_ball=factory.neighbourhood(goal.block, goal.weights))
 
 
 def region_of(factory: ProblemFactory, goal: Goal, case: Case) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
 from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.attack.search import attack
-from kcdsl_backends.certifier.bounds import Bounded, Stated, bound_stated
+from kcdsl_backends.certifier.bounds import Bounded, Problem, Statement, bound_stated
 from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
 from kcdsl_backends.certifier.interfaces import (
     BoundedStage,
     Interface,
     StageOutput,
-    StageProblem,
     bound_stage,
 )
 from kcdsl_backends.certifier.problems import Claims
@@ -232,10 +231,12 @@ class _Walk:
             linked = BoundedStage(kept.claim, _on(kept.output, self.context), kept.stated)
             self.outcomes.append(LinkOutcome(graph.block, linked.output.largest, cached=True))
             return linked
-        problem = StageProblem(factory.problem_of_graph(graph), entering, followed=True)
+        problem = factory.problem_of_graph(graph)
         builder = replace(self._builder, functional="inf", k=1)
         claims = Claims.of(factory.train, factory.infer)
-        linked = bound_stage(graph.block, problem, builder, claims, ellipsoids=self.ellipsoids)
+        linked = bound_stage(
+            *(graph.block, problem, entering, builder, claims), ellipsoids=self.ellipsoids
+        )
         self._keep(graph, entering, asked, linked)
         self.outcomes.append(LinkOutcome(graph.block, linked.output.largest))
         return linked
@@ -253,11 +254,11 @@ class _Walk:
             bounded, claim, stated = kept
             self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound, cached=True))
             return bounded, claim, stated
-        problem = StageProblem(factory.problem_of_graph(graph), entering)
+        block = replace(factory.problem_of_graph(graph), entering=entering.entering())
         builder = self._builder
         case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
         claims = Claims.of(factory.train, factory.infer)
-        bounded = bound_stated(Stated(goal, case, problem, builder, {}, claims))
+        bounded = bound_stated(Statement(Problem(block, case, goal, claims), builder))
         claim, stated = stated_of(builder.contents())
         self._keep(graph, entering, asked, (bounded, claim, stated))
         self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound))

@@ -9,27 +9,23 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kcdsl.model.graph import BlockGraph, array_digest
+from kcdsl.model.graph import array_digest
 from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.affine.outgoing import around
-from kcdsl_backends.affine.pair import Both, both, output_entry
-from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem, Claims
+from kcdsl_backends.affine.pair import output_entry
+from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem, Claims, Entering
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, encode_array
 from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
-from kcdsl_backends.interval.propagate import Bounds, propagate
 from kcdsl_backends.interval.readings import Apart, Between
 from kcdsl_backends.interval.rounding import power_of_two
-from kcdsl_backends.planes.propagate import Found as Planes
-from kcdsl_backends.threads import threads_for
 
 NOISE = 2.0**-36
 """More than the roundings of both programs come to, relative to the largest number of a state."""
@@ -76,6 +72,12 @@ class Interface:
         parts = [self.centre, self.radius, *(self.drift or ()), *around, *(self.readings or ())]
         digests = ["" if p is None else array_digest(p.cpu().numpy()) for p in parts]
         return hashlib.sha256("|".join(digests).encode()).hexdigest()
+
+    def entering(self, *, followed: bool = False) -> Entering:
+        """Return how the state that a stage reads may differ; `followed`: another stage reads its
+        output."""
+        between = Between(self.readings or (None, None), followed)
+        return Entering(self.box, self.around, between)
 
     def region(self) -> dict[str, Any]:
         """Return it as the region of a link in a proof; only with a drift."""
@@ -140,49 +142,6 @@ class StageOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class StageProblem:
-    """A link as the domains read it, on states that drift; `followed` says that another one reads
-    its output."""
-
-    problem: BlockProblem
-    entering: Interface
-    followed: bool = False
-
-    @property
-    def _between(self) -> Between:
-        return Between(self.entering.readings or (None, None), self.followed)
-
-    @property
-    def graph(self) -> BlockGraph:
-        """Return the graph of the link."""
-        return self.problem.graph
-
-    def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
-        """Propagate boxes; raises NoBound."""
-        one = self.problem
-        with threads_for(one.size):
-            return propagate(
-                one.graph, one.kernels(), centre, radius, self.entering.box, self._between
-            )
-
-    def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
-        """Planes are of whole blocks; raises NoBound."""
-        raise NoBound(self.graph.output, "planes do not cover states that drift")
-
-    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
-        """Return the affine forms of both kernels; raises NoBound, always with an `alpha`:
-        what one link leaves to chance the next one cannot."""
-        one = self.problem
-        if alpha is not None:
-            raise NoBound(one.graph.output, "links of a chain leave nothing to chance")
-        return both(
-            *(one.graph, one.train, one.infer, centre, radius, self.entering.box),
-            handed=self.entering.around,
-            between=self._between,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class BoundedStage:
     """What is proved of a link: its largest drift, its output, and what the proof states."""
 
@@ -193,7 +152,8 @@ class BoundedStage:
 
 def bound_stage(
     name: str,
-    problem: StageProblem,
+    problem: BlockProblem,
+    interface: Interface,
     builder: ProofBuilder,
     claims: Claims,
     *,
@@ -202,7 +162,9 @@ def bound_stage(
     """Bound the output of a link by every domain at once.
 
     Args:
-        name: what the link is called in the proof.
+        name: what the stage is called in the proof.
+        problem: the stage, of which another one reads the output.
+        interface: what it reads.
         builder: an empty proof about the largest drift.
         claims: how bounds become claims.
         ellipsoids: find such around the rows of the drift too, where there are affine forms.
@@ -210,7 +172,8 @@ def bound_stage(
     Raises:
         NoBound: no domain has a bound of the output.
     """
-    centre, radius = problem.entering.centre, problem.entering.radius
+    problem = replace(problem, entering=interface.entering(followed=True))
+    centre, radius = interface.centre, interface.radius
     bounds, forms, why = None, None, ""
     try:
         bounds = problem.bound(centre, radius)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from enum import Enum
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +23,17 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays
 from kcdsl.model.stored import traced_format
+from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.affine.kernel import Nearby, Spread
-from kcdsl_backends.affine.pair import Both, Drift, both, drift
+from kcdsl_backends.affine.pair import Both, Drift, both
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.sequences import SequenceProblem, sequence_graph, stored_tables
-from kcdsl_backends.interval.box import up
+from kcdsl_backends.certifier.sequences import sequence_graph, stored_tables
+from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.context import Kernels, Parameter, Rows
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.neighbourhood import Moved, Neighbourhood
 from kcdsl_backends.interval.propagate import Bounds, propagate
+from kcdsl_backends.interval.readings import ALONE, Between
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.planes.propagate import Enough
@@ -95,41 +99,140 @@ class Claims:
         return max(min(bound * self.most, bound * self.factor + noise), LEAST_CLAIM)
 
 
+class Feature(Enum):
+    """What a problem may vary beside the input, in the words of a refusal."""
+
+    LENGTH = "sequences of any length"
+    WEIGHTS = "a region around the weights"
+    STATES = "states that drift"
+    CHANCE = "independent roundings"
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The features that a domain covers, and which of them it does not cover together."""
+
+    name: str
+    features: frozenset[Feature] = frozenset()
+    apart: frozenset[Feature] = frozenset()
+
+    def refuse(self, node: str, asked: frozenset[Feature]) -> None:
+        """Raise NoBound where features are asked for that the domain does not cover."""
+        for feature in Feature:
+            if feature in asked - self.features:
+                raise NoBound(node, f"{self.name} do not cover {feature.value}")
+        if self.apart and self.apart <= asked:
+            first, second = (feature.value for feature in Feature if feature in self.apart)
+            raise NoBound(node, f"{self.name} do not cover {first} and {second} together")
+
+
+INTERVALS = Coverage(
+    "intervals",
+    frozenset({Feature.LENGTH, Feature.WEIGHTS, Feature.STATES}),
+    frozenset({Feature.LENGTH, Feature.WEIGHTS}),
+)
+AFFINE_FORMS = Coverage(
+    "affine forms",
+    frozenset({Feature.WEIGHTS, Feature.STATES, Feature.CHANCE}),
+    frozenset({Feature.STATES, Feature.CHANCE}),
+)
+LINEAR_BOUNDS = Coverage("planes")
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """How the state that a stage reads may differ between the kernels and between its readings.
+
+    `drift` is the box of inference minus training, `around` holds ellipsoids around its rows.
+    """
+
+    drift: Box | None
+    around: Around | None = None
+    between: Between = ALONE
+
+
 @dataclass(frozen=True, slots=True)
 class BlockProblem:
-    """One block at one sequence length, under two numerics specifications."""
+    """A block under two numerics: at one length, or at any up to `rows.longest`; for the stored
+    weights, or for all in `weight_ball`; as a whole, or as a stage on what is `entering`.
+
+    `tables` are those of positions, float32 [longest, n], by the name of their constant.
+    """
 
     graph: BlockGraph
     train: StoredParameters
     infer: StoredParameters
+    _: KW_ONLY
+    rows: Rows | None = None
+    tables: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    weight_ball: Neighbourhood | None = None
+    entering: Entering | None = None
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Return what varies beside the input."""
+        found = {
+            Feature.LENGTH: self.rows,
+            Feature.WEIGHTS: self.weight_ball,
+            Feature.STATES: self.entering,
+        }
+        return frozenset(feature for feature, part in found.items() if part is not None)
 
     def kernels(self) -> Kernels:
-        """Return both kernels as the rules read them."""
-        return Kernels.of(self.train, self.infer)
+        """Return both kernels as the rules read them; parameters near others are boxes."""
+        known, ball = replace(Kernels.of(self.train, self.infer), rows=self.rows), self.weight_ball
+        if ball is None:
+            return known
+
+        def plain(node: Node) -> Parameter:
+            return _moved(known.plain(node), node, ball.plain)
+
+        def linear(node: Node) -> Parameter:
+            return _moved(known.linear(node), node, ball.linear)
+
+        return replace(known, plain=plain, linear=linear, around_weights=True)
 
     def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
-        """Propagate the region through the graph; see `propagate`."""
+        """Propagate boxes through the graph; see `propagate`. `centre` is [T, D], or [1, D] at any
+        length; None for a block on token ids."""
+        INTERVALS.refuse(self.graph.output, self.features)
+        entering = self.entering or Entering(None)
         with threads_for(self.size):
-            return propagate(self.graph, self.kernels(), centre, radius)
+            return propagate(
+                *(self.graph, self.kernels(), centre, radius, entering.drift, entering.between)
+            )
 
     def affine(self, centre: Tensor | None, radius: Tensor) -> Drift:
-        """Bound the drift by affine forms around reference runs; see `affine.pair.drift`."""
-        return drift(self.graph, self.train, self.infer, centre, radius)
+        """Bound the drift by affine forms around reference runs."""
+        forms = self.forms(centre, radius)
+        return Drift(forms.box(), forms.witness())
 
     def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
-        """Return the affine forms of both kernels; see `affine.pair.both`."""
-        return both(self.graph, self.train, self.infer, centre, radius, alpha=alpha)
+        """Return the affine forms of both kernels, with independent roundings given `alpha`; see
+        `affine.pair.both`."""
+        asked = self.features | ({Feature.CHANCE} if alpha is not None else set())
+        AFFINE_FORMS.refuse(self.graph.output, asked)
+        entering = self.entering or Entering(None)
+        return both(
+            *(self.graph, self.train, self.infer, centre, radius, entering.drift, self._nearby()),
+            handed=entering.around,
+            alpha=alpha,
+            between=entering.between,
+        )
 
     def planes(
         self, centre: Tensor | None, radius: Tensor, effort: Effort, enough: Enough
     ) -> Planes:
         """Bound the block by planes on the difference graph; see `planes.propagate.drift`."""
+        LINEAR_BOUNDS.refuse(self.graph.output, self.features)
         with threads_for(self.size):
             return planes_drift(self.graph, self.kernels(), centre, radius, effort, enough)
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the largest node."""
+        """Return the number of elements of the largest node; 0 at any length."""
+        if self.rows is not None:
+            return 0
         return max(math.prod(node.shape) for node in self.graph.nodes)
 
     def simulators(self) -> tuple[Simulator, Simulator]:
@@ -138,6 +241,40 @@ class BlockProblem:
             Simulator(self.graph, self.train.numerics, self.train),
             Simulator(self.graph, self.infer.numerics, self.infer),
         )
+
+    def _nearby(self) -> Nearby | None:
+        """Return how far parameters in the ball may be from those stored."""
+        ball = self.weight_ball
+        if ball is None:
+            return None
+
+        def spread(stored: StoredParameters, side: int) -> Spread:
+            return Spread(
+                _distance(stored.linear, ball.linear, side),
+                _distance(stored.plain, ball.plain, side),
+                lambda node: ball.linear(node).alike,
+                lambda node: ball.plain(node).alike,
+            )
+
+        return Nearby(spread(self.train, 0), spread(self.infer, 1), self.kernels())
+
+
+def _distance(
+    stored: Callable[[Node], Tensor], around: Callable[[Node], Moved], side: int
+) -> Callable[[Node], Tensor]:
+    """Return how far what a kernel stores in the ball may be from what it stores of θ."""
+
+    def distance(node: Node) -> Tensor:
+        centre, moved = stored(node), around(node)
+        box = (moved.train, moved.infer)[side]
+        return up(torch.maximum(box.hi - centre, centre - box.lo).clamp_min(0))
+
+    return distance
+
+
+def _moved(known: Parameter, node: Node, around: Callable[[Node], Moved]) -> Parameter:
+    """Return what is held of a parameter near that of the checkpoint; constants do not move."""
+    return known if node.op != "param" else replace(known, moved=around(node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +292,7 @@ class ProblemFactory:
         default_factory=dict, repr=False
     )
     _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
-    _sequences: dict[tuple[str, int], SequenceProblem] = field(default_factory=dict, repr=False)
+    _sequences: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
     _around: dict[tuple[str, Fraction], Neighbourhood] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +327,7 @@ class ProblemFactory:
             self.graphs[key] = graph
         return graph
 
-    def sequences(self, block: str, longest: int) -> SequenceProblem:
+    def sequences(self, block: str, longest: int) -> BlockProblem:
         """Return the problem of a block at every length up to `longest`.
 
         Refuse a block that its graph at two rows does not describe at others (KC474).
@@ -206,10 +343,8 @@ class ProblemFactory:
             with threads_for(0):
                 graph, axes, tables = sequence_graph(self.model, block, longest, self.formats)
             known = stored_tables(graph, tables, self.train, self.infer, self.device)
-            kernels = replace(
-                self.problem_of_graph(graph).kernels(), rows=Rows(longest, axes, known)
-            )
-            self._sequences[key] = SequenceProblem(graph, kernels, tables)
+            rows, problem = Rows(longest, axes, known), self.problem_of_graph(graph)
+            self._sequences[key] = replace(problem, graph=graph, rows=rows, tables=tables)
         return self._sequences[key]
 
     def neighbourhood(self, block: str, rho: Fraction) -> Neighbourhood:
@@ -283,85 +418,3 @@ def certified_block_drift(
         return CertifiedDrift(float("inf"), np.full(shape, np.inf), str(no))
     bound = output.drift.mag() * claim_margin(train_numerics, infer_numerics)
     return CertifiedDrift(float(bound.amax()), bound.cpu().numpy())
-
-
-Reader = Callable[[Node], Moved]
-Distance = Callable[[Node], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightBallProblem:
-    """A block under every θ' with |θ' - θ| <= ρ|θ|."""
-
-    problem: BlockProblem | SequenceProblem
-    around: Neighbourhood
-
-    @property
-    def graph(self) -> BlockGraph:
-        """Return the graph of the block."""
-        return self.problem.graph
-
-    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
-        """Return the affine forms of both kernels around their runs at θ; see `affine.pair.both`.
-
-        Raises:
-            NoBound: also where the block is read at any length.
-        """
-        if isinstance(self.problem, SequenceProblem):
-            raise NoBound(self.graph.output, "no region is of any length and around the weights")
-        train, infer = self.problem.train, self.problem.infer
-        spreads = self._spread(train, 0), self._spread(infer, 1)
-        nearby = Nearby(*spreads, self._kernels(self.problem))
-        return both(self.graph, train, infer, centre, radius, nearby=nearby, alpha=alpha)
-
-    def _spread(self, stored: StoredParameters, side: int) -> Spread:
-        around = self.around
-        return Spread(
-            _distance(stored.linear, around.linear, side),
-            _distance(stored.plain, around.plain, side),
-            lambda node: around.linear(node).alike,
-            lambda node: around.plain(node).alike,
-        )
-
-    def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
-        """Planes are of one checkpoint; raises NoBound."""
-        raise NoBound(self.graph.output, "planes do not cover a region around the weights")
-
-    def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
-        """Propagate the region through the graph; see `propagate`.
-
-        Raises:
-            NoBound: also where the block is read at any length.
-        """
-        if isinstance(self.problem, SequenceProblem):
-            raise NoBound(self.graph.output, "no region is of any length and around the weights")
-        with threads_for(self.problem.size):
-            return propagate(self.graph, self._kernels(self.problem), centre, radius)
-
-    def _kernels(self, problem: BlockProblem) -> Kernels:
-        """Return both kernels as the rules read them: parameters are boxes."""
-        known, around = problem.kernels(), self.around
-
-        def plain(node: Node) -> Parameter:
-            return _around(known.plain(node), node, around.plain)
-
-        def linear(node: Node) -> Parameter:
-            return _around(known.linear(node), node, around.linear)
-
-        return replace(known, plain=plain, linear=linear, around_weights=True)
-
-
-def _distance(stored: Callable[[Node], Tensor], around: Reader, side: int) -> Distance:
-    """Return how far what a kernel stores may be from what it stores of θ."""
-
-    def distance(node: Node) -> Tensor:
-        centre, moved = stored(node), around(node)
-        box = (moved.train, moved.infer)[side]
-        return up(torch.maximum(box.hi - centre, centre - box.lo).clamp_min(0))
-
-    return distance
-
-
-def _around(known: Parameter, node: Node, moved: Reader) -> Parameter:
-    """Return what is held of a parameter near that of the checkpoint; constants do not move."""
-    return known if node.op != "param" else replace(known, moved=moved(node))

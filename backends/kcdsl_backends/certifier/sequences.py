@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,45 +16,13 @@ from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.weights import stored_constant
-from kcdsl_backends.affine.pair import Both
-from kcdsl_backends.interval.context import Kernels, Parameter
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.propagate import Bounds, propagate
+from kcdsl_backends.interval.context import Parameter
 from kcdsl_backends.interval.sequences import SHOWN, Axes, FixedLength, attrs_at, row_axes
-from kcdsl_backends.planes.propagate import Found as Planes
-from kcdsl_backends.threads import threads_for
 
 MOST_COMPARED = 2**13
 """The longest sequence at which a block is exported, to be compared and for tables of positions."""
 _OTHER = 3
 """A second length, at which the block must be the one that its graph at two rows says it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceProblem:
-    """A block at every length up to `longest`; only the interval domain reads it."""
-
-    graph: BlockGraph
-    kernels: Kernels
-    tables: Mapping[str, NDArray[Any]]
-    """The tables of positions, float32 [longest, n], by the name of their constant."""
-
-    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
-        """Affine forms are of one input; raises NoBound."""
-        raise NoBound(self.graph.output, "affine forms do not cover sequences of any length")
-
-    def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
-        """Planes are of one input; raises NoBound."""
-        raise NoBound(self.graph.output, "planes do not cover sequences of any length")
-
-    def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
-        """Bound the block on sequences whose rows lie in [centre - radius, centre + radius].
-
-        Args:
-            centre, radius: float64 [1, D]; the radius may be [1, 1].
-        """
-        with threads_for(0):
-            return propagate(self.graph, self.kernels, centre, radius)
 
 
 class _NoPositions(FixedLength):

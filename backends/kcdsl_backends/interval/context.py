@@ -32,11 +32,6 @@ class Parameter:
     infer: Tensor
     moved: Moved | None = None
 
-    @staticmethod
-    def held(train: Tensor, infer: Tensor) -> Parameter:
-        """Return what both kernels hold of a parameter; one tensor where that is the same."""
-        return Parameter(train, train if torch.equal(train, infer) else infer)
-
     @property
     def alike(self) -> bool:
         """Say whether both kernels hold the same known numbers."""
@@ -109,10 +104,20 @@ class Kernels:
         return Kernels(
             Rounding(train.numerics),
             Rounding(infer.numerics),
-            lambda node: Parameter.held(train.plain(node), infer.plain(node)),
-            lambda node: Parameter.held(train.linear(node), infer.linear(node)),
+            lambda node: _held(node, train, infer, linear=False),
+            lambda node: _held(node, train, infer, linear=True),
             train.mask,
         )
+
+
+def _held(
+    node: Node, train: StoredParameters, infer: StoredParameters, *, linear: bool
+) -> Parameter:
+    """Return what both kernels hold of a parameter; one tensor where that is the same."""
+    read = StoredParameters.linear if linear else StoredParameters.plain
+    mine = read(train, node)
+    same = infer.shares(node, train, linear=linear)
+    return Parameter(mine, mine if same else read(infer, node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from kcdsl.model.graph import Node
 from kcdsl.model.presets import PRESETS, resolve
-from kcdsl_backends.interval.context import Kernels, Parameter
+from kcdsl_backends.interval.context import Kernels
 from kcdsl_backends.parameters import StoredParameters
 
 WEIGHT = Node("w", "param", (), (128, 256), {"key": "w.weight"})
@@ -25,6 +25,8 @@ SPECS: list[dict[str, Any]] = [
     {"weights": {"format": "fp8_e4m3", "scale": "block_128"}},
     {"weights": {"format": "fp8_e5m2", "scale": "mx"}, "compute": "bfloat16"},
 ]
+
+FULL = {"compute": "float32"}
 
 
 def stored(tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> StoredParameters:
@@ -54,7 +56,7 @@ def test_weights_are_alike_where_every_number_is(apart: float) -> None:
     tensors = {"w.weight": torch.full((128, 256), 0.5)}, {"w.weight": torch.full((128, 256), 0.5)}
     tensors[1]["w.weight"][-1, -1] += apart
     between = (tensors[1]["w.weight"] - tensors[0]["w.weight"]).double()
-    kernels = Kernels.of(*(stored(each, {"compute": "float32"}) for each in tensors))
+    kernels = Kernels.of(*(stored(each, FULL) for each in tensors))
     for held in (kernels.linear(WEIGHT), kernels.plain(WEIGHT)):
         found = held.difference
         assert bool(((found.lo <= between) & (between <= found.hi)).all())
@@ -63,6 +65,16 @@ def test_weights_are_alike_where_every_number_is(apart: float) -> None:
 
 
 def test_numbers_of_either_sign_of_zero_are_alike() -> None:
-    zero = torch.zeros(2, 2, dtype=torch.float64)
-    assert Parameter.held(zero, -zero).alike
-    assert not Parameter.held(zero, torch.full_like(zero, torch.nan)).alike
+    zero = torch.zeros(2, 2)
+    for other, alike in ((-zero, True), (torch.full_like(zero, torch.nan), False)):
+        kernels = Kernels.of(*(stored({"w.weight": each}, FULL) for each in (zero, other)))
+        assert kernels.plain(WEIGHT).alike is alike
+        assert kernels.linear(WEIGHT).alike is alike
+
+
+def test_a_kernel_is_compared_with_the_one_it_was_made_under() -> None:
+    train = stored({"w.weight": torch.full((2, 2), 1 + 2.0**-20)}, FULL)
+    infer = train.under(stored(dict(train.tensors), {"compute": "bfloat16"}).numerics)
+    for _ in range(2):
+        assert not Kernels.of(train, infer).linear(WEIGHT).alike
+        assert Kernels.of(train, train.under(train.numerics)).linear(WEIGHT).alike

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from kcdsl.route.catalogue import BackendSpec, Fragment
-from kcdsl_backends.certifier.problems import BlockProblem, WeightBallProblem
-from kcdsl_backends.certifier.sequences import SequenceProblem
+from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.interval.context import Rows
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.neighbourhood import Neighbourhood, near
 from kcdsl_backends.planes.propagate import drift as planes
@@ -28,12 +29,12 @@ def graph() -> Any:
     return proofs.mlp(np.random.default_rng(3), "relu")
 
 
-def problem(some: Any, rho: Fraction = RHO) -> WeightBallProblem:
+def problem(some: Any, rho: Fraction = RHO) -> BlockProblem:
     sides = [prover.parameters(some, record) for record in RECORDS]
     tensors = {key: torch.from_numpy(array) for key, array in some.tensors.items()}
     one, two = (prover.numerics(record) for record in RECORDS)
     around = Neighbourhood(rho, tensors, one, two, torch.device("cpu"))
-    return WeightBallProblem(BlockProblem(prover.block(some), *sides), around)
+    return BlockProblem(prover.block(some), *sides, weight_ball=around)
 
 
 def states(some: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +53,7 @@ def stated(some: Any, path: Path, weights: Any, **case: Any) -> bytes:
 
 def test_the_bound_grows_from_that_of_the_checkpoint() -> None:
     some = graph()
-    known = problem(some).problem.bound(*states(some)).output.drift.mag().amax()
+    known = replace(problem(some), weight_ball=None).bound(*states(some)).output.drift.mag().amax()
     sizes = [
         float(problem(some, Fraction(rho)).bound(*states(some)).output.drift.mag().amax())
         for rho in ("1e-12", "1e-6", "1e-4", "1e-2", "0.5")
@@ -104,11 +105,10 @@ def test_planes_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_length_refuses(tmp_path: Path) -> None:
     some = graph()
     known = problem(some)
-    assert isinstance(known.problem, BlockProblem)
-    rows = SequenceProblem(known.graph, known.problem.kernels(), {})
+    rows = replace(known, rows=Rows(2, {}, {}))
     for way in ("bound", "forms"):
         with pytest.raises(NoBound, match="any length"):
-            getattr(WeightBallProblem(rows, known.around), way)(*states(some))
+            getattr(rows, way)(*states(some))
     path = tmp_path / "model.safetensors"
     document = json.loads(stated(some, path, "0.015625"))
     assert recheck(json.dumps(document).encode(), path).ok

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.sequences import FixedLength, row_axes
 from kcdsl_backends.planes.propagate import walk
@@ -472,13 +471,13 @@ def test_both_place_the_rows_alike(build: Callable[[], Any]) -> None:
 def test_no_other_domain_reads_any_length() -> None:
     short, long = (sequences.decoder(np.random.default_rng(1), n) for n in (2, 9))
     tables = sequences.tables_of(short, long)
-    problem: SequenceProblem = sequences.problem(short, tables, (FLOAT32, FLOAT32), 9)
+    problem: BlockProblem = sequences.problem(short, tables, (FLOAT32, FLOAT32), 9)
     centre, radius = torch.zeros(1, 8).double(), torch.full((1, 1), 0.5).double()
     assert problem.bound(centre, radius).output.drift.hi.isfinite().all()
     with pytest.raises(NoBound, match="any length"):
         problem.forms(centre, radius)
     with pytest.raises(NoBound, match="any length"):
-        walk(problem.graph, problem.kernels, centre.expand(2, 8), radius)
+        walk(problem.graph, problem.kernels(), centre.expand(2, 8), radius)
     sides = [prover.parameters(short, FLOAT32)] * 2
     with pytest.raises(NoBound):
         BlockProblem(problem.graph, *sides).forms(centre, radius)

@@ -26,8 +26,7 @@ def linear(run: Run, node: Node) -> None:
     x = _quantised(run, node)
     weight = run.kernels.linear(run.source(node, 1))
     bias = run.kernels.plain(run.source(node, 2)) if len(node.inputs) > 2 else None
-    train, infer, same = weight.train, weight.infer, weight.train is weight.infer
-    same = same or torch.equal(train, infer)
+    train, infer, same = weight.train, weight.infer, weight.alike
     change = torch.zeros_like(train) if same else infer - train
     reference = x.reference @ train.T
     known = x.reference @ change.T
