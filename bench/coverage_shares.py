@@ -13,8 +13,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.attribution.shapley import Coefficients, apply, split
-from kcdsl_backends.empirical.attribution.values import Column, Statistic, Table, intervals
+from kcdsl_backends.empirical.attribution.shapley import (
+    Coefficients,
+    Column,
+    Statistic,
+    Table,
+    apply,
+    intervals,
+    split,
+)
 
 Array = NDArray[np.float64]
 Level = Callable[[np.random.Generator, int], Array]

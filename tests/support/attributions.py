@@ -17,11 +17,10 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.attribution import Attribution
 from kcdsl_backends.empirical.attribution import sources
-from kcdsl_backends.empirical.attribution.assembling import Frame
 from kcdsl_backends.empirical.attribution.backend import conclude
-from kcdsl_backends.empirical.attribution.hybrids import Pair
-from kcdsl_backends.empirical.attribution.measuring import Measured, Subject, measure
-from kcdsl_backends.empirical.attribution.runs import Batches
+from kcdsl_backends.empirical.attribution.document import Frame
+from kcdsl_backends.empirical.attribution.hybrids import Batches, Pair
+from kcdsl_backends.empirical.attribution.measurement import Measured, Subject, measure
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.requests import Request

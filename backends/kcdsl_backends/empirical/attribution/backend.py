@@ -18,11 +18,11 @@ from kcdsl.model.architecture import Model
 from kcdsl.verdict.attribution import Attribution, Envelope, Layers
 from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.attribution import sources
-from kcdsl_backends.empirical.attribution.assembling import Frame, assemble
+from kcdsl_backends.empirical.attribution.blocks import swap_layers
+from kcdsl_backends.empirical.attribution.document import Frame, assemble
 from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
-from kcdsl_backends.empirical.attribution.hybrids import Pair
-from kcdsl_backends.empirical.attribution.layers import Question, swap_layers
-from kcdsl_backends.empirical.attribution.measuring import (
+from kcdsl_backends.empirical.attribution.hybrids import Batches, Pair
+from kcdsl_backends.empirical.attribution.measurement import (
     FAILURES,
     Measured,
     Progress,
@@ -30,8 +30,7 @@ from kcdsl_backends.empirical.attribution.measuring import (
     failure_words,
     measure,
 )
-from kcdsl_backends.empirical.attribution.runs import Batches
-from kcdsl_backends.empirical.attribution.values import Statistic
+from kcdsl_backends.empirical.attribution.shapley import Statistic
 from kcdsl_backends.empirical.collection.context import Setting
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.diagnoses import POSITIONS, PROBES, blocking, chosen
@@ -182,21 +181,14 @@ def _apart(run: str, side: str) -> Refusal:
 def _layers(
     subject: Subject, statistic: Statistic, progress: Progress
 ) -> tuple[Layers | None, str | None]:
-    pair, plan = subject.pair, subject.plan
+    plan = subject.plan
     if subject.metric in STATE_FUNCTIONS:  # of a language model too the states are all that is read
         plan = replace(plan, encoder=True)
-    question = Question(
-        pair.model,
-        pair.train,
-        pair.infer,
-        plan,
-        subject.metric,
-        subject.better,
-        statistic,
-        tuple(_cut(r, POSITIONS) for r in chosen(subject.requests)[:PROBES]),
-    )
+    requests = tuple(_cut(r, POSITIONS) for r in chosen(subject.requests)[:PROBES])
     try:
-        return swap_layers(question, progress), None
+        return swap_layers(
+            replace(subject, plan=plan, requests=requests), statistic, progress
+        ), None
     except FAILURES as error:
         return None, failure_words(error)
 

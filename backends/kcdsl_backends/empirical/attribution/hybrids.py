@@ -1,12 +1,19 @@
-"""Loading a kernel between train and infer; where no kernel computes so, the reason."""
+"""Kernels between train and infer: loading them, and running them on the requests.
+
+A hybrid has some sources of infer and is else train. It runs alone or in batches, with its own
+experts or replayed ones; where no kernel computes so, the reason is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
@@ -17,6 +24,7 @@ from kcdsl_backends.empirical.attribution.sources import different, mixed
 from kcdsl_backends.empirical.diagnoses import input_quantiser
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.requests import Request
 
 Load = Callable[[KernelRef], Kernel]
 """Prepares a kernel; raises Refusal where none computes so."""
@@ -94,3 +102,258 @@ class InBatch:
     def block(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return what the block makes of the states x [T, D]."""
         return self.kernel.block(name, torch.stack([x, x]))[0]
+
+
+# --- runs of a kernel -----------------------------------------------------------------------------
+
+Outputs = dict[str, Tensor]
+"""What was run ("logits", "hidden") to its output [T, ...] for one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One request, what a kernel gave for it, and the experts that it chose."""
+
+    request: Request
+    outputs: Outputs
+    choices: Choices
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A kernel whose outputs for one request are known already."""
+
+    kernel: Kernel
+    outputs: Outputs
+
+    def logits(self, ids: Any) -> Tensor:
+        """Return the logits [T, V]."""
+        return self.outputs["logits"]
+
+    def hidden(self, ids: Any) -> Tensor:
+        """Return the last hidden states [T, D]."""
+        return self.outputs["hidden"]
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Run the real block."""
+        return self.kernel.block(name, x)
+
+    def tokens(self, ids: Any) -> Tensor:
+        """Return checked token ids on the kernel's device."""
+        return self.kernel.tokens(ids)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the real kernel."""
+        return self.kernel.forward(tokens)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what identifies the kernel."""
+        return self.kernel.fingerprint()
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How requests are grouped where they are not run alone: `size` at a time, in their order.
+
+    With `padding` the rows of a batch are filled up behind, with the token 0, to the longest: a
+    causal model cannot see it. Without it only requests of one length share a batch, and what is
+    missing of a batch is filled with further copies of its last request.
+    """
+
+    size: int
+    padding: bool
+
+    def groups(self, requests: Sequence[Request]) -> Iterator[tuple[Request, ...]]:
+        """Yield the requests of each batch."""
+        if self.padding:
+            kinds = [list(requests)]
+        else:
+            lengths = dict.fromkeys(r.length for r in requests)
+            kinds = [[r for r in requests if r.length == length] for length in lengths]
+        for kind in kinds:
+            for start in range(0, len(kind), self.size):
+                yield tuple(kind[start : start + self.size])
+
+    def rows(self, group: Sequence[Request]) -> list[list[int]]:
+        """Return the token ids of a batch, `size` rows of one length."""
+        longest = max(r.length for r in group)
+        filled = [*group, *[group[-1]] * (self.size - len(group))]
+        return [[*r.tokens, *[0] * (longest - r.length)] for r in filled]
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a kernel is run: in `batches` (None: alone), with `replayed` experts by request (None:
+    its own)."""
+
+    parts: tuple[str, ...]
+    batches: Batches | None = None
+    replayed: Mapping[str, Choices] | None = None
+
+
+def run_all(kernel: Kernel, requests: Sequence[Request], manner: Manner) -> Iterator[Ran]:
+    """Yield what the kernel gives for every request.
+
+    Raises what the kernel raises, ValueError where it does not take batches, and Unreplayable
+    where its routers are not those that were recorded.
+    """
+    if manner.batches is None:
+        for request in requests:
+            group = Group((request.length,), together=False)
+            outputs, choices = _call(kernel, [request], request.tokens, group, manner)
+            yield Ran(request, outputs, choices[0])
+        return
+    for members in manner.batches.groups(requests):
+        rows = manner.batches.rows(members)
+        lengths = tuple(r.length for r in members)
+        filled = (*lengths, *[lengths[-1]] * (len(rows) - len(members)))
+        outputs, choices = _call(kernel, members, rows, Group(filled, together=True), manner)
+        for index, request in enumerate(members):
+            own = {name: out[index, : request.length] for name, out in outputs.items()}
+            yield Ran(request, own, choices[index])
+
+
+def _call(
+    kernel: Kernel, members: Sequence[Request], ids: Any, group: Group, manner: Manner
+) -> tuple[Outputs, tuple[Choices, ...]]:
+    outputs: Outputs = {}
+    choices: tuple[Choices, ...] = tuple(() for _ in group.lengths)
+    for part in manner.parts:
+        recorder = Recorder(group)
+        replay = None
+        if manner.replayed is not None:
+            known = [manner.replayed[r.key] for r in members]
+            missing = len(group.lengths) - len(members)
+            replay = Replay(group, [*known, *[known[-1]] * missing])
+        with torch.no_grad(), recorder, replay if replay is not None else nullcontext():
+            output = getattr(kernel, part)(ids)
+        if replay is not None:
+            replay.finish()
+        if group.together and output.shape[:2] != (len(group.lengths), max(group.lengths)):
+            raise ValueError(
+                f"the kernel returned {part} of shape {tuple(output.shape)} for a batch"
+            )
+        outputs[part] = output
+        choices = recorder.choices()
+    return outputs, choices
+
+
+# --- the choice of experts ------------------------------------------------------------------------
+
+Choices = tuple[Tensor, ...]
+"""The experts [T, k] of each router of one request, in the order in which the routers ran."""
+
+
+class Unreplayable(ValueError):
+    """The routers of a program are not those that were recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one call: the lengths of the requests, padded behind to the longest.
+
+    `together` False: a call with one request and without a dimension for the batch.
+    """
+
+    lengths: tuple[int, ...]
+    together: bool
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return [B, T, k] of what a router gave in this call."""
+        shape = (len(self.lengths), max(self.lengths), indices.shape[-1])
+        if indices.numel() != shape[0] * shape[1] * shape[2]:
+            raise Unreplayable(
+                f"a router chose for {indices.numel() // indices.shape[-1]} rows, and the call has "
+                f"{shape[0] * shape[1]}"
+            )
+        return indices.reshape(shape)
+
+
+class Recorder(TorchFunctionMode):
+    """Remembers the experts that every router chooses."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+        self._seen: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one torch function, and remember it where it chooses."""
+        result = func(*args, **(kwargs or {}))
+        if _chooses(func):
+            self._seen.append(self._group.rows(result[1].detach().cpu()))
+        return result
+
+    def choices(self) -> tuple[Choices, ...]:
+        """Return the experts of each request of the call."""
+        return tuple(
+            tuple(rows[index, :length].clone() for rows in self._seen)
+            for index, length in enumerate(self._group.lengths)
+        )
+
+
+class Replay(TorchFunctionMode):
+    """Gives every router the experts that were recorded; padding keeps its own.
+
+    After the run, `finish` raises Unreplayable where routers were left over.
+    """
+
+    def __init__(self, group: Group, recorded: Sequence[Choices]) -> None:
+        super().__init__()
+        self._group = group
+        self._recorded = recorded
+        self._next = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one torch function, with the recorded choice in place of its own."""
+        result = func(*args, **(kwargs or {}))
+        return self._replayed(result, args[0]) if _chooses(func) else result
+
+    def finish(self) -> None:
+        """Say that the run has ended."""
+        left = {len(choices) for choices in self._recorded} - {self._next}
+        if left:
+            raise Unreplayable(f"{self._next} routers ran, and {left.pop()} were recorded")
+
+    def _replayed(self, result: Any, scores: Tensor) -> Any:
+        own = self._group.rows(result[1]).clone()
+        for index, choices in enumerate(self._recorded):
+            if self._next >= len(choices):
+                raise Unreplayable(f"more routers ran than the {len(choices)} that were recorded")
+            wanted = choices[self._next].to(own.device)
+            if wanted.shape[-1] != own.shape[-1]:
+                raise Unreplayable(
+                    f"a router chose {own.shape[-1]} experts, and {wanted.shape[-1]} were recorded"
+                )
+            own[index, : wanted.shape[0]] = wanted
+        self._next += 1
+        experts = own.reshape(result[1].shape)
+        return torch.return_types.topk((scores.gather(-1, experts), experts))
+
+
+def _chooses(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "") == "topk"
+
+
+def equal_choices(first: Sequence[Choices], second: Sequence[Choices]) -> bool:
+    """Say whether both sides chose the same experts for every token, in any order of preference."""
+    return all(
+        len(a) == len(b) and all(_same_experts(x, y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _same_experts(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.sort(-1).values, second.sort(-1).values)

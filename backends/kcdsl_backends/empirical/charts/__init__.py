@@ -4,6 +4,6 @@ Pure functions. Every count has its number of units beside it; edges are stated.
 is left out and counted. `kcdsl.verdict.html` draws what stands here and computes nothing.
 """
 
-from kcdsl_backends.empirical.charts.assembly import charts_of
+from kcdsl_backends.empirical.charts.report import charts_of
 
 __all__ = ["charts_of"]

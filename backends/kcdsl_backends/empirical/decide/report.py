@@ -21,7 +21,7 @@ from kcdsl.verdict.report import Precheck, Report, SliceSummary, Statistics, War
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.charts import charts_of
-from kcdsl_backends.empirical.charts.buckets import mean
+from kcdsl_backends.empirical.charts.series import mean
 from kcdsl_backends.empirical.decide.comparison import beside
 from kcdsl_backends.empirical.decide.results import Case, decide_all
 from kcdsl_backends.empirical.metrics.measures import MEASURES

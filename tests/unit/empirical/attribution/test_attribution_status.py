@@ -12,9 +12,9 @@ from kcdsl.exits import Exit
 from kcdsl.verdict.attribution import Attribution, Between
 from kcdsl.verdict.text.attribution import print_attribution
 from kcdsl_backends.empirical.attribution import sources
-from kcdsl_backends.empirical.attribution.assembling import Frame, assemble
-from kcdsl_backends.empirical.attribution.measuring import Coalition, Measured
-from kcdsl_backends.empirical.attribution.values import Array, Statistic, column
+from kcdsl_backends.empirical.attribution.document import Frame, assemble
+from kcdsl_backends.empirical.attribution.measurement import Coalition, Measured
+from kcdsl_backends.empirical.attribution.shapley import Array, Statistic, column
 from tests.support.attributions import EAGER, ref
 
 NOTHING = [np.zeros(4) for _ in range(40)]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.attribution import Layers
-from kcdsl_backends.empirical.attribution.layers import Question, swap_layers
-from kcdsl_backends.empirical.attribution.swaps import NoSwap
+from kcdsl_backends.empirical.attribution.blocks import NoSwap, swap_layers
+from kcdsl_backends.empirical.attribution.measurement import Subject
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
@@ -41,9 +41,7 @@ def swapped(
 ) -> Layers:
     pair = pair_of(model or small_model(), train, infer, planted)
     subject = subject_of(pair, REQUESTS)
-    return swap_layers(
-        Question(pair.model, pair.train, pair.infer, subject.plan, "kl", "lower", "mean", REQUESTS)
-    )
+    return swap_layers(subject)
 
 
 def coarse(part: str) -> Callable[[KernelRef, TorchKernel], Kernel]:
@@ -207,17 +205,8 @@ def test_blocks_of_a_users_module(own_model: Model) -> None:
     """Its attention is exchanged by interception; both kernels keep to their own."""
     requests = (Request("f:0", "0", (1, 2, 3, 4, 5), {}, 1),)
     pair = pair_of(own_model, EAGER, ref("torch.sdpa.math", "bfloat16"))
-    question = Question(
-        own_model,
-        pair.train,
-        pair.infer,
-        Plan(frozenset({"kl"}), 1.0, 0, encoder=False),
-        "kl",
-        "lower",
-        "mean",
-        requests,
-    )
-    found = swap_layers(question)
+    plan = Plan(frozenset({"kl"}), 1.0, 0, encoder=False)
+    found = swap_layers(Subject(pair, requests, plan, "kl", "lower", None))
     assert [row.block for row in found.rows] == ["first", "second"]
     assert all(row.drift > 0 for row in found.rows)
     assert found.outside != 0.0  # the embedding and the last linear are bfloat16 too
@@ -247,8 +236,7 @@ def test_an_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
     requests = (Request("f:0", "0", (1, 2, 3, 4, 5), {}, 1),)
     pair = pair_of(model, EAGER, ref("torch.eager", "bfloat16"))
     plan = Plan(frozenset({"hidden_l2"}), 1.0, 0, encoder=True)
-    question = Question(model, pair.train, pair.infer, plan, "hidden_l2", "lower", "mean", requests)
-    found = swap_layers(question)
+    found = swap_layers(Subject(pair, requests, plan, "hidden_l2", "lower", None))
     names = [row.block for row in found.rows]
     assert {"attn_0", "mlp_0", "attn_1", "mlp_1"} <= set(names)
     assert all(row.drift > 0 for row in found.rows)
@@ -261,9 +249,9 @@ def test_states_and_logits_are_not_read_off_one_pass() -> None:
     model = small_model()
     pair = pair_of(model, EAGER, ref("torch.eager", "bfloat16"))
     plan = Plan(frozenset({"kl", "hidden_l2"}), 1.0, 0, encoder=False)
-    question = Question(model, pair.train, pair.infer, plan, "kl", "lower", "mean", REQUESTS)
+    subject = Subject(pair, REQUESTS, plan, "kl", "lower", None)
     with pytest.raises(NoSwap, match="states and logits"):
-        swap_layers(question)
+        swap_layers(subject)
 
 
 def test_a_compiled_kernel_shows_no_blocks() -> None:

@@ -13,14 +13,14 @@ from torch import Tensor
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.attribution import Attribution
-from kcdsl_backends.empirical.attribution.routes import (
+from kcdsl_backends.empirical.attribution.hybrids import (
+    Batches,
     Group,
     Recorder,
     Replay,
     Unreplayable,
-    equal,
+    equal_choices,
 )
-from kcdsl_backends.empirical.attribution.runs import Batches
 from kcdsl_backends.requests import Request
 from tests.support.attributions import (
     EAGER,
@@ -203,9 +203,9 @@ def test_routers_that_are_not_those_recorded_are_no_replay() -> None:
 
 def test_an_order_of_preference_is_no_other_choice() -> None:
     one, turned = torch.tensor([[1, 2]]), torch.tensor([[2, 1]])
-    assert equal([(one,)], [(turned,)])
-    assert not equal([(one,)], [(torch.tensor([[1, 3]]),)])
-    assert not equal([(one,)], [(one, one)])
+    assert equal_choices([(one,)], [(turned,)])
+    assert not equal_choices([(one,)], [(torch.tensor([[1, 3]]),)])
+    assert not equal_choices([(one,)], [(one, one)])
 
 
 def test_requests_are_grouped_in_order_and_filled_up() -> None:

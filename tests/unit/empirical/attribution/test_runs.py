@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kcdsl_backends.empirical.attribution import measuring
-from kcdsl_backends.empirical.attribution.measuring import measure
-from kcdsl_backends.empirical.attribution.runs import Batches, Manner, run_all
+from kcdsl_backends.empirical.attribution import measurement
+from kcdsl_backends.empirical.attribution.hybrids import Batches, Manner, run_all
+from kcdsl_backends.empirical.attribution.measurement import measure
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import (
     EAGER,
@@ -73,13 +73,13 @@ def test_outputs_that_are_not_kept_are_run_again(monkeypatch: pytest.MonkeyPatch
     pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16"))
     subject = subject_of(pair, REQUESTS)
     kept = measure(subject)
-    monkeypatch.setattr(measuring._Base, "fill", _without_room)
+    monkeypatch.setattr(measurement._Base, "fill", _without_room)
     again = measure(subject)
     for mask, column in kept.columns.items():
         assert column.sums.tolist() == again.columns[mask].sums.tolist()
 
 
-_FILL = measuring._Base.fill
+_FILL = measurement._Base.fill
 
 
 def _without_room(base: Any) -> None:

@@ -13,14 +13,15 @@ import pytest
 from bench.coverage import LEVELS
 from bench.coverage_shares import game, shares_held
 from kcdsl.verdict.attribution import Figure
-from kcdsl_backends.empirical.attribution.shapley import apply, split
-from kcdsl_backends.empirical.attribution.values import (
+from kcdsl_backends.empirical.attribution.shapley import (
     Array,
     Column,
     Statistic,
     Table,
+    apply,
     column,
     intervals,
+    split,
 )
 from kcdsl_backends.empirical.statistics import NotMeasurable
 

@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl_backends.empirical.charts import charts_of
-from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_margin, positions
-from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_by
-from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
+from kcdsl_backends.empirical.charts.series import (
+    by_doubling,
+    by_rank,
+    disagreement,
+    drift_by,
+    edges_of,
+    flips_by_margin,
+    histogram,
+    percentiles,
+    positions,
+)
 from kcdsl_backends.empirical.decide.report import conclude, slice_data
 from tests.support.evidence import clause, evidence
 

@@ -15,8 +15,14 @@ from kcdsl.verdict.html import curves
 from kcdsl.verdict.html import distributions as bounds
 from kcdsl.verdict.html import distributions as histograms
 from kcdsl.verdict.html.words import brief
-from kcdsl_backends.empirical.charts.buckets import by_rank, drift_by, mean
-from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
+from kcdsl_backends.empirical.charts.series import (
+    by_rank,
+    drift_by,
+    edges_of,
+    histogram,
+    mean,
+    percentiles,
+)
 
 _NOT_DRAWN = re.compile(r'"[^"]*\b(nan|inf)\b[^"]*"')
 LARGEST, LEAST = 1.7976931348623157e308, 5e-324

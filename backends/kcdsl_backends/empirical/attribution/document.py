@@ -23,18 +23,20 @@ from kcdsl.verdict.attribution import (
 )
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.candidates import candidates
-from kcdsl_backends.empirical.attribution.measuring import Measured
+from kcdsl_backends.empirical.attribution.measurement import Measured
 from kcdsl_backends.empirical.attribution.shapley import (
     Coefficients,
     Split,
+    Statistic,
+    Table,
     alone,
     interaction,
+    intervals,
     left_out,
     merged,
     split,
 )
 from kcdsl_backends.empirical.attribution.sources import Setting
-from kcdsl_backends.empirical.attribution.values import Statistic, Table, intervals
 
 
 @dataclass(frozen=True, slots=True)

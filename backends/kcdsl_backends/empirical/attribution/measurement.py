@@ -9,11 +9,21 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl_backends.empirical.attribution import sources
-from kcdsl_backends.empirical.attribution.hybrids import Hybrid, Pair, hybrid
-from kcdsl_backends.empirical.attribution.routes import Choices, equal
-from kcdsl_backends.empirical.attribution.runs import Batches, Known, Manner, Outputs, Ran, run_all
-from kcdsl_backends.empirical.attribution.values import Array, Column, column
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, run_request, tensor_digest
+from kcdsl_backends.empirical.attribution.hybrids import (
+    Batches,
+    Choices,
+    Hybrid,
+    Known,
+    Manner,
+    Outputs,
+    Pair,
+    Ran,
+    equal_choices,
+    hybrid,
+    run_all,
+)
+from kcdsl_backends.empirical.attribution.shapley import Array, Column, column
+from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request, tensor_digest
 from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]
@@ -191,7 +201,7 @@ def _why_no_routing(subject: Subject, base: _Base, chosen: Mapping[str, Choices]
     keys = [r.key for r in subject.requests]
     if not any(base.choices.values()):
         return "the model chooses no experts"
-    if equal([base.choices[k] for k in keys], [chosen[k] for k in keys]):
+    if equal_choices([base.choices[k] for k in keys], [chosen[k] for k in keys]):
         return "both sides choose the same experts for every token"
     return None
 
@@ -207,17 +217,22 @@ def _replayed(
 
 def _column(subject: Subject, base: _Base, runs: Iterable[Ran]) -> Column:
     """Return the column of a kernel."""
-    values: dict[str, Array] = {}
-    for ran in runs:
-        train = Known(subject.pair.train, base.outputs(ran.request))
-        other = Known(subject.pair.infer, ran.outputs)
-        values[ran.request.key] = _values(subject, ran.request, train, other)
-    ordered = [values[r.key] for r in subject.requests]
-    return column(ordered, subject.better, subject.metric)
+    values = {
+        ran.request.key: values_between(
+            subject, ran.request, base.outputs(ran.request), ran.outputs
+        )
+        for ran in runs
+    }
+    return column([values[r.key] for r in subject.requests], subject.better, subject.metric)
 
 
-def _values(subject: Subject, request: Request, train: Kernel, other: Kernel) -> Array:
-    unit = run_request(request, train, other, subject.plan, _no_block).unit
+def values_between(subject: Subject, request: Request, train: Outputs, other: Outputs) -> Array:
+    """Return the values of the metric for a request, of which both outputs are known.
+
+    Raises ValueError where it has none.
+    """
+    pair = Known(subject.pair.train, train), Known(subject.pair.infer, other)
+    unit = run_request(request, *pair, subject.plan, _no_block).unit
     why = unit.failure or unit.problems.get(subject.metric)
     if why is None and subject.metric not in unit.values:
         why = f"it has no value of {subject.metric}"

@@ -18,9 +18,16 @@ from kcdsl.metrics import METRICS as DEFINITIONS
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES, compared_name
-from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_margin
-from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_by
-from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
+from kcdsl_backends.empirical.charts.series import (
+    by_doubling,
+    by_rank,
+    disagreement,
+    drift_by,
+    edges_of,
+    flips_by_margin,
+    histogram,
+    percentiles,
+)
 from kcdsl_backends.empirical.metrics.measures import unit_of
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.metrics.weights import what_if
