@@ -117,8 +117,8 @@ def _built_in(seed: int) -> tuple[Model, str, int, int]:
 
     import torch
 
-    from kcdsl.model import bert, llama
     from kcdsl.model.architecture import Model
+    from kcdsl.model.architectures import bert, llama
     from tests.support.random_modules import model_of
 
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)

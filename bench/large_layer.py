@@ -148,7 +148,7 @@ def layer(folder: Path, device: str) -> ProblemFactory:
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
-    from kcdsl.model.llama import build
+    from kcdsl.model.architectures.llama import build
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from kcdsl.model.architectures.llama import Llama, build
 from kcdsl.model.attention import ScaledDotProduct, use_attention
-from kcdsl.model.config import read_config
-from kcdsl.model.llama import Llama, build
+from kcdsl.model.configuration import read_config
 
 HERE = Path(__file__).parent
 WINDOW = 160

@@ -384,11 +384,11 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
     beside = folder / named if model.config else (folder / named).parent / "config.json"
     if model.module is not None or not (installed or is_there(beside)):
         return
-    from kcdsl.model.config import read_config
-    from kcdsl.model.families import FAMILIES, family_of
+    from kcdsl.model import registry
+    from kcdsl.model.configuration import family_of, read_config
     from kcdsl.model.files import resolve_file
 
-    if architecture not in {family.architecture for family in FAMILIES.values()}:
+    if architecture not in registry.names() or not registry.declared(architecture).families:
         return
     try:
         path = resolve_file(named, folder) if installed else beside

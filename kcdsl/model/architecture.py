@@ -1,7 +1,7 @@
 """Models: a program (the module), its weights, its configuration and its tokenizer.
 
-Two architectures are built in, and `hf` is any that Hugging Face transformers builds from its
-config.json. A user's own comes as `package.module:factory`, where
+The architectures of `kcdsl.model.architectures` are built in; of these, `hf` is any that Hugging
+Face transformers builds from its config.json. A user's own comes as `package.module:factory`, where
 `factory(config: dict) -> torch.nn.Module` and the names of the module's parameters are the keys of
 the checkpoint. Its forward pass takes token ids [T] and returns logits [T, V] (or hidden states,
 if it has an attribute `encoder_only = True`). It may offer
@@ -30,24 +30,15 @@ from kcdsl.check.metric_modules import find_module
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model import bert, hugging_face, llama, own_code
+from kcdsl.model import own_code, registry
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
-from kcdsl.model.config import find_config
+from kcdsl.model.configuration import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.state import unchanged
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 
-Factory = Callable[[dict[str, Any]], nn.Module]
 KeyRule = Callable[[str], "str | None"]
-
-ARCHITECTURES: dict[str, tuple[Factory, KeyRule]] = {
-    "llama": (llama.build, llama.canonical_key),
-    "bert": (bert.build, bert.canonical_key),
-    "hf": (hugging_face.build, hugging_face.canonical_key),
-}
-_FOREIGN = ("hf",)
-"""Architectures whose programs are not those of `kcdsl.model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,24 +228,25 @@ def _load(ref: ModelRef, files: Artefacts) -> Model:
     keys = _take_weights(module, checkpoint, rule)
     module.eval().requires_grad_(False)
     tokenizer = find_tokenizer(ref, path, files, config)
-    built_in = ref.module is None and ref.architecture not in _FOREIGN
+    own = None if ref.architecture is None else registry.declared(ref.architecture)
+    built_in = ref.module is None and own is not None and not own.foreign
     return Model(module, checkpoint, config, keys, tokenizer, built_in, files)
 
 
 def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.Module, KeyRule]:
     if ref.module is not None:
         return _recorded_factory(ref.module, config, files), lambda key: key
-    known = ARCHITECTURES.get(ref.architecture or "")
-    if known is None:
-        near = difflib.get_close_matches(ref.architecture or "", ARCHITECTURES, n=1)
+    name, known = ref.architecture or "", registry.names()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
         raise refuse(
             codes.UNKNOWN_ARCHITECTURE,
-            f"unknown architecture {ref.architecture!r}; known: {', '.join(ARCHITECTURES)}",
+            f"unknown architecture {ref.architecture!r}; known: {', '.join(known)}",
             help=f"did you mean {near[0]!r}?" if near else "or give module: package.module:factory",
         )
-    factory, rule = known
+    found = registry.load(name)
     try:
-        return factory(config), rule
+        return found.build(config), found.canonical_key
     except (RuntimeError, MemoryError) as error:
         raise refuse(
             codes.MODEL_CONFIG, f"no model can be built from the configuration: {error}"

@@ -35,6 +35,7 @@ from kcdsl.ir.terms import (
 from kcdsl.ir.terms import Region as DemandedRegion
 from kcdsl.metrics import find_metric
 from kcdsl.model.files import Artefacts
+from kcdsl.model.registry import is_encoder
 from kcdsl.release.artefacts import companions
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import Evidence
@@ -42,8 +43,6 @@ from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.requirements import Chain, Comparison, RequiredClause
 from kcdsl_certs.rows import BYTES, SliceSource
-
-_WITHOUT_LOGITS = ("bert",)
 
 
 def required_clauses(program: Program, base: Path | Artefacts) -> tuple[RequiredClause, ...]:
@@ -190,7 +189,7 @@ def _region(region: DemandedRegion) -> Region:
 def _chain(quantity: Term | NoFlip | HasFields, program: Program) -> Chain | None:
     """Return what the bound chain needs to bound a quantity; None where it says nothing of it."""
     metric = None if isinstance(quantity, NoFlip | HasFields) else _metric_inside(quantity)
-    if metric is None or program.model.architecture in _WITHOUT_LOGITS:
+    if metric is None or is_encoder(program.model.architecture):
         return None
     constants = program.constants
     stated = tuple(

@@ -20,6 +20,7 @@ from kcdsl.ir.terms import (
     Slice,
     Statistic,
 )
+from kcdsl.model.registry import is_encoder
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.fragments import CHAIN_METRICS, Placement, classify
 
@@ -27,8 +28,6 @@ from kcdsl.route.fragments import CHAIN_METRICS, Placement, classify
 
 
 _LOGITS_BLOCK = "model"
-WITHOUT_LOGITS = frozenset({"bert"})
-"""Architectures whose block `model` gives states, from which the bound chain derives nothing."""
 
 
 class Premises:
@@ -46,11 +45,10 @@ class Premises:
         self._names: list[str] = []
         self._on: dict[str, set[int]] = defaultdict(set)
         self._known: dict[str, frozenset[int]] = {}
-        if program.model.architecture in WITHOUT_LOGITS:
-            return
         for clause in program.clauses:
             covered = _covered(clause)
-            if covered:
+            # From the states that an encoder gives the bound chain derives nothing.
+            if covered and not is_encoder(program.model.architecture):
                 for name in covered:
                     self._on[name].add(len(self._names))
                 self._names.append(clause.id)

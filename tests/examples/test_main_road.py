@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.model.llama import build
+from kcdsl.model.architectures.llama import build
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.bert import build as build_bert
-from kcdsl.model.llama import build as build_llama
+from kcdsl.model.architectures.bert import build as build_bert
+from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.propagate import write

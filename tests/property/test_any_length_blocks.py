@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.bert import build as build_bert
-from kcdsl.model.llama import build as build_llama
+from kcdsl.model.architectures.bert import build as build_bert
+from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin

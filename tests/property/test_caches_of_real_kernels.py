@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architectures.llama import build
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.caching import with_caches
 from kcdsl.model.graph import Node
-from kcdsl.model.llama import build
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.quantiser import cached

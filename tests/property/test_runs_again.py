@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.bert import build as build_bert
-from kcdsl.model.llama import build as build_llama
+from kcdsl.model.architectures.bert import build as build_bert
+from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.accumulation_order import ORDERS
 from kcdsl_backends.attack.runs import Run, Unusable, attack_of, functional, record_run, run_of

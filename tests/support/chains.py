@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kcdsl.ir.terms import ModelRef, Program
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.bert import build as build_bert
+from kcdsl.model.architectures.bert import build as build_bert
+from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl_backends.certifier.cases import Case

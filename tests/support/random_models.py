@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.bert import build as build_bert
-from kcdsl.model.llama import build as build_llama
+from kcdsl.model.architectures.bert import build as build_bert
+from kcdsl.model.architectures.llama import build as build_llama
 
 
 def random_model(config: dict[str, Any], folder: Path, seed: int) -> Model:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from kcdsl.check.compile import load_contract
 from kcdsl.ir.terms import Program
-from kcdsl.model import bert, llama
+from kcdsl.model.architectures import bert, llama
 
 CONTRACT = """\
 kcdsl: 1

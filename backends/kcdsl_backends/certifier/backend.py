@@ -12,8 +12,8 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.architecture import load_model
+from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts
-from kcdsl.model.hugging_face import compared_program
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.catalogue import Execution

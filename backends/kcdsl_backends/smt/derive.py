@@ -37,7 +37,7 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl.route.router import WITHOUT_LOGITS
+from kcdsl.model.registry import is_encoder
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.predicates import lies_inside
@@ -83,7 +83,7 @@ def derive(
 
 def _usable(program: Program, proof: ProvedDrift) -> Premises | None:
     """Return what the proof bounds, or None if the chain does not apply to it."""
-    if proof.block != LOGITS_BLOCK or program.model.architecture in WITHOUT_LOGITS:
+    if proof.block != LOGITS_BLOCK or is_encoder(program.model.architecture):
         return None
     if proof.region not in _OF_EVERY_ROW or not _declares(program, proof.slice):
         return None

@@ -28,6 +28,7 @@ from kcdsl.diagnostics.model import Fix, Label, Refusal
 from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.model import registry
 from kcdsl.model.presets import RESULTS
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
@@ -51,9 +52,6 @@ ADAPTERS = (
     *RECORDED,
 )
 """The programs that can run a kernel (field `run`)."""
-
-ARCHITECTURES = ("llama", "bert", "hf")
-"""The architectures of `kcdsl.model`; `hf` is any that Hugging Face transformers builds."""
 
 _UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
@@ -115,14 +113,15 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
             MISSING_FIELD,
             "the model needs `architecture` or `module`",
             node.entries[0].key.span if node.entries else node.span,
-            f"architecture: one of {', '.join(ARCHITECTURES)}; or module: package.module:factory",
+            f"architecture: one of {', '.join(registry.names())}; or module: "
+            "package.module:factory",
         )
-    if architecture is not None and architecture.text not in ARCHITECTURES:
+    if architecture is not None and architecture.text not in registry.names():
         reader.reporter.error(
             UNKNOWN_ARCHITECTURE,
             f"there is no architecture `{architecture.text}`",
             architecture.span,
-            _or_module(suggest(architecture.text, ARCHITECTURES)),
+            _or_module(suggest(architecture.text, registry.names())),
         )
     if module is not None and not _FACTORY.fullmatch(module.text):
         reader.reporter.error(

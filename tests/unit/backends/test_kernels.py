@@ -226,7 +226,7 @@ def test_sequences_of_equal_length_run_together(tiny: Model) -> None:
 
 
 def test_an_encoder_ends_in_hidden_states(tmp_path: Path) -> None:
-    from kcdsl.model import bert
+    from kcdsl.model.architectures import bert
 
     config = {
         "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from kcdsl.cli.commands.evaluate import Evaluate
-from kcdsl.model.llama import build
+from kcdsl.model.architectures.llama import build
 from kcdsl_backends.empirical.table.checkpoint import _frames
 from tests.support.commands import run_here
 

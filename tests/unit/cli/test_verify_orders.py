@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kcdsl.model.llama import build
+from kcdsl.model.architectures.llama import build
 from kcdsl_certs.recheck import recheck
 
 CONFIG = {

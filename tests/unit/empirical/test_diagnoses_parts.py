@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kcdsl.ir.terms import Family
-from kcdsl.model import bert
+from kcdsl.model.architectures import bert
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl_backends.empirical.diagnoses import DIAGNOSES, blocking, reference, reference_of

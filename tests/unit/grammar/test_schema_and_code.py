@@ -13,7 +13,7 @@ import pytest
 from kcdsl.check.expressions.functions import FUNCTIONS
 from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.check.sections.clauses import FAMILIES
-from kcdsl.check.sections.kernels import ADAPTERS, ARCHITECTURES
+from kcdsl.check.sections.kernels import ADAPTERS
 from kcdsl.check.sections.shared import (
     IMPORT_FIELDS,
     KERNEL_FIELDS,
@@ -28,6 +28,7 @@ from kcdsl.ir.escalation import ACTIONS, ALIASES
 from kcdsl.ir.terms import EvidenceKind, Level
 from kcdsl.metrics import ALIASES as METRIC_ALIASES
 from kcdsl.metrics import METRICS, RECORD_NAMES
+from kcdsl.model import registry
 from kcdsl.model.presets import ADAPTER_PRESETS
 from kcdsl.units import UNITS
 from kcdsl_grammar import text
@@ -66,7 +67,7 @@ def test_the_schema_lists_what_the_code_lists(schema: dict[str, Any]) -> None:
     assert set(definitions["action"]["enum"]) == {*ACTIONS, *ALIASES}
     assert set(definitions["family"]["enum"]) == set(FAMILIES)
     assert definitions["kernel"]["properties"]["run"]["enum"] == list(ADAPTERS)
-    assert definitions["model"]["properties"]["architecture"]["enum"] == list(ARCHITECTURES)
+    assert definitions["model"]["properties"]["architecture"]["enum"] == list(registry.names())
     assert clause["level"]["enum"] == list(Level.__members__)
     assert clause["evidence"]["enum"] == [kind.value for kind in EvidenceKind]
 
@@ -86,7 +87,8 @@ def test_the_schema_lists_the_fields_of_kernels(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *METRICS, *METRIC_ALIASES, *RECORD_NAMES, *FUNCTIONS, *ACTIONS, *ADAPTERS, *ARCHITECTURES,
+        *METRICS, *METRIC_ALIASES, *RECORD_NAMES, *FUNCTIONS, *ACTIONS, *ADAPTERS,
+        *registry.names(),
         *SECTIONS, *LIBRARY_SECTIONS, *IMPORT_FIELDS, *TABLE_FIELDS, *ROW_FIELDS,
         *CLAUSE_FIELDS, *UNITS, *TRACE_FIELDS, *(kind.value for kind in EvidenceKind),
     ],

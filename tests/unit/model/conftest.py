@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model import bert, llama
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architectures import bert, llama
 
 LLAMA = {
     "model_type": "llama",

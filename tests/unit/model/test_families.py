@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import MODEL_CONFIG
-from kcdsl.model import bert, llama
-from kcdsl.model.architecture import ARCHITECTURES
-from kcdsl.model.families import FAMILIES, family_of
-from kcdsl.model.hugging_face import compare
+from kcdsl.model.architectures import bert, llama
+from kcdsl.model.architectures.hf import compare
+from kcdsl.model.configuration import family_of
+from kcdsl.model.registry import declared, names
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -31,6 +31,7 @@ OURS: dict[str, dict[str, Any]] = {
     "qwen2": DECODER,
     "bert": SMALL,
 }
+FAMILIES = {kind: one for name in names() for kind, one in declared(name).families.items()}
 ROWS = ((1, 2, 3), tuple(range(7, 39)))
 
 
@@ -42,7 +43,7 @@ def saved(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def architecture_of(kind: str) -> str:
-    return FAMILIES[kind].architecture if kind in FAMILIES else "llama"
+    return next((name for name in names() if kind in declared(name).families), "llama")
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -166,7 +167,7 @@ def test_another_program_with_the_same_weights_is_refused(attribute: str, value:
 def test_it_is_said_when_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     module, raw = build("llama")
     assert "no rows" in compare("llama", module, raw, ())
-    monkeypatch.setattr("kcdsl.model.hugging_face.find_spec", lambda name: None)
+    monkeypatch.setattr("kcdsl.model.architectures.hf.find_spec", lambda name: None)
     assert "not installed" in compare("llama", module, raw, ROWS)
 
 
@@ -244,7 +245,7 @@ def test_another_program_is_neither_measured_nor_proved(
         module.model.norm.eps = 0.5
         return module
 
-    monkeypatch.setitem(ARCHITECTURES, "llama", (other, llama.canonical_key))
+    monkeypatch.setattr(llama, "build", other)
     ran = cli(command, cwd=folder)
     assert ran.code == 2
     assert "KC455" in ran.stdout + ran.stderr

@@ -13,8 +13,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import MODEL_CONFIG, MODEL_FACTORY
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
-from kcdsl.model.config import read_config
-from kcdsl.model.llama import LlamaConfig
+from kcdsl.model.architectures.llama import LlamaConfig
+from kcdsl.model.configuration import read_config
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
 CONFIG: dict[str, Any] = {

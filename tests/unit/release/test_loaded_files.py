@@ -253,7 +253,7 @@ def test_the_source_of_a_factory_is_recorded_and_may_not_change_while_it_runs(
     from kcdsl.model.architecture import load_model
 
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
-    source = "from kcdsl.model.llama import build\n"
+    source = "from kcdsl.model.architectures.llama import build\n"
     path = tmp_path / "own_recorded_network.py"
     path.write_text(source)
     ref = ModelRef("model.safetensors", module="own_recorded_network:build", tokenizer="bytes")

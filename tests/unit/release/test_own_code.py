@@ -32,7 +32,7 @@ clauses:
   N-KL: {require: p99(kl) <= 1, level: L2}
 """
 NET = """\
-from kcdsl.model import llama
+from kcdsl.model.architectures import llama
 from own.parts import taken
 
 def build(config):

@@ -19,9 +19,9 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import Gap, expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
-from kcdsl.model.hugging_face import compared_program
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.bounds.blocks import Certify

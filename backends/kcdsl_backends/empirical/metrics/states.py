@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kcdsl.model.bert import sentence_embedding
+from kcdsl.model.architectures.bert import sentence_embedding
 
 
 def row_l2(rows: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from kcdsl.ir.obligations import Obligation, obligations_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.metrics import registry_of
-from kcdsl.model.config import find_config
+from kcdsl.model.configuration import find_config
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kcdsl.verdict import plan as document

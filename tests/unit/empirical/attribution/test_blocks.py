@@ -219,7 +219,7 @@ def test_an_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
 
     from safetensors.torch import save_file
 
-    from kcdsl.model.bert import build
+    from kcdsl.model.architectures.bert import build
 
     config = {
         "model_type": "bert", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16,

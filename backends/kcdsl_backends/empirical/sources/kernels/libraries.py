@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
+from kcdsl.model.architectures.hf import HuggingFace, load_folder
 from kcdsl.model.checkpoint import load_checkpoint
 from kcdsl.model.files import Artefacts, copy_hashed, folder_files, folder_name, weight_files
-from kcdsl.model.hugging_face import HuggingFace, load_folder
 from kcdsl.model.numerics import Numerics
 
 ATTENTION = {"composed": "eager", "fused": "sdpa"}

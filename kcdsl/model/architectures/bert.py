@@ -17,8 +17,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
-from kcdsl.model.config import LARGEST_DEPTH, Fields
-from kcdsl.model.families import family_of
+from kcdsl.model.configuration import LARGEST_DEPTH, Fields, family_of
+
+ENCODER_ONLY = True
+READ = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_act", "layer_norm_eps", "max_position_embeddings", "type_vocab_size",
+    "position_embedding_type",
+)  # fmt: skip
+FAMILIES = {
+    "bert": {
+        "classes": (
+            "BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForTokenClassification",
+            "BertForSequenceClassification", "BertForQuestionAnswering", "BertLMHeadModel",
+            "BertForNextSentencePrediction", "BertForMultipleChoice",
+        ),
+        "inert": (
+            "tie_word_embeddings", "directionality", "pooler_fc_size", "pooler_type",
+            "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+        ),
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

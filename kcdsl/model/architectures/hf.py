@@ -26,6 +26,7 @@ from kcdsl.source.files import shown
 if TYPE_CHECKING:
     from kcdsl.model.architecture import Model
 
+FOREIGN = True
 _PREFIX = "program."
 _POOLER = "pooler."
 

@@ -16,8 +16,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
-from kcdsl.model.config import LARGEST_DEPTH, Fields
-from kcdsl.model.families import ROPE_FIELDS, family_of
+from kcdsl.model.configuration import LARGEST_DEPTH, ROPE_FIELDS, Fields, family_of
+
+READ = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
+    "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings",
+)  # fmt: skip
+FAMILIES = {
+    "llama": {
+        "classes": ("LlamaForCausalLM", "LlamaModel"),
+        "read": ("attention_bias", "mlp_bias"),
+        "only": {"pretraining_tp": (1,), "sliding_window": (None,)},
+    },
+    "mistral": {
+        "classes": ("MistralForCausalLM", "MistralModel"),
+        "read": ("sliding_window",),
+        "only": {"attention_bias": (False,), "mlp_bias": (False,)},
+        "needed": ("num_key_value_heads", "max_position_embeddings", "sliding_window"),
+    },
+    "qwen2": {
+        "classes": ("Qwen2ForCausalLM", "Qwen2Model"),
+        "read": ("sliding_window", "use_sliding_window", "layer_types"),
+        "only": {"mlp_bias": (False,), "use_mrope": (False,)},
+        "inert": ("max_window_layers",),
+        "needed": ("num_key_value_heads", "max_position_embeddings"),
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)

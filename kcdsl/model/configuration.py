@@ -1,0 +1,261 @@
+"""The configuration of a model: reading config.json, and what of it an architecture implements.
+
+An architecture declares each key of the config.json of its families (`kcdsl.model.registry`): those
+that the forward pass reads, those with the values that the forward pass implements, and those that
+do not change logits. Everything else is refused: a look-alike that has the same tensors and one key
+more, such as a multiplier or layers without RoPE, is another program.
+
+Needs no tensor library, so that `kcdsl compile` refuses what later commands would refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.files import Artefacts, companion
+from kcdsl.model.registry import Family, declared
+from kcdsl.source.files import excerpt, read_bytes, shown
+
+LARGEST_COUNT = 1 << 24
+"""No width, vocabulary or length is greater; a number beyond would only fill the memory."""
+_LARGEST_CONFIG = 16 * 2**20
+"""The largest config.json in bytes; real ones have thousands."""
+LARGEST_DEPTH = 1 << 12
+"""The greatest number of layers."""
+
+
+class Fields:
+    """The fields of one configuration. Each reader checks type and range."""
+
+    def __init__(self, raw: Mapping[str, Any], architecture: str) -> None:
+        self._raw = raw
+        self._architecture = architecture
+
+    def _refusal(self, message: str) -> Refusal:
+        return refuse(codes.MODEL_CONFIG, f"{self._architecture} configuration: {message}")
+
+    def check(self, holds: bool, message: str) -> None:
+        """Refuse with `message` unless `holds`."""
+        if not holds:
+            raise self._refusal(message)
+
+    def count(self, name: str, default: int | None = None, most: int = LARGEST_COUNT) -> int:
+        """Return a positive integer up to `most`; a missing or null field takes the default."""
+        value = self._raw.get(name)
+        value = default if value is None else value
+        self.check(value is not None, f"the field {name!r} is missing")
+        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        self.check(good, f"{name!r} must be a positive integer, not {value!r}")
+        assert isinstance(value, int)
+        self.check(value <= most, f"{name!r} is greater than {most}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return a finite positive number."""
+        value = self._raw.get(name, default)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        self.check(
+            good and 0 < value <= sys.float_info.max,
+            f"{name!r} must be a positive number, not {value!r}",
+        )
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean."""
+        value = self._raw.get(name, default)
+        self.check(isinstance(value, bool), f"{name!r} must be true or false, not {value!r}")
+        return bool(value)
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return a nested object; empty where the field is missing or null."""
+        value = self._raw.get(name)
+        value = {} if value is None else value
+        self.check(isinstance(value, dict), f"{name!r} must be an object, not {value!r}")
+        assert isinstance(value, dict)
+        return value
+
+    def kinds(self, name: str, allowed: Iterable[str]) -> tuple[str, ...]:
+        """Return a list of words that are all allowed; empty where it is missing or null."""
+        value = self._raw.get(name)
+        value = [] if value is None else value
+        good = isinstance(value, list) and set(map(str, value)) <= set(allowed)
+        self.check(good, f"{name!r} must be a list of {', '.join(allowed)}, not {value!r}")
+        return tuple(value)
+
+    def require(self, name: str, allowed: Iterable[object], default: object) -> None:
+        """Refuse a value outside `allowed`."""
+        options = tuple(allowed)
+        value = self._raw.get(name, default)
+        shown = ", ".join(map(str, options))
+        self.check(value in options, f"{name!r} is {value!r}; supported: {shown}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Refuse a missing file, and what is no JSON object."""
+    return parse_config(path, read_bytes(path, _LARGEST_CONFIG + 1))
+
+
+def parse_config(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a file by its bytes. Refuse what is none."""
+    try:
+        if len(data) > _LARGEST_CONFIG:
+            raise ValueError(f"it is larger than {_LARGEST_CONFIG} bytes")
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
+    return raw
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of the pairs; refuse a key that readers may take one way or the other."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {excerpt(twice)!r} is given twice")
+    return found
+
+
+def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict[str, Any]:
+    """Return the configuration of a model: the file its contract names, else the config.json beside
+    the checkpoint; empty for a module of the user's own that has none.
+
+    `base` is the folder of the contract. Refuse a file that is missing or cannot be read.
+    """
+    files = Artefacts.of(base)
+    if ref.config is not None:
+        path = files.find(ref.config)
+    else:
+        beside = files.beside(checkpoint, "config.json")
+        if beside is None and ref.module is not None:
+            return {}
+        path = beside or checkpoint.parent / "config.json"
+    return parse_config(path, files.read(path, companion("config"), _LARGEST_CONFIG))
+
+
+# --- what an architecture implements --------------------------------------------------------------
+
+_INERT = frozenset({
+    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
+    *("mask_token_id", "unk_token_id", "tokenizer_class", "gradient_checkpointing"),
+    *("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+    *("classifier_dropout", "id2label", "label2id", "problem_type", "task_specific_params"),
+    *("finetuning_task", "num_labels", "_attn_implementation", "attn_implementation"),
+    *("_attn_implementation_autoset", "model_type", "architectures"),
+    # of generate(), not of the forward pass
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "num_beams"),
+    *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "early_stopping"),
+    *("num_return_sequences", "max_new_tokens"),
+})  # fmt: skip
+"""Keys of any family that change neither states nor logits of the forward pass."""
+
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""The positive numbers that each form of RoPE scaling needs, and beside which it knows none."""
+_ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_ONE_STACK: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "is_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+    "quantization_config": (None,),
+    "pruned_heads": ({},),
+    "partial_rotary_factor": (1, None),
+    "tie_encoder_decoder": (False,),
+}
+"""The values of keys of any family that every forward pass here implements with nothing else."""
+
+
+def family_of(architecture: str, raw: Mapping[str, Any]) -> Family:
+    """Return the family of a configuration after every key was checked.
+
+    One that states no model_type is of the family that has the name of the architecture.
+    Raises Refusal (KC455) for an unknown model_type, a key that the family does not declare, and a
+    value that the forward pass does not implement.
+    """
+    name, own = raw.get("model_type", architecture), declared(architecture).families
+    if name not in own:
+        message = f"'model_type' is {name!r}; implemented: {', '.join(own)}"
+        raise _refusal(architecture, message)
+    family = own[str(name)]
+    only = {**_ONE_STACK, **family.only}
+    for cls in raw.get("architectures") or ():
+        if cls not in family.classes:
+            raise _refusal(
+                architecture,
+                f"'architectures' names {cls!r}; implemented for {name}: "
+                f"{', '.join(family.classes)}",
+            )
+    for key in sorted(family.needed - set(raw)):
+        raise _refusal(architecture, f"the field {key!r} is missing, which {name} needs")
+    for key, value in raw.items():
+        if key in only:
+            _one_of(architecture, key, value, only[key])
+        elif key not in family.read | family.inert | _INERT:
+            raise _refusal(
+                architecture,
+                f"{key!r} is no key that the architecture implements for {name}, and it may change "
+                "what the model computes",
+            )
+    _check_rope(architecture, raw)
+    return family
+
+
+def _one_of(architecture: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuse a value that is none of those implemented; true is not 1 here, nor false 0."""
+    same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+    if not any(same):
+        shown = ", ".join(repr(one) for one in allowed)
+        raise _refusal(architecture, f"{key!r} is {value!r}; implemented: {shown}")
+
+
+def _check_rope(architecture: str, raw: Mapping[str, Any]) -> None:
+    """Refuse forms of RoPE, and fields of them, that the tables do not honour."""
+    tables = [raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
+    for table in tables:
+        if not isinstance(table, Mapping):
+            raise _refusal(architecture, f"the RoPE parameters are no object: {table!r}")
+        kind = table.get("rope_type", table.get("type", "default"))
+        if kind not in ROPE_FIELDS:
+            shown = ", ".join(ROPE_FIELDS)
+            raise _refusal(architecture, f"RoPE scaling {kind!r} is not implemented, only {shown}")
+        if table.get("type", kind) != kind:
+            raise _refusal(architecture, f"RoPE is of type {table['type']!r} and of {kind!r}")
+        for key, value in table.items():
+            if key == "partial_rotary_factor":
+                _one_of(architecture, key, value, (1, None))
+            elif key not in _ROPE_COMMON and key not in ROPE_FIELDS[str(kind)]:
+                raise _refusal(architecture, f"{key!r} is no field of RoPE scaling {kind!r}")
+    if len(tables) == 2 and dict(tables[0]) != dict(tables[1]):
+        raise _refusal(architecture, "'rope_parameters' and 'rope_scaling' differ")
+    thetas = [source["rope_theta"] for source in (raw, *tables) if "rope_theta" in source]
+    if any(theta != thetas[0] for theta in thetas):
+        raise _refusal(architecture, "'rope_theta' is stated twice, with two values")
+
+
+def _refusal(architecture: str, message: str) -> Refusal:
+    return refuse(
+        codes.MODEL_CONFIG,
+        f"{architecture} configuration: {message}",
+        help="`architecture: hf` measures what transformers runs; to prove bounds, give the model "
+        "as `module: package.module:factory`",
+    )

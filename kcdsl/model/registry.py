@@ -1,0 +1,93 @@
+"""The built-in model architectures: one module of `kcdsl.model.architectures` each.
+
+A module defines `build(config) -> nn.Module`, and `canonical_key(key) -> str | None`, the name that
+a checkpoint key has in what is built. It declares, as literals:
+
+- `READ`: the keys of config.json that the forward passes of all its families read and check;
+- `FAMILIES`: by `model_type` of Hugging Face transformers, what `Family` says;
+- `ENCODER_ONLY` (default False): it ends in hidden states instead of logits;
+- `FOREIGN` (default False): its program is not one of `kcdsl.model`.
+
+The literals are read from the text of the module, so that commands that only read a contract import
+neither the module nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_FOLDER = Path(__file__).with_name("architectures")
+_LITERALS = frozenset({"READ", "FAMILIES", "ENCODER_ONLY", "FOREIGN"})
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one model_type may say in its config.json, besides what every family may.
+
+    `read` are the keys that the forward pass reads and checks itself, `only` the values of keys
+    that it implements with nothing else, `inert` keys that change no result, `needed` the keys
+    whose default differs between families.
+    """
+
+    classes: tuple[str, ...]
+    read: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    inert: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the module of an architecture declares."""
+
+    name: str
+    families: Mapping[str, Family]
+    encoder_only: bool = False
+    foreign: bool = False
+
+
+@lru_cache(maxsize=1)
+def names() -> tuple[str, ...]:
+    """Return the names of the architectures, sorted."""
+    return tuple(sorted(p.stem for p in _FOLDER.glob("*.py") if not p.stem.startswith("_")))
+
+
+@lru_cache(maxsize=16)
+def declared(name: str) -> Architecture:
+    """Return what an architecture declares; its module is read and not run."""
+    import ast
+
+    found: dict[str, Any] = {}
+    for node in ast.parse((_FOLDER / f"{name}.py").read_text(encoding="utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=literal)]) if literal in _LITERALS:
+                found[literal] = ast.literal_eval(node.value)
+    read = found.get("READ", ())
+    families = {
+        kind: Family(
+            tuple(said["classes"]),
+            frozenset({*read, *said.get("read", ())}),
+            said.get("only", {}),
+            frozenset(said.get("inert", ())),
+            frozenset(said.get("needed", ())),
+        )
+        for kind, said in found.get("FAMILIES", {}).items()
+    }
+    flags = (bool(found.get(literal, False)) for literal in ("ENCODER_ONLY", "FOREIGN"))
+    return Architecture(name, families, *flags)
+
+
+def is_encoder(name: str | None) -> bool:
+    """Say whether models of an architecture end in hidden states, as far as it is declared."""
+    return name in names() and declared(name).encoder_only
+
+
+def load(name: str) -> ModuleType:
+    """Import the module of an architecture."""
+    return import_module(f"kcdsl.model.architectures.{name}")
