@@ -239,10 +239,10 @@ def measure(case: Case, text: str) -> Measured:
     """Bound and attack one sentence in this process."""
     import torch
 
-    from kcdsl_backends.affine.pair import drift
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.interval.errors import NoBound
-    from kcdsl_backends.interval.functionals import drift_bound
+    from kcdsl_backends.drift.affine_forms import affine_drift as drift
+    from kcdsl_backends.drift.boxes.box import NoBound
+    from kcdsl_backends.drift.functionals import drift_bound
 
     factory = problem_factory(case.numerics, case.train)
     tokens = tuple(factory.model.tokenizer.encode(text))
@@ -277,7 +277,7 @@ def cost() -> list[Figure]:
     """Return time and memory of all outputs of attn_0."""
     import torch
 
-    from kcdsl_backends.affine.pair import drift
+    from kcdsl_backends.drift.affine_forms import affine_drift as drift
 
     factory = problem_factory(CASES[0].numerics)
     tokens = tuple(factory.model.tokenizer.encode(MIDDLE))
@@ -300,7 +300,7 @@ def growth() -> Figure:
     """Return the exponent with which the time of attn_0 grows with the number of tokens."""
     import torch
 
-    from kcdsl_backends.affine.pair import drift
+    from kcdsl_backends.drift.affine_forms import affine_drift as drift
 
     factory = problem_factory(CASES[0].numerics)
     tokens = tuple(factory.model.tokenizer.encode(LONG))

@@ -85,10 +85,10 @@ def shown(figures: list[Figure]) -> list[Figure]:
 
 def measured(line: Line) -> list[Figure]:
     """Return the figures of one line."""
-    from kcdsl_backends.affine.functionals import functional_bound
     from kcdsl_backends.attack.search import attack
     from kcdsl_backends.certifier.composition import CompositionTask, Plan
     from kcdsl_backends.certifier.problems import claim_margin
+    from kcdsl_backends.drift.functionals import functional_bound
 
     factory, tokens = _shop(line.model)
     context, goal, region = _stand(factory, line.block, tokens, line.radius)

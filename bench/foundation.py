@@ -89,7 +89,7 @@ def measure(name: str) -> Measured:
     import torch
 
     from kcdsl_backends.attack.search import Attack, attack
-    from kcdsl_backends.interval.functionals import drift_bound
+    from kcdsl_backends.drift.functionals import drift_bound
 
     torch.set_num_threads(1)
     factory = problem_factory(NUMERICS[name])

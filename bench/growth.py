@@ -89,7 +89,7 @@ def _cost(size: int) -> tuple[float, float]:
     """Return the seconds of a block of this width, and its peak memory in bytes."""
     import torch
 
-    from kcdsl_backends.affine.pair import drift
+    from kcdsl_backends.drift.affine_forms import affine_drift as drift
 
     with tempfile.TemporaryDirectory() as folder:
         factory = _random(size, Path(folder))

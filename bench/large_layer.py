@@ -106,7 +106,7 @@ def _cost(block: str, tokens: int, device: str) -> Cost:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from kcdsl_backends.affine.pair import drift
+    from kcdsl_backends.drift.affine_forms import affine_drift as drift
 
     with tempfile.TemporaryDirectory() as folder:
         factory = layer(Path(folder), device)

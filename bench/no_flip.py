@@ -121,9 +121,9 @@ def positions(factory: ProblemFactory, tokens: tuple[int, ...]) -> list[Position
     """Return every position of a prompt."""
     import torch
 
-    from kcdsl_backends.affine.order import margins
     from kcdsl_backends.certifier.problems import claim_margin
-    from kcdsl_backends.interval.errors import NoBound
+    from kcdsl_backends.drift.boxes.box import NoBound
+    from kcdsl_backends.drift.functionals import order_margins as margins
 
     problem = factory.problem("model", tokens)
     zero = torch.zeros(1, 1, dtype=torch.float64)

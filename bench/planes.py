@@ -94,9 +94,8 @@ def measure(case: Case) -> list[Figure]:
     import torch
 
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.interval.box import Box
-    from kcdsl_backends.interval.errors import NoBound
-    from kcdsl_backends.planes.propagate import drift
+    from kcdsl_backends.drift.boxes.box import Box, NoBound
+    from kcdsl_backends.drift.linear_bounds import linear_bounds as drift
 
     factory = problem_factory(case.numerics)
     tokens = tuple(factory.model.tokenizer.encode(SENTENCE))

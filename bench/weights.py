@@ -115,7 +115,7 @@ def measure(case: Case) -> list[Figure]:
 
 def bounds(problem: Any, centre: Any, radius: Any) -> tuple[float, float, Any]:
     """Return the largest bound of both domains together and of intervals alone, and the box."""
-    from kcdsl_backends.interval.errors import NoBound
+    from kcdsl_backends.drift.boxes.box import NoBound
 
     box = problem.bound(centre, radius).output.drift
     alone = float(box.mag().amax())

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import pair_loss
+from kcdsl_backends.drift.ops.quantized_input import activation_error
 from kcdsl_backends.empirical.sources.kernels.libraries import quantise_linear
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates
 from kcdsl_backends.empirical.sources.kernels.scaled_products import ScaledLinear, quantise
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import activation_error
-from kcdsl_backends.interval.units import pair_loss
 
 Singles = NDArray[np.float32]
 SIZES = st.sampled_from([1e-44, 1e-40, 3e-38, 1e-30, 1e-9, 2.0**-23, 1e-5, 1.0, 300.0, 1e30])

@@ -15,9 +15,9 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
-from kcdsl_backends.parameters import StoredParameters
 
 GRAPH = BlockGraph(
     "mlp_0",

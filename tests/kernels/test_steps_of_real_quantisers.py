@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.quantizers import codes, quantizer
 from kcdsl_backends.empirical.sources.kernels.libraries import exact_bytes, quantise_linear
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.quantisers import codes
-from kcdsl_backends.interval.scales import quantiser
-from kcdsl_backends.parameters import StoredParameters
 
 KINDS = ("plain", "positive", "one large", "mixed sizes", "bfloat16")
 WIDE = (0.0, 1e-6, 1e-3)
@@ -74,7 +73,7 @@ def within(x: Tensor, found: Tensor, spec: Any, wide: float) -> None:
     """The codes of x are among those of a region around x, and at a point they are these."""
     centre = x.double()
     spread = wide * centre.abs().amax()
-    by = quantiser(Box(centre - spread, centre + spread), spec, "w.weight", "n")
+    by = quantizer(Box(centre - spread, centre + spread), spec, "w.weight", "n")
     expected = codes(Box(centre - spread, centre + spread), by)
     assert bool((expected.low <= found).all() & (found <= expected.high).all())
     if not wide and spec.scale != "static":

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl.model.presets import resolve
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import accumulation_error
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import accumulation_error
 from kcdsl_certs.recheck.interval import sums
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 

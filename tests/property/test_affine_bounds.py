@@ -9,15 +9,14 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.adjoint import whole
-from kcdsl_backends.affine.energy import norm
-from kcdsl_backends.affine.reaches import norms, weighted_norms
-from kcdsl_backends.affine.remainder import Remainder as ProverRemainder
-from kcdsl_backends.affine.spectra import largest_eigenvalue
-from kcdsl_backends.affine.tape import Entry as ProverEntry
-from kcdsl_backends.affine.tape import Pull as ProverPull
-from kcdsl_backends.affine.tape import Tape as ProverTape
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine.adjoint import whole
+from kcdsl_backends.drift.affine.eigenvalues import largest_eigenvalue
+from kcdsl_backends.drift.affine.error_bounds import gram_norm, norms, weighted_norms
+from kcdsl_backends.drift.affine.tape import VJP as ProverPull
+from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
+from kcdsl_backends.drift.affine.tape import Remainder as ProverRemainder
+from kcdsl_backends.drift.affine.tape import Tape as ProverTape
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.curves import Remainder
 from kcdsl_certs.recheck.affine.ellipsoids import largest
@@ -209,7 +208,7 @@ def test_no_symbols_leave_the_norm(sizes: list[int]) -> None:
         place = len(sizes) - 1
         rows = int(rng.integers(1, 2 * sizes[-1] + 2))
         a = rng.standard_normal((rows, 1, sizes[-1]))
-        bounds = norm(one, place, prover_adjoint(a)), length(two, place, Adjoint(a, (0, 0)))
+        bounds = gram_norm(one, place, prover_adjoint(a)), length(two, place, Adjoint(a, (0, 0)))
         matrix, offset = symbols(a[:, 0], parts)
         best = climbed(matrix, offset, rng)
         for found in bounds:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kcdsl.model.formats import FORMATS
-from kcdsl_backends.affine import cases as prover
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.pair import both
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.interval.box import Box as ProverBox
+from kcdsl_backends.drift.affine import cases as prover
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.boxes.box import Box as ProverBox
 from kcdsl_certs.recheck.affine import cases as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.derivation.affine import pair as derive
@@ -132,7 +132,7 @@ MODES = ("random", "signs", "up", "down")
 @pytest.fixture(autouse=True)
 def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have both programs make the same passes: what is a step depends on them."""
-    monkeypatch.setattr("kcdsl_backends.affine.pair.coarsest", lambda *_: 0.0)
+    monkeypatch.setattr("kcdsl_backends.drift.affine_forms.coarsest", lambda *_: 0.0)
 
 
 def attention(rng: np.random.Generator) -> Any:
@@ -175,7 +175,7 @@ def test_no_run_leaves_what_both_programs_find(
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
     built, full, coarse = block(graph), parameters(graph, FULL), parameters(graph, record)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    mine = both(built, full, coarse, torch.from_numpy(centre), spread)
+    mine = affine_forms(built, full, coarse, torch.from_numpy(centre), spread)
     found = mine.box()
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy.optimize import lsq_linear
 
-from kcdsl_backends.affine import ellipsoids as prover
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.drift.affine import eigenvalues as prover
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
@@ -125,7 +125,7 @@ def test_runs_stay_inside_of_both(tmp_path: Path, kind: str, name: str, radius: 
     found = walked(tmp_path, graph, record, centre, radius)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     sides = block(graph), parameters(graph, record)
-    run = write(*sides, torch.from_numpy(centre), spread, 0.0)
+    run = affine_run(*sides, torch.from_numpy(centre), spread, 0.0)
     known = surrounded(found)
     assert known
     plain, linear = found.scene.parameters.plain, found.scene.parameters.linear
@@ -170,7 +170,7 @@ def test_both_programs_find_the_same(tmp_path: Path, kind: str) -> None:
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**14) / 2**14
     spread = torch.full((1, 1), 2.0**-12, dtype=torch.float64)
     sides = block(graph), parameters(graph, record)
-    run = write(*sides, torch.from_numpy(centre), spread, 0.0)
+    run = affine_run(*sides, torch.from_numpy(centre), spread, 0.0)
     passes = run.passes.to_json()  # what other passes say lowers the sizes of later roundings
     known = surrounded(walked(tmp_path, graph, record, centre, 2.0**-12, passes))
     assert known
@@ -267,9 +267,9 @@ def test_none_are_found_where_they_would_not_fit(monkeypatch: pytest.MonkeyPatch
     centre = torch.from_numpy(rng.standard_normal(graph.input_shape))
     spread = torch.full((1, 1), 2.0**-12, dtype=torch.float64)
     sides = block(graph), parameters(graph, record)
-    with_them = write(*sides, centre, spread, 2.0**-24)
-    monkeypatch.setattr("kcdsl_backends.affine.rules.norms.LARGEST", 0)
-    without = write(*sides, centre, spread, 2.0**-24)
+    with_them = affine_run(*sides, centre, spread, 2.0**-24)
+    monkeypatch.setattr("kcdsl_backends.drift.ops.norms.affine.LARGEST", 0)
+    without = affine_run(*sides, centre, spread, 2.0**-24)
     assert any(entry.ellipsoids for entry in with_them.tape.entries)
     assert not any(entry.ellipsoids for entry in without.tape.entries)
     assert not any(kind == "ellipsoid" for _, _, kind, _ in without.passes.rows)

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine.functionals import contrasts, functional_bound
-from kcdsl_backends.affine.order import margins
-from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.drift.affine_forms import AffineForms
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.functionals import contrasts, drift_bound, functional_bound, order_margins
 from kcdsl_certs.recheck import recheck
 from tests.support.random_models import random_model
 
@@ -73,7 +70,7 @@ class Case:
         self.problem: BlockProblem = self.factory.problem(block, TOKENS)
         self.centre = self.factory.centre(block, TOKENS)
         self.radius = torch.full((1, 1), radius, dtype=torch.float64)
-        self.forms: Both = self.problem.forms(self.centre, self.radius)
+        self.forms: AffineForms = self.problem.forms(self.centre, self.radius)
         self.margin = claim_margin(train, infer)
 
     def box(self) -> Box:
@@ -173,7 +170,7 @@ def test_no_attack_changes_what_is_proved(
     simulators = case.problem.simulators()
     reference = simulators[0].run(case.centre, {})
     for k in (1, 3):
-        found = margins(case.forms, k)
+        found = order_margins(case.forms, k)
         for row in range(len(TOKENS)):
             order = reference[row].argsort(descending=True)
             kept = set(order[:k].tolist())
@@ -197,11 +194,11 @@ def test_both_programs_decide_the_same_order(
     if case is None:
         return
     for k in (1, 2, 5):
-        shown = float(margins(case.forms, k, factor=case.margin).amin())
+        shown = float(order_margins(case.forms, k, factor=case.margin).amin())
         reason = case.checked("no_flip", 0.0, k)
         if shown > 0:
             assert reason == "ok"
-        elif float(margins(case.forms, k).amin()) < -1e-9:
+        elif float(order_margins(case.forms, k).amin()) < -1e-9:
             assert reason == "claim/too-small"
 
 
@@ -211,7 +208,7 @@ def test_some_orders_are_proved_and_some_are_not(folder: Path) -> None:
     for pair in PAIRS:
         case = cases("llama", "head", 0.0, pair, folder)
         if case is not None:
-            seen |= {bool(value > 0) for k in (1, 2, 5) for value in margins(case.forms, k)}
+            seen |= {bool(value > 0) for k in (1, 2, 5) for value in order_margins(case.forms, k)}
     assert seen == {True, False}
 
 
@@ -267,7 +264,7 @@ def test_a_span_is_at_least_that_of_every_pair(folder: Path) -> None:
 @pytest.mark.parametrize("k", [-1, 0, 16, 17])
 def test_there_is_no_order_without_other_columns(k: int, folder: Path) -> None:
     case = Case("llama", "attn_0", 0.0, "float32", folder)
-    assert not bool((margins(case.forms, k) > -torch.inf).any())
+    assert not bool((order_margins(case.forms, k) > -torch.inf).any())
     assert case.checked("no_flip", 0.0, k) == "document/field"
 
 
@@ -275,7 +272,7 @@ def test_a_reference_that_is_no_number_shows_nothing(folder: Path) -> None:
     case = Case("llama", "head", 0.0, "float32", folder)
     entry = case.forms.ends[0]
     entry.reference[2, 7] = torch.nan
-    found = margins(case.forms, 1)
+    found = order_margins(case.forms, 1)
     assert float(found[2]) == -torch.inf
     assert float(functional_bound(case.forms, case.forms.known, "span", lambda b: False)) == float(
         "inf"

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine import reaches as prover_reaches
-from kcdsl_backends.affine.energy import norm
-from kcdsl_backends.affine.functionals import functional_bound
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.drift.affine import error_bounds as prover_reaches
+from kcdsl_backends.drift.affine.error_bounds import gram_norm
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.functionals import drift_bound, functional_bound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine import reverse_passes as checker_reaches
 from kcdsl_certs.recheck.affine.reverse_passes import length
@@ -275,7 +274,7 @@ def test_large_errors_are_bounded_by_norms(
 
         return call
 
-    monkeypatch.setattr(f"{prover_reaches.__name__}.norm", counted("prover", norm))
+    monkeypatch.setattr(f"{prover_reaches.__name__}.gram_norm", counted("prover", gram_norm))
     monkeypatch.setattr(f"{checker_reaches.__name__}.length", counted("checker", length))
     factory = problem_factory(kind, pair, folder)
     problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)

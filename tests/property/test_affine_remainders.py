@@ -20,10 +20,10 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.certifier.problems import ProblemFactory
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import NoBound
 
 CONFIGS = {
     "llama": {
@@ -65,7 +65,7 @@ def test_no_input_of_the_region_leaves_the_bounds(model: Model, block: str, radi
     assert centre is not None
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     try:
-        run = write(problem.graph, problem.train, centre, spread, 2.0**-24)
+        run = affine_run(problem.graph, problem.train, centre, spread, 2.0**-24)
     except NoBound:
         assert radius > 1e-3, "a small region always has a bound"
         return

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kcdsl.model.presets import TENSOR_CORES
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.independent import Chance
-from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.pair import both
-from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.affine.tape import Entry as ProverEntry
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine.independent import Chance
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.independent import Budget
@@ -129,7 +129,7 @@ KERNELS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the prover make passes wherever a rule may, as the checker does without hints."""
-    monkeypatch.setattr("kcdsl_backends.affine.pair.coarsest", lambda *_: 0.0)
+    monkeypatch.setattr("kcdsl_backends.drift.affine_forms.coarsest", lambda *_: 0.0)
 
 
 def prover(
@@ -138,7 +138,7 @@ def prover(
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     built, side = block(graph), parameters(graph, record)
     x = torch.from_numpy(centre)
-    return write(built, side, x, spread, 0.0, chance=chance)  # passes everywhere
+    return affine_run(built, side, x, spread, 0.0, chance=chance)  # passes everywhere
 
 
 def drifts(
@@ -153,7 +153,7 @@ def drifts(
     built = block(graph)
     train, infer = (parameters(graph, record) for record in pair)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    forms = both(built, train, infer, torch.from_numpy(centre), spread, alpha=alpha)
+    forms = affine_forms(built, train, infer, torch.from_numpy(centre), spread, alpha=alpha)
     found, chance = forms.box(), forms.chance
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kcdsl.model.numerics import Attention
-from kcdsl_backends.interval.box import Box as ProverBox
-from kcdsl_backends.interval.rules import sequence as prover_rules
+from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.ops import any_length as prover_rules
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.derivation.interval import propagate
@@ -291,8 +291,8 @@ def test_roundings_of_one_column_for_all_are_seen(
 
 def exact_theta(record: Any, columns: int, side: str) -> float:
     """Return Θ of a row of so many columns from the rules for one length."""
-    from kcdsl_backends.interval.rounding import Rounding
-    from kcdsl_backends.interval.rules import softmax as one_length
+    from kcdsl_backends.drift.boxes.rounding import Rounding
+    from kcdsl_backends.drift.ops import softmax as one_length
     from tests.support import prover
 
     ones = np.ones((1, columns))
@@ -319,8 +319,8 @@ def theta_at_any_length(record: Any, longest: int, side: str) -> float:
         assert found.total is not None
         return float(found.total[0].max())
     problem = sequences.problem(attention_alone(2), {}, (record, record), longest)
-    from kcdsl_backends.interval.context import Step
-    from kcdsl_backends.interval.state import State as ProverState
+    from kcdsl_backends.drift.boxes.state import State as ProverState
+    from kcdsl_backends.drift.boxes.state import Step
 
     node = next(n for n in problem.graph.nodes if n.op == "softmax")
     one = ProverBox(torch.from_numpy(-shape), torch.from_numpy(shape))
@@ -328,7 +328,7 @@ def theta_at_any_length(record: Any, longest: int, side: str) -> float:
     known = {node.inputs[0]: ProverState(one, one, none)}
     nodes_of = {n.name: n for n in problem.graph.nodes}
     step = Step(node, problem.kernels(), nodes_of, known, frozenset())
-    sums = prover_rules.probabilities(step, longest).sums
+    sums = prover_rules.softmax_at_any_length(step, longest).sums
     assert sums is not None
     return float(sums[0].max())
 

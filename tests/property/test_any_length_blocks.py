@@ -18,7 +18,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, rows_region
-from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support.directed import DIRECTED
 from tests.support.grids import LATER

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.derivation.affine import walk
 from kcdsl_certs.recheck.derivation.derivation import Derivation
@@ -83,7 +83,7 @@ def written(graph: Any, record: Any, centre: Array, radius: float) -> KernelRun:
     """Return the run of a kernel that takes the casts of no linear apart."""
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     x = torch.from_numpy(centre)
-    return write(block(graph), parameters(graph, record), x, spread, 2.0**-60)
+    return affine_run(block(graph), parameters(graph, record), x, spread, 2.0**-60)
 
 
 def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Product:

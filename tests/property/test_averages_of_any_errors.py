@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.affine.rules.heads import heads
-from kcdsl_backends.affine.rules.one_row import of_values
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.ops.bilinear import heads
+from kcdsl_backends.drift.ops.single_row import row_of_values
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.derivation.affine import walk
 from kcdsl_certs.recheck.derivation.derivation import Derivation
@@ -97,7 +97,7 @@ def written(graph: Any, centre: Array) -> KernelRun:
     """Return the run of a kernel that takes the casts of no linear apart."""
     radius = torch.full((1, 1), RADIUS, dtype=torch.float64)
     x = torch.from_numpy(centre)
-    return write(block(graph), parameters(graph, RECORD), x, radius, 2.0**-60)
+    return affine_run(block(graph), parameters(graph, RECORD), x, radius, 2.0**-60)
 
 
 def prover(rng: np.random.Generator, groups: int, _: Path) -> Product:
@@ -116,7 +116,7 @@ def prover(rng: np.random.Generator, groups: int, _: Path) -> Product:
         balance=torch.from_numpy(one.balance)[..., None],
     )
     made_up = replace(values, own=torch.from_numpy(one.own), reach=torch.from_numpy(one.reach))
-    found = of_values(run, p, made_up, v.reference, second_order=True)
+    found = row_of_values(run, p, made_up, v.reference, second_order=True)
     assert found is not None
     curved, pull = found.curved, found.pull
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.derivation.affine import walk
@@ -120,7 +120,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def prover(setting: Setting, _: Path) -> Side:
     radius = torch.full((1, 1), setting.radius, dtype=torch.float64)
     side, x = parameters(setting.graph, RECORD), torch.from_numpy(setting.centre)
-    run = write(block(setting.graph), side, x, radius, 0.0)
+    run = affine_run(block(setting.graph), side, x, radius, 0.0)
 
     def bound(name: str, row: tuple[int, ...], values: Floats) -> Bounded:
         index = run.computed[name]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.derivation.affine import walk
 from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
@@ -70,7 +70,7 @@ class Projection:
 def prover(setting: Setting, _: Path) -> Iterator[Projection]:
     radius = torch.full((1, 1), setting.radius, dtype=torch.float64)
     side, x = parameters(setting.graph, TRAIN), torch.from_numpy(setting.centre)
-    run = write(block(setting.graph), side, x, radius, 0.0)
+    run = affine_run(block(setting.graph), side, x, radius, 0.0)
     node = run.nodes[setting.graph.output]
     place, scores = run.computed[node.name], run.operand(node, 0)
     entry, numerator = run.tape.entries[place], run.tape.entries[place - 1]

@@ -24,9 +24,9 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.quantiser import cached
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.cache import coded
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.ops.cache import coded
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.interval.box import Box
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import Box
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -35,7 +35,7 @@ def kernel(centre: np.ndarray, bias: tuple[float, float] | None) -> KernelRun:
     built = graph(bias)
     record = proofs.numerics("bfloat16", "any")
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    return write(block(built), parameters(built, record), torch.from_numpy(centre), zero, 0.0)
+    return affine_run(block(built), parameters(built, record), torch.from_numpy(centre), zero, 0.0)
 
 
 def vertices(centre: np.ndarray, bias: tuple[float, float] | None, signs: np.ndarray) -> float:

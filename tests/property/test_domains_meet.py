@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.pair import Both, both
-from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.context import Kernels
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.propagate import boxes
+from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.state import Kernels
+from kcdsl_backends.drift.interval import kernel_boxes
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.derivation.affine import Pair, pair
 from kcdsl_certs.recheck.derivation.derivation import Derivation
@@ -50,7 +49,7 @@ AGREE = 2.0**-12
 @pytest.fixture(autouse=True)
 def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the prover make passes wherever a rule may, as the checker does without hints."""
-    monkeypatch.setattr("kcdsl_backends.affine.pair.coarsest", lambda *_: 0.0)
+    monkeypatch.setattr("kcdsl_backends.drift.affine_forms.coarsest", lambda *_: 0.0)
 
 
 @pytest.mark.sample(21)
@@ -96,7 +95,7 @@ def test_boxes_lower_reaches_and_bounds(tmp_path: Path) -> None:
     built, radius = block(graph), torch.full((1, 1), 2.0**-6, dtype=torch.float64)
     met = _proved(graph, kernel, centre, 2.0**-6)
     x, infer = torch.from_numpy(centre), parameters(graph, kernel)
-    alone = write(built, infer, x, radius, 2.0**-8)
+    alone = affine_run(built, infer, x, radius, 2.0**-8)
     lowered = [
         node
         for node, index in alone.computed.items()
@@ -104,7 +103,7 @@ def test_boxes_lower_reaches_and_bounds(tmp_path: Path) -> None:
     ]
     assert lowered
     derived = _derived(_scene(tmp_path, graph, kernel, centre, 2.0**-6))
-    apart = Both(met.output, met.train, alone).box()
+    apart = AffineForms(met.output, met.train, alone).box()
     for lo, hi in ((met.box().lo, met.box().hi), map(torch.from_numpy, _output(derived))):
         assert float((hi - lo).max()) < float((apart.hi - apart.lo).max())
 
@@ -118,7 +117,7 @@ def test_nodes_before_one_without_a_bound_are_met(tmp_path: Path) -> None:
     centre, coarse = np.full((2, 3), 300.0), N("float16", "nearest")
     stored = parameters(g, FULL), parameters(g, coarse)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    found = boxes(block(g), Kernels.of(*stored), torch.from_numpy(centre), zero)
+    found = kernel_boxes(block(g), Kernels.of(*stored), torch.from_numpy(centre), zero)
     within = _enclosed(_scene(tmp_path, g, coarse, centre, 0.0))
     last = g.nodes[-1]["name"]
     for ours, theirs in zip(found, (within.train, within.infer), strict=True):
@@ -134,10 +133,10 @@ def _drawn(rule: str, case: tuple[int, ...]) -> tuple[Any, np.ndarray]:
     return graph, np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
 
 
-def _proved(graph: Any, kernel: Any, centre: np.ndarray, radius: float) -> Both:
+def _proved(graph: Any, kernel: Any, centre: np.ndarray, radius: float) -> AffineForms:
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     sides = parameters(graph, FULL), parameters(graph, kernel)
-    return both(block(graph), *sides, torch.from_numpy(centre), spread)
+    return affine_forms(block(graph), *sides, torch.from_numpy(centre), spread)
 
 
 def _boxes(
@@ -145,7 +144,7 @@ def _boxes(
 ) -> tuple[dict[str, Box], dict[str, Box]]:
     kernels = Kernels.of(parameters(graph, FULL), parameters(graph, kernel))
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    return boxes(block(graph), kernels, torch.from_numpy(centre), spread)
+    return kernel_boxes(block(graph), kernels, torch.from_numpy(centre), spread)
 
 
 def _scene(folder: Path, graph: Any, kernel: Any, centre: np.ndarray, radius: float) -> Scene:

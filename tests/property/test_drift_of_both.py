@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.pair import both
+from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_certs.recheck.derivation.affine import pair
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
@@ -44,7 +44,7 @@ def prover(
     # both kernels read the same tensors
     two = one.under(other.numerics)
     wide = torch.full((1, 1), radius).double()
-    forms = both(block(graph), one, two, torch.from_numpy(centre), wide)
+    forms = affine_forms(block(graph), one, two, torch.from_numpy(centre), wide)
     box, witness = forms.box(), forms.witness()[graph.output]
     length = forms.length((0,))
     assert length >= float(box.mag().amax()) * (1 - 2.0**-30)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine import reaches
-from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.affine.pair import drift
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.drift.affine import error_bounds as reaches
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine_forms import affine_drift
+from kcdsl_backends.drift.affine_run import affine_run
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.prover import block, parameters
@@ -36,11 +36,11 @@ def test_bounds_do_not_depend_on_how_many_come_together(
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     built = block(graph)
     train, infer = (parameters(graph, record) for record in pair)
-    many = drift(built, train, infer, centre, spread).box
+    many = affine_drift(built, train, infer, centre, spread).box
     widest = centre.numel()
     for most in (widest, 2 * widest, 5 * widest, 1):
         monkeypatch.setattr(reaches, "MOST_NUMBERS", most)
-        few = drift(built, train, infer, centre, spread).box
+        few = affine_drift(built, train, infer, centre, spread).box
         noise = 2.0**-40 * (1 + many.mag())
         assert bool(((few.lo - many.lo).abs() <= noise).all())
         assert bool(((few.hi - many.hi).abs() <= noise).all())
@@ -49,7 +49,9 @@ def test_bounds_do_not_depend_on_how_many_come_together(
 def test_as_many_come_together_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = RULES["linear"](np.random.default_rng(1))
     side, zero = parameters(graph, PAIRS[0][0]), torch.zeros(1, 1, dtype=torch.float64)
-    run = write(block(graph), side, torch.zeros(graph.input_shape, dtype=torch.float64), zero, 0.0)
+    run = affine_run(
+        block(graph), side, torch.zeros(graph.input_shape, dtype=torch.float64), zero, 0.0
+    )
     widest = max(e.reference.numel() for e in run.tape.entries)
     assert reaches.at_once(run.tape) == reaches.BATCH
     for most, expected in ((3 * widest, 3), (3 * widest - 1, 2), (1, 1)):
@@ -63,7 +65,7 @@ def test_columns_that_the_mask_forbids_carry_nothing() -> None:
     graph = RULES["context of shared heads"](rng)
     centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 8) / 8)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    run = write(block(graph), parameters(graph, PAIRS[0][1]), centre, zero, 0.0)
+    run = affine_run(block(graph), parameters(graph, PAIRS[0][1]), centre, zero, 0.0)
     tape = run.tape
     place = next(i for i, e in enumerate(tape.entries) if e.name.endswith("/numerator"))
     shape = tape.entries[place].shape

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.planes.propagate import drift as planes_drift
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read

@@ -15,13 +15,16 @@ from torch.nn import functional as F
 from kcdsl.model.evaluate_graph import run_graph
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine.rules.elementwise import _gelu_tanh_curvature
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.rules.elementwise import GELU_TANH, gelu_tanh_curvature
-from kcdsl_backends.parameters import StoredParameters
-from kcdsl_backends.planes.propagate import drift as planes
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
+from kcdsl_backends.drift.ops.activations import (
+    GELU_TANH,
+    _gelu_tanh_curvature,
+    gelu_tanh_curvature,
+)
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.ops.elementwise.functions import GELU_TANH as THEIRS
 from kcdsl_certs.recheck.ops.elementwise.functions import (

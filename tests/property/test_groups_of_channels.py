@@ -16,11 +16,11 @@ import torch
 
 from kcdsl.model.formats import LAYOUTS
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine import quantising as prover
-from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.affine.pair import both
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.ops import quantized_input as prover
 from kcdsl_certs.recheck.affine.adjoint import Adjoint as CheckedAdjoint
 from kcdsl_certs.recheck.derivation.affine import drift
 from kcdsl_certs.recheck.derivation.derivation import Derivation
@@ -97,7 +97,7 @@ def test_runs_stay_inside_of_what_both_find(tmp_path: Path, name: str, radius: f
     problem = BlockProblem(block(graph), parameters(graph, FULL), parameters(graph, record))
     point, spread = torch.from_numpy(centre), torch.full((1, 1), radius, dtype=torch.float64)
     found = problem.bound(point, spread).output.drift
-    forms = both(problem.graph, problem.train, problem.infer, point, spread).box()
+    forms = affine_forms(problem.graph, problem.train, problem.infer, point, spread).box()
     with np.errstate(all="ignore"):
         derived = {n.name: numeric(v) for n, v in propagate(scene)}[graph.output].d
         walked = drift(scene).output

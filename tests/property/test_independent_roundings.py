@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl.model.formats import CASTS
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.independent import Chance, Parts, Roundings
-from kcdsl_backends.affine.pair import both
-from kcdsl_backends.affine.tape import Amplified
-from kcdsl_backends.affine.tape import Entry as ProverEntry
-from kcdsl_backends.affine.tape import Tape as ProverTape
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
+from kcdsl_backends.drift.affine.tape import Amplified
+from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
+from kcdsl_backends.drift.affine.tape import Tape as ProverTape
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split
@@ -75,7 +75,7 @@ def test_random_runs_stay_within(name: str, kernel: str) -> None:
     built, (one, two) = block(graph), [parameters(graph, record) for record in records]
     x = torch.from_numpy(rng.standard_normal(graph.input_shape))
     wide = torch.full((1, 1), radius, dtype=torch.float64)
-    pair = both(built, one, two, x, wide, alpha=ALPHA)
+    pair = affine_forms(built, one, two, x, wide, alpha=ALPHA)
     box = pair.box()
     assert pair.chance is not None
     train, infer = (Simulator(built, side.numerics, side) for side in (one, two))
@@ -97,7 +97,7 @@ def test_few_roundings_may_all_point_one_way() -> None:
     side = parameters(g, record)
     centre, zero = torch.tensor([[0.7]], dtype=torch.float64), torch.zeros(1, 1).double()
     built, exact = block(g), parameters(g, N("float64", "any", accumulate="float64"))
-    box = both(built, exact, side, centre, zero, alpha=ALPHA).box()
+    box = affine_forms(built, exact, side, centre, zero, alpha=ALPHA).box()
     run, train = (Simulator(built, one.numerics, one) for one in (side, exact))
     reference = train.run(centre, {})
     shapes = run.symbol_shapes()
@@ -180,8 +180,8 @@ def test_there_are_no_more_functionals_than_are_spoken_of(
     x, zero = torch.from_numpy(rng.standard_normal(graph.input_shape)), torch.zeros(1, 1).double()
 
     def bounded(count: int) -> int:
-        monkeypatch.setattr("kcdsl_backends.affine.pair.room", lambda graph: count)
-        forms = both(block(graph), side, side, x, zero, alpha=ALPHA)
+        monkeypatch.setattr("kcdsl_backends.drift.affine_forms.room", lambda graph: count)
+        forms = affine_forms(block(graph), side, side, x, zero, alpha=ALPHA)
         forms.box()
         assert forms.chance is not None
         return forms.chance.asked

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.handing import Around
-from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.interval.box import Box
+from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.derivation.affine import walk
 from kcdsl_certs.recheck.derivation.derivation import Derivation
@@ -47,10 +47,12 @@ def test_whatever_comes_in_lies_within_the_reach(seed: int, held: bool, tmp_path
     held_at[0, 1] -= 2.0**-23
 
     drift = Box(torch.from_numpy(low), torch.from_numpy(high))
-    known = Around(torch.from_numpy(middle), torch.from_numpy(shapes)) if held else None
+    known = (
+        InterfaceEllipsoids(torch.from_numpy(middle), torch.from_numpy(shapes)) if held else None
+    )
     zero = torch.zeros(1, 1, dtype=torch.float64)
     stored = parameters(graph, KERNEL)
-    run = write(block(graph), stored, torch.from_numpy(centre), zero, 0.0, drift, handed=known)
+    run = affine_run(block(graph), stored, torch.from_numpy(centre), zero, 0.0, drift, handed=known)
     entry = run.tape.entries[run.computed[x]]
     _holds(entry.reference.numpy(), entry.reach.numpy(), centre, low, high)
     own = run.tape.entries[1].reach if held else entry.radius

@@ -18,10 +18,9 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack, functional
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
-from kcdsl_backends.interval.state import State
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.state import State
+from kcdsl_backends.drift.functionals import drift_bound
 from tests.support.directed import DIRECTED
 from tests.support.grids import by_turns
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation.affine import pair as derive
 from kcdsl_certs.recheck.derivation.affine import walk

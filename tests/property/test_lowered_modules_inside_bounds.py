@@ -16,8 +16,8 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.attention import composed_attention
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
+from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
-from kcdsl_backends.interval.errors import NoBound
 from tests.support.random_modules import model_of
 
 ROWS, WIDTH = 5, 4

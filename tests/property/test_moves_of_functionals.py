@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kcdsl.model.view import View
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.derivation.affine import walk
@@ -90,7 +90,7 @@ def test_functionals_go_where_numbers_came_from(name: str, tmp_path: Path) -> No
     centre = rng.standard_normal(rows)
 
     zero = torch.full((1, 1), 2.0**-20, dtype=torch.float64)
-    run = write(block(graph), parameters(graph, KERNEL), torch.from_numpy(centre), zero, 0.0)
+    run = affine_run(block(graph), parameters(graph, KERNEL), torch.from_numpy(centre), zero, 0.0)
     entries = run.tape.entries
     index = run.computed[y]
     for window in _windows(after):

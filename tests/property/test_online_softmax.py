@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kcdsl.model.presets import resolve
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules import softmax as prover
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.ops import softmax as prover
+from kcdsl_backends.drift.ops.attention import _context_error
 from kcdsl_certs.recheck.interval.box import exact
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.attention import probabilities as checker
@@ -106,7 +107,7 @@ def test_no_tiling_leaves_the_bounds(tile: int, stored: str, rounded_sum: bool) 
             closest = max(closest, float((error / b).max()))
             result = Box.point(torch.from_numpy(p[None] @ v))
             values = Box.point(torch.from_numpy(v))
-            granted = prover._context_error(
+            granted = _context_error(
                 probabilities, torch.from_numpy(b), values, result, kernel
             ).numpy()
             assert (np.abs(output - p @ v)[None] <= granted).all()

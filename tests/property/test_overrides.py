@@ -11,11 +11,11 @@ import torch
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.presets import refuse_strays, resolve
-from kcdsl_backends.affine.pair import both
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.planes.propagate import drift as planes
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck.derivation.affine import drift as affine
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.derivation.interval import propagate
@@ -99,7 +99,7 @@ def test_runs_lie_in_the_boxes(
     near = 2.0**-16 * (boxes[0][1] - boxes[0][0]) + 1e-12
     assert all((np.abs(a - b) <= near).all() for a, b in zip(*boxes[:2], strict=True))
     try:
-        forms = both(problem.graph, problem.train, problem.infer, point, spread).box()
+        forms = affine_forms(problem.graph, problem.train, problem.infer, point, spread).box()
     except NoBound:
         with pytest.raises(Rejected):
             affine(scene)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.planes.functional import Functional as ProverFunctional
-from kcdsl_backends.planes.propagate import walk as prove
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.linear.tape import Functional as ProverFunctional
+from kcdsl_backends.drift.linear_bounds import linear_walk as prove
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive

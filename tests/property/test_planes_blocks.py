@@ -17,10 +17,9 @@ from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
-from kcdsl_backends.planes.propagate import drift
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.functionals import drift_bound
+from kcdsl_backends.drift.linear_bounds import linear_bounds
 from tests.support.directed import DIRECTED
 from tests.support.grids import LATER
 
@@ -63,7 +62,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def bounds(problem: BlockProblem, centre: torch.Tensor, spread: torch.Tensor) -> tuple[Box, Box]:
     """Return the boxes of the planes and of the interval domain."""
     return (
-        drift(problem.graph, problem.kernels(), centre, spread).box,
+        linear_bounds(problem.graph, problem.kernels(), centre, spread).box,
         problem.bound(centre, spread).output.drift,
     )
 

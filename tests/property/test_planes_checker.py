@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.interval.box import Box as ProverBox
-from kcdsl_backends.planes.relu import Change
-from kcdsl_backends.planes.rules import attention
+from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.linear.relu import Change
+from kcdsl_backends.drift.ops import softmax as attention
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.linear_bounds.tape import Polygon

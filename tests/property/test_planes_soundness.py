@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.planes.functional import Functional
-from kcdsl_backends.planes.propagate import walk
-from kcdsl_backends.planes.run import Run
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.linear.run import LinearRun
+from kcdsl_backends.drift.linear.tape import Functional
+from kcdsl_backends.drift.linear_bounds import linear_walk
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.grids import by_turns
@@ -67,7 +67,9 @@ def runs(
     return found
 
 
-def check(run: Run, seen: list[dict[str, tuple[Tensor, Tensor]]], rng: np.random.Generator) -> int:
+def check(
+    run: LinearRun, seen: list[dict[str, tuple[Tensor, Tensor]]], rng: np.random.Generator
+) -> int:
     """Hold boxes, elements and random functionals of every node against the runs."""
     compared = 0
     for name, index in run.index.items():
@@ -109,7 +111,7 @@ def test_no_run_leaves_the_planes(rule: str, numerics: str, radius: float) -> No
     problem = BlockProblem(block(graph), train, infer)
     centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    run = walk(problem.graph, problem.kernels(), centre, spread)
+    run = linear_walk(problem.graph, problem.kernels(), centre, spread)
     computed = [n.name for n in problem.graph.nodes if n.op not in ("param", "constant")]
     seen = runs(problem, computed, centre, radius, seed[0])
     assert check(run, seen, rng) == len(computed)

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.certifier.proof import plain
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.planes.functional import Functional as ProverFunctional
-from kcdsl_backends.planes.hints import hints_of
-from kcdsl_backends.planes.propagate import drift
-from kcdsl_backends.planes.propagate import walk as prove
-from kcdsl_backends.planes.run import Run
-from kcdsl_backends.planes.tape import Entry as ProverEntry
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.linear.run import LinearRun
+from kcdsl_backends.drift.linear.search import hints_of
+from kcdsl_backends.drift.linear.tape import Functional as ProverFunctional
+from kcdsl_backends.drift.linear.tape import LinearEntry as ProverEntry
+from kcdsl_backends.drift.linear_bounds import linear_bounds
+from kcdsl_backends.drift.linear_bounds import linear_walk as prove
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
@@ -84,7 +84,7 @@ Floats = np.ndarray
 AGREE = 2.0**-20
 
 
-def prover(graph: Any, pair: tuple[Any, Any], centre: Floats | None, radius: float) -> Run:
+def prover(graph: Any, pair: tuple[Any, Any], centre: Floats | None, radius: float) -> LinearRun:
     train, infer = (parameters(graph, record) for record in pair)
     problem = BlockProblem(block(graph), train, infer)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
@@ -177,7 +177,7 @@ def compare(mine: ProverEntry, other: BoundsEntry, noise: float, name: str) -> N
 
 
 def functionals(
-    first: Run, second: Context, name: str, rng: np.random.Generator, noise: float
+    first: LinearRun, second: Context, name: str, rng: np.random.Generator, noise: float
 ) -> None:
     """Compare random functionals of both unknowns of a node, of one row and of all."""
     index, place = first.index[name], second.places[name]
@@ -224,7 +224,7 @@ def test_slopes_of_single_elements_do_the_same(tmp_path: Path) -> None:
     train, infer = (parameters(graph, record) for record in records)
     problem = BlockProblem(block(graph), train, infer)
     spread = torch.full((1, 1), 2.0**-3, dtype=torch.float64)
-    found = drift(problem.graph, problem.kernels(), torch.from_numpy(centre), spread)
+    found = linear_bounds(problem.graph, problem.kernels(), torch.from_numpy(centre), spread)
     assert len(found.hints["searched"]) > 8
     box = found.box
     full, plain = (

@@ -21,8 +21,8 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region
+from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
-from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support.random_modules import model_of
 

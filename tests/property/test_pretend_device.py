@@ -28,9 +28,6 @@ from kcdsl.route.goals import goals
 from kcdsl.verdict.counterexample import Replayed
 from kcdsl.verdict.model import Violated
 from kcdsl.verdict.outcome import GoalOutcome
-from kcdsl_backends.affine.functionals import functional_bound
-from kcdsl_backends.affine.order import margins
-from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.attack import batched_search, search
 from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
@@ -38,9 +35,11 @@ from kcdsl_backends.certifier.problems import (
     ProblemFactory,
     certified_block_drift,
 )
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.propagate import Bounds
-from kcdsl_backends.planes.search import Effort
+from kcdsl_backends.drift.affine_forms import AffineForms
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.functionals import functional_bound, order_margins
+from kcdsl_backends.drift.interval import Bounds
+from kcdsl_backends.drift.linear.search import Effort
 from tests.support.pretend_device import Held, pretend_device
 from tests.support.random_models import random_model
 from tests.support.small_models import write_contract, write_model
@@ -129,11 +128,11 @@ def said(factory: ProblemFactory, block: str, radius: float, wide: bool) -> list
     def boxes(found: Bounds) -> list[Any]:
         return [found.output.drift.lo, found.output.drift.hi, found.witness]
 
-    def read(forms: Both) -> list[Any]:
+    def read(forms: AffineForms) -> list[Any]:
         box = forms.box()
         kinds = ("inf", "2", "span")
         bounds = [functional_bound(forms, box, kind, lambda value: False) for kind in kinds]
-        return [box.lo, box.hi, forms.witness(), bounds, margins(forms, 2), forms.passes]
+        return [box.lo, box.hi, forms.witness(), bounds, order_margins(forms, 2), forms.passes]
 
     def planes() -> list[Any]:
         found = problem.planes(centre, spread, Effort(limit=None), lambda output: False)

@@ -22,11 +22,10 @@ from kcdsl.model.presets import (
 )
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.attack.quantiser import to_nearest
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.quantisers import staircase
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import activation_error
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.ops.quantized_input import activation_error
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.parameters import Parameters
@@ -311,7 +310,7 @@ def test_quantised_inputs_lie_in_the_boxes_of_both_programs(
             granted = quantisation(kernel, theirs)
             np.testing.assert_allclose(error.numpy(), granted, rtol=2.0**-10, atol=2.0**-120)
             value, off = quantised(kernel, theirs, granted)
-            ours = staircase(around, error, rounding)
+            ours = quantizer_steps(around, error, rounding)
             for pick in range(4):
                 share = torch.rand(x.shape, generator=torch.Generator().manual_seed(pick))
                 met = (around.lo + (around.hi - around.lo) * share).float()
@@ -464,7 +463,7 @@ def test_a_batch_may_hold_larger_numbers_than_the_sequence() -> None:
             done = np.clip(np.rint(x.numpy() / s), -127, 127).astype(np.float32) * s
             away = done.astype(np.float64) - x.double().numpy()
             assert (np.abs(away) <= error.numpy()).all()
-            steps = staircase(point, error, rounding)
+            steps = quantizer_steps(point, error, rounding)
             if steps is not None:
                 assert bool((steps.value.lo.numpy() <= done).all())
                 assert bool((done <= steps.value.hi.numpy()).all())

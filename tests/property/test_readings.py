@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.pair import both
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.attack.versions import MOST, versions
-from kcdsl_backends.interval.context import Kernels
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.propagate import propagate
-from kcdsl_backends.interval.readings import several
-from kcdsl_backends.planes.propagate import drift as drift_of_planes
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes.rounding import several
+from kcdsl_backends.drift.boxes.state import Kernels
+from kcdsl_backends.drift.interval import propagate
+from kcdsl_backends.drift.linear_bounds import linear_bounds as drift_of_planes
 from kcdsl_certs.recheck.derivation.affine import drift
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.derivation.interval import enclosed
@@ -204,7 +204,7 @@ def boxes(folder: Path, graph: Any, record: Any, centre: np.ndarray, radius: flo
     kernels = Kernels.of(train, infer)
     domains: dict[str, Callable[[], Any]] = {
         "interval": lambda: propagate(block(graph), kernels, *at).output.drift,
-        "affine": lambda: both(block(graph), train, infer, *at).box(),
+        "affine": lambda: affine_forms(block(graph), train, infer, *at).box(),
         "planes": lambda: drift_of_planes(block(graph), kernels, *at).box,
     }
     for name, domain in domains.items():

@@ -18,8 +18,8 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures import bert, llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
+from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
-from kcdsl_backends.interval.errors import NoBound
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 8, "head_dim": 2, "intermediate_size": 5,

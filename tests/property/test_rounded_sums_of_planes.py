@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.interval.box import Box as ProverBox
-from kcdsl_backends.planes import functional as prover_functional
-from kcdsl_backends.planes import tape as prover
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.linear import tape as prover
+from kcdsl_backends.drift.linear import tape as prover_functional
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.linear_bounds import tape as checker
@@ -49,7 +49,7 @@ def test_the_checker_pays() -> None:
 
 
 def test_the_prover_pays() -> None:
-    tape = prover.Tape()
+    tape = prover.LinearTape()
 
     def part(values: np.ndarray) -> prover_functional.Functional:
         return prover_functional.Functional(ProverAdjoint.full(torch.from_numpy(values)), None)
@@ -58,10 +58,10 @@ def test_the_prover_pays() -> None:
         assert f.deviation is not None
         return [(0, part(f.deviation.dense().values.sum(-1, keepdim=True).numpy()))]
 
-    def entry(size: int, pull: prover.Pull, noise: prover.Noise | None = None) -> None:
+    def entry(size: int, pull: prover.LinearVJP, noise: prover.Noise | None = None) -> None:
         zero = torch.zeros(size, dtype=torch.float64)
         unit = ProverBox(zero - 1, zero + 1)
-        tape.add(prover.Entry("", zero, unit, ProverBox(zero, zero), pull, noise))
+        tape.add(prover.LinearEntry("", zero, unit, ProverBox(zero, zero), pull, noise))
 
     single = torch.ones(1, dtype=torch.float64)
     entry(1, lambda _: [], prover.Noise(single, 0 * single))

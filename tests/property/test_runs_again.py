@@ -23,7 +23,7 @@ from kcdsl_backends.attack.runs import Run, Unusable, attack_of, functional, rec
 from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.drift.boxes.box import NoBound
 from tests.support.directed import DIRECTED
 
 LLAMA = {

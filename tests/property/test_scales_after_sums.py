@@ -13,12 +13,12 @@ import torch
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine.pair import both
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import term_roundings
-from kcdsl_backends.planes.propagate import drift as planes
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import term_roundings
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck.derivation.affine import drift as affine
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.derivation.interval import propagate
@@ -145,7 +145,9 @@ def boxes(graph: Any, given: Any, centre: Floats, radius: float, path: Path) -> 
         derived = {n.name: numeric(v) for n, v in propagate(scene)}[graph.output].d
         found = {
             "interval": problem.bound(point, spread).output.drift,
-            "affine": both(problem.graph, problem.train, problem.infer, point, spread).box(),
+            "affine": affine_forms(
+                problem.graph, problem.train, problem.infer, point, spread
+            ).box(),
             "planes": planes(problem.graph, problem.kernels(), point, spread).output.drift,
         }
         checked = {

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.neighbourhood import Neighbourhood
+from kcdsl_backends.drift.affine_forms import AffineForms
+from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.recheck.derivation.affine import Pair, pair
 from kcdsl_certs.recheck.derivation.derivation import Derivation
@@ -33,11 +33,13 @@ Floats = np.ndarray
 Program = Callable[[Any, tuple[Any, Any], Floats | None, Fraction, Path], tuple[Floats, Floats]]
 
 
-def forms(graph: Any, records: tuple[Any, Any], centre: Floats | None, rho: Fraction) -> Both:
+def forms(
+    graph: Any, records: tuple[Any, Any], centre: Floats | None, rho: Fraction
+) -> AffineForms:
     """Return the prover's forms for all weights within ρ of those of a graph."""
     one, two = (prover.parameters(graph, record) for record in records)
     problem = BlockProblem(prover.block(graph), one, one.under(two.numerics))
-    around = Neighbourhood(rho, one.tensors, one.numerics, two.numerics, one.device)
+    around = WeightBall(rho, one.tensors, one.numerics, two.numerics, one.device)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     return replace(problem, weight_ball=around).forms(
         None if centre is None else torch.from_numpy(centre), zero

@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.rules import softmax
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.ops import softmax
 from kcdsl_certs.recheck.interval import box as second
 from kcdsl_certs.recheck.ops.attention import probabilities
 

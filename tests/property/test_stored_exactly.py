@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kcdsl.model.formats import FORMATS
-from kcdsl_backends.interval.box import Box as ProverBox
-from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.state import stored
 from kcdsl_certs.recheck.numerics.formats import FLOAT32

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kcdsl.model.presets import resolve
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import accumulation_error
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import accumulation_error
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 

@@ -17,12 +17,10 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import saturation_error
-from kcdsl_backends.interval.units import pair_loss
-from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import pair_loss, saturation_error
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.sums import clipped
 from kcdsl_certs.recheck.numerics.specification import parse_kernel

@@ -10,9 +10,9 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.parameters import StoredParameters
-from kcdsl_backends.planes.propagate import drift as planes
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.affine.rules.keys import Keys, Turn
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.ops.bilinear import KeyMaps, Rotation
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.prover import block, parameters
@@ -42,7 +42,9 @@ def runs(rule: str) -> list[KernelRun]:
             graph = RULES[rule](rng)
             centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 8) / 8)
             spread = torch.full((1, 1), radius, dtype=torch.float64)
-            found.append(write(block(graph), parameters(graph, record), centre, spread, 2.0**-60))
+            found.append(
+                affine_run(block(graph), parameters(graph, record), centre, spread, 2.0**-60)
+            )
     return found
 
 
@@ -82,20 +84,20 @@ def test_both_ways_give_the_same_bounds(rule: str) -> None:
 def test_a_mistake_in_the_short_way_would_be_seen(
     rule: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    back = Turn.back
+    back = Rotation.back
 
-    def wrong(self: Turn, vectors: torch.Tensor, rows: slice) -> torch.Tensor:
+    def wrong(self: Rotation, vectors: torch.Tensor, rows: slice) -> torch.Tensor:
         if broken == "no rotation":
             return vectors.expand(-1, self.cos[rows].shape[0], -1)
         return back(replace(self, sin=-self.sin), vectors, rows)
 
-    def nothing(self: Keys, each: torch.Tensor, *_: Any) -> torch.Tensor:
+    def nothing(self: KeyMaps, each: torch.Tensor, *_: Any) -> torch.Tensor:
         return each.new_zeros(len(each))
 
     changes: dict[str, tuple[type, str, Callable[..., torch.Tensor]]] = {
-        "no rotation": (Turn, "back", wrong),
-        "rotated the other way": (Turn, "back", wrong),
-        "nothing added": (Keys, "own", nothing),
+        "no rotation": (Rotation, "back", wrong),
+        "rotated the other way": (Rotation, "back", wrong),
+        "nothing added": (KeyMaps, "own", nothing),
     }
     monkeypatch.setattr(*changes[broken])
     assert max(abs(q - 1) for q in quotients(runs(rule)[2])) > 2.0**-20

@@ -20,8 +20,8 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.interval.functionals import drift_bound
-from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support.grids import by_turns
 

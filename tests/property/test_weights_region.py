@@ -14,10 +14,9 @@ import torch
 from kcdsl.model.graph import Node
 from kcdsl.model.weights import linear_weight, plain_parameter
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
-from kcdsl_backends.interval.neighbourhood import Neighbourhood
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.weight_ball import WeightBall
+from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation.affine import pair
 from kcdsl_certs.recheck.derivation.derivation import Derivation
@@ -150,7 +149,7 @@ def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction
     for other in partners:
         records = STORED[one], other
         train, infer = (prover.numerics(record) for record in records)
-        around = Neighbourhood(rho, tensors, train, infer, torch.device("cpu"))
+        around = WeightBall(rho, tensors, train, infer, torch.device("cpu"))
         specs = _kernels(*records)
         for use in ("plain", "linear"):
             mine = getattr(around, use)(node)
@@ -229,7 +228,7 @@ def test_the_boxes_are_not_wider_than_what_is_stored() -> None:
     train, infer = (prover.numerics(record) for record in records)
     rho = Fraction(1, 2**20)
     tensors = {"w": torch.from_numpy(w)}
-    moved = Neighbourhood(rho, tensors, train, infer, torch.device("cpu")).linear(node)
+    moved = WeightBall(rho, tensors, train, infer, torch.device("cpu")).linear(node)
     known = held(records[1], w, "linear") - w
     width = (moved.difference.hi - moved.difference.lo).numpy()
     assert (width <= 5 * float(rho) * np.abs(w) + 2.0**-130).mean() > 0.95
@@ -241,7 +240,7 @@ def test_a_parameter_that_both_kernels_store_alike_has_no_drift() -> None:
     node = Node("n", "param", (), w.shape, {"key": "w"}, "")
     coarse = prover.numerics(proofs.numerics("bfloat16"))
     tensors = {"w": torch.from_numpy(w)}
-    around = Neighbourhood(Fraction(1, 4), tensors, coarse, coarse, torch.device("cpu"))
+    around = WeightBall(Fraction(1, 4), tensors, coarse, coarse, torch.device("cpu"))
     assert float(around.plain(node).difference.mag().max()) == 0.0
     specs = _kernels(proofs.numerics("bfloat16"), proofs.numerics("bfloat16"))
     assert not weight_ball.both(w.astype(np.float64), Fraction(1, 4), specs, True, "w")[2].hi.any()
@@ -359,5 +358,5 @@ def _prover(graph: Any, records: Any, rho: Fraction) -> BlockProblem:
     problem = BlockProblem(prover.block(graph), train, infer)
     tensors = {key: torch.from_numpy(array) for key, array in graph.tensors.items()}
     one, two = (prover.numerics(record) for record in records)
-    ball = Neighbourhood(rho, tensors, one, two, torch.device("cpu"))
+    ball = WeightBall(rho, tensors, one, two, torch.device("cpu"))
     return replace(problem, weight_ball=ball)

@@ -18,7 +18,7 @@ from kcdsl.model.numerics import (
     Unit,
     Weights,
 )
-from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
 
 
 def numerics(record: Any) -> Numerics:

@@ -10,8 +10,8 @@ import numpy as np
 
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.certifier.sequences import stored_tables
-from kcdsl_backends.interval.context import Parameter, Rows
-from kcdsl_backends.interval.sequences import row_axes
+from kcdsl_backends.drift.boxes.any_length import row_axes
+from kcdsl_backends.drift.boxes.state import Parameter, Rows
 from tests.support import proofs, prover
 
 Document = dict[str, Any]

@@ -15,9 +15,9 @@ from torch import Tensor
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.written import written
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.ops.norms.interval import written
 
 NORMS = frozenset({"layer_norm", "rms_norm"})
 """Operations with one rounding of the inverse root for each row."""

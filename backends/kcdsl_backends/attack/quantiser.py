@@ -10,18 +10,17 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
 from kcdsl.model.weights import nested_codes
 from kcdsl_backends.attack.accumulation_order import straight
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.cache import ANY, arranged, as_linears, quantiser_of, replaced
-from kcdsl_backends.interval.rules.linear import activation_error
-from kcdsl_backends.interval.scales import (
-    Quantiser,
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.quantizers import (
+    Quantizer,
     group_maximum,
     scale_range,
-    static_quantiser,
+    static_quantizer,
     static_scale,
 )
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.ops.cache import ANY, arranged, as_linears, cache_quantizer, replaced
+from kcdsl_backends.drift.ops.quantized_input import activation_error
 
 
 class Exceeded(ArithmeticError):
@@ -76,7 +75,7 @@ def cached(x: Tensor, node: Node, numerics: Numerics, share: Tensor | None) -> T
         Exceeded: there is no admitted run.
     """
     try:
-        spec = quantiser_of(node, numerics)
+        spec = cache_quantizer(node, numerics)
     except NoBound as reason:
         raise Exceeded(str(reason)) from None
     if spec is None:
@@ -121,9 +120,9 @@ def _scale(v: Tensor, spec: Activations, weight: str) -> Tensor:
     return torch.where(found > 0, found, torch.ones_like(found))
 
 
-def _static(v: Tensor, spec: Activations, weight: str) -> Quantiser:
+def _static(v: Tensor, spec: Activations, weight: str) -> Quantizer:
     try:
-        return static_quantiser(Box.point(v), spec, weight, weight)
+        return static_quantizer(Box.point(v), spec, weight, weight)
     except NoBound as reason:
         raise Exceeded(str(reason)) from None
 

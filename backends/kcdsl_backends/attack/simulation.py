@@ -51,13 +51,12 @@ from kcdsl_backends.attack.intermediate_rounding import (
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
 from kcdsl_backends.attack.quantiser import Exceeded, cached, moved_by, to_nearest
 from kcdsl_backends.attack.versions import Version, versions
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.readings import ONCE, several
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.elementwise import scalar_of
-from kcdsl_backends.interval.rules.linear import summation_error
-from kcdsl_backends.interval.rules.written import parts_of
-from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
+from kcdsl_backends.drift.boxes.sums import summation_error
+from kcdsl_backends.drift.ops.arithmetic import scalar_of
+from kcdsl_backends.drift.ops.norms.interval import parts_of
 
 SIMULATED = 53
 """Precision of the arithmetic of the simulation: float64."""

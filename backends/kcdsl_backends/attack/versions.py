@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl_backends.interval.readings import ONCE, STATISTICS, reads_twice
+from kcdsl_backends.drift.boxes.rounding import ONCE, STATISTICS, reads_twice
 
 MOST = 8
 """Versions that a result has beside what is stored; further readers share the first."""

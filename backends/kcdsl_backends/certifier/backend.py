@@ -22,7 +22,6 @@ from kcdsl.verdict.counterexample import Replayed, counterexample
 from kcdsl.verdict.model import Evidence, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.adapters import find_adapter, refuse_unserved
-from kcdsl_backends.affine.independent import ASSUMPTION as INDEPENDENT
 from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.cases import (
     Stated,
@@ -37,7 +36,8 @@ from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.certifier.replay import case_record, replay
 from kcdsl_backends.certifier.tasks import RunSettings, WorkerContext, open_context, peak_bytes
 from kcdsl_backends.certifier.workers import WorkerPool, threads_of
-from kcdsl_backends.planes.worth import cheap
+from kcdsl_backends.drift.affine.independent import ASSUMPTION as INDEPENDENT
+from kcdsl_backends.drift.linear_bounds import cheap
 from kcdsl_backends.requests import Request
 
 ASSUMPTIONS = (

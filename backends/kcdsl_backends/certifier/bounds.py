@@ -17,20 +17,22 @@ from torch import Tensor
 
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
-from kcdsl_backends.affine.functionals import functional_bound
-from kcdsl_backends.affine.order import margins
-from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
 from kcdsl_backends.certifier.problems import BlockProblem, Claims, ProblemFactory
 from kcdsl_backends.certifier.proof import ProofBuilder
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound, top_margin
-from kcdsl_backends.interval.propagate import Bounds
-from kcdsl_backends.interval.state import State
-from kcdsl_backends.planes.propagate import Found as Planes
-from kcdsl_backends.planes.search import Effort
-from kcdsl_backends.planes.worth import cheap
+from kcdsl_backends.drift.affine_forms import AffineForms as Both
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.state import State
+from kcdsl_backends.drift.functionals import (
+    drift_bound,
+    functional_bound,
+    order_margins,
+    top_margin,
+)
+from kcdsl_backends.drift.interval import Bounds
+from kcdsl_backends.drift.linear.search import Effort
+from kcdsl_backends.drift.linear_bounds import LinearFound as Planes
+from kcdsl_backends.drift.linear_bounds import cheap
 from kcdsl_certs.reals import real_text
 
 _PLACES = 3
@@ -223,7 +225,7 @@ class LinearBounds:
         proof = Proof(planes.witness, "affine+planes", forms.passes, planes.hints)
         if problem.order:
             boxes = planes.output.train, planes.output.infer
-            both = _least(margins(forms, problem.goal.k, boxes, problem.claims.factor))
+            both = _least(order_margins(forms, problem.goal.k, boxes, problem.claims.factor))
             yield Bound(alone.value, proof, margin=both)
         elif found.drift is not None:
             yield from problem.of_forms(forms, found.drift.meet(planes.box), proof)
@@ -332,7 +334,7 @@ def _order_of_forms(problem: Problem, forms: Both, boxes: Bounds | None) -> Iter
         known = boxes.output.train, boxes.output.infer
         size = drift_bound(boxes.output.drift, "inf") * factor
     try:
-        least = _least(margins(forms, problem.goal.k, known, factor))
+        least = _least(order_margins(forms, problem.goal.k, known, factor))
         value = min(size, forms.witness()[forms.output][1] * factor)
         yield Bound(value, _proof_of_forms(forms), margin=least, alpha=_alpha(forms))
     except NoBound:

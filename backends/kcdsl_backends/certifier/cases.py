@@ -22,7 +22,7 @@ from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
-from kcdsl_backends.interval.box import up
+from kcdsl_backends.drift.boxes.box import up
 from kcdsl_backends.requests import Request, requests_of, select
 from kcdsl_certs.reals import real_text
 

@@ -11,7 +11,6 @@ from kcdsl.diagnostics.model import at
 from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
-from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier.bounds import Bounded, Problem, Statement, bound_stated
 from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
@@ -33,7 +32,8 @@ from kcdsl_backends.certifier.tasks import (
     refuse_subject,
     stated_of,
 )
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
+from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.threads import threads_for
 
 
@@ -226,7 +226,7 @@ class _Walk:
         """Bound a link that another one follows."""
         factory = self.context.factory
         asked = {"ellipsoids": str(self.ellipsoids)}
-        kept = self._kept(graph, entering, asked, (BoundedStage, StageOutput, Around))
+        kept = self._kept(graph, entering, asked, (BoundedStage, StageOutput, InterfaceEllipsoids))
         if isinstance(kept, BoundedStage):
             linked = BoundedStage(kept.claim, _on(kept.output, self.context), kept.stated)
             self.outcomes.append(LinkOutcome(graph.block, linked.output.largest, cached=True))

@@ -16,16 +16,13 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import array_digest
-from kcdsl_backends.affine.handing import Around
-from kcdsl_backends.affine.outgoing import around
-from kcdsl_backends.affine.pair import output_entry
 from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem, Claims, Entering
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, encode_array
-from kcdsl_backends.interval.box import Box, up
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
-from kcdsl_backends.interval.readings import Apart, Between
-from kcdsl_backends.interval.rounding import power_of_two
+from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
+from kcdsl_backends.drift.affine_forms import output_ellipsoids, output_entry
+from kcdsl_backends.drift.boxes.box import Box, NoBound, up
+from kcdsl_backends.drift.boxes.rounding import Apart, Between, power_of_two
+from kcdsl_backends.drift.functionals import drift_bound
 
 NOISE = 2.0**-36
 """More than the roundings of both programs come to, relative to the largest number of a state."""
@@ -49,7 +46,7 @@ class Interface:
     centre: Tensor | None
     radius: Tensor
     drift: tuple[Tensor, Tensor] | None = None
-    around: Around | None = None
+    around: InterfaceEllipsoids | None = None
     readings: tuple[Tensor, Tensor] | None = None
 
     def on(self, device: torch.device) -> Interface:
@@ -96,7 +93,7 @@ class StageOutput:
 
     train: tuple[Tensor, Tensor]
     drift: tuple[Tensor, Tensor]
-    around: Around | None = None
+    around: InterfaceEllipsoids | None = None
     readings: tuple[Tensor, Tensor] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +202,7 @@ def bound_stage(
     known = math.inf if bounds is None else float(bounds.output.drift.mag().amax())
     one = _claimed(train, max(margin, 1 + REACHES), noise, REACHES)
     two = _claimed(drift, margin, noise, faint=LEAST_CLAIM if known > 0 else 0.0)
-    held = around(forms) if ellipsoids and forms is not None else None
+    held = output_ellipsoids(forms) if ellipsoids and forms is not None else None
     readings = None
     if any(own is not None for own in apart):
         first, second = (_claimed_readings(own, train, margin, noise) for own in apart)

@@ -23,23 +23,21 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays
 from kcdsl.model.stored import traced_format
-from kcdsl_backends.affine.handing import Around
-from kcdsl_backends.affine.kernel import Nearby, Spread
-from kcdsl_backends.affine.pair import Both, Drift, both
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.sequences import sequence_graph, stored_tables
-from kcdsl_backends.interval.box import Box, up
-from kcdsl_backends.interval.context import Kernels, Parameter, Rows
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.neighbourhood import Moved, Neighbourhood
-from kcdsl_backends.interval.propagate import Bounds, propagate
-from kcdsl_backends.interval.readings import ALONE, Between
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.parameters import StoredParameters
-from kcdsl_backends.planes.propagate import Enough
-from kcdsl_backends.planes.propagate import Found as Planes
-from kcdsl_backends.planes.propagate import drift as planes_drift
-from kcdsl_backends.planes.search import Effort
+from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
+from kcdsl_backends.drift.affine.kernel import Nearby, Spread
+from kcdsl_backends.drift.affine_forms import AffineDrift, AffineForms, affine_forms
+from kcdsl_backends.drift.boxes.box import Box, NoBound, up
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.rounding import ALONE, Between, Rounding
+from kcdsl_backends.drift.boxes.state import Kernels, Parameter, Rows
+from kcdsl_backends.drift.boxes.weight_ball import BallTensor, WeightBall
+from kcdsl_backends.drift.interval import Bounds, propagate
+from kcdsl_backends.drift.linear.search import Effort
+from kcdsl_backends.drift.linear_bounds import Enough
+from kcdsl_backends.drift.linear_bounds import LinearFound as Planes
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
 from kcdsl_backends.threads import threads_for
 
 LARGEST = 2**24
@@ -147,7 +145,7 @@ class Entering:
     """
 
     drift: Box | None
-    around: Around | None = None
+    around: InterfaceEllipsoids | None = None
     between: Between = ALONE
 
 
@@ -165,7 +163,7 @@ class BlockProblem:
     _: KW_ONLY
     rows: Rows | None = None
     tables: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    weight_ball: Neighbourhood | None = None
+    weight_ball: WeightBall | None = None
     entering: Entering | None = None
 
     @property
@@ -202,18 +200,20 @@ class BlockProblem:
                 *(self.graph, self.kernels(), centre, radius, entering.drift, entering.between)
             )
 
-    def affine(self, centre: Tensor | None, radius: Tensor) -> Drift:
+    def affine(self, centre: Tensor | None, radius: Tensor) -> AffineDrift:
         """Bound the drift by affine forms around reference runs."""
         forms = self.forms(centre, radius)
-        return Drift(forms.box(), forms.witness())
+        return AffineDrift(forms.box(), forms.witness())
 
-    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
+    def forms(
+        self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None
+    ) -> AffineForms:
         """Return the affine forms of both kernels, with independent roundings given `alpha`; see
         `affine.pair.both`."""
         asked = self.features | ({Feature.CHANCE} if alpha is not None else set())
         AFFINE_FORMS.refuse(self.graph.output, asked)
         entering = self.entering or Entering(None)
-        return both(
+        return affine_forms(
             *(self.graph, self.train, self.infer, centre, radius, entering.drift, self._nearby()),
             handed=entering.around,
             alpha=alpha,
@@ -260,7 +260,7 @@ class BlockProblem:
 
 
 def _distance(
-    stored: Callable[[Node], Tensor], around: Callable[[Node], Moved], side: int
+    stored: Callable[[Node], Tensor], around: Callable[[Node], BallTensor], side: int
 ) -> Callable[[Node], Tensor]:
     """Return how far what a kernel stores in the ball may be from what it stores of θ."""
 
@@ -272,7 +272,7 @@ def _distance(
     return distance
 
 
-def _moved(known: Parameter, node: Node, around: Callable[[Node], Moved]) -> Parameter:
+def _moved(known: Parameter, node: Node, around: Callable[[Node], BallTensor]) -> Parameter:
     """Return what is held of a parameter near that of the checkpoint; constants do not move."""
     return known if node.op != "param" else replace(known, moved=around(node))
 
@@ -293,7 +293,7 @@ class ProblemFactory:
     )
     _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
     _sequences: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
-    _around: dict[tuple[str, Fraction], Neighbourhood] = field(default_factory=dict, repr=False)
+    _around: dict[tuple[str, Fraction], WeightBall] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse numerics that name linears that the model does not have."""
@@ -347,7 +347,7 @@ class ProblemFactory:
             self._sequences[key] = replace(problem, graph=graph, rows=rows, tables=tables)
         return self._sequences[key]
 
-    def neighbourhood(self, block: str, rho: Fraction) -> Neighbourhood:
+    def neighbourhood(self, block: str, rho: Fraction) -> WeightBall:
         """Return the parameters near those of the checkpoint, as both kernels store them.
 
         What was made for the parameters of the latest block is kept.
@@ -356,7 +356,7 @@ class ProblemFactory:
         if key not in self._around:
             tensors = self.model.checkpoint.tensors
             self._around.clear()
-            self._around[key] = Neighbourhood(rho, tensors, self.train, self.infer, self.device)
+            self._around[key] = WeightBall(rho, tensors, self.train, self.infer, self.device)
         return self._around[key]
 
     def problem_of_graph(self, graph: BlockGraph) -> BlockProblem:

@@ -16,8 +16,8 @@ from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.weights import stored_constant
-from kcdsl_backends.interval.context import Parameter
-from kcdsl_backends.interval.sequences import SHOWN, Axes, FixedLength, attrs_at, row_axes
+from kcdsl_backends.drift.boxes.any_length import SHOWN, Axes, FixedLength, attrs_at, row_axes
+from kcdsl_backends.drift.boxes.state import Parameter
 
 MOST_COMPARED = 2**13
 """The longest sequence at which a block is exported, to be compared and for tables of positions."""

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kcdsl_backends.affine.pair import drift as prove
-from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.drift.affine_forms import affine_drift as prove
+from kcdsl_backends.drift.affine_run import affine_run, coarsest
+from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.derivation.affine import drift as derive
 from kcdsl_certs.recheck.derivation.affine import walk
@@ -124,7 +124,7 @@ def proved_forms(setting: Setting) -> Enclosures:
     centre, radius = _tensors(setting)
     grain = coarsest(built, *sides)
     for side, values in zip(sides, (found.train, found.infer), strict=True):
-        run = write(built, side, centre, radius, grain)
+        run = affine_run(built, side, centre, radius, grain)
         for name, index in run.computed.items():
             entry = run.tape.entries[index]
             reference, reach = entry.reference.numpy(), entry.reach.numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kcdsl.model import formats as prover_formats
-from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.numerics import formats, kernel
 
 PRECISION, LARGEST = 400, float.fromhex("0x1.fffffffffffffp+1023")

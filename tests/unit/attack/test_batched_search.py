@@ -19,7 +19,7 @@ from kcdsl_backends.attack.gradient_ascent import Ascent
 from kcdsl_backends.attack.runs import Attack, attack_of, record_run, run_of
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
-from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
 
 FP8: dict[str, Any] = {"casts": "nearest", "activations": {"format": "fp8_e4m3", "scale": "none"}}
 SUMS: dict[str, Any] = {"accumulate": "float64"}

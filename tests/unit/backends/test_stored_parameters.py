@@ -10,8 +10,8 @@ import torch
 
 from kcdsl.model.graph import Node
 from kcdsl.model.presets import PRESETS, resolve
-from kcdsl_backends.interval.context import Kernels
-from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.state import Kernels
 
 WEIGHT = Node("w", "param", (), (128, 256), {"key": "w.weight"})
 SPECS: list[dict[str, Any]] = [

@@ -29,7 +29,7 @@ from kcdsl_backends.certifier.decision import verdict_of
 from kcdsl_backends.certifier.interfaces import BoundedStage, Interface, StageOutput, rounded
 from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
 from kcdsl_backends.certifier.tasks import WorkerContext
-from kcdsl_backends.interval.box import Box
+from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_certs.recheck.chain import refuse_other
 from kcdsl_certs.recheck.graphs.graph import parse_array, parse_block
 from kcdsl_certs.recheck.graphs.reading import Reader

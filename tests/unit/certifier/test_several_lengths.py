@@ -11,7 +11,7 @@ import pytest
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl_backends.certifier import sequences as lengths
 from kcdsl_backends.certifier.sequences import compare
-from kcdsl_backends.interval.sequences import FixedLength, row_axes
+from kcdsl_backends.drift.boxes.any_length import FixedLength, row_axes
 from tests.support import prover
 from tests.support.sequences import WIDTH, rows_of, scored
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine import handing as prover
-from kcdsl_backends.affine import outgoing
-from kcdsl_backends.affine.adjoint import Adjoint as Functionals
-from kcdsl_backends.affine.tape import Tape as Pages
-from kcdsl_backends.interval.box import Box as Boxes
+from kcdsl_backends.drift import affine_forms as outgoing
+from kcdsl_backends.drift.affine import interface_ellipsoids as prover
+from kcdsl_backends.drift.affine.adjoint import Adjoint as Functionals
+from kcdsl_backends.drift.affine.tape import Tape as Pages
+from kcdsl_backends.drift.boxes.box import Box as Boxes
 from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.tape import Tape
@@ -84,7 +84,7 @@ def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> li
     run: Any = Walk(second)
     tensors = (torch.tensor(x) for x in (middle, shapes, box, half, reference))
     centre, around, mid, own, ref = tensors
-    index = prover.symbol(run, prover.Around(centre, around), mid, own, ref)
+    index = prover.drift_entry(run, prover.InterfaceEllipsoids(centre, around), mid, own, ref)
     return [first.entries[place], second.entries[index]]
 
 
@@ -171,7 +171,7 @@ def test_what_is_handed_on_holds_the_box_of_what_is_known_of_the_drift(seed: int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outgoing, "_error", error)
-        around = outgoing.around(forms)
+        around = outgoing.output_ellipsoids(forms)
     assert around is not None
     for centre, shapes in (found, (around.middle.numpy(), around.shapes.numpy())):
         for row, signs in product(range(2), product((-1, 1), repeat=4)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support import proofs
 from tests.support.prover import block, parameters

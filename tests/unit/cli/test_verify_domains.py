@@ -191,7 +191,7 @@ def test_planes_of_large_blocks_are_asked_only_by_name(
 ) -> None:
     others, planes = limit(run, "norm_inf", "interval,affine"), limit(run, "norm_inf", "planes")
     require = f"{BALL}norm_inf(drift(mlp_0, x)) <= {(planes + others) / 2!r}"
-    monkeypatch.setattr("kcdsl_backends.planes.worth.MOST", 1000)
+    monkeypatch.setattr("kcdsl_backends.drift.linear_bounds.MOST", 1000)
     assert run(require).code == 3
     ran = cli(
         *("verify", str(folder / "contract.yaml"), "--attack", "off", "--cache", "off"),

@@ -11,8 +11,8 @@ import torch
 
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.certifier.problems import ProblemFactory
+from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.empirical.bounds import model as model_bounds
 from kcdsl_backends.empirical.bounds.model import EFFORTS, AffineBound, Effort
 from kcdsl_backends.requests import Request

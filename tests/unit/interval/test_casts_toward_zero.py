@@ -15,11 +15,10 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.weights import cut_to as cut_weight
-from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.attack.accumulation_order import straight
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.derivation.affine import walk
 from kcdsl_certs.recheck.derivation.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
@@ -207,12 +206,12 @@ def test_what_may_be_infinite_before_it_is_cut_off_has_no_bound(tmp_path: Path) 
         scene = Derivation(parse(proofs.dump(document)), read(path).tensors)
         case = parse(proofs.dump(document)).cases[0]
         if held:
-            write(block(graph), wide, torch.from_numpy(half), spread, 0.0)
+            affine_run(block(graph), wide, torch.from_numpy(half), spread, 0.0)
             with np.errstate(all="ignore"):
                 walk(scene.scene(case), parse_kernel(record, "k"))
             continue
         with pytest.raises(NoBound, match="float32"):
-            write(block(graph), wide, torch.from_numpy(half), spread, 0.0)
+            affine_run(block(graph), wide, torch.from_numpy(half), spread, 0.0)
         with np.errstate(all="ignore"), pytest.raises(Rejected, match="float32"):
             walk(scene.scene(case), parse_kernel(record, "k"))
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_certs.recheck import recheck
 from tests.support import proofs
 from tests.support.prover import block, parameters
@@ -40,12 +40,12 @@ def test_both_programs_read_the_same_constants(tmp_path: Path, op: str, value: f
     )
     if (op, value) in HELD:
         assert BlockProblem(built, stored, stored).bound(x, zero)
-        assert write(built, stored, x, zero, 0.0)
+        assert affine_run(built, stored, x, zero, 0.0)
         assert outcome.reason != "graph/field"
         return
     for bounded in (
         lambda: BlockProblem(built, stored, stored).bound(x, zero),
-        lambda: write(built, stored, x, zero, 0.0),
+        lambda: affine_run(built, stored, x, zero, 0.0),
     ):
         with pytest.raises(NoBound, match="leaves the range of float32"):
             bounded()

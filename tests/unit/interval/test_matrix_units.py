@@ -11,8 +11,8 @@ import torch
 
 from kcdsl.model.numerics import Unit
 from kcdsl.model.presets import TENSOR_CORES, resolve
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import accumulation_error, summation_error
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import accumulation_error, summation_error
 from kcdsl_certs.recheck.interval import sums as second
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 

@@ -14,10 +14,10 @@ import torch
 
 from kcdsl.route.catalogue import BackendSpec, Fragment
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.context import Rows
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.neighbourhood import Neighbourhood, near
-from kcdsl_backends.planes.propagate import drift as planes
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes.state import Rows
+from kcdsl_backends.drift.boxes.weight_ball import WeightBall, near
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck import recheck
 from tests.support import proofs, prover
 
@@ -33,7 +33,7 @@ def problem(some: Any, rho: Fraction = RHO) -> BlockProblem:
     sides = [prover.parameters(some, record) for record in RECORDS]
     tensors = {key: torch.from_numpy(array) for key, array in some.tensors.items()}
     one, two = (prover.numerics(record) for record in RECORDS)
-    around = Neighbourhood(rho, tensors, one, two, torch.device("cpu"))
+    around = WeightBall(rho, tensors, one, two, torch.device("cpu"))
     return BlockProblem(prover.block(some), *sides, weight_ball=around)
 
 
@@ -144,7 +144,7 @@ def test_scales_that_are_too_small_have_no_bound() -> None:
         prover.numerics(record)
         for record in (RECORDS[0], proofs.numerics(weights=("int8", "per_channel")))
     )
-    around = Neighbourhood(RHO, {"w": w}, one, two, torch.device("cpu"))
+    around = WeightBall(RHO, {"w": w}, one, two, torch.device("cpu"))
     from kcdsl.model.graph import Node
 
     with pytest.raises(NoBound, match="scale"):

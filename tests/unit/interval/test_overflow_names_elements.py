@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.neighbourhood import held_plain, near
+from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes.weight_ball import held_plain, near
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -104,7 +104,7 @@ def test_the_element_is_named(name: str) -> None:
     zero = torch.zeros(1, 1, dtype=torch.float64)
     for bounded in (
         lambda: BlockProblem(built, stored, stored).bound(centre, zero),
-        lambda: write(built, stored, centre, zero, 0.0),
+        lambda: affine_run(built, stored, centre, zero, 0.0),
     ):
         with pytest.raises(NoBound) as refused:
             bounded()

@@ -7,9 +7,8 @@ import torch
 
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.rounding import Rounding
 
 
 def numerics(compute: str, casts: str) -> Numerics:

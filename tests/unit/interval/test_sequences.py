@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.sequences import FixedLength, row_axes
-from kcdsl_backends.planes.propagate import walk
+from kcdsl_backends.drift.boxes.any_length import FixedLength, row_axes
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.linear_bounds import linear_walk
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.any_length import KEY, ROW, marks_of
 from kcdsl_certs.rejected import Rejected
@@ -477,7 +477,7 @@ def test_no_other_domain_reads_any_length() -> None:
     with pytest.raises(NoBound, match="any length"):
         problem.forms(centre, radius)
     with pytest.raises(NoBound, match="any length"):
-        walk(problem.graph, problem.kernels(), centre.expand(2, 8), radius)
+        linear_walk(problem.graph, problem.kernels(), centre.expand(2, 8), radius)
     sides = [prover.parameters(short, FLOAT32)] * 2
     with pytest.raises(NoBound):
         BlockProblem(problem.graph, *sides).forms(centre, radius)

@@ -18,8 +18,8 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.planes.propagate import drift as planes
+from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.planes.functional import Functional
-from kcdsl_backends.planes.relu import Change, ReluPlanes, first_slopes
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.linear.relu import Change, ReluPlanes, first_slopes
+from kcdsl_backends.drift.linear.tape import Functional
 
 COUNT = 64
 

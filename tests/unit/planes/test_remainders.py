@@ -15,15 +15,15 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.interval.box import Box
-from kcdsl_backends.parameters import StoredParameters
-from kcdsl_backends.planes.functional import Functional
-from kcdsl_backends.planes.propagate import walk
-from kcdsl_backends.planes.rules.attention import _from_box, _from_point
-from kcdsl_backends.planes.rules.elementwise import CURVATURES, _curved
-from kcdsl_backends.planes.rules.norms import _at, _away
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.linear.tape import Functional
+from kcdsl_backends.drift.linear_bounds import linear_walk
+from kcdsl_backends.drift.ops.activations import CURVATURES, _curved
+from kcdsl_backends.drift.ops.norms.linear import _at, _away
+from kcdsl_backends.drift.ops.softmax import _from_box, _from_point
 
 TRUST = torch.full((1, 1), 2.0**-50, dtype=torch.float64)
 
@@ -131,7 +131,7 @@ def test_wide_boxes_and_large_drifts(op: str, seed: int) -> None:
     sides = [StoredParameters({"w": w}, {}, exact, cpu) for w in weights]
     centre = torch.from_numpy(rng.standard_normal((1, n)) * 2)
     spread = torch.full((1, 1), 0.1, dtype=torch.float64)
-    run = walk(graph, BlockProblem(graph, *sides).kernels(), centre, spread)
+    run = linear_walk(graph, BlockProblem(graph, *sides).kernels(), centre, spread)
     x = centre + spread * torch.from_numpy(rng.uniform(-1, 1, (4000, n)))
     signs = torch.tensor(list(product([-1.0, 1.0], repeat=n)), dtype=torch.float64)
     x = torch.cat([x, centre + spread * signs])

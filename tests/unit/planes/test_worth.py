@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kcdsl_backends.planes import worth
+from kcdsl_backends.drift import linear_bounds as worth
 from tests.support import proofs
 from tests.support.plane_blocks import feed_forward
 from tests.support.prover import block

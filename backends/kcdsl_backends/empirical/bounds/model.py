@@ -11,11 +11,10 @@ import torch
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.affine.pair import both
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
+from kcdsl_backends.drift.affine_forms import affine_forms
+from kcdsl_backends.drift.boxes.box import NoBound, up
 from kcdsl_backends.empirical.bounds.requests import Box
-from kcdsl_backends.interval.box import up
-from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.requests import Request
 from kcdsl_backends.threads import threads_for
 
@@ -83,7 +82,9 @@ class AffineBound:
             radius = torch.zeros(1, 1, dtype=torch.float64, device=self.factory.device)
             with threads_for(problem.size):
                 sides = problem.train, problem.infer
-                found = both(problem.graph, *sides, None, radius, grain=EFFORTS[domain].grain).box()
+                found = affine_forms(
+                    problem.graph, *sides, None, radius, grain=EFFORTS[domain].grain
+                ).box()
         except NoBound as no:
             return Box(_EMPTY, _EMPTY, str(no))
         except Refusal as refused:

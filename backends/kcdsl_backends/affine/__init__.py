@@ -1,1 +1,0 @@
-"""Affine bounds of rounding errors around a reference run (docs/affine-forms.md)."""

@@ -1,1 +1,0 @@
-"""The entries of every operation (docs/affine-forms.md, sections 3 to 5)."""

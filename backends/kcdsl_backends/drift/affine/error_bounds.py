@@ -1,0 +1,394 @@
+"""Bounds of many functionals of one entry: elements, deviations, Gram norms of rows, ellipsoids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at, by_rows, meet, whole
+from kcdsl_backends.drift.affine.eigenvalues import Row, around_sum, image, largest_eigenvalue
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.tape import INPUT, Entry, Tape
+from kcdsl_backends.drift.boxes.box import SAFE
+
+ROUNDED = 2.0**-36
+"""More than the relative error of a product of adjoints in a reverse pass."""
+FACTORED = 2.0**-24
+"""More than √n times the relative error of the columns of a QR factorisation."""
+
+
+@dataclass(slots=True)
+class _Gram:
+    """What a reverse pass of B functionals says of their norm.
+
+    With columns b_j of the symbols, |Σ b_j ξ_j|² <= (Σ d_j) λ for any d > 0, where λ is the largest
+    eigenvalue of Σ b_j b_jᵀ/d_j; d_j = |b_j| here. `middle` [B] is added to the functionals,
+    `loose` [B] bounds further parts one by one, `further` the norm of others; ellipsoids of the
+    functionals of others stand in `parts`.
+    """
+
+    products: Tensor
+    middle: Tensor
+    loose: Tensor
+    trace: float = 0.0
+    further: float = 0.0
+    parts: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(values: Tensor) -> _Gram:
+        count = values.shape[0]
+        zero = values.new_zeros(count)
+        return _Gram(values.new_zeros(count, count), zero, zero.clone())
+
+    def add(self, functional: Adjoint, radius: Tensor) -> None:
+        """Take in a symbol for every element."""
+        part = radius.expand(functional.shape)[at(functional.window)].flatten()
+        columns = functional.values.flatten(1) * part
+        sizes = columns.norm(dim=0)
+        self.products += (columns / sizes.clamp_min(2.0**-900)) @ columns.T
+        self.trace += float(sizes.sum())
+
+    def symbols(self, functional: Adjoint, entry: Entry) -> None:
+        """Take in what is known of an entry element by element."""
+        if entry.apart is not None:
+            self.add(functional, entry.apart.radius)
+            self.further += entry.apart.rest.together(functional)
+        elif entry.radius is not None:
+            self.add(functional, entry.radius)
+
+    def beside(self, functional: Adjoint, entry: Entry) -> None:
+        """Take in what an entry adds, without its radius."""
+        if entry.centre is not None:
+            self.middle = self.middle + functional.against(entry.centre)
+            self.loose += 2.0**-30 * functional.magnitude(entry.centre.abs())
+        if entry.curved is not None:
+            self.further += entry.curved.together(functional)
+        self.loose += ROUNDED * functional.magnitude(entry.widest)
+
+    def merge(self, below: _Gram, factor: float) -> None:
+        """Take in the functionals below an entry that amplifies them by up to 1 + factor."""
+        self.further += factor * below.norm() + below.further
+        self.products += below.products
+        self.trace += below.trace
+        self.middle = self.middle + below.middle
+        self.loose += below.loose
+
+    def floor(self, functional: Adjoint, entry: Entry) -> None:
+        """Take in the error of an entry at which a pass stops: row by row."""
+        self.loose += ROUNDED * functional.magnitude(entry.widest)
+        for row, part in by_rows(functional):
+            columns = slice(*part.window[-1])
+            if row not in entry.ellipsoids:
+                self.add(part, entry.reach)
+                continue
+            matrix = entry.ellipsoids[row][columns, columns]
+            self.parts.append(image(matrix, part.values.flatten(1)))
+
+    @property
+    def rest(self) -> float:
+        """Return the norm of what is no symbol."""
+        return float(self.middle.norm() + self.loose.norm()) + self.further
+
+    def norm(self) -> float:
+        """Return a bound of the norm."""
+        together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
+        return (together + self.rest) * (1 + 2.0**-30)
+
+    def ellipsoid(self) -> Tensor:
+        """Return an ellipsoid [B, B] around the functionals."""
+        unit = torch.eye(len(self.middle), dtype=self.middle.dtype, device=self.middle.device)
+        own = self.trace * self.products
+        return around_sum([*self.parts, own, self.rest**2 * unit])
+
+
+def gram_norm(tape: Tape, index: int, functionals: Adjoint) -> float:
+    """Bound the Euclidean norm of functionals of the error of one entry."""
+    return _pass(tape, {index: functionals}, functionals.values).norm()
+
+
+def gram_ellipsoid(tape: Tape, index: int, functionals: Adjoint, floor: int) -> Tensor:
+    """Return an ellipsoid [B, B] around functionals of the error of one entry.
+
+    Args:
+        floor: what arrives there or before is bounded by ellipsoids and reaches there.
+    """
+    return _surrounded(tape, {index: functionals}, functionals.values, floor).ellipsoid()
+
+
+def _surrounded(tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: int) -> _Gram:
+    gram = _Gram.of(values)
+    while pending:
+        index = max(pending)
+        functional = pending.pop(index)
+        if index == INPUT:
+            gram.add(functional, tape.radius)
+            break
+        entry = tape.entries[index]
+        if index <= floor:
+            gram.floor(functional, entry)
+            continue
+        gram.beside(functional, entry)
+        gram.symbols(functional, entry)
+        pulled = entry.pull(functional)
+        if entry.amplified is not None:
+            if not pending and len(pulled) == 1 and functional.single_row:
+                factor = float(entry.amplified.factor.expand(entry.shape)[functional.first])
+                below = _surrounded(tape, dict(pulled), values, floor).ellipsoid()
+                gram.parts.append(below * (1 + factor) ** 2 * (1 + 2.0**-40))
+                break
+            gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
+        meet(pending, pulled)
+    return gram
+
+
+def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
+    gram = _Gram.of(values)
+    while pending:
+        index = max(pending)
+        functional = pending.pop(index)
+        if index == INPUT:
+            gram.add(functional, tape.radius)
+            break
+        entry = tape.entries[index]
+        pulled = entry.pull(functional)
+        gram.beside(functional, entry)
+        alone = not pending and len(pulled) == 1
+        if alone and pulled[0][1].values[0].numel() < values.shape[0]:
+            if entry.radius is not None:
+                gram.loose += functional.magnitude(entry.radius) * SAFE
+            source, part = pulled[0]
+            inexact = FACTORED * part.magnitude(tape.entries[source].reach).norm()
+            gram.further += (gram_norm(tape, source, _compressed(part)) + float(inexact)) * SAFE
+            if entry.amplified is not None:
+                gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
+            break
+        gram.symbols(functional, entry)
+        if entry.amplified is not None:
+            if alone and functional.single_row:
+                factor = entry.amplified.factor.expand(entry.shape)[functional.first]
+                gram.merge(_pass(tape, dict(pulled), values), float(factor))
+                break
+            gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
+        meet(pending, pulled)
+    return gram
+
+
+def _compressed(functionals: Adjoint) -> Adjoint:
+    """Return as many functionals as the window has elements, with the same norm: R of A = QR."""
+    count = functionals.values.shape[0]
+    triangular = torch.linalg.qr(functionals.values.reshape(count, -1), mode="r").R
+    shape = (triangular.shape[0], *functionals.values.shape[1:])
+    return Adjoint(triangular.reshape(shape), functionals.window, functionals.shape)
+
+
+BATCH = 512
+"""Functionals bounded by one reverse pass."""
+NUMBERS = 2**23
+"""Numbers of the functionals of several rows that are bounded by one reverse pass."""
+MOST_NUMBERS = 2**28
+"""Numbers of the functionals of one reverse pass, where each reads every token: 2 GiB."""
+
+
+def unit_functionals(
+    shape: tuple[int, ...], device: torch.device, *, by_row: bool = False, size: int = BATCH
+) -> Iterator[tuple[int, int, int, Adjoint]]:
+    """Yield (first index, start, stop, functionals) that read single elements of a tensor.
+
+    Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them. At
+    most `size` come together, and with `by_row` none of two rows of the last dimension.
+    """
+    rest, count = shape[1:], math.prod(shape[1:])
+    if by_row:
+        unit = torch.eye(shape[-1], dtype=torch.float64, device=device)
+        for row in rows(shape):
+            before = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
+            for start in range(0, shape[-1], size):
+                part = unit[start : start + size]
+                stop = start + len(part)
+                yield row[0], before + start, before + stop, on_row(part, row, shape)
+        return
+    for i in range(shape[0]):  # so that windows stay small
+        for start in range(0, count, size):
+            stop = min(count, start + size)
+            values = torch.zeros(stop - start, count, dtype=torch.float64, device=device)
+            values[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
+            window = ((i, i + 1), *whole(rest))
+            yield i, start, stop, Adjoint(values.reshape(stop - start, 1, *rest), window, shape)
+
+
+def at_once(tape: Tape) -> int:
+    """Return how many functionals go through a reverse pass together, so that memory is bounded
+    however many tokens there are."""
+    matrices = (entry.reference for entry in tape.entries if entry.reference.dim() == 2)
+    widest = max((matrix.numel() for matrix in matrices), default=1)
+    return max(1, min(BATCH, MOST_NUMBERS // widest))
+
+
+def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tensor:
+    """Bound |e| of an entry, element by element: by reverse passes in the rows that are needed.
+
+    Args:
+        needed: [..., 1] bool; other rows keep the reach of the entry.
+        floor: where the passes may stop, see `Tape.bound`.
+    """
+    entry = tape.entries[index]
+    found = entry.reach.clone(memory_format=torch.contiguous_format)
+    size = at_once(tape)
+    each = unit_functionals(entry.shape, found.device, by_row=entry.by_row, size=size)
+    for i, start, stop, functionals in each:
+        if bool(needed[i].any()):
+            bounds = tape.bound(index, functionals, floor)
+            found[i].view(-1)[start:stop] = bounds.magnitude(tape.radius)
+    return torch.minimum(found, entry.reach)
+
+
+def tighten_error(
+    run: KernelRun, node: Node, index: int, needed: Callable[[Tensor], Tensor]
+) -> None:
+    """Lower the reach of an entry by reverse passes, in rows and until `needed` says enough.
+
+    Args:
+        run: the kernel.
+        node: the operation that needs it.
+        index: the entry.
+        needed: from a reach, the rows [..., 1] where it is not good enough yet.
+    """
+    tape = run.tape
+    for floor in tape.floors:
+        rows = needed(tape.entries[index].reach)
+        if not run.passing(node, index, "reach", rows, floor):
+            return
+        tape.tighten(index, elements(tape, index, rows, floor))
+
+
+def deviations(
+    tape: Tape,
+    index: int,
+    weights: Tensor,
+    needed: Tensor,
+    floor: int = INPUT,
+    *,
+    apart: bool = False,
+) -> Tensor:
+    """Bound |e_j - Σ_k weights_k e_k| in every row of an entry [..., n].
+
+    Args:
+        weights: [..., n], for every row the weights of a mean.
+        needed: [..., 1] bool: rows for which reverse passes are made.
+        floor: where the passes may stop, see `Tape.bound`.
+        apart: each row in a pass of its own, because functionals of one row are amplified less.
+    """
+    entry = tape.entries[index]
+    n = entry.shape[-1]
+    wide = (entry.reach + (weights.abs() * entry.reach).sum(-1, keepdim=True)) * SAFE
+    found = wide.clone()
+    unit = torch.eye(n, dtype=torch.float64, device=weights.device)
+    largest = max(other.reference.numel() for other in tape.entries)
+    size = 1 if apart else max(1, NUMBERS // (n * largest))
+    for group in _groups(list(_chosen(needed)), size):
+        functionals = _on_rows([unit - weights[row] for row in group], group, entry.shape)
+        bounds = tape.bound(index, functionals, floor).magnitude(tape.radius)
+        for row, bound in zip(group, bounds.reshape(len(group), n), strict=True):
+            found[row] = bound
+    return torch.minimum(found, wide)
+
+
+def _groups(chosen: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    """Yield up to `size` rows of one head at a time."""
+    for _, head in groupby(chosen, key=lambda row: row[:-1]):
+        rest = list(head)
+        while rest:
+            yield rest[:size]
+            rest = rest[size:]
+
+
+def _on_rows(values: Sequence[Tensor], chosen: Sequence[Row], shape: tuple[int, ...]) -> Adjoint:
+    """Return functionals [m, n] of each of some rows of a tensor, all in one batch."""
+    places = torch.tensor(chosen).reshape(len(chosen), -1)
+    starts, stops = places.amin(0).tolist(), (places.amax(0) + 1).tolist()
+    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    each = values[0].shape[0]
+    total = values[0].new_zeros(len(chosen) * each, *lengths, shape[-1])
+    for k, (row, value) in enumerate(zip(chosen, values, strict=True)):
+        inner = tuple(i - start for i, start in zip(row, starts, strict=True))
+        total[(slice(k * each, (k + 1) * each), *inner)] = value
+    window = (*zip(starts, stops, strict=True), (0, shape[-1]))
+    return Adjoint(total, window, shape)
+
+
+def directions(tape: Tape, index: int, along: Tensor, needed: Tensor, floor: int = INPUT) -> Tensor:
+    """Bound |Σ_j along_j e_j| in every row of an entry [..., n] -> [..., 1]."""
+    entry = tape.entries[index]
+    found = (along.abs() * entry.reach).sum(-1, keepdim=True) * SAFE
+    for row in _chosen(needed):
+        functional = on_row(along[row].reshape(1, -1), row, entry.shape)
+        found[row] = tape.bound(index, functional, floor).magnitude(tape.radius)
+    return found
+
+
+def norms(tape: Tape, index: int, functionals: Tensor, needed: Tensor) -> Tensor:
+    """Bound the Euclidean norm of functionals of every row of an entry [..., n] -> [..., 1].
+
+    Args:
+        functionals: [m, n], the same of every row.
+        needed: [..., 1] bool; other rows get infinity.
+    """
+    return _norms(tape, index, lambda row: functionals, needed)
+
+
+def weighted_norms(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> Tensor:
+    """Bound the Euclidean norm of weights∘e of every row of an entry [..., n] -> [..., 1].
+
+    Args:
+        weights: [..., n], of every element.
+        needed: [..., 1] bool; other rows get infinity.
+    """
+    return _norms(tape, index, lambda row: torch.diag(weights[row]), needed)
+
+
+def _norms(tape: Tape, index: int, functionals: Callable[[Row], Tensor], needed: Tensor) -> Tensor:
+    entry = tape.entries[index]
+    found = torch.full_like(entry.reach[..., :1], torch.inf)
+    for row in _chosen(needed):
+        found[row] = gram_norm(tape, index, on_row(functionals(row), row, entry.shape))
+    return found
+
+
+def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> None:
+    """Find ellipsoids around the errors of rows of an entry, by reverse passes down to `floor`.
+
+    Args:
+        needed: [..., 1] bool, the rows.
+        floor: where the passes stop, see `Tape.bound`.
+    """
+    shape = tape.entries[index].shape
+    unit = torch.eye(shape[-1], dtype=torch.float64, device=needed.device)
+    found = {
+        row: gram_ellipsoid(tape, index, on_row(unit, row, shape), floor) for row in _chosen(needed)
+    }
+    tape.surround(index, found)
+
+
+def _chosen(needed: Tensor) -> Iterator[Row]:
+    """Yield the index of every row that is needed."""
+    for row in rows(tuple(needed.shape)):
+        if bool(needed[row]):
+            yield row
+
+
+def rows(shape: tuple[int, ...]) -> Iterator[Row]:
+    """Yield the index of every row of the last dimension."""
+    for flat in range(math.prod(shape[:-1])):
+        yield tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape[:-1]))
+
+
+def on_row(values: Tensor, row: tuple[int, ...], shape: tuple[int, ...]) -> Adjoint:
+    """Return functionals [B, n] of one row of a tensor."""
+    window = (*((i, i + 1) for i in row), (0, shape[-1]))
+    return Adjoint(values.reshape(-1, *(1 for _ in row), shape[-1]), window, shape)

@@ -1,0 +1,197 @@
+"""Roundings as independent random numbers with mean zero (section 8).
+
+Under that named assumption a sum of roundings is a martingale: with parts of at most r_k it exceeds
+sqrt(2 ln(2/α)·Σ r_k²) with probability at most α (Azuma 1967, Hoeffding 1963), where the worst case
+is Σ r_k. The largest parts may be counted in the worst case, the others by chance. What is no
+rounding (remainders, float64 errors, known centres) counts as in the worst case.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import CASTS, Casts
+from kcdsl.model.graph import BlockGraph
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.boxes.box import gamma
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import flushing_error, tensor_core_of
+from kcdsl_certs.reals import real_text
+
+ASSUMPTION = (
+    "independent roundings: every rounding of a sum, of a free cast and of a quantised activation "
+    "is random, with mean zero whatever came before it; for each input by itself a bound then "
+    "fails with probability at most {alpha}"
+)
+"""What bounds by chance rest on; never left out beside them."""
+SINGLE = 16
+"""Of every entry so many of the largest parts of a functional are kept apart, and 4 times so many
+in all."""
+_UP = 1.0 + 2.0**-40
+_FAINT = 2.0**-480
+"""More than 2^40 parts make together whose squares float64 takes for zero."""
+
+
+@dataclass(slots=True)
+class Chance:
+    """How surely bounds hold together: of at most `functionals` of them any fails with probability
+    at most `alpha`. `asked` counts those that were used."""
+
+    alpha: Fraction
+    functionals: int
+    asked: int = 0
+
+    @property
+    def square(self) -> float:
+        """Return 2 ln(2 N/α), by which Σ r² is multiplied."""
+        return 2 * math.log(2 * self.functionals / float(self.alpha) * _UP) * _UP
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what stands in a proof."""
+        return {"alpha": real_text(self.alpha), "functionals": self.functionals}
+
+    def ask(self, count: int) -> None:
+        """Count functionals whose bounds are used."""
+        self.asked += count
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What independent roundings add to functionals [B].
+
+    Of some elements of entries [B, K] what they add at `most` and their `deviation`; of all others
+    the sum of the `squares` of the deviations.
+    """
+
+    most: Tensor
+    deviation: Tensor
+    squares: Tensor
+
+    @staticmethod
+    def of(functional: Adjoint, roundings: Roundings) -> Parts:
+        """Return the parts of what functionals read of an entry."""
+        every, most = functional.each(roundings.deviation), functional.each(roundings.most)
+        largest, place = every.topk(min(SINGLE, every.shape[-1]), sorted=False)
+        rest = every.scatter(-1, place, 0.0).square().sum(-1)
+        rest = rest * (1 + 2 * gamma(every.shape[-1] + 8))
+        return Parts(most.gather(-1, place), largest, rest)
+
+    def beside(self, other: Parts | None) -> Parts:
+        """Return the parts of the sum of two functionals of different roundings."""
+        if other is None:
+            return self
+        most = torch.cat([self.most, other.most], -1)
+        own, squares = torch.cat([self.deviation, other.deviation], -1), self.squares
+        squares = squares + other.squares
+        if own.shape[-1] > 4 * SINGLE:
+            own, order = own.sort(dim=-1, descending=True)
+            squares = squares + own[:, 4 * SINGLE :].square().sum(-1)
+            own, most = own[:, : 4 * SINGLE], most.gather(-1, order[:, : 4 * SINGLE])
+        return Parts(most, own, squares * _UP)
+
+    def likely(self, chance: Chance) -> Tensor:
+        """Bound the sum but for a share of all runs: the best number of elements in the worst case,
+        all others by chance."""
+        worth = self.deviation.square() / self.most.clamp_min(2.0**-1000)
+        order = worth.argsort(dim=-1, descending=True)
+        most, own = self.most.gather(-1, order), self.deviation.gather(-1, order).square()
+        zero = torch.zeros_like(most[:, :1])
+        sure = torch.cat([zero, most.cumsum(-1)], -1)
+        left = torch.cat([own.flip(-1).cumsum(-1).flip(-1), zero], -1)
+        spread = torch.sqrt((left + self.squares[:, None]) * chance.square)
+        return (sure + spread).amin(-1) * _UP + _FAINT
+
+
+def room(graph: BlockGraph) -> int:
+    """Return among how many functionals the probability of a block is divided: a power of two,
+    above four for every element of a result."""
+    nodes = [node for node in graph.nodes if node.op not in ("param", "constant")]
+    return 1 << (4 * sum(math.prod(node.shape) for node in nodes)).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Roundings:
+    """The radius of an entry, taken apart, element by element.
+
+    `sure` bounds what is no independent rounding; `most` is the sum of the bounds of all that are,
+    `deviation` the root of the sum of their squares.
+    """
+
+    sure: Tensor
+    most: Tensor
+    deviation: Tensor
+
+    @staticmethod
+    def none(sure: Tensor) -> Roundings:
+        """Return something that is no independent rounding."""
+        zero = torch.zeros_like(sure)
+        return Roundings(sure, zero, zero)
+
+    @staticmethod
+    def one(sure: Tensor, rounding: Tensor, casts: Casts = CASTS["any"]) -> Roundings:
+        """Return one rounding in every element, beside something sure; sure too, if directed."""
+        if casts.units != 1:
+            return Roundings.none((sure + rounding) * _UP)
+        return Roundings(sure, rounding, rounding)
+
+    def beside(self, more: Tensor) -> Roundings:
+        """Return the same with something more that is no independent rounding."""
+        return Roundings((self.sure + more) * _UP, self.most, self.deviation)
+
+    def cast(self, most: Tensor, least: float, casts: Casts) -> Roundings:
+        """Return the same with one rounding more, of at most `most`, and `least` of underflow.
+
+        Roundings that are not to nearest have no mean of zero: all of them is sure.
+        """
+        if casts.units != 1:
+            return self.beside((most + least) * _UP)
+        together = torch.hypot(self.deviation, most) * _UP
+        return Roundings((self.sure + least) * _UP, (self.most + most) * _UP, together)
+
+    def where(self, kept: Tensor, otherwise: Tensor) -> Roundings:
+        """Return the same where something was kept, else a sure bound."""
+        most, deviation = (torch.where(kept, part, 0.0) for part in (self.most, self.deviation))
+        return Roundings(torch.where(kept, self.sure, otherwise), most, deviation)
+
+
+def of_sums(
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    result: Tensor,
+    error: Tensor,
+    kernel: Rounding,
+    *,
+    extra: int = 0,
+    before: int = 2,
+    quantised: bool = False,
+) -> Roundings:
+    """Take the error of sums in any order apart: one rounding of each partial sum and of each
+    product is its own; other roundings of terms and of tiles are shared by several sums.
+
+    A partial sum is at most (S + mag(Y))/2 + E, and all terms together are at most S + E; a
+    rounding counts in the sum as it is.
+
+    Args:
+        left, right, total, result, extra, before, quantised: as for `summation_error`.
+        error: E, what that returned.
+    """
+    shortened = kernel.numerics.products != "compute"
+    if (
+        shortened or tensor_core_of(kernel, quantised) is not None
+    ):  # what is cut off has no mean of zero
+        return Roundings.none(error)
+    terms, largest = left.shape[-1], (total + error) * _UP
+    partial = (total + result) / 2 + error
+    most = kernel.u_accumulate * (terms * partial + largest) * _UP
+    own = kernel.u_accumulate * torch.sqrt(terms * partial.square() + largest.square()) * _UP
+    shared = (extra + before - 1) * kernel.u_accumulate * largest
+    faint = (terms + extra + before) * kernel.eta_accumulate
+    sure = shared + flushing_error(left, right, kernel) + faint
+    return Roundings(sure * _UP, most, own)

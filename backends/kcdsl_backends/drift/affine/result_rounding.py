@@ -1,0 +1,367 @@
+"""Storing a result: which grid points it may become (section 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import Format
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.cases import Cases, Ends, Together, beyond, on_grid
+from kcdsl_backends.drift.affine.error_bounds import elements, norms
+from kcdsl_backends.drift.affine.independent import Roundings
+from kcdsl_backends.drift.affine.kernel import KernelRun, Private
+from kcdsl_backends.drift.affine.tape import (
+    VJP,
+    Amplified,
+    Entry,
+    Nonlinear,
+    Remainder,
+    Shared,
+    SingleRow,
+    SplitError,
+)
+from kcdsl_backends.drift.boxes.box import (
+    SAFE,
+    Box,
+    down,
+    refuse_overflow,
+    refuse_unbounded_sums,
+    up,
+)
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, power_of_two
+
+SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
+"""Operations of whose results a free cast is taken apart: their errors are sums of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result before it is stored: v = reference + L e + o + ε.
+
+    `linear` is the reach of L e; `internal` bounds what stands in o (remainders, roundings inside,
+    float64 errors); `extra` is the reach of what stands in `centre`, `curved` and `amplified`.
+    `cases` hold v; `roundings` take `internal` apart, as does `shared` between both kernels.
+    `early` was a free cast before the last operation, its error not counted in `internal`.
+    `again` is what readings of the operands add that are not those of the entries.
+    """
+
+    reference: Tensor
+    pull: VJP
+    linear: Tensor
+    internal: Tensor
+    centre: Tensor | None = None
+    curved: Nonlinear | None = None
+    amplified: Amplified | None = None
+    extra: Tensor | None = None
+    cases: Cases | None = None
+    roundings: Roundings | None = None
+    early: Early | None = None
+    one_row: SingleRow | None = None
+    shared: Shared | None = None
+    again: Apart = None
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A free cast of w = known + e: `of_known` bounds what it adds to the known part, with
+    subnormals, `of_error` what it adds to e; `unit` is the unit roundoff."""
+
+    unit: float
+    of_known: Tensor
+    of_error: Tensor
+
+    @staticmethod
+    def none(like: Tensor) -> Early:
+        """Return that of an operation without such a cast."""
+        return Early(0.0, torch.zeros_like(like), torch.zeros_like(like))
+
+
+def round_result(
+    run: KernelRun,
+    node: Node,
+    result: Result,
+    *,
+    accumulates: bool = False,
+    tight: bool = False,
+    inner: Format | None = None,
+) -> int:
+    """Append the entry of a stored result and return its index.
+
+    `tight` bounds what a cast by steps rounds by reverse passes; `inner` is the format in which the
+    result was formed, where that is not the arithmetic of the operation.
+
+    Raises:
+        NoBound: the result is not finite, or may exceed the largest number of its format.
+    """
+    kernel, form = run.rounding, stored_format(run, node)
+    inner = inner or kernel.inner(accumulates)
+    if kernel.free and node.name in run.several:
+        return _privately(run, node, result, form, accumulates=accumulates, inner=inner)
+    internal, early = result.internal, result.early
+    if early is not None:
+        internal = internal + early.of_known + early.of_error
+        result = replace(result, shared=_more(result.shared, early.of_known + early.of_error))
+    if accumulates:
+        refuse_unbounded_sums(node.name, internal, inner)
+    entry = _formed(run, node, result, internal)
+    reach = entry.reach
+    unit, faint = kernel.unit(form), kernel.faint(form)
+    off, before = unit * ((result.reference.abs() + reach) * SAFE), entry.size
+    if kernel.free:
+        reference, own, parts = result.reference, off + faint, entry.roundings
+        final, worst = node.name == run.graph.output, run.tape.chance is None
+        split = worst and not final and not kernel.casts.toward_zero
+        apart = _apart(run, node, result, form) if split else None
+        if kernel.casts.toward_zero:
+            reference, own = halved(entry, own * SAFE)
+            parts = None if parts is None else parts.beside(own)
+        elif parts is not None:
+            parts = parts.cast(off, faint, kernel.casts)
+        entry = replace(
+            entry,
+            reference=reference,
+            reach=(reach + own) * SAFE,
+            radius=(internal + own) * SAFE,
+            roundings=parts,
+            before=entry if final and worst else None,
+            apart=apart,
+            shared=_more(entry.shared, own),
+        )
+    elif form.precision < max(24, inner.precision):
+        if tight:
+            entry = _tightened(run, entry)
+            before = entry.size
+        entry = _stepped(entry, form, kernel, result.cases)
+    size = entry.size
+    if kernel.casts.toward_zero and (kernel.free or form.precision < max(24, inner.precision)):
+        # What is cut off was larger before, where it must have been a finite number already.
+        finite = before <= inner.largest
+        size = torch.where(finite, torch.minimum(size, form.toward_zero(before)), before)
+        form = form if bool(finite.all()) else inner
+    refuse_overflow(node.name, size, form)
+    run.computed[node.name] = run.tape.add(entry)
+    return run.computed[node.name]
+
+
+def _privately(
+    run: KernelRun, node: Node, result: Result, form: Format, *, accumulates: bool, inner: Format
+) -> int:
+    """Append the entry of a result of which every reading is a version of its own.
+
+    What is formed once by an accumulator is the same in all of them but for its casts; anything
+    else may be computed again for each, with the same weights.
+    """
+    kernel, early = run.rounding, result.early
+    if accumulates:
+        refuse_unbounded_sums(node.name, result.internal, kernel.inner(accumulates))
+    nothing, formed = torch.zeros_like(result.internal), result
+    inside, common = (nothing, result.internal) if accumulates else (result.internal, nothing)
+    if result.shared is not None and not accumulates:
+        inside, common = result.shared.rest * SAFE, result.shared.size
+        result = replace(result, shared=replace(result.shared, rest=nothing))
+    own = inside
+    if early is not None:
+        own = own + early.of_known + early.of_error
+    if result.again is not None:
+        own = own + result.again
+    entry = _formed(run, node, result, common)
+    reach = (entry.reach + own) * SAFE
+    size = (result.reference.abs() + reach) * SAFE
+    unit, faint = kernel.unit(form), kernel.faint(form)
+    cast = (unit * size + faint) * SAFE
+    apart = None
+    final = node.name == run.graph.output
+    if run.tape.chance is None and not kernel.casts.toward_zero and not final:
+        apart = _apart(run, node, formed, form)
+        if apart is not None:  # what is the same in all readings stands in the entry
+            radius = (apart.radius - result.internal).clamp_min(0) + inside
+            if result.again is not None:
+                radius = radius + (1 + 2 * unit) * (1 + unit) * result.again
+            apart = replace(apart, radius=radius * SAFE)
+    if kernel.casts.toward_zero:
+        cast = torch.minimum(cast, size)
+    run.private[node.name] = Private((own + cast) * SAFE, apart)
+    whole = (size + cast) * SAFE
+    if kernel.casts.toward_zero:
+        finite = size <= inner.largest
+        whole = torch.where(finite, torch.minimum(size, form.toward_zero(size)), size)
+        form = form if bool(finite.all()) else inner
+    refuse_overflow(node.name, whole, form)
+    run.computed[node.name] = run.tape.add(entry)
+    return run.computed[node.name]
+
+
+def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Entry:
+    """Return the entry of a result before it is stored, with what stands in o."""
+    reach = result.linear + internal
+    if result.extra is not None:
+        reach = reach + result.extra
+    parts = None
+    if run.tape.chance is not None:
+        parts = result.roundings or Roundings.none(internal * SAFE)
+    return Entry(
+        node.name,
+        result.reference,
+        reach * SAFE,
+        result.pull,
+        result.centre,
+        internal * SAFE,
+        result.curved,
+        result.amplified,
+        roundings=parts,
+        one_row=result.one_row,
+        shared=_more(result.shared, torch.zeros_like(internal)),
+    )
+
+
+def _more(shared: Shared | None, own: Tensor) -> Shared | None:
+    """Return a part that both kernels have in common, with more beside it."""
+    return None if shared is None else replace(shared, rest=(shared.rest + own) * SAFE)
+
+
+def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitError | None:
+    """Take what free casts make of errors apart, where these are no small part of the result.
+
+    A cast of w = w̃ + e adds at most u|w̃| + u|e|. The first part is known element by element; the
+    sum of |e| over a row of n is at most √n times its norm, for which a pass is made.
+    """
+    early = result.early or Early.none(result.internal)
+    entry = _formed(run, node, result, result.internal)
+    whole = entry.reach.sum(-1, keepdim=True) * SAFE
+    size = result.reference.abs().sum(-1, keepdim=True)
+    needed = (whole > 0) & (run.grain * whole >= run.negligible * size)
+    place = run.tape.add(entry)
+    total = whole
+    if node.op in SUMMED and run.passing(node, place, "norm", needed):
+        columns = entry.shape[-1]
+        unit = torch.eye(columns, dtype=torch.float64, device=whole.device)
+        lengths = norms(run.tape, place, unit, needed)
+        total = torch.minimum(whole, lengths * math.sqrt(columns) * SAFE)
+    run.tape.entries.pop()
+    if not bool((total < whole).any()):
+        return None
+    cast = run.rounding.unit(form)
+    share = early.unit + cast * (1 + early.unit)
+    cap = share * entry.reach * SAFE
+    radius = result.internal + early.of_known * (1 + cast) + cast * result.reference.abs()
+    rest = Remainder(-cap, cap, share * total * SAFE)
+    return SplitError((radius + run.rounding.faint(form)) * SAFE, rest.curved())
+
+
+def _tightened(run: KernelRun, entry: Entry) -> Entry:
+    """Return an entry that is not on the tape, its reach from reverse passes."""
+    place = run.tape.add(entry)
+    everywhere = torch.ones_like(entry.reach[..., :1], dtype=torch.bool)
+    reach = elements(run.tape, place, everywhere)
+    run.tape.entries.pop()
+    return replace(entry, reach=reach * SAFE)
+
+
+def stored_format(run: KernelRun, node: Node) -> Format:
+    """Return the format in which the result of a node is stored."""
+    return run.rounding.format_for(node.role, node.op)
+
+
+def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None) -> Entry:
+    """Cast by steps: where few grid points can be met, forget the error that came in."""
+    size, casts = entry.reference.abs() + entry.reach, kernel.casts
+    worst = (kernel.unit(form) * (size * SAFE)).clamp_min(kernel.faint(form)) * SAFE
+    cast = torch.minimum(worst, casts.units * half_step(size, form)) * SAFE
+    reference, half = entry.reference, worst
+    if casts.toward_zero:
+        reference, cast = halved(entry, cast)
+        half = torch.where(_signs(entry) == 0, worst, worst / 2)
+    around = beyond(Box(down(entry.reference - entry.reach), up(entry.reference + entry.reach)))
+    if casts.toward_zero:  # a number that is known, and on the grid, stays where it is
+        known = entry.reach == 0
+        low, high = (torch.where(known, entry.reference, end) for end in (around.lo, around.hi))
+        around = Box(low, high)
+    low, high = casts.step(around.lo, form), casts.step(around.hi, form)
+    ends = Ends.of(low, high, form, casts)
+    cases = None if formed is None else on_grid(formed, ends)
+    stairs = (high - low) / 2 <= half
+    if cases is not None:
+        stairs, hull = stairs | (cases.widest <= half), cases.hull
+        low, high = hull.lo, hull.hi
+    gap = up((high - low) / 2, 2) * (high > low)
+    keep = (~stairs).to(half.dtype)
+    assert entry.radius is not None
+    pull, curved, amplified = entry.pull, entry.curved, entry.amplified
+    reference = torch.where(stairs, low / 2 + high / 2, reference)
+    radius, parts = (entry.radius + cast) * SAFE, entry.roundings
+    parts = None if parts is None else replace(parts, sure=(parts.sure + cast) * SAFE)
+    shared = _more(entry.shared, cast)
+    if shared is not None:
+        shared = Shared(shared.size, torch.where(stairs, gap * SAFE, shared.rest), keep)
+
+    def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
+        return pull(adjoint.times(keep))
+
+    return Entry(
+        entry.name,
+        reference,
+        torch.where(stairs, gap, entry.reach + cast) * SAFE,
+        kept,
+        None if entry.centre is None else entry.centre * keep,
+        torch.where(stairs, gap * SAFE, radius),
+        None if curved is None else curved.where(keep),
+        None if amplified is None else Amplified(amplified.factor, amplified.loose * keep),
+        kept=not bool(stairs.any()),
+        ends=ends,
+        cases=cases,
+        together=None if cases is None else _together(cases, reference, stairs, radius),
+        before=entry,
+        roundings=None if parts is None else parts.where(~stairs, gap * SAFE),
+        one_row=None if entry.one_row is None else entry.one_row.where(keep),
+        shared=shared,
+    )
+
+
+def _signs(entry: Entry) -> Tensor:
+    """Return the signs of a result before its cast where they are known, else 0."""
+    positive, negative = entry.reference - entry.reach >= 0, entry.reference + entry.reach <= 0
+    return positive.to(entry.reach.dtype) - negative.to(entry.reach.dtype)
+
+
+def halved(entry: Entry, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a reference for what is cut off toward zero by at most `most`, and the error around.
+
+    Where the sign of a result is known it loses between nothing and `most`: half of it, give or
+    take half of it. No cut makes a number cross zero.
+    """
+    signs, most = _signs(entry), torch.minimum(most, entry.size)
+    shifted = entry.reference - signs * (most / 2)
+    own = (most / 2 + 2.0**-52 * entry.reference.abs()) * SAFE
+    return shifted, torch.where(signs == 0, most, own)
+
+
+def half_step(size: Tensor, form: Format) -> Tensor:
+    """Return half the distance of grid points up to a magnitude: the error of nearest there."""
+    _, exponent = torch.frexp(up(size, 2))
+    leading = (exponent - 1).clamp_min(form.min_exponent)
+    return power_of_two(leading - form.precision)
+
+
+def cast_freely(box: Box, form: Format, kernel: Rounding) -> Box:
+    """Return all that free casts to a format may make of the numbers of a box.
+
+    v·(1 + δ) + η grows with v for every δ and η, so the ends of the box are the worst.
+    """
+    if kernel.casts.toward_zero:
+        return kernel.cut_freely(box, form)
+    unit, faint = kernel.unit(form), kernel.faint(form)
+    low = box.lo - up(unit * box.lo.abs() + faint, 2)
+    return Box(down(low, 2), up(box.hi + up(unit * box.hi.abs() + faint, 2), 2))
+
+
+def _together(cases: Cases, reference: Tensor, stairs: Tensor, radius: Tensor) -> Together:
+    """Return what o may be: the cases of what is known by steps, elsewhere the radius."""
+    low = torch.where(stairs, down(cases.low - reference), 0.0)
+    high = torch.where(stairs, up(cases.high - reference), 0.0)
+    return Together(Cases(low, high, cases.width), torch.where(stairs, 0.0, radius))

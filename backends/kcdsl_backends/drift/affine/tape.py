@@ -1,0 +1,427 @@
+"""The errors of one kernel as a linear recurrence, and bounds of their functionals (section 1).
+
+Every entry of the tape states
+
+    e_n = Σ_m L_nm e_m + o_n,    |o_n - centre| <= radius element by element,
+
+so a functional a·e_n is bounded by one reverse pass: Σ over entries of adjoint·centre ±
+|adjoint|·radius. Entry 0 is the block input on its region, and is kept apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
+from kcdsl_backends.drift.affine.eigenvalues import Ellipsoids, largest_eigenvalue, reached
+from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
+from kcdsl_backends.drift.boxes.box import SAFE, gamma
+
+Pulled = Sequence[tuple[int, Adjoint]]
+"""Functionals of the errors of operands."""
+VJP = Callable[[Adjoint], Pulled]
+"""Lᵀ: the functionals of the operands' errors that a functional of the result's error is."""
+PASS = 8
+"""Roundings of a reverse pass at an entry beside the products of its map: sums of adjoints."""
+INPUT = 0
+"""The entry of the block input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nonlinear:
+    """A part of o_n that is known functional by functional only.
+
+    `between` bounds what it adds to functionals, [B] from below and above; `norm` bounds the
+    Euclidean norm of what it adds to all of them, if that is less than the norm of those bounds.
+    """
+
+    between: Callable[[Adjoint], tuple[Tensor, Tensor]]
+    norm: Callable[[Adjoint], float] | None = None
+
+    def together(self, adjoint: Adjoint) -> float:
+        """Bound the Euclidean norm of what is added to the functionals."""
+        if self.norm is not None:
+            return self.norm(adjoint)
+        low, high = self.between(adjoint)
+        return float(torch.maximum(-low, high).norm()) * SAFE
+
+    def where(self, keep: Tensor) -> Nonlinear:
+        """Return the same part of keep∘o_n."""
+        norm = self.norm
+        return Nonlinear(
+            lambda a: self.between(a.times(keep)),
+            None if norm is None else lambda a: norm(a.times(keep)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRow:
+    """Another way to take functionals of one row of a product.
+
+    `curved` and `pull` stand for those of the entry; what an operand adds of its own is part of
+    `curved`, and `pull` leaves it out. `nearer` says that bounds are less for it, not sooner only.
+    """
+
+    curved: Nonlinear
+    pull: VJP
+    nearer: bool = False
+
+    def where(self, keep: Tensor) -> SingleRow:
+        """Return the same of keep∘e."""
+        pull = self.pull
+        return SingleRow(self.curved.where(keep), lambda a: pull(a.times(keep)), self.nearer)
+
+
+@dataclass(frozen=True, slots=True)
+class Amplified:
+    """A remainder that is a multiple of the linear part of a functional (section 5).
+
+    `factor` [..., 1] bounds the multiple, one for each row; `loose` bounds the remainder element by
+    element, where the functional is not one of a single row.
+    """
+
+    factor: Tensor
+    loose: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SplitError:
+    """What o is beside its centre and its curved part: a smaller `radius` than that of the entry,
+    and a `rest` whose sum over each row is known. The radius of the entry bounds both together."""
+
+    radius: Tensor
+    rest: Nonlinear
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A part s of o that is one and the same in both kernels: what weights of a region around those
+    of the checkpoint make of a number that is known.
+
+    `size` bounds |s| and `rest` what o is beside s, element by element; where `keep` is 0 there is
+    no s in o, and all of it is in the rest. The radius of the entry bounds both together.
+    """
+
+    size: Tensor
+    rest: Tensor
+    keep: Tensor | None = None
+
+    def of(self, functional: Adjoint) -> Adjoint:
+        """Return the functional of s that a functional of o is."""
+        return functional if self.keep is None else functional.times(self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the recurrence.
+
+    `reach` bounds |e| element by element; `centre` and `radius` are None where they are zero.
+    `kept` says that the linear map was kept everywhere, with nothing rounded off to a grid;
+    `carried` is the reach from operand to operand, where reverse passes have lowered it;
+    `ellipsoids` hold the errors of some rows.
+    `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the reach does,
+    `together` more of o than the radius, which holds as well; `before` is a result as it was
+    formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
+    apart for bounds by chance, `apart` for others, `shared` for those of both kernels together.
+    `balance` [..., 1] bounds |Σ e| of every row of probabilities; `one_row` is for functionals of
+    one row of a product.
+    """
+
+    name: str
+    reference: Tensor
+    reach: Tensor
+    pull: VJP
+    centre: Tensor | None = None
+    radius: Tensor | None = None
+    curved: Nonlinear | None = None
+    amplified: Amplified | None = None
+    kept: bool = True
+    carried: Tensor | None = None
+    ellipsoids: Ellipsoids = field(default_factory=dict)
+    ends: Ends | None = None
+    choices: Ends | None = None
+    cases: Cases | None = None
+    together: Together | None = None
+    before: Entry | None = None
+    roundings: Roundings | None = None
+    apart: SplitError | None = None
+    balance: Tensor | None = None
+    one_row: SingleRow | None = None
+    shared: Shared | None = None
+
+    @property
+    def by_row(self) -> bool:
+        """Say whether functionals of one row each have nearer bounds."""
+        return self.one_row is not None and self.one_row.nearer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return tuple(self.reference.shape)
+
+    @property
+    def widest(self) -> Tensor:
+        """Return the reach as carried on, of which rounding errors of adjoints are a share."""
+        return self.reach if self.carried is None else self.carried
+
+    @property
+    def size(self) -> Tensor:
+        """Return a bound of the magnitude of the stored value."""
+        return (self.reference.abs() + self.reach) * SAFE
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds [B] of functionals: low <= a·e - region·(x - centre) - Σ shared·s - d <= high.
+
+    d is what independent `parts` add (None: there are none, and it is zero). `shared` holds
+    functionals of what is one and the same in both kernels, with its size, by entry.
+    """
+
+    low: Tensor
+    high: Tensor
+    region: Adjoint | None
+    parts: Parts | None = None
+    chance: Chance | None = None
+    shared: Mapping[str, tuple[Adjoint, Tensor]] = field(default_factory=dict)
+
+    def with_parts(self, other: Range | None = None) -> tuple[Tensor, Tensor]:
+        """Return bounds with d in them; `other` adds parts of its own."""
+        both = self.parts if other is None else _beside(self.parts, other.parts)
+        if both is None or self.chance is None:
+            return self.low, self.high
+        likely = both.likely(self.chance)
+        return self.low - likely, self.high + likely
+
+    def with_region(self, radius: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bounds of a·e for every input of the region."""
+        low, high = self.with_parts()
+        known = list(self.shared.values())
+        known += [] if self.region is None else [(self.region, radius)]
+        for functional, size in known:
+            moved = functional.magnitude(size) * (1 + 2 * gamma(functional.values[0].numel() + 8))
+            low, high = low - moved, high + moved
+        return low, high
+
+    def magnitude(self, radius: Tensor) -> Tensor:
+        """Return a bound of |a·e| for every input of the region."""
+        low, high = self.with_region(radius)
+        return torch.maximum(-low, high)
+
+
+@dataclass(slots=True)
+class Tape:
+    """Entries in the order of the run; `radius` is that of the region of the block input.
+
+    With `chance` roundings are independent, and bounds hold but for a share of all runs. `cut` is
+    the last entry at a norm: its reach is tight, so that a reverse pass which stops there is worth
+    making before one which goes down to the input.
+    """
+
+    radius: Tensor
+    entries: list[Entry] = field(default_factory=list)
+    cut: int = INPUT
+    chance: Chance | None = None
+
+    def add(self, entry: Entry) -> int:
+        """Append an entry and return its index."""
+        self.entries.append(entry)
+        return len(self.entries) - 1
+
+    @property
+    def floors(self) -> tuple[int, ...]:
+        """Return where reverse passes may stop, the cheapest first."""
+        return (INPUT,) if self.cut == INPUT or self.chance else (self.cut, INPUT)
+
+    def tighten(self, index: int, reach: Tensor) -> None:
+        """Lower the reach of an entry to a bound found by reverse passes."""
+        entry = self.entries[index]
+        lowered = torch.minimum(entry.reach, reach)
+        self.entries[index] = replace(entry, reach=lowered, carried=entry.widest)
+
+    def surround(self, index: int, ellipsoids: Ellipsoids) -> None:
+        """Keep ellipsoids around the errors of rows of an entry."""
+        self.entries[index] = replace(self.entries[index], ellipsoids=ellipsoids)
+
+    def bound(
+        self,
+        index: int,
+        adjoint: Adjoint,
+        floor: int = INPUT,
+        formed: Entry | None = None,
+        *,
+        shared: bool = False,
+    ) -> Range:
+        """Bound functionals of the error of one entry by a reverse pass.
+
+        What arrives at the entry `floor` or before is bounded by the reaches there. `formed` stands
+        for the entry: the same result before its cast. With `shared`, what is the same in both
+        kernels is kept apart; this costs what is known of single rows of products.
+        """
+        return self._bound({index: adjoint}, adjoint.values.shape[0], floor, formed, shared=shared)
+
+    def _bound(
+        self,
+        pending: dict[int, Adjoint],
+        count: int,
+        floor: int,
+        formed: Entry | None = None,
+        *,
+        shared: bool,
+    ) -> Range:
+        middle = torch.zeros(count, dtype=torch.float64, device=self.radius.device)
+        spread, parts = torch.zeros_like(middle), None
+        if self.chance is not None:
+            self.chance.ask(count)
+        terms, common = 8, dict[str, tuple[Adjoint, Tensor]]()
+        while pending:
+            index = max(pending)
+            functional = pending.pop(index)
+            if index == INPUT:
+                return self._range(middle, spread, terms, functional, parts, common)
+            entry, formed = formed or self.entries[index], None
+            terms += functional.values[0].numel()
+            if index <= floor:
+                spread = spread + reached(entry.ellipsoids, entry.reach, functional)
+                continue
+            if entry.centre is not None:
+                middle = middle + functional.against(entry.centre)
+                spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
+            if shared and entry.shared is not None:
+                common[entry.name] = entry.shared.of(functional), entry.shared.size
+                spread = spread + functional.magnitude(entry.shared.rest)
+            elif entry.together is not None:
+                low, high = entry.together.cases.between(functional)
+                middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
+                spread = spread + functional.magnitude(entry.together.rest)
+                spread = spread + 2.0**-50 * (low.abs() + high.abs())
+            elif self.chance is not None and entry.roundings is not None:
+                parts = Parts.of(functional, entry.roundings).beside(parts)
+                spread = spread + functional.magnitude(entry.roundings.sure)
+            elif entry.apart is not None:
+                spread = spread + functional.magnitude(entry.apart.radius)
+                low, high = entry.apart.rest.between(functional)
+                middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
+            elif entry.radius is not None:
+                spread = spread + functional.magnitude(entry.radius)
+            curved, pull = entry.curved, entry.pull
+            other = None if self.chance is not None or shared else entry.one_row
+            if other is not None and functional.one_row:
+                curved, pull = other.curved, other.pull
+            if curved is not None:
+                low, high = curved.between(functional)
+                middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
+            pulled = pull(functional)
+            if entry.amplified is not None:
+                if not pending and functional.single_row and len(pulled) == 1:
+                    rest = self._bound(dict(pulled), count, floor, shared=shared)
+                    factor = entry.amplified.factor.expand(entry.shape)[functional.first]
+                    spread = spread + factor * rest.magnitude(self.radius)
+                    own = self._range(middle, spread, terms, None, parts, common)
+                    low, high = own.low + rest.low, own.high + rest.high
+                    together = _beside(parts, rest.parts)
+                    common.update(rest.shared)
+                    return Range(low, high, rest.region, together, self.chance, common)
+                spread = spread + functional.magnitude(entry.amplified.loose)
+            for source, part in pulled:
+                if source in pending:  # the sum is rounded
+                    part = pending[source].plus(part)
+                    spread = spread + 2.0**-52 * part.magnitude(self.entries[source].reach)
+                pending[source] = part
+        return self._range(middle, spread, terms, None, parts, common)
+
+    def _range(
+        self,
+        middle: Tensor,
+        spread: Tensor,
+        terms: int,
+        region: Adjoint | None,
+        parts: Parts | None,
+        shared: Mapping[str, tuple[Adjoint, Tensor]],
+    ) -> Range:
+        """Return the bounds, with the float64 errors of sums of `terms` products.
+
+        2^-30 of |adjoint|·|centre| was added to the spread already, which covers those of the
+        middle.
+        """
+        spread = spread * (1 + 2 * gamma(terms)) + middle.abs() * 2.0**-50
+        return Range(middle - spread, middle + spread, region, parts, self.chance, shared)
+
+
+def _beside(one: Parts | None, two: Parts | None) -> Parts | None:
+    return two if one is None else one.beside(two)
+
+
+SAMPLE = 192
+"""About so many elements of a row are looked at to find a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """A vector o with low <= o <= high element by element, and Σ|o| <= total in every row.
+
+    `low` <= 0 <= `high` [..., n], `total` [..., 1].
+    """
+
+    low: Tensor
+    high: Tensor
+    total: Tensor
+
+    def curved(self) -> Nonlinear:
+        """Return what it adds to functionals."""
+        return Nonlinear(self._between, self._norm)
+
+    def _between(self, a: Adjoint) -> tuple[Tensor, Tensor]:
+        part = at(a.window)
+        weights, low, high = a.values.abs(), -self.low[part], self.high[part]
+        positive = a.values > 0
+        total = self.total[part[:-1]]
+        order = weights[..., :: _step(weights)].argsort(dim=-1, descending=True)
+        most = _largest(weights, torch.where(positive, high, low), total, order)
+        least = _largest(weights, torch.where(positive, low, high), total, order)
+        return -least, most
+
+    def _norm(self, a: Adjoint) -> float:
+        """Bound |A o|: by column norms, and as Σ o²/cap <= Σ|o|, by that of A∘√cap."""
+        part = at(a.window)
+        most, total = torch.maximum(-self.low[part], self.high[part]), self.total[part[:-1]]
+        columns = a.values.norm(dim=0, keepdim=True) * SAFE
+        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
+        one_by_one = float(_largest(columns, most[None], total, order))
+        scaled = (a.values * most.sqrt()).flatten(1)
+        products = scaled @ scaled.T
+        spread = largest_eigenvalue(products, float(scaled.square().sum()) * SAFE)
+        return min(one_by_one, math.sqrt(spread * float(total.sum()) * SAFE) * SAFE)
+
+
+def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Tensor:
+    """Bound Σ weights·t over 0 <= t <= caps with row sums up to total: [B, ..., n] -> [B].
+
+    Any price λ >= 0 gives the bound λ·total + Σ max(weights - λ, 0)·caps; the weight of the last
+    element that is taken whole or in part, greatest weight first, is the best one. In long rows it
+    is looked up among some of the elements, of which `order` is the order by weight.
+    """
+    step = _step(weights)
+    if bool((caps.sum(-1, keepdim=True) <= total).all()):
+        return (weights * caps).flatten(1).sum(-1) * SAFE
+    ordered = weights[..., ::step].gather(-1, order)
+    some = caps[..., ::step].expand_as(ordered).gather(-1, order) * step
+    last = (some.cumsum(-1) < total).sum(-1, keepdim=True)
+    price = torch.where(
+        last < ordered.shape[-1],
+        ordered.gather(-1, last.clamp_max(ordered.shape[-1] - 1)),
+        torch.zeros_like(ordered[..., :1]),
+    )
+    value = price[..., 0] * total[..., 0] + ((weights - price).clamp_min(0) * caps).sum(-1)
+    return value.flatten(1).sum(-1) * SAFE if value.dim() > 1 else value * SAFE
+
+
+def _step(weights: Tensor) -> int:
+    """Return the distance of the elements among which a price is looked up."""
+    return max(1, weights.shape[-1] // SAMPLE)

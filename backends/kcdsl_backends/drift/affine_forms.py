@@ -1,0 +1,400 @@
+"""Affine forms of both kernels: the drift of the output, and ellipsoids around its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import BlockGraph
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.eigenvalues import around_sum
+from kcdsl_backends.drift.affine.error_bounds import (
+    at_once,
+    gram_ellipsoid,
+    gram_norm,
+    on_row,
+    unit_functionals,
+)
+from kcdsl_backends.drift.affine.independent import Chance, room
+from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
+from kcdsl_backends.drift.affine.kernel import KernelRun, Nearby
+from kcdsl_backends.drift.affine.result_rounding import cast_freely
+from kcdsl_backends.drift.affine.tape import INPUT, Entry, Range
+from kcdsl_backends.drift.affine_run import affine_run, coarsest
+from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, down, gamma, up
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.rounding import ALONE, Apart, Between
+from kcdsl_backends.drift.boxes.state import Kernels
+from kcdsl_backends.drift.interval import kernel_boxes
+
+IGNORED = 2.0**-12
+"""Up to this share of the inference kernel's error that of the training kernel needs no pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class AffineDrift:
+    """The box of the output's drift, and for every computed node (largest size, largest drift)."""
+
+    box: Box
+    witness: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class AffineForms:
+    """The reference runs of both kernels, with the tapes of their errors."""
+
+    output: str
+    train: KernelRun
+    infer: KernelRun
+
+    @property
+    def ends(self) -> tuple[Entry, Entry]:
+        """Return the entries of the output, training and inference."""
+        return output_entry(self.train, self.output), output_entry(self.infer, self.output)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the output."""
+        return self.ends[0].shape
+
+    @property
+    def known(self) -> Box:
+        """Return the difference of the references, with the rounding of its subtraction."""
+        one, two = self.ends
+        return Box.point(two.reference) - Box.point(one.reference)
+
+    def errors(self, functionals: Adjoint) -> Box:
+        """Bound a·e_infer - a·e_train for functionals of the output [B]."""
+        b = self.infer.tape.bound(self.infer.computed[self.output], functionals)
+        a = b if self.infer is self.train else self._training(functionals, b)
+        found = self._apart(a, b)
+        return found.meet(self._with_shared(functionals)) if self.sharing else found
+
+    def _with_shared(self, functionals: Adjoint) -> Box:
+        """Bound the same with what is one and the same in both kernels taken as such."""
+        sides = [self.train] if self.infer is self.train else [self.train, self.infer]
+        found = [s.tape.bound(s.computed[self.output], functionals, shared=True) for s in sides]
+        return self._apart(found[0], found[-1])
+
+    def _apart(self, a: Range, b: Range) -> Box:
+        """Bound what functionals of both errors are apart."""
+        moved = _difference(a, b, self.train.tape.radius)
+        low, high = b.with_parts(a)  # both kernels round by themselves
+        return Box(down(low - a.high - moved), up(high - a.low + moved))
+
+    @property
+    def sharing(self) -> bool:
+        """Say whether weights around those of the checkpoint are off alike in both kernels."""
+        entries = self.train.tape.entries
+        return self.train.tape.chance is None and any(e.shared is not None for e in entries)
+
+    def _training(self, functionals: Adjoint, infer: Range) -> Range:
+        """Bound a·e_train: by the reach, where that is next to nothing beside the other kernel."""
+        reach = self.ends[0].reach
+        by_reach = functionals.magnitude(reach) * (1 + 2 * gamma(reach.numel() + 8))
+        other = infer.magnitude(self.train.tape.radius)
+        if bool((by_reach <= IGNORED * other).all()):
+            return Range(-by_reach, by_reach, None)
+        return self.train.tape.bound(self.train.computed[self.output], functionals)
+
+    def box(self) -> Box:
+        """Bound the drift of every element of the output.
+
+        Raises:
+            NoBound: a bound is not finite.
+        """
+        box = self._element_by_element()
+        if self._as_stored:
+            stored = self._stored()
+            box = stored if box is None else box.meet(stored)
+        assert box is not None
+        one, two = self.ends
+        box = box.meet(self.known.widen(up(one.reach + two.reach)))
+        if not bool((torch.isfinite(box.lo) & torch.isfinite(box.hi)).all()):
+            raise NoBound(self.output, "a bound is not finite")
+        return box
+
+    def _element_by_element(self) -> Box | None:
+        """Bound the drift by what both kernels know of the input's region and of weights; None at a
+        point where one of them rounds its output, which says more."""
+        one = self.ends[0]
+        if self._as_stored and self._at_a_point and not self.sharing:
+            return None
+        low, high = torch.empty_like(one.reference), torch.empty_like(one.reference)
+        by_row, size = any(end.by_row for end in self.ends), at_once(self.infer.tape)
+        each = unit_functionals(one.shape, low.device, by_row=by_row, size=size)
+        for i, start, stop, functionals in each:
+            found = self.errors(functionals)
+            low[i].view(-1)[start:stop] = found.lo
+            high[i].view(-1)[start:stop] = found.hi
+        return self.known + Box(low, high)
+
+    @property
+    def _at_a_point(self) -> bool:
+        return not bool((self.train.tape.radius > 0).any())
+
+    @property
+    def _as_stored(self) -> bool:
+        """Say whether the output is also bounded before its cast: where one is to nearest, or at a
+        point, where both kernels have nothing in common."""
+        stepped = any(end.ends is not None for end in self.ends)
+        return stepped or (self._at_a_point and any(end.before is not None for end in self.ends))
+
+    def _stored(self) -> Box:
+        """Bound the drift by what both kernels store: all of what they were formed from, cast."""
+        infer = _stored(self.infer, self.output)
+        if self.infer is self.train:
+            return infer - infer
+        one = self.ends[0]
+        by_reach = Box.point(one.reference).widen(up(one.reach))
+        if bool((one.reach <= IGNORED * (infer.hi - infer.lo) / 2).all()):
+            return infer - by_reach
+        return infer - _stored(self.train, self.output)
+
+    @property
+    def readings(self) -> tuple[Apart, Apart]:
+        """Return how far each reading of the output may be from the value of which all are
+        versions, in training and inference."""
+        own = [run.private.get(self.output) for run in (self.train, self.infer)]
+        one, two = (None if private is None else private.reach for private in own)
+        return one, two
+
+    @property
+    def chance(self) -> Chance | None:
+        """Return how surely all that was bounded holds; None in the worst case.
+
+        Raises:
+            NoBound: more functionals were bounded than their probability was divided among.
+        """
+        one, two = self.train.tape.chance, self.infer.tape.chance
+        if one is None or two is None:
+            return None
+        found = replace(one, asked=one.asked + two.asked)
+        if found.asked > found.functionals:
+            raise NoBound(self.output, f"more than {found.functionals} bounds by chance are used")
+        return found
+
+    def length(self, row: tuple[int, ...]) -> float:
+        """Bound the Euclidean norm of the drift of a row: of what is known, and of both errors."""
+        known = self.known.mag()[row]
+        unit = torch.eye(known.numel(), dtype=known.dtype, device=known.device)
+        functionals = on_row(unit, row, self.shape)
+        sides = [self.train] if self.infer is self.train else [self.train, self.infer]
+        sizes = [gram_norm(side.tape, side.computed[self.output], functionals) for side in sides]
+        centre = float(known.square().sum().sqrt() * (1 + 2 * gamma(known.numel() + 4)))
+        total = centre + sizes[0] + sizes[-1]
+        return total * (1 + 2.0**-50)
+
+    @property
+    def passes(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the reverse passes that the forms of each kernel were made with."""
+        return {"train": self.train.passes.to_json(), "infer": self.infer.passes.to_json()}
+
+    def witness(self) -> dict[str, tuple[float, float]]:
+        """Return for every computed node (largest size, largest drift)."""
+        found: dict[str, tuple[float, float]] = {}
+        for name, index in self.train.computed.items():
+            one = self.train.tape.entries[index]
+            two = self.infer.tape.entries[self.infer.computed[name]]
+            moved = (two.reference - one.reference).abs() + one.reach + two.reach
+            size = one.size
+            if name != self.output:  # the output's entry is that of one reading
+                first, second = self.train.private.get(name), self.infer.private.get(name)
+                size = size if first is None else (size + first.reach) * (1 + 2.0**-50)
+                for private in (first, second):
+                    moved = moved if private is None else (moved + private.reach) * (1 + 2.0**-50)
+            found[name] = float(size.amax()), float(up(moved, 4).amax())
+        return found
+
+
+def _stored(run: KernelRun, output: str) -> Box:
+    """Return the box of a stored output: of all it was formed from, cast to its format."""
+    entry = output_entry(run, output)
+    formed = entry.before
+    low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
+    size = at_once(run.tape)
+    each = unit_functionals(entry.shape, low.device, by_row=entry.by_row, size=size)
+    for i, start, stop, functionals in each:
+        found = run.tape.bound(run.computed[output], functionals, formed=formed)
+        between = found.with_region(run.tape.radius)
+        low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
+    read = entry if formed is None else formed
+    reference = Box.point(read.reference)
+    around = (reference + Box(low, high)).meet(reference.widen(up(read.reach)))
+    if entry.ends is not None:
+        ends = entry.ends.within(around)
+        return Box(ends.low, ends.high).meet(Box.point(entry.reference).widen(up(entry.reach)))
+    if formed is None:
+        return around
+    node = run.nodes[output]
+    kernel = run.rounding.at(node)
+    return cast_freely(around, kernel.format_for(node.role, node.op), kernel)
+
+
+def output_entry(run: KernelRun, output: str) -> Entry:
+    """Return the entry of the output in one kernel."""
+    return run.tape.entries[run.computed[output]]
+
+
+def affine_forms(
+    graph: BlockGraph,
+    train: StoredParameters,
+    infer: StoredParameters,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None = None,
+    nearby: Nearby | None = None,
+    handed: InterfaceEllipsoids | None = None,
+    alpha: Fraction | None = None,
+    grain: float = 0.0,
+    between: Between = ALONE,
+) -> AffineForms:
+    """Run both kernels at the centre of [centre - radius, centre + radius], with their errors.
+
+    Where both have the same numerics, their runs are the same set and one tape serves both; not
+    where what they read is apart by a drift.
+
+    Args:
+        graph: the block.
+        train, infer: what both kernels store; their numerics are the kernels'.
+        centre: [T, D] float64; None for a block on token ids.
+        radius: broadcastable to [T, D], float64, >= 0.
+        drift: [T, D], how far the state that the inference kernel reads may be from that of the
+            training kernel; None where both read the same.
+        nearby: a region around the weights; None where they are those stored. That both kernels
+            hold the same ones is not made use of.
+        handed: ellipsoids around the rows of the drift, beside its box.
+        alpha: take roundings as independent; all bounds together then hold but for a share of at
+            most `alpha` of the runs on any one input.
+        grain: count at least this as the unit roundoff of results: the larger, the fewer reverse
+            passes are made, and the wider the bounds.
+        between: how the block stands in a chain.
+
+    Raises:
+        NoBound: some result has no finite bound.
+    """
+    first, second = (None, None) if nearby is None else (nearby.train, nearby.infer)
+    kernels = Kernels.of(train, infer) if nearby is None else nearby.kernels
+    met = kernel_boxes(graph, kernels, centre, radius, drift, between)
+    grain = max(grain, coarsest(graph, train, infer))
+    chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in (train, infer)]
+    region, apart = (centre, radius, grain), drift is not None
+    own, other = between.entering
+    one = affine_run(
+        *(graph, train, *region),
+        spread=first,
+        chance=chances[0],
+        boxes=met[0],
+        stored=apart,
+        entering=own,
+        followed=between.followed,
+    )
+    two = one
+    if apart or not _same(train, infer):
+        two = affine_run(
+            *(graph, infer, *region, drift, second, handed, chances[1], met[1], one.common),
+            entering=other,
+            followed=between.followed,
+        )
+    if graph.output not in one.computed or graph.output not in two.computed:
+        raise NoBound(graph.output, "the output does not depend on the input")
+    return AffineForms(graph.output, one, two)
+
+
+def affine_drift(
+    graph: BlockGraph,
+    train: StoredParameters,
+    infer: StoredParameters,
+    centre: Tensor | None,
+    radius: Tensor,
+) -> AffineDrift:
+    """Bound the drift of every output element; arguments and errors are those of `both`."""
+    pair = affine_forms(graph, train, infer, centre, radius)
+    return AffineDrift(pair.box(), pair.witness())
+
+
+def _same(train: StoredParameters, infer: StoredParameters) -> bool:
+    """Say whether both kernels admit the same runs: the same numbers under the same numerics."""
+    stored = train.tensors is infer.tensors and train.constants is infer.constants
+    return stored and replace(infer.numerics, preset=train.numerics.preset) == train.numerics
+
+
+def _difference(a: Range, b: Range, radius: Tensor) -> Tensor:
+    """Bound Σ |(α_infer - α_train)·s|: the input x - centre is the same s for both kernels, as is
+    what other weights make of known numbers."""
+    total = torch.zeros_like(a.low)
+    if a is b:
+        return total
+    apart = [
+        (_functional(a, name), _functional(b, name), size)
+        for name, (_, size) in {**a.shared, **b.shared}.items()
+    ]
+    if bool((radius > 0).any()):
+        apart.append((a.region, b.region, radius))
+    for first, second, size in apart:
+        total = total + _functionals_apart(first, second, size)
+    return total
+
+
+def _functional(found: Range, name: str) -> Adjoint | None:
+    return found.shared[name][0] if name in found.shared else None
+
+
+def _functionals_apart(one: Adjoint | None, two: Adjoint | None, size: Tensor) -> Tensor | float:
+    """Bound |(two - one)·s| for |s| <= size, the rounding of the difference included."""
+    each = [adjoint for adjoint in (one, two) if adjoint is not None]
+    if not each:
+        return 0.0
+    both = each[0] if one is None or two is None else one.times(-1.0).plus(two)
+    sizes = sum(adjoint.magnitude(size) for adjoint in each)
+    terms = both.values[0].numel() + 8
+    return both.magnitude(size) * (1 + 2 * gamma(terms)) + 2.0**-52 * sizes
+
+
+LARGEST = 2**29
+"""Numbers in the ellipsoids of a state; where there would be more, none are handed on."""
+FAINT = 2.0**-16
+"""Up to this share of the larger error of a row the other one is known well enough by its box."""
+
+
+def output_ellipsoids(forms: AffineForms) -> InterfaceEllipsoids | None:
+    """Return ellipsoids around the drift of the rows of the output; None where they would be large.
+
+    D = (h̃_i - h̃_t) + e_i - e_t, and each error lies in one of its own.
+    """
+    shape = forms.shape
+    if len(shape) != 2 or shape[0] * shape[1] ** 2 > LARGEST:
+        return None
+    middle, off = forms.known.midpoint()
+    ends = forms.ends
+    shapes = []
+    for row in range(shape[0]):
+        sizes = [float(end.reach[row].norm()) for end in ends]
+        parts = [
+            _box(end.reach[row]) if size <= FAINT * max(sizes) else _error(run, forms.output, row)
+            for run, end, size in zip((forms.train, forms.infer), ends, sizes, strict=True)
+        ]
+        slip = float(off[row].norm()) * SAFE
+        unit = torch.eye(shape[1], dtype=torch.float64, device=middle.device)
+        shapes.append(around_sum([*parts, slip**2 * unit]))
+    return InterfaceEllipsoids(middle, torch.stack(shapes))
+
+
+def _error(run: KernelRun, output: str, row: int) -> Tensor:
+    """Return an ellipsoid around the error of a row of the output in one kernel."""
+    entry, index = output_entry(run, output), run.computed[output]
+    if (row,) in entry.ellipsoids:
+        return entry.ellipsoids[(row,)]
+    unit = torch.eye(entry.shape[-1], dtype=torch.float64, device=entry.reference.device)
+    floor = run.tape.cut if run.tape.cut < index else INPUT
+    return gram_ellipsoid(run.tape, index, on_row(unit, (row,), entry.shape), floor)
+
+
+def _box(reach: Tensor) -> Tensor:
+    """Return an ellipsoid around a box: (Σ ρ)·diag(ρ)."""
+    return torch.diag(reach) * float(reach.sum()) * SAFE

@@ -1,0 +1,156 @@
+"""Write the tape of one kernel (section 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.graph import BlockGraph, Node, weight_of
+from kcdsl_backends.drift.affine.independent import Chance
+from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids, drift_entry
+from kcdsl_backends.drift.affine.kernel import KernelRun, Private, Spread
+from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
+from kcdsl_backends.drift.affine.tape import Entry, Tape
+from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, up
+from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, several
+from kcdsl_backends.drift.ops import operation_of
+from kcdsl_backends.drift.ops.cache import refuse_uncached
+
+
+def coarsest(graph: BlockGraph, *sides: StoredParameters) -> float:
+    """Return the unit roundoff of the coarsest result of these kernels."""
+    nodes = [node for node in graph.nodes if node.op not in ("param", "constant")]
+    kernels = [Rounding(side.numerics) for side in sides]
+    formats = [kernel.at(n).format_for(n.role, n.op) for kernel in kernels for n in nodes]
+    return max(form.unit_roundoff for form in formats)
+
+
+def affine_run(
+    graph: BlockGraph,
+    parameters: StoredParameters,
+    centre: Tensor | None,
+    radius: Tensor,
+    grain: float,
+    drift: Box | None = None,
+    spread: Spread | None = None,
+    handed: InterfaceEllipsoids | None = None,
+    chance: Chance | None = None,
+    boxes: Mapping[str, Box] | None = None,
+    common: dict[str, Tensor] | None = None,
+    *,
+    stored: bool = False,
+    entering: Apart = None,
+    followed: bool = False,
+) -> KernelRun:
+    """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
+
+    Args:
+        graph: the block.
+        parameters: what the kernel stores; its numerics are the kernel's.
+        centre: [T, D] float64; None for a block on token ids.
+        radius: broadcastable to [T, D], float64, >= 0.
+        grain: unit roundoff of the coarser kernel of the pair.
+        drift: [T, D], what is added to the states of the region before this kernel reads them,
+            which then are stored already; None where it reads the region and stores it.
+        spread: how far parameters may be from those stored; None where they are these.
+        handed: ellipsoids around the rows of that drift, beside its box.
+        chance: with what probability bounds hold; None: in the worst case.
+        boxes: where another domain says that results of this kernel lie, by node.
+        common: what the other kernel's operations with weights read (`KernelRun.common`).
+        stored: the states of the region were formed by another block, and are read as they are.
+        entering: how far readings of these states may be from the value that all are versions of.
+        followed: another block reads the output again and again.
+
+    Raises:
+        NoBound: some result has no finite bound.
+    """
+    refuse_uncached(graph, parameters.numerics)
+    shape = (1, 1) if centre is None else tuple(centre.shape)
+    tape = Tape(radius.expand(shape).contiguous(), chance=chance)
+    nodes = {node.name: node for node in graph.nodes}
+    rounding = Rounding(parameters.numerics)
+    run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
+    if rounding.free:
+        run.several = several(graph, followed=followed)
+    run.common.update(common or {})
+    run.handed = stored or drift is not None
+    tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
+    for node in graph.nodes:
+        if node.op in ("param", "constant"):
+            continue
+        run.rounding = rounding.at(node, weight_of(node, nodes))
+        if node.op == "input":
+            _input(run, node, centre, drift, handed, stored=stored)
+            if rounding.free and entering is not None:
+                run.private[node.name] = Private(entering)
+        else:
+            operation_of(node).affine(run, node)
+        if boxes is not None and node.name in boxes and node.name in run.computed:
+            _meet(run, node, boxes[node.name])
+    run.rounding = rounding
+    if graph.output in run.computed:
+        run.computed[graph.output] = run.reading(graph.output)
+    return run
+
+
+def _meet(run: KernelRun, node: Node, box: Box) -> None:
+    """Lower the reach of a result to the farthest end of its box."""
+    index = run.computed[node.name]
+    reference = run.tape.entries[index].reference
+    run.tape.tighten(index, up(torch.maximum(box.hi - reference, reference - box.lo)))
+
+
+def _input(
+    run: KernelRun,
+    node: Node,
+    centre: Tensor | None,
+    drift: Box | None,
+    handed: InterfaceEllipsoids | None,
+    *,
+    stored: bool,
+) -> None:
+    """Append what a kernel makes of the input: kernels coarser than float32 store it, unless
+    another block did."""
+    if centre is None or tuple(centre.shape) != tuple(node.shape):
+        raise NoBound(node.name, "the region does not have the shape of the block's input")
+    if drift is not None:
+        _stored_before(run, node, centre, drift, handed)
+        return
+    reach = run.tape.radius
+    zero = torch.zeros_like(centre)
+    result = Result(centre, lambda a: [(0, a)], reach, 2.0**-52 * reach)
+    if not stored and stored_format(run, node).precision < FORMATS["float32"].precision:
+        round_result(run, node, result)
+        return
+    entry = Entry(node.name, centre, reach, result.pull, None, zero)
+    run.computed[node.name] = run.plain = run.tape.add(entry)
+
+
+def _stored_before(
+    run: KernelRun,
+    node: Node,
+    centre: Tensor,
+    drift: Box,
+    handed: InterfaceEllipsoids | None = None,
+) -> None:
+    """Append an input that another block stored: x + e, e a symbol of its own within `drift`.
+
+    With ellipsoids it is an entry of its own too, where reverse passes may stop.
+    """
+    if tuple(drift.shape) != tuple(centre.shape):
+        raise NoBound(node.name, "the drift does not have the shape of the block's input")
+    middle, own = drift.midpoint()
+    reference = centre + middle
+    own = (own + torch.where(middle == 0, 0.0, 2.0**-52 * reference.abs())) * SAFE
+    reach = (run.tape.radius + own) * SAFE
+    if handed is not None:
+        apart = run.tape.cut = drift_entry(run, handed, middle, own, reference)
+        entry = Entry(node.name, reference, reach, lambda a: [(0, a), (apart, a)])
+        run.computed[node.name] = run.tape.add(entry)
+        return
+    entry = Entry(node.name, reference, reach, lambda a: [(0, a)], None, own)
+    run.computed[node.name] = run.tape.add(entry)

@@ -1,0 +1,1 @@
+"""Boxes and what they are rounded by: formats, sums, quantizers, weight balls."""

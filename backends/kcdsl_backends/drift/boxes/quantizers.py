@@ -1,0 +1,433 @@
+"""Quantizers (section 3): their scales, the steps of their codes, and boxes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import (
+    E8M0_EXPONENTS,
+    NESTED_LEAST,
+    NESTED_MOST,
+    CodeFormat,
+    Format,
+    ScaleLayout,
+)
+from kcdsl.model.numerics import Activations
+from kcdsl_backends.drift.boxes.box import Box, NoBound, down, up
+from kcdsl_backends.drift.boxes.rounding import Rounding, Stored, power_of_two
+
+SLACK = 2.0**-22
+"""More than the relative roundings of a ratio and of a product together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tops:
+    """The largest code above zero, and below zero without its sign, from least to greatest."""
+
+    above: Box
+    below: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """What is known of the quantisers of all elements of a box.
+
+    `scale` from 0 where it may be 0. `ratio` forms x/s for x >= 0, pushed to one side.
+    """
+
+    form: CodeFormat
+    scale: Box
+    tops: Tops
+    ratio: Ratio
+
+
+Push = Callable[[Tensor], Tensor]
+Ratio = Callable[[Tensor, Tensor, Push], Tensor]
+
+
+def group_maximum(magnitude: Tensor, layout: ScaleLayout | None) -> Tensor:
+    """Return the largest magnitude of the group that shares an element's scale."""
+    if layout is None or layout.whole:
+        return magnitude.amax().expand_as(magnitude)
+    if not layout.columns:
+        return magnitude.amax(-1, keepdim=True).expand_as(magnitude)
+    width, size = magnitude.shape[-1], layout.columns
+    padded = torch.nn.functional.pad(magnitude, (0, -width % size))
+    blocks = padded.reshape(*magnitude.shape[:-1], -1, size).amax(-1)
+    return blocks.repeat_interleave(size, dim=-1)[..., :width]
+
+
+def quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quantizer:
+    """Return the scales and codes of the input x of a linear.
+
+    Args:
+        weight: the weight of the linear, whose input may have a static scale.
+        node: whom to name where there is none.
+
+    Raises:
+        NoBound: there is no static scale, or the input may exceed it.
+    """
+    if spec.static:
+        return static_quantizer(x, spec, weight, node)
+    form = spec.codes
+    if spec.nested:  # the multiple may be cut to 0, so no code is known
+        _, most = nested_scales(x, spec, weight, node)
+        return known_steps(form, x, Box(torch.zeros_like(most), most))
+    refuse_batch(x, spec, node)
+    scale = scale_range(x, spec)
+    if form.zero_point:
+        return Quantizer(form, scale, _zero_points(x, spec), divided_by(form))
+    return known_steps(form, x, scale)
+
+
+def known_steps(form: CodeFormat, v: Box, scale: Box) -> Quantizer:
+    """Return the quantiser of scales in a box, with the codes of a format without zero point."""
+    return Quantizer(form, scale, fixed_tops(v.lo, form), divided_by(form))
+
+
+def fixed_tops(like: Tensor, form: CodeFormat) -> Tops:
+    """Return the largest codes of a format without a zero point."""
+    return Tops(*(Box.point(torch.full_like(like, top)) for top in (form.above, form.below)))
+
+
+def refuse_batch(x: Box, spec: Activations, node: str) -> None:
+    """Raise NoBound where an element may be larger than any of a batch is said to be."""
+    if not spec.batch_amax or bool((x.mag() <= spec.batch_amax).all()):
+        return
+    flat = int(x.mag().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), x.lo.shape)]
+    raise NoBound(
+        node,
+        f"overflow reachable: element {index} of the input may exceed {spec.batch_amax:g}"
+        " (batch_amax)",
+    )
+
+
+def scale_range(x: Box, spec: Activations) -> Box:
+    """Return between which numbers the dynamic scale of each element lies; from 0 where it may be.
+
+    The largest magnitude of a group is at least that of the element which is surely far from 0.
+    """
+    form, layout = spec.codes, spec.layout
+    if layout is None:
+        return Box.point(torch.ones_like(x.lo))
+    if form.zero_point:
+        (low, low_most), (high, high_most) = _ends(x, layout)
+        least, most = _added(low, high, down), _added(low_most, high_most, up)
+    else:
+        least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), layout)
+        most = group_maximum(x.mag(), layout).clamp_min(spec.batch_amax)
+        least, most = least.clamp_max(spec.amax_limit), most.clamp_max(spec.amax_limit)
+    if layout.rule == "floor":
+        powers = [_floor(end, form.top_exponent) for end in (least, most)]
+        return Box(torch.where(least > 0, powers[0], 0.0), powers[1])
+    top = torch.full_like(least, form.divisor)
+    found = Box(quotient(least, top, down), quotient(most, top, up))
+    if layout.rule == "ceil":
+        found = Box(torch.where(found.lo > 0, _ceil(found.lo), 0.0), _ceil(found.hi))
+    at_least = max(form.least_scale, spec.least_scale)
+    return Box(found.lo.clamp_min(at_least), found.hi.clamp_min(at_least))
+
+
+def nested_scales(x: Box, spec: Activations, weight: str, node: str) -> tuple[Tensor, Tensor]:
+    """Return what the scale s of the tensor and the scale m·s of each group do not exceed.
+
+    m is within 1/16 of amax/(divisor·s), or 2^-6 where that is less.
+
+    Raises:
+        NoBound: as `static_scale`.
+    """
+    form, magnitude = spec.codes, x.mag()
+    if spec.input_scale:
+        whole = static_scale(x.lo, spec, weight, node)
+    else:
+        whole = up(magnitude.amax() / (form.divisor * NESTED_MOST)).expand_as(magnitude)
+    group = group_maximum(magnitude, spec.layout) * (17 / 16) / form.divisor
+    return whole, up(torch.maximum(group, whole * NESTED_LEAST), 4)
+
+
+def _ends(
+    x: Box, layout: ScaleLayout | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return how far below and above zero a group reaches, each from least to most."""
+    low = group_maximum((-x.hi).clamp_min(0), layout), group_maximum((-x.lo).clamp_min(0), layout)
+    high = group_maximum(x.lo.clamp_min(0), layout), group_maximum(x.hi.clamp_min(0), layout)
+    return low, high
+
+
+def _zero_points(x: Box, spec: Activations) -> Tops:
+    """Return 255 - z and z, z the nearest even of float32(-min/s)."""
+    (low, low_most), (high, high_most) = _ends(x, spec.layout)
+    around, levels = scale_range(x, spec), spec.codes.above
+
+    def share(part: Tensor, other: Tensor, factor: float) -> Tensor:
+        total = (part + other).clamp_min(2.0**-1000)
+        return levels * (part / total) * factor
+
+    def zero(part: Tensor, by: Tensor, ratio: Tensor, push: Push) -> Tensor:
+        exact = quotient(part, by, push)
+        one = torch.round(torch.where(by > 0, exact, ratio))
+        other = torch.round(ratio)
+        met = torch.maximum(one, other) if push is down else torch.minimum(one, other)
+        return met.clamp(0, levels)
+
+    first = zero(low, around.hi, share(low, high_most, 1 - SLACK), down)
+    last = zero(low_most, around.lo, share(low_most, high, 1 + SLACK), up)
+    return Tops(Box(levels - last, levels - first), Box(first, last))
+
+
+def static_scale(x: Tensor, spec: Activations, weight: str, node: str) -> Tensor:
+    """Return the static scale of every element of the input of a linear.
+
+    Raises:
+        NoBound: the linear has none, or as many as its input has no channels.
+    """
+    found = spec.calibrated(weight)
+    if found is None:
+        raise NoBound(node, f"no static scale is given for the input of {weight or 'this linear'}")
+    if len(found.scales) not in (1, x.shape[-1]):
+        raise NoBound(
+            node,
+            f"{len(found.scales)} static scales are given for the {x.shape[-1]} inputs of {weight}",
+        )
+    scales = torch.tensor(found.scales, dtype=torch.float64, device=x.device)
+    return scales.expand_as(x)
+
+
+def static_quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quantizer:
+    """Return the quantiser of a static scale, which holds the whole box.
+
+    Raises:
+        NoBound: as `static_scale`, or some element may be beyond the last code.
+    """
+    scale, form = static_scale(x.lo, spec, weight, node), spec.codes
+    if form.zero_point:
+        found = spec.calibrated(weight)
+        zero = 0 if found is None else found.zero_point
+        above, below = form.above - zero, float(zero)
+        ends = Box.point(torch.full_like(x.lo, above)), Box.point(torch.full_like(x.lo, below))
+        tops = Tops(*ends)
+    else:
+        tops = fixed_tops(x.lo, form)
+    # to half a step beyond the last integer a code is off by no more than elsewhere
+    beyond = 0.5 if form.integer else 0.0
+    high = (tops.above.lo + beyond) * scale * (1 + SLACK)
+    low = (tops.below.lo + beyond) * scale * (1 + SLACK)
+    over = torch.maximum(x.hi - high, -x.lo - low)
+    if not bool((over <= 0).all()):
+        flat = int(torch.nan_to_num(over / scale, nan=torch.inf).argmax())
+        index = [int(i) for i in torch.unravel_index(torch.tensor(flat), over.shape)]
+        side = high if bool((x.hi - high).flatten()[flat] >= (-x.lo - low).flatten()[flat]) else low
+        limit = f"{float(side.flatten()[flat]):g} ({spec.format} with its static scale)"
+        raise NoBound(node, f"overflow reachable: element {index} of the input may exceed {limit}")
+    return Quantizer(form, Box.point(scale), tops, either)
+
+
+def single(x: Tensor) -> Tensor:
+    """Return numbers rounded to float32."""
+    return x.to(torch.float32).to(torch.float64)
+
+
+def quotient(a: Tensor, b: Tensor, push: Push) -> Tensor:
+    """Return float32(a/b) for a float32 b, or where a is no float32 number its bound from one side.
+
+    The quotient of two float32 numbers, rounded to float64 first, is that rounded once.
+    """
+    ratio = a / b
+    return single(torch.where(single(a) == a, ratio, push(ratio))).clamp_min(0)
+
+
+def reciprocal(a: Tensor, b: Tensor, push: Push) -> Tensor:
+    """Return float32(a·float32(1/b)) likewise; the product of float32 numbers is a float64 one."""
+    product = a * single(1.0 / b)
+    return single(torch.where(single(a) == a, product, push(product))).clamp_min(0)
+
+
+def either(a: Tensor, b: Tensor, push: Push) -> Tensor:
+    """Return a bound from one side of a/b, as a quotient or a product with 1/b may be rounded."""
+    return (a / b * (1 - SLACK if push is down else 1 + SLACK)).clamp_min(0)
+
+
+def divided_by(form: CodeFormat) -> Ratio:
+    """Return how a kernel divides by a dynamic scale."""
+    return reciprocal if form.reciprocal else quotient
+
+
+def _added(a: Tensor, b: Tensor, push: Push) -> Tensor:
+    """Return float32(a + b), or where that is not known its bound from one side."""
+    total = a + b
+    known = (total - a == b) & (total - b == a) & (single(a) == a) & (single(b) == b)
+    return single(torch.where(known, total, push(total))).clamp_min(0)
+
+
+def _floor(amax: Tensor, shift: int) -> Tensor:
+    """Return 2^(floor(log2 amax) - shift), the exponent within that of E8M0."""
+    _, exponent = torch.frexp(amax)
+    return power_of_two((exponent - 1 - shift).clamp(*E8M0_EXPONENTS))
+
+
+def _ceil(scale: Tensor) -> Tensor:
+    """Return the least power of two that is no smaller, within the range of E8M0."""
+    fraction, exponent = torch.frexp(scale)
+    power = torch.where(fraction == 0.5, exponent - 1, exponent)
+    return power_of_two(power.clamp(*E8M0_EXPONENTS))
+
+
+ROUNDING = 2.0**-24
+"""Relative error of one rounding to float32."""
+LEAST_SCALE = 2.0**-100
+"""Below it products of scales with codes may be subnormal, and lose more than `SLACK`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The least and the greatest code that numbers may get (float64, on the grid)."""
+
+    low: Tensor
+    high: Tensor
+
+
+def scale_steps(
+    x: Box, kernel: Rounding, weight: str, node: str
+) -> tuple[Quantizer, Tensor] | None:
+    """Return the quantiser of the input of a linear, and where it is known to be a step function.
+
+    Elsewhere its scale is put to 1. None where casts are free.
+
+    Raises:
+        NoBound: as `quantiser`.
+    """
+    if kernel.free:
+        return None
+    found = quantizer(x, kernel.numerics.activations, weight, node)
+    known = found.scale.lo >= LEAST_SCALE
+    one = torch.ones_like(found.scale.lo)
+    low, high = (torch.where(known, end, one) for end in (found.scale.lo, found.scale.hi))
+    return replace(found, scale=Box(low, high)), known
+
+
+def codes(v: Box, by: Quantizer) -> Codes:
+    """Return the codes q(v/s) that numbers in v may get with scales s > 0."""
+    scale, above, below = by.scale, by.tops.above, by.tops.below
+    return Codes(
+        torch.where(
+            v.lo >= 0,
+            _code(v.lo, scale.hi, above.lo, by, down),
+            -_code(-v.lo, scale.lo, below.hi, by, up),
+        ),
+        torch.where(
+            v.hi >= 0,
+            _code(v.hi, scale.lo, above.hi, by, up),
+            -_code(-v.hi, scale.hi, below.lo, by, down),
+        ),
+    )
+
+
+def quantized_hull(v: Box, by: Quantizer) -> Box:
+    """Return the hull of s·q(v/s) for v and s (> 0) in their boxes, q saturating.
+
+    Up to the roundings of ratios the hull is exact: s·q(v/s) grows with v, and with one code c it
+    is c·s, for the scales s between v/b⁺ and v/b⁻ with which c is met, b⁻ and b⁺ the ends of the
+    numbers that round to c. The ends of the scale are float32 numbers.
+    """
+    tops = by.tops
+    return Box(
+        torch.where(
+            v.lo >= 0,
+            _least(v.lo.clamp_min(0), tops.above.lo, by),
+            -_largest((-v.lo).clamp_min(0), tops.below.hi, by),
+        ),
+        torch.where(
+            v.hi >= 0,
+            _largest(v.hi.clamp_min(0), tops.above.hi, by),
+            -_least((-v.hi).clamp_min(0), tops.below.lo, by),
+        ),
+    )
+
+
+def _code(v: Tensor, scale: Tensor, top: Tensor, by: Quantizer, push: Push) -> Tensor:
+    """Return the code of v/s for v >= 0, at most `top`, or its bound from one side."""
+    ratio = by.ratio(v.clamp_min(0), scale, push)
+    return by.form.grid.nearest(torch.minimum(ratio, top))
+
+
+def _quantum(code: Tensor, form: Format) -> Tensor:
+    """Return the distance from a code >= 0 to the next one."""
+    return form.spacing(code.clamp_min(2.0**form.min_exponent))
+
+
+def _below(code: Tensor, form: Format) -> Tensor:
+    """Return the distance from a code > 0 to the one before it."""
+    quantum, (fraction, _) = _quantum(code, form), torch.frexp(code)
+    leads = (fraction == 0.5) & (code > 2.0**form.min_exponent)
+    return torch.where(leads, quantum / 2, quantum)
+
+
+def _largest(v: Tensor, top: Tensor, by: Quantizer) -> Tensor:
+    """Return the largest s·q(v/s) for v >= 0.
+
+    Up to the code of v/s_h the largest scale serves all. A code c beyond needs s <= v/b⁻, and c/b⁻
+    falls within a binade from its second code on: the first code beyond, and the first second code
+    of a binade, are the only ones that can be best.
+    """
+    form, scale = by.form.grid, by.scale
+    first, last = _code(v, scale.hi, top, by, up), _code(v, scale.lo, top, by, up)
+    best = single(first * scale.hi)
+    one = first + _quantum(first, form)
+    power = _binade(one, form)
+    second = power + _quantum(power, form)
+    second = torch.where(second < one, 2 * power + 2 * _quantum(power, form), second)
+    for code in (one, second):
+        met = code / (code - _below(code, form) / 2) * (v * (1 + SLACK))
+        best = torch.where(code <= last, torch.maximum(best, met), best)
+    return best
+
+
+def _least(v: Tensor, top: Tensor, by: Quantizer) -> Tensor:
+    """Return the least s·q(v/s) for v >= 0.
+
+    From the code of v/s_l on the least scale serves all. A code c before needs s >= v/b⁺, and c/b⁺
+    grows within a binade: the first code, and the first binade's begin after it, can be best.
+    """
+    form, scale = by.form.grid, by.scale
+    first, last = _code(v, scale.hi, top, by, down), _code(v, scale.lo, top, by, down)
+    best = single(last * scale.lo)
+    power = _binade(first, form)
+    begin = torch.where(power < first, 2 * power, power)
+    for code in (first, begin):
+        met = code / (code + _quantum(code, form) / 2) * (v * (1 - SLACK))
+        best = torch.where(code < last, torch.minimum(best, met), best)
+    return best
+
+
+def _binade(code: Tensor, form: Format) -> Tensor:
+    """Return the power of two at the begin of a code's binade; subnormal codes: the first one."""
+    _, exponent = torch.frexp(code.clamp_min(2.0**form.min_exponent))
+    return power_of_two(exponent - 1)
+
+
+def quantizer_steps(
+    x: Box, error: Tensor, kernel: Rounding, weight: str = "", node: str = ""
+) -> Stored | None:
+    """Return the quantised values and their errors, each met with what `error` (Q) says.
+
+    None where the kernel's quantiser is no known step function, as casts are free.
+
+    Raises:
+        NoBound: as `quantiser`.
+    """
+    found = scale_steps(x, kernel, weight, node)
+    if found is None:
+        return None
+    by, known = found
+    hull, wide = quantized_hull(x, by), x.widen(error)
+    hull = Box(
+        torch.where(known, torch.maximum(hull.lo, wide.lo), wide.lo),
+        torch.where(known, torch.minimum(hull.hi, wide.hi), wide.hi),
+    )
+    moved = (hull - x).meet(Box.around(error))
+    return Stored(hull, moved)

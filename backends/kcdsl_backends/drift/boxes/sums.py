@@ -1,0 +1,362 @@
+"""Errors of sums of products in any order (section 3): accumulators, tensor cores, byte pairs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import (
+    CODE_FORMATS,
+    FORMATS,
+    CodeFormat,
+    ScaleLayout,
+)
+from kcdsl.model.numerics import Activations, Numerics, Unit, Weights
+from kcdsl_backends.drift.boxes.box import Box, NoBound, gamma, up
+from kcdsl_backends.drift.boxes.quantizers import (
+    quantizer,
+    static_scale,
+)
+from kcdsl_backends.drift.boxes.rounding import Rounding
+
+_BLOCK = 2**22
+"""Products formed at a time."""
+_ROUGH = 1.0 + 2.0**-10
+_WIDER = 1.0 + 2.0**-6
+"""More than what a product may grow by while its operands are rounded to bfloat16."""
+_SMALL = 2.0**-20
+_LARGEST_BYTE, _LARGEST_PAIR = 255.0, 2.0**15 - 1
+
+
+def tensor_core_of(kernel: Rounding, quantised: bool) -> Unit | None:
+    """Return the unit that forms a product's sums; None where they are rounded to nearest.
+
+    Args:
+        quantised: whether it is a linear that reads quantised activations.
+    """
+    core = kernel.numerics.tensor_core
+    if core is None:
+        return None
+    return core.linears if quantised else core.others
+
+
+def instruction_chains(unit: Unit, terms: int, extra: int) -> tuple[int, int]:
+    """Return how many chains of instructions form a sum, and how long the longest is."""
+    count = -(-terms // unit.chunk) + extra
+    if not unit.promote:
+        return 1, count
+    length = unit.promote // unit.chunk
+    return -(-count // length), min(length, count)
+
+
+def largest_term(
+    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool, weight: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Return X, the largest term of left @ right, and what subnormal operands add to it.
+
+    Their sum is what no 2^(exponent of a + exponent of b) exceeds: a subnormal operand counts with
+    the least exponent of its format. `weight` names that of a linear.
+    """
+    found = torch.zeros_like(left[..., :1] * right[..., :1, :])
+    step = max(1, _BLOCK // max(1, found.numel()))
+    for k in range(0, left.shape[-1], step):
+        products = left[..., k : k + step].unsqueeze(-1) * right[..., k : k + step, :].unsqueeze(-3)
+        found = torch.maximum(found, products.amax(-2))
+    low_left, low_right = _floors(left, right, kernel, quantised, weight)
+    top_left, top_right = left.amax(-1, keepdim=True), right.amax(-2, keepdim=True)
+    least = low_left * top_right + low_right * top_left + low_left * low_right
+    return up(found * _WIDER, 4), up(least * _WIDER, 4)
+
+
+def _floors(
+    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool, weight: str
+) -> tuple[Tensor | float, Tensor | float]:
+    """Return the sizes that operands count with at least: of subnormal codes times their scale."""
+    numerics = kernel.numerics
+    names = (numerics.compute, numerics.attention.probabilities, numerics.attention.scores)
+    least = 2.0 ** max(FORMATS[name].min_exponent for name in names)
+    if not quantised:
+        return least, least
+    scaled, weights = numerics.activations, numerics.weights
+    return _least_input(left, scaled, least, weight), _least_weight(right, weights, least)
+
+
+def _least_input(left: Tensor, spec: Activations, plain: float, weight: str) -> Tensor | float:
+    """Return the size that a code of the input counts with at least: 2^(least exponent)·scale."""
+    form, layout = spec.codes, spec.layout
+    if form.integer:
+        return plain
+    least = 2.0**form.grid.min_exponent
+    if spec.static:
+        return least * static_scale(left, spec, weight, weight).amax()
+    if layout is None:
+        return least
+    top = (left.amax() if layout.whole else left.amax(-1, keepdim=True)).expand_as(left)[..., :1]
+    scale = _largest_scale(top.clamp_min(spec.batch_amax), form, layout)
+    return scale.clamp_min(spec.least_scale) * least
+
+
+def _least_weight(right: Tensor, stored: Weights, plain: float) -> Tensor | float:
+    form = CODE_FORMATS.get(stored.format)
+    if form is None or form.integer:
+        return plain
+    least = 2.0**form.grid.min_exponent
+    if stored.layout is None:
+        return least
+    return _largest_scale(right.amax(), form, stored.layout) * least
+
+
+def _largest_scale(top: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
+    """Return what no scale exceeds, by the largest magnitude of what was quantised.
+
+    amax codes for 2^emax at least; for half of that where scales are rounded up or to FP8.
+    """
+    twice = 1 if layout.rule in ("amax", "floor", "batch") else 2
+    return top * (twice * 2.0**-form.top_exponent * _ROUGH)
+
+
+def truncation_error(
+    unit: Unit,
+    count: tuple[int, int],
+    total: Tensor,
+    partial: Tensor,
+    largest: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return what `chains` of instructions cut off in all.
+
+    Args:
+        count: the number of chains and the length of the longest.
+        total: S, the magnitudes of the terms.
+        partial: what no partial sum of the terms exceeds.
+        largest: as `largest_term` returns it.
+    """
+    many, length = count
+    terms = (unit.chunk + 1) * 2.0**-unit.fraction_bits
+    kept = 2.0**-unit.result_bits * (1 + terms)
+    each = terms + kept
+    growth = math.expm1(length * math.log1p(each)) / each * (1 + 2.0**-40)
+    aligned = torch.minimum(
+        total * _WIDER + many * largest[1],
+        many * torch.maximum(partial, largest[0] + largest[1]),
+    )
+    cut = growth * (terms * aligned + kept * torch.minimum(total, many * partial))
+    return up(cut * (1 + 2.0**-40), 4)
+
+
+def pair_loss(weight: Tensor, numerics: Numerics) -> Tensor:
+    """Return [out], what sums of pairs in 16 bits lose at most, over the scale of the input.
+
+    The codes of the input, zero point included, are any of 0 to 255. Two products with weights
+    w + w' > 0 lose max(0, 255(w + w') - (2^15 - 1)s), a convex function of w + w': so the most is
+    lost where the weights are paired by size. Losses of the two signs cancel.
+
+    Args:
+        weight: the stored weight [out, in], codes times their scale.
+    """
+    last, layout = numerics.weights.codes.below, numerics.weights.layout
+    rows = weight.abs().amax(-1, keepdim=True)
+    step = (rows.amax() if layout is not None and layout.whole else rows) / last
+    limit = _LARGEST_PAIR * step * (1 - _SMALL)
+    lost = torch.zeros_like(rows[:, 0])
+    for side in (weight, -weight):
+        ordered = side.clamp_min(0).sort(dim=-1, descending=True).values
+        ordered = torch.nn.functional.pad(ordered, (0, ordered.shape[-1] % 2))
+        pairs = ordered[:, 0::2] + ordered[:, 1::2]
+        lost = torch.maximum(lost, (_LARGEST_BYTE * pairs - limit).clamp_min(0).sum(-1))
+    return lost * (1 + _SMALL)
+
+
+_SHORTENED = 2.0**-9 + 2.0**-20
+"""What a term loses relatively where both factors are cut to tfloat32, each by 2^-10."""
+_ROUNDED_TERMS, _CODED_TERMS = 2, 4
+"""Roundings of a term before it is added: its product and one more; of codes the weight's own
+value, the product, and both scales, wherever they are multiplied in; one more for each scale that
+is a rounded product of two."""
+
+
+def term_roundings(kernel: Rounding) -> int:
+    """Return how often a term of a linear may be rounded before it is added."""
+    if not kernel.numerics.by_codes:
+        return _ROUNDED_TERMS
+    sections = kernel.numerics.weights, kernel.numerics.activations
+    return _CODED_TERMS + sum(
+        one.layout is not None and one.layout.rule == "nested" for one in sections
+    )
+
+
+def saturation_error(
+    x: Box, weight: Box | Tensor, kernel: Rounding, node: str, key: str
+) -> Tensor | float:
+    """Return what a linear loses where products of bytes are summed in pairs of 16 bits.
+
+    Args:
+        x: the input before its quantisation.
+        weight: [out, in], has the name `key`.
+
+    Raises:
+        NoBound: the weight is not known, or as `quantiser`.
+    """
+    numerics = kernel.numerics
+    if numerics.byte_sums == "wide":
+        return 0.0
+    if isinstance(weight, Box):
+        if weight.lo is not weight.hi:
+            raise NoBound(node, "sums of bytes in 16 bits with weights that are not known")
+        weight = weight.lo
+    scale = quantizer(x, numerics.activations, key, node).scale.hi.amax(-1, keepdim=True)
+    return up(scale * pair_loss(weight, numerics) * _DIVISION, 4)
+
+
+def all_reduce_error(total: Tensor, error: Tensor, kernel: Rounding) -> Tensor | float:
+    """Return what adding the parts of a linear in the compute format loses; infinite where a part
+    or a sum of parts may overflow it.
+
+    Each part is stored, n of them are added in any order, and a bias after them: no part of a term
+    is rounded more than n + 1 times.
+
+    Args:
+        total: S, the magnitudes of all terms.
+        error: how far the parts are off before, together.
+    """
+    shards = kernel.numerics.shards
+    if shards == 1:
+        return 0.0
+    grown = math.expm1((shards + 1) * math.log1p(kernel.unit(kernel.compute))) * (1 + 2.0**-40)
+    faint = (2 * shards + 2) * (1 + grown) * kernel.faint(kernel.compute)
+    lost = up((total + error) * grown + faint, 6)
+    return torch.where(total + error + lost <= kernel.compute.largest, lost, torch.inf)
+
+
+def late_scale_error(
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    product: Tensor,
+    error: Tensor,
+    kernel: Rounding,
+    biased: bool,
+) -> Tensor | float:
+    """Return what a linear loses besides where scales of weights are multiplied with sums of
+    products of its input with codes; infinite where such a sum may overflow.
+
+    Near zero, numbers are off in units of codes, and count as often as the greatest scale, which
+    the largest weight is no smaller than.
+
+    Args:
+        left, right: magnitudes of the input and of the weight [in, out].
+        total: S, the magnitudes of all terms.
+        product: the magnitude of the sum without a bias.
+        error: how far the sum is off before.
+        biased: whether a bias is added to what was stored.
+    """
+    stored, terms = kernel.numerics.weights, left.shape[-1]
+    if stored.applied == "weights":
+        return 0.0
+    form = CODE_FORMATS[stored.format]
+    most, whole = right.amax() * _DIVISION, stored.applied == "stored_sums"
+    lost = 2.0**-126 * (2 * terms + 8) * most + torch.zeros_like(total)
+    largest = FORMATS[kernel.numerics.accumulate].largest
+    if whole:
+        u, faint = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
+        once = u * (product + error + lost) * (1 + u) + faint * (1 + most)
+        lost = up(lost + once * ((2 if biased else 1) * (1 + 2.0**-6)), 6)
+        largest = min(largest, kernel.compute.largest)
+    codes = left.sum(-1, keepdim=True) * (2 * max(form.above, form.below) * _DIVISION)
+    close = (8 * error <= total) | (total == 0)
+    if tensor_core_of(kernel, quantised=False) is None:
+        close = torch.full_like(close, (terms + 8) * kernel.u_accumulate <= 2.0**-4)
+    return torch.where((codes <= largest) & close, up(lost, 4), torch.inf)
+
+
+def summation_error(
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    result: Tensor,
+    kernel: Rounding,
+    *,
+    extra: int = 0,
+    before: int = 2,
+    quantised: bool = False,
+    weight: str = "",
+    columns: int | None = None,
+) -> Tensor:
+    """Return how far the sums of left @ right may be off; infinite where one may overflow.
+
+    Args:
+        left, right: magnitudes of the operands.
+        total: S, the magnitudes of all terms, a bias among them.
+        result: mag(Y), the magnitude of the exact sum.
+        extra: roundings of partial sums beside one for each term.
+        before: roundings of a term before it is added.
+        quantised: whether it is a linear that reads quantised activations.
+        weight: the name of its weight, by which it may have a static scale.
+        columns: where given, `left` [..., rows, 1] is the sum of up to so many factors, and
+            `right` [..., 1, n] bounds what each of them meets.
+    """
+    terms, unit = columns or left.shape[-1], tensor_core_of(kernel, quantised)
+    short = 0.0 if kernel.numerics.products == "compute" else up(total * _SHORTENED, 2)
+    total, result = total + short, result + short
+    if unit is None:
+        error = accumulation_error(total, result, terms + extra, kernel, before)
+    else:
+        count = instruction_chains(unit, terms, extra)
+        steps = count[0] + extra + 1
+        rounded = accumulation_error(total, result, steps, kernel, before)
+        cut = truncation_error(
+            unit,
+            count,
+            up(total + rounded),
+            up((total + result) / 2 + rounded, 2),
+            largest_term(left, right, kernel, quantised, weight),
+        )
+        error = up(rounded + cut * (1 + 4 * steps * kernel.u_accumulate), 4)
+        largest = FORMATS[kernel.numerics.accumulate].largest
+        error = torch.where(total + error <= largest, error, torch.inf)
+    return up(error + short + flushing_error(left, right, kernel, columns), 4)
+
+
+def accumulation_error(
+    total: Tensor, result: Tensor, steps: int, kernel: Rounding, before: int = 2
+) -> Tensor:
+    """Return A_k,j(S, Y), the error of a sum in the accumulator; infinite where one may overflow.
+
+    Args:
+        total: S, the magnitudes of the terms.
+        result: mag(Y), the magnitude of the exact sum.
+        steps: k, the roundings of partial sums.
+        before: j, the roundings of a term before it is added.
+    """
+    roundings = steps + before
+    each = gamma(roundings, kernel.u_accumulate) / roundings * (1.0 + 2.0**-50)
+    size = steps * (total + result) / 2 + before * total
+    error = up(each * size + roundings * kernel.eta_accumulate, 8)
+    largest = FORMATS[kernel.numerics.accumulate].largest
+    return torch.where(total + error <= largest, error, torch.inf)
+
+
+def flushing_error(
+    left: Tensor, right: Tensor, kernel: Rounding, columns: int | None = None
+) -> Tensor | float:
+    """Return how much a product loses near zero.
+
+    Matrix units of coarse formats may treat operands, products and partial sums as zero that are
+    subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that multiply in
+    float32, unless activations are quantised: then the product of two scales may be subnormal.
+    """
+    faint = _FAINT_PRODUCT if kernel.numerics.activations.quantised else 0.0
+    terms, each = columns or left.shape[-1], columns or 1
+    if not kernel.coarse and kernel.numerics.products == "compute":
+        return faint * terms
+    sizes = left.sum(-1, keepdim=True) + right.sum(-2, keepdim=True) * each + (2 * terms + 4)
+    return up(2.0**-126 * (sizes * _DIVISION) + faint * terms, 2)
+
+
+_DIVISION = 1.0 + 2.0**-20
+
+
+_FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
+"""What a code loses where its scale is subnormal, and a product of codes where the product of both
+scales is: a code has at most 17 bits before the point, and an error of 2^-150 counts that often."""

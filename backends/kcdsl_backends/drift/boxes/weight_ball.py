@@ -1,0 +1,280 @@
+"""What a kernel stores for parameters that may lie anywhere near those of the checkpoint.
+
+The region around the weights (docs/weights-region.md): every float32 element θ' with
+|θ' - θ| <= ρ|θ|. Both kernels store the same θ', each in its own format and with scales of its own,
+so of every element it is enclosed what a kernel holds of θ' and by how much that is off from θ'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import CASTS, CODE_FORMATS, E8M0_EXPONENTS, FORMATS, LAYOUTS, Format
+from kcdsl.model.graph import Node
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.weights import group_amax
+from kcdsl_backends.drift.boxes.box import Box, NoBound, down, refuse_overflow, up
+from kcdsl_backends.drift.boxes.quantizers import LEAST_SCALE, known_steps, quantized_hull
+from kcdsl_backends.drift.boxes.rounding import power_of_two
+
+LARGEST_RHO = Fraction(1, 2)
+"""No region around the weights is wider: within it no element changes its sign."""
+_WIDER = 1.0 + 2.0**-20
+_FLOAT32 = FORMATS["float32"]
+_MOVING = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
+"""Formats of codes that a region around the weights has a rule for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where the stored value of every element lies, and where it lies minus the element itself."""
+
+    value: Box
+    error: Box
+
+
+@dataclass(frozen=True, slots=True)
+class BallTensor:
+    """What both kernels hold of one parameter, and inference minus training."""
+
+    train: Box
+    infer: Box
+    difference: Box
+
+    @property
+    def alike(self) -> bool:
+        """Say whether both kernels store it in one way, and so hold the same number of every θ'."""
+        return self.train is self.infer
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBall:
+    """All parameters near those of a checkpoint, as two kernels store them.
+
+    Args:
+        rho: ρ, in (0, 1/2].
+        tensors: checkpoint tensors by key, float32.
+        train, infer: the specifications of the kernels.
+        device: where the boxes are needed.
+    """
+
+    rho: Fraction
+    tensors: Mapping[str, Tensor]
+    train: Numerics
+    infer: Numerics
+    device: torch.device
+    _moved: dict[tuple[str, str], BallTensor] = field(default_factory=dict, repr=False)
+
+    def plain(self, node: Node) -> BallTensor:
+        """Return what is held of a parameter that is no linear weight."""
+        return self._of(node, linear=False)
+
+    def linear(self, node: Node) -> BallTensor:
+        """Return what is held of the weight [out, in] of a linear."""
+        return self._of(node, linear=True)
+
+    def _of(self, node: Node, *, linear: bool) -> BallTensor:
+        name = str(node.attrs["key"])
+        key = (name, "linear" if linear else "plain")
+        if key not in self._moved:
+            source = self.tensors[name].detach().to("cpu", torch.float32).to(torch.float64)
+            around = near(source.to(self.device), self.rho)
+            kernels = self.train, self.infer
+            if linear:
+                kernels = self.train.serving(name), self.infer.serving(name)
+            self._moved[key] = _pair(around, *kernels, name, linear=linear)
+        return self._moved[key]
+
+
+def near(w: Tensor, rho: Fraction) -> Box:
+    """Return the least and the greatest float32 number that each element may be.
+
+    `w` holds float32 numbers (float64). The ends are outside of ρ|w| by less than one of float32.
+    """
+    factor = float(rho)
+    if Fraction(factor) < rho:
+        factor = math.nextafter(factor, math.inf)
+    spread = up(factor * w.abs())
+    low, high = down(w - spread), up(w + spread)
+    zero = w == 0
+    return Box(torch.where(zero, w, -_below(-low)), torch.where(zero, w, _below(high)))
+
+
+def _below(x: Tensor) -> Tensor:
+    """Return the greatest float32 number that is not above x, float64."""
+    single = x.to(torch.float32)
+    lower = torch.nextafter(single, torch.full_like(single, -torch.inf))
+    return torch.where(single.to(torch.float64) > x, lower, single).to(torch.float64)
+
+
+def _pair(w: Box, train: Numerics, infer: Numerics, name: str, *, linear: bool) -> BallTensor:
+    held = [held_linear(w, n, name) if linear else held_plain(w, n, name) for n in (train, infer)]
+    ways = [_storage(n, linear=linear) for n in (train, infer)]
+    if ways[0] == ways[1]:
+        zero = torch.zeros_like(w.lo)
+        return BallTensor(held[0].value, held[0].value, Box.point(zero))
+    difference = (held[1].error - held[0].error).meet(held[1].value - held[0].value)
+    return BallTensor(held[0].value, held[1].value, difference)
+
+
+def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
+    """Return what decides how a kernel stores a parameter: kernels with the same hold the same.
+
+    A cast to a format that holds what is cast decides nothing.
+    """
+    stored, way, held = numerics.weights, [], _FLOAT32
+    if linear and stored.scale != "none":
+        way = [stored.format, stored.scale, stored.scale_format]
+        casts = [numerics.compute] if numerics.activations.format == "none" else []
+    else:
+        casts = [stored.format, numerics.compute] if linear else [numerics.compute]
+    for name in casts:
+        if not _contains(FORMATS[name], held):
+            held = FORMATS[name]
+            way += [name, stored.rounding]
+    return tuple(way)
+
+
+def held_plain(w: Box, numerics: Numerics, name: str) -> Held:
+    """Return what a kernel holds of a parameter other than a linear weight."""
+    return _rounded(w, Held(w, _zero(w)), FORMATS[numerics.compute], numerics.weights, name)
+
+
+def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
+    """Return what a kernel holds of the weight [out, in] of a linear.
+
+    Raises:
+        NoBound: a number may leave its format, or a scale is too small.
+    """
+    stored = numerics.weights
+    if stored.applied != "weights":
+        raise NoBound(name, "there is no region around weights whose scales come after the sum")
+    if stored.scale == "none":
+        first = _rounded(w, Held(w, _zero(w)), FORMATS[stored.format], stored, name)
+        if _contains(FORMATS[numerics.compute], FORMATS[stored.format]):
+            return first
+        return _rounded(w, first, FORMATS[numerics.compute], stored, name)
+    held = _scaled(w, stored, name)
+    if numerics.activations.format != "none":
+        return held
+    return _rounded(w, held, FORMATS[numerics.compute], stored, name)
+
+
+def _zero(w: Box) -> Box:
+    return Box.point(torch.zeros_like(w.lo))
+
+
+def _contains(wide: Format, narrow: Format) -> bool:
+    """Say whether every number of `narrow` is one of `wide` (overflow is refused elsewhere)."""
+    return (
+        wide.precision >= narrow.precision
+        and wide.min_exponent - wide.precision <= narrow.min_exponent - narrow.precision
+    )
+
+
+def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> Held:
+    """Return numbers cast to a format; float32 numbers stay in one as precise.
+
+    A cast toward zero may lose twice as much as one to nearest.
+    """
+    if _contains(format, _FLOAT32):
+        return held
+    before = held.value
+    casts = CASTS[stored.rounding]
+    value = Box(casts.step(before.lo, format), casts.step(before.hi, format))
+    refuse_overflow(name, value.mag(), format)
+    cast = casts.units * torch.maximum(
+        up(format.unit_roundoff * before.mag()), torch.full_like(before.lo, format.underflow)
+    )
+    return Held(value, (value - w).meet(held.error.widen(cast)))
+
+
+def _scaled(w: Box, stored: Weights, name: str) -> Held:
+    """Return codes times scales, both of which move with the weights."""
+    format, scale = stored.format, stored.scale
+    if format not in _MOVING or LAYOUTS[scale].rule not in ("amax", "floor"):
+        raise NoBound(name, f"there is no region around weights of {format} {scale}")
+    if stored.scale_format != "float32":
+        raise NoBound(name, "there is no region around weights whose scales are rounded")
+    least, most = torch.minimum(w.lo.abs(), w.hi.abs()), w.mag()
+    low, high = (_scale(group_amax(size, LAYOUTS[scale]), format, scale) for size in (least, most))
+    if not bool((low >= LEAST_SCALE).all()):
+        raise NoBound(name, "a scale of the weights is too small")
+    scales = Box(low, high)
+    off = _off(most, high, format, scale)
+    if format == "int8_full":
+        value = _full_range(w, scales)
+    else:
+        value = quantized_hull(w, known_steps(stored.codes, w, scales))
+    value = value.meet(w.widen(off))
+    return Held(value, (value - w).meet(Box.around(off)))
+
+
+def _scale(amax: Tensor, format: str, scale: str) -> Tensor:
+    """Return the float32 scale made from a maximum; it grows with it. 1 where that is 0."""
+    form = CODE_FORMATS[format]
+    if scale == "mx":
+        _, exponent = torch.frexp(amax)
+        found = power_of_two((exponent - 1 - form.top_exponent).clamp(*E8M0_EXPONENTS))
+    else:
+        found = (amax.to(torch.float32) / form.divisor).to(torch.float64)
+    found = found.clamp_min(form.least_scale)
+    return torch.where(amax == 0, torch.ones_like(found), found)
+
+
+def _off(size: Tensor, scale: Tensor, format: str, kind: str) -> Tensor:
+    """Return how far a code times its scale may be from the number of at most this size."""
+    match format:
+        case "int8":
+            return up((scale / 2 + size * 2.0**-20) * _WIDER, 4)
+        case "int8_full":
+            return up((torch.minimum(size, scale / 2) + size * 2.0**-20) * _WIDER, 4)
+    form = FORMATS[format]
+    rounding = (form.unit_roundoff * size + scale * form.underflow) * _WIDER
+    if kind != "mx":
+        return up(rounding, 4)
+    kept = form.largest * 2.0 ** -(CODE_FORMATS[format].top_exponent + 1)
+    return up(torch.maximum(rounding, size * (1 - kept) + size * 2.0**-20), 4)
+
+
+def _full_range(w: Box, scale: Box) -> Box:
+    """Return where float32(code·s) lies, code = float32(w·float32(1/s)) to the nearest integer.
+
+    The scale of a group of zeros is 1 here and 2^-23 in the kernel; its codes are 0 either way.
+    """
+    inverse = Box(*(_single(1.0 / _single(end)) for end in (scale.hi, scale.lo)))
+
+    def code(x: Tensor, r: Tensor) -> Tensor:
+        return torch.round(_single(x * r)).clamp(-128.0, 127.0)
+
+    low = torch.where(w.lo >= 0, code(w.lo, inverse.lo), code(w.lo, inverse.hi))
+    high = torch.where(w.hi >= 0, code(w.hi, inverse.hi), code(w.hi, inverse.lo))
+    return Box(
+        torch.where(low >= 0, _single(low * scale.lo), _single(low * scale.hi)),
+        torch.where(high >= 0, _single(high * scale.hi), _single(high * scale.lo)),
+    )
+
+
+def _single(x: Tensor) -> Tensor:
+    return x.to(torch.float32).to(torch.float64)
+
+
+def at_rows(moved: BallTensor, ids: Tensor) -> BallTensor:
+    """Return the rows of a table."""
+
+    def rows(box: Box) -> Box:
+        low = box.lo[ids]
+        return Box(low, low) if box.lo is box.hi else Box(low, box.hi[ids])
+
+    return replace(
+        moved,
+        train=rows(moved.train),
+        infer=rows(moved.infer),
+        difference=rows(moved.difference),
+    )

@@ -1,0 +1,207 @@
+"""Walk a block graph and bound every node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes.rounding import ALONE, Apart, Between, Rounding, Stored, several
+from kcdsl_backends.drift.boxes.state import Kernels, Known, State, Step, combine, settle
+from kcdsl_backends.drift.ops import operation_of
+from kcdsl_backends.drift.ops.any_length import at_any_length
+from kcdsl_backends.drift.ops.cache import refuse_uncached
+
+FLOAT32 = FORMATS["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What was found: the state of the output, and for every computed node the largest magnitudes.
+
+    `witness` maps a node to (largest |training value|, largest |drift|).
+    """
+
+    output: State
+    witness: Mapping[str, tuple[float, float]]
+
+
+def propagate(
+    graph: BlockGraph,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None = None,
+    between: Between = ALONE,
+) -> Bounds:
+    """Bound every node of the graph for inputs in [centre - radius, centre + radius].
+
+    Args:
+        graph: the block.
+        kernels: both kernels' rounding and stored parameters.
+        centre: [T, D] float64, the values of a float32 tensor; None for a block on token ids.
+            Where `kernels.rows` says so the graph stands for any number of rows; then [1, D].
+        radius: broadcastable to [T, D], float64, >= 0.
+        drift: [T, D], how far the state that the inference kernel reads may be from that of the
+            training kernel; None where both read the same (docs/chains.md).
+        between: how the block stands in a chain.
+
+    Raises:
+        NoBound: no finite bound exists (overflow reachable, variance may vanish, ...).
+    """
+    witness: dict[str, tuple[float, float]] = {}
+    output: State | None = None
+    for node, state in _states(graph, kernels, centre, radius, drift, between):
+        witness[node.name] = _magnitudes(node, state)
+        if node.name == graph.output:
+            output = state
+    assert output is not None
+    return Bounds(output, witness)
+
+
+def kernel_boxes(
+    graph: BlockGraph,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None = None,
+    between: Between = ALONE,
+) -> tuple[dict[str, Box], dict[str, Box]]:
+    """Return where the training and the inference kernel's results lie, by node.
+
+    Nodes from the first on that has no bound are left out; arguments are those of `propagate`.
+    """
+    train: dict[str, Box] = {}
+    infer: dict[str, Box] = {}
+    try:
+        for node, state in _states(graph, kernels, centre, radius, drift, between):
+            _magnitudes(node, state)
+            train[node.name], infer[node.name] = state.train, state.infer
+    except NoBound:
+        pass
+    return train, infer
+
+
+def _states(
+    graph: BlockGraph,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None,
+    between: Between,
+) -> Iterator[tuple[Node, State]]:
+    """Yield every computed node with its state; what nobody reads any more is dropped."""
+    refuse_uncached(graph, kernels.train.numerics, kernels.infer.numerics)
+    nodes = {node.name: node for node in graph.nodes}
+    kernels = replace(kernels, handed=drift is not None)
+    known: dict[str, Known] = {}
+    last_use, again = _last_uses(graph), several(graph, followed=between.followed)
+    for position, node in enumerate(graph.nodes):
+        if node.op in ("param", "constant"):
+            continue
+        if node.op == "input":
+            found: Known = _input(node, kernels, centre, radius, drift, between)
+        else:
+            found = _result(Step(node, kernels.at(node, nodes), nodes, known, again))
+        known[node.name] = found
+        yield node, found if isinstance(found, State) else found.collapse()
+        for name in last_use.get(position, ()):
+            known.pop(name, None)
+
+
+def _result(step: Step) -> Known:
+    rows = step.kernels.rows
+    found = None if rows is None else at_any_length(step, rows)
+    if found is not None:
+        return found
+    return operation_of(step.node).interval(step)
+
+
+def _input(
+    node: Node,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None,
+    between: Between,
+) -> State:
+    if drift is None:
+        return block_input(node, kernels, _all_rows(node, kernels, centre), radius)
+    if kernels.rows is not None:
+        raise NoBound(node.name, "states that drift have one length")
+    train, infer = between.entering
+    apart = train if kernels.train.free else None, infer if kernels.infer.free else None
+    return drifting_input(node, centre, radius, drift, apart)
+
+
+def drifting_input(
+    node: Node,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box,
+    apart: tuple[Apart, Apart] = (None, None),
+) -> State:
+    """Return the state of a block input that another block formed: what the training kernel reads
+    lies in the region, what the inference kernel reads is off by `drift`; neither stores it again.
+    Readings of either are versions of one value, up to `apart` from it.
+    """
+    if centre is None or not tuple(centre.shape) == tuple(node.shape) == tuple(drift.shape):
+        raise NoBound(node.name, "the region does not have the shape of the block's input")
+    train = Box.point(centre).widen(radius.expand(centre.shape))
+    return settle(node.name, train, train + drift, drift, apart)
+
+
+def _all_rows(node: Node, kernels: Kernels, centre: Tensor | None) -> Tensor | None:
+    """Return the centre of every row of the graph; at any length there is one for all."""
+    if kernels.rows is None or centre is None:
+        return centre
+    if tuple(centre.shape) != (1, node.shape[-1]):
+        raise NoBound(node.name, f"the region has shape {list(centre.shape)}, not one row")
+    return centre.expand(node.shape)
+
+
+def _last_uses(graph: BlockGraph) -> dict[int, tuple[str, ...]]:
+    """Return, for each position, the nodes that nobody reads after it."""
+    last: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for name in node.inputs:
+            last[name] = position
+    last.pop(graph.output, None)
+    at: dict[int, tuple[str, ...]] = {}
+    for name, position in last.items():
+        at[position] = (*at.get(position, ()), name)
+    return at
+
+
+def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor) -> State:
+    """Return the state of the block input: the same float32 tensor for both kernels."""
+    if centre is None:
+        raise NoBound(node.name, "the block reads hidden states but the region holds token ids")
+    if tuple(centre.shape) != tuple(node.shape):
+        raise NoBound(
+            node.name, f"the region has shape {list(centre.shape)}, not {list(node.shape)}"
+        )
+    spread = radius.expand(centre.shape)
+    exact = Box.point(centre) if not bool(spread.any()) else Box.point(centre).reaching(spread)
+    zero = torch.zeros_like(centre)
+
+    def taken(kernel: Rounding) -> Stored:
+        form = kernel.format_for(node.role, node.op)
+        if form.precision >= FLOAT32.precision:
+            return Stored(exact, Box(zero, zero))
+        stored = kernel.store(exact, zero, form, node.name, kernel.inner(False))
+        return replace(stored, apart=None)  # stored once, before anything reads it
+
+    return combine(node.name, Box(zero, zero), taken(kernels.train), taken(kernels.infer))
+
+
+def _magnitudes(node: Node, state: State) -> tuple[float, float]:
+    value, drift = float(state.train.mag().amax()), float(state.drift.mag().amax())
+    if not (value < torch.inf and drift < torch.inf):
+        raise NoBound(node.name, "a bound is not finite")
+    return value, drift

@@ -1,0 +1,489 @@
+"""Activations: relu, tanh, silu, gelu (section 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.error_bounds import tighten_error, weighted_norms
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.result_rounding import Result, round_result
+from kcdsl_backends.drift.affine.tape import PASS, Entry, Pulled, Remainder
+from kcdsl_backends.drift.boxes.box import EPS, SAFE, Box, gamma, refuse_overflow, up
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, times
+from kcdsl_backends.drift.boxes.state import State, Step, settle
+from kcdsl_backends.drift.linear.relu import Change, ReluPlanes, first_slopes
+from kcdsl_backends.drift.linear.run import LinearPart, LinearRun
+from kcdsl_backends.drift.linear.tape import (
+    LINEAR_PASS,
+    Functional,
+    LinearEntry,
+    Source,
+    added_adjoints,
+)
+from kcdsl_backends.drift.ops.linear import before_linear
+
+
+def interval_relu(step: Step) -> State:
+    """Bound max(x, 0), which no kernel rounds."""
+    x = step.operand(0)
+
+    def clamp(box: Box) -> Box:
+        return Box(box.lo.clamp_min(0), box.hi.clamp_min(0))
+
+    both_on = (x.train.lo >= 0) & (x.infer.lo >= 0)
+    both_off = (x.train.hi <= 0) & (x.infer.hi <= 0)
+    low = torch.where(both_on, x.drift.lo, x.drift.lo.clamp_max(0))
+    high = torch.where(both_on, x.drift.hi, x.drift.hi.clamp_min(0))
+    zero = torch.zeros_like(low)
+    drift = Box(torch.where(both_off, zero, low), torch.where(both_off, zero, high))
+    return settle(step.node.name, clamp(x.train), clamp(x.infer), drift, x.apart)
+
+
+@dataclass(frozen=True, slots=True)
+class Smooth:
+    """A smooth activation: its value, derivative, the places where either turns, and its rounding.
+
+    `turn` is the place of the minimum (None: monotone); `derivative_turns` the places where the
+    derivative is extreme. `error` bounds the rounding inside a kernel from (argument, value, u).
+    """
+
+    value: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+    turn: float | None
+    derivative_turns: tuple[float, ...]
+    error: Callable[[Tensor, Tensor, float], Tensor]
+
+    def range(self, x: Box) -> Box:
+        """Return the range of the function on a box."""
+        at_lo, at_hi = self.value(x.lo), self.value(x.hi)
+        low, high = torch.minimum(at_lo, at_hi), torch.maximum(at_lo, at_hi)
+        if self.turn is not None:
+            least = self.value(torch.full_like(x.lo, self.turn))
+            inside = (x.lo <= self.turn + 1e-6) & (x.hi >= self.turn - 1e-6)
+            low = torch.where(inside, torch.minimum(low, least), low)
+        return _trusted(Box(low, high), x.mag())
+
+    def slopes(self, x: Box) -> Box:
+        """Return the range of the derivative on a box."""
+        at_lo, at_hi = self.derivative(x.lo), self.derivative(x.hi)
+        low, high = torch.minimum(at_lo, at_hi), torch.maximum(at_lo, at_hi)
+        for place in self.derivative_turns:
+            extreme = self.derivative(torch.full_like(x.lo, place))
+            inside = (x.lo <= place + 1e-6) & (x.hi >= place - 1e-6)
+            low = torch.where(inside, torch.minimum(low, extreme), low)
+            high = torch.where(inside, torch.maximum(high, extreme), high)
+        return _trusted(Box(low, high), x.mag())
+
+
+def _trusted(box: Box, magnitude: Tensor) -> Box:
+    """Push a box outward by the error of evaluating exp, tanh and erf (4 ulp each) in float64."""
+    return box.widen(up(2.0**-46 * torch.maximum(box.mag(), magnitude.clamp_max(1.0)) + 2.0**-1000))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * density
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s + x * s * torch.sigmoid(-x)
+
+
+GELU = Smooth(
+    lambda x: 0.5 * x * torch.erfc(-x / math.sqrt(2)),
+    _gelu_slope,
+    -0.7517915246935645,
+    (-math.sqrt(2), math.sqrt(2)),
+    lambda x, y, u: 16 * u * x + 2.0**-100,
+)
+
+
+def _cubic(x: Tensor) -> Tensor:
+    """Return 2√(2/π)(x + 0.044715 x³); beyond 30 its sigmoid is 0 or 1 in float64."""
+    near = x.clamp(-30, 30)
+    return 2 * _ROOT * (near + _CUBE * near**3)
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    near = x.clamp(-30, 30)
+    argument = _cubic(near)
+    s = torch.sigmoid(argument)
+    return s + near * s * torch.sigmoid(-argument) * (2 * _ROOT * (1 + 3 * _CUBE * near**2))
+
+
+def gelu_tanh_curvature(x: Tensor) -> Tensor:
+    """Return the second derivative, s(u' + x·u''/2 - x·t·u'²) with t = tanh u, s = 1 - t²."""
+    near = x.clamp(-30, 30)
+    t = torch.tanh(_cubic(near) / 2)
+    first = _ROOT * (1 + 3 * _CUBE * near**2)
+    flat = 4 * torch.sigmoid(_cubic(near)) * torch.sigmoid(-_cubic(near))
+    return flat * (first + 3 * _ROOT * _CUBE * near**2 - near * t * first**2)
+
+
+_ROOT, _CUBE = math.sqrt(2 / math.pi), 0.044715
+GELU_TANH = Smooth(
+    lambda x: x * torch.sigmoid(_cubic(x)),
+    _gelu_tanh_slope,
+    -0.7524614220710163,
+    (-1.4185040087908284, 1.4185040087908284),
+    lambda x, y, u: 16 * u * x + 2.0**-100,
+)
+SILU = Smooth(
+    lambda x: x * torch.sigmoid(x),
+    _silu_slope,
+    -1.2784645427610738,
+    (-2.399357280520841, 2.399357280520841),
+    lambda x, y, u: 16 * u * y + 2.0**-100,
+)
+TANH = Smooth(
+    torch.tanh,
+    lambda x: 1 / torch.cosh(x.clamp(-300, 300)) ** 2,
+    None,
+    (0.0,),
+    lambda x, y, u: 16 * u * y + 2.0**-100,
+)
+
+
+def gelu(node: Node) -> Smooth:
+    """Return the form of GELU that a node is."""
+    return GELU_TANH if node.attrs.get("approximate") == "tanh" else GELU
+
+
+def interval_activation(function_of: Callable[[Node], Smooth]) -> Callable[[Step], State]:
+    """Return the rule of a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
+
+    def rule(step: Step) -> State:
+        x, node, function = step.operand(0), step.node, function_of(step.node)
+        train, infer = function.range(x.train), function.range(x.infer)
+        slopes = function.slopes(x.train.hull(x.infer))
+        drift, steep = slopes * x.drift, slopes.mag()
+        return step.finish(
+            train,
+            infer,
+            drift,
+            up(_activation(function, node, step.kernels.train, x.train, train, x.apart[0]), 2),
+            up(_activation(function, node, step.kernels.infer, x.infer, infer, x.apart[1]), 2),
+            apart=(times(x.apart[0], steep), times(x.apart[1], steep)),
+        )
+
+    return rule
+
+
+def _activation(
+    function: Smooth, node: Node, kernel: Rounding, x: Box, y: Box, apart: Apart
+) -> Tensor:
+    return activation_error(function, node, kernel, x.mag(), y.mag(), times(apart, 2.0))
+
+
+def activation_error(
+    function: Smooth, node: Node, kernel: Rounding, x: Tensor, y: Tensor, apart: Apart = None
+) -> Tensor:
+    """Return E of an activation: x and y are magnitudes of its argument and its value.
+
+    Of a silu that is written out the sigmoid is stored before the product, and may be of a reading
+    of x up to `apart` from the one that it multiplies.
+    """
+    by_argument = function is SILU and kernel.numerics.sigmoid == "absolute"
+    error = function.error(x, x if by_argument else y, kernel.u_function)
+    if node.attrs.get("form", "fused") == "fused":
+        return error
+    form = kernel.format_for(node.role, node.op)
+    turned = torch.zeros_like(y) if apart is None else x * apart / 4
+    error, y = error + turned, y + turned
+    if not kernel.free and form.precision >= max(24, kernel.inner(False).precision):
+        return error
+    stored = kernel.unit(form) * y + kernel.faint(form) * x
+    return (error + stored) * (1.0 + 2.0**-10)
+
+
+SMALL = 2.0**-9
+"""Up to this share of the linear part a remainder is worth no norms."""
+_OWN = 2.0**-52
+"""Relative error of one float64 operation, doubled."""
+
+
+def affine_relu(run: KernelRun, node: Node) -> None:
+    """Append max(x, 0), which no kernel rounds."""
+    index, x = run.entry(node, 0)
+    slope = (x.reference > x.reach).to(torch.float64)
+    open_ = (x.reference.abs() <= x.reach).to(torch.float64)
+    low, high = (x.reference - x.reach).clamp_min(0), (x.reference + x.reach).clamp_min(0)
+    reference = torch.where(open_ > 0, low / 2 + high / 2, x.reference.clamp_min(0))
+    half = open_ * ((high - low) / 2 * SAFE + _OWN * high)
+    entry = Entry(
+        node.name,
+        reference,
+        torch.where(open_ > 0, half, slope * x.reach) * SAFE,
+        lambda a: [(index, a.times(slope))],
+        None,
+        (half + gamma(PASS) * slope * x.reach) * SAFE,
+    )
+    refuse_overflow(node.name, entry.size, run.rounding.compute)
+    run.computed[node.name] = run.tape.add(entry)
+    run.keep(node, run.again(node, 0))
+
+
+def _gelu_curvature(x: Box) -> tuple[Tensor, Tensor]:
+    """Return the range of the second derivative (2 - x²)·density(x), extreme at 0 and ±2."""
+
+    def second(v: Tensor) -> Tensor:
+        return torch.exp(-v * v / 2) / math.sqrt(2 * math.pi) * (2 - v * v)
+
+    return _extremes(x, second, 2.0)
+
+
+def _gelu_tanh_curvature(x: Box) -> tuple[Tensor, Tensor]:
+    """Return the range of the second derivative of the form by tanh, extreme at 0 and two more."""
+    return _extremes(x, gelu_tanh_curvature, 2.0134807246242579)
+
+
+def _extremes(x: Box, second: Callable[[Tensor], Tensor], turn: float) -> tuple[Tensor, Tensor]:
+    """Return the range of an even function on a box that is extreme at 0 and at ±turn."""
+    ends = second(x.lo), second(x.hi)
+    low, high = torch.minimum(*ends), torch.maximum(*ends)
+    for place in (-turn, 0.0, turn):
+        inside = (x.lo <= place + 1e-6) & (x.hi >= place - 1e-6)
+        value = second(torch.full_like(x.lo, place))
+        low = torch.where(inside, torch.minimum(low, value), low)
+        high = torch.where(inside, torch.maximum(high, value), high)
+    return low - 2.0**-40, high + 2.0**-40
+
+
+def _constant(low: float, high: float) -> Callable[[Box], tuple[Tensor, Tensor]]:
+    return lambda x: (torch.full_like(x.lo, low), torch.full_like(x.lo, high))
+
+
+_CURVATURES: dict[str, tuple[Smooth, Callable[[Box], tuple[Tensor, Tensor]]]] = {
+    "gelu": (GELU, _gelu_curvature),
+    "gelu by tanh": (GELU_TANH, _gelu_tanh_curvature),
+    "silu": (SILU, _constant(-0.1, 0.5 + 2.0**-40)),
+    "tanh": (TANH, _constant(-0.77, 0.77)),
+}
+
+
+def affine_activation(run: KernelRun, node: Node) -> None:
+    """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
+    by_tanh = node.attrs.get("approximate") == "tanh"
+    function, curvature = _CURVATURES["gelu by tanh" if by_tanh else node.op]
+    index, x = run.entry(node, 0)
+    h, slope = x.reference, function.derivative(x.reference)
+    worth = run.negligible * function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True)
+
+    before = before_linear(run, node)
+
+    def second(reach: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest |second derivative|, and a bound of Σ|o| in every row."""
+        box, square = _around(h, reach)
+        steepest = torch.maximum(*(side.abs() for side in curvature(box)))
+        sums = (steepest * square).sum(-1, keepdim=True) * SAFE
+        if before is not None:
+            sums = torch.minimum(sums, before.energy(run.tape, steepest))
+        return steepest, sums
+
+    def matters(reach: Tensor) -> Tensor:
+        box, square = _around(h, reach)
+        large = _matters(*curvature(box), square, slope * reach, SMALL)
+        return large & ~(second(reach)[1] <= worth)
+
+    tighten_error(run, node, index, matters)
+    reach = run.tape.entries[index].reach
+    box, square = _around(h, reach)
+    least, most = curvature(box)
+    steepest, sums = second(reach)
+    large = _matters(least, most, square, slope * reach, SMALL)
+    if before is not None:
+        needed = ~large & ~(sums <= worth)
+        if run.passing(node, before.source, "norm", needed):
+            sums = before.sharpened(run.tape, steepest, sums, needed)
+    needed = large & ~(sums <= worth)
+    if run.passing(node, index, "norm", needed):
+        together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed)
+        sums = torch.minimum(sums, together.square() / 2 * SAFE)
+    linear = slope.abs() * reach * SAFE
+    slopes = function.slopes(box)
+    wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * reach * SAFE
+    low = torch.maximum(least.clamp_max(0) * square, -wide)
+    high = torch.minimum(most.clamp_min(0) * square, wide)
+    again = run.again(node, 0)
+    wider = reach if again is None else (reach + again) * SAFE
+    around = box if again is None else _around(h, wider)[0]
+    twice = times(again, 2.0)
+    values, again = function.range(around), times(again, function.slopes(around).mag())
+    reference = function.value(h)
+    size = (h.abs() + wider) * SAFE
+    inside = activation_error(function, node, run.rounding, size, values.mag(), twice)
+    trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
+    own = trust + gamma(PASS) * linear + 2.0**-1000
+    if again is not None and node.attrs.get("form") == "written":  # its readings are its own
+        inside = inside + again
+    internal = (inside + own) * SAFE
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        return [(index, adjoint.times(slope))]
+
+    remainder = Remainder(low, high, sums).curved()
+    extra = torch.maximum(-low, high)
+    result = Result(reference, pull, linear, internal, curved=remainder, extra=extra, again=again)
+    round_result(run, node, result)
+
+
+def _around(reference: Tensor, reach: Tensor) -> tuple[Box, Tensor]:
+    """Return the interval of an argument, and half the square of its reach."""
+    return Box(reference - reach * SAFE, reference + reach * SAFE), reach * reach / 2 * SAFE
+
+
+def _matters(least: Tensor, most: Tensor, square: Tensor, linear: Tensor, share: float) -> Tensor:
+    """Say of every row [..., 1] whether its remainder may exceed a share of the linear part."""
+    loose = (torch.maximum(most.abs(), least.abs()) * square).sum(-1, keepdim=True)
+    return ~(loose <= share * linear.abs().sum(-1, keepdim=True))
+
+
+def linear_relu(run: LinearRun, node: Node) -> None:
+    """Append max(x, 0), by planes whose slopes may be chosen."""
+    x, state = run.operand(node, 0), run.state(run.source(node, 0))
+    after = run.state(node)
+    reference = x.reference.clamp_min(0)
+    own = Change(Box.point(x.reference), x.deviation, state.train)
+    pair = Change(state.train, state.drift, state.infer)
+    planes = ReluPlanes(x.index, x.reference, own, pair, first_slopes(own, pair))
+    boxes = (after.train - Box.point(reference), after.drift)
+    entry = LinearEntry(node.name, reference, *boxes, lambda a: [], planes=planes)
+    run.index[node.name] = run.tape.add(entry)
+
+
+def _second_of_gelu(x: Tensor) -> Tensor:
+    return torch.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (2 - x * x)
+
+
+def _second_of_silu(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s) * (2 + x * (1 - 2 * s))
+
+
+def _second_of_tanh(x: Tensor) -> Tensor:
+    t = torch.tanh(x)
+    return -2 * t * (1 - t * t)
+
+
+Curvature = Callable[[Tensor], Tensor]
+CURVATURES: dict[str, tuple[Smooth, Curvature, float, float]] = {
+    "gelu": (GELU, _second_of_gelu, 0.7979, 0.7788),
+    "gelu by tanh": (GELU_TANH, gelu_tanh_curvature, 0.7979, 0.7788),
+    "silu": (SILU, _second_of_silu, 0.5001, 0.3083),
+    "tanh": (TANH, _second_of_tanh, 0.7699, 2.0001),
+}
+"""Activation, its second derivative, and bounds of the magnitudes of the second and the third."""
+
+
+def linear_activation(run: LinearRun, node: Node) -> None:
+    """Append a smooth activation by its slopes in the middle, of deviation and drift."""
+    by_tanh = node.attrs.get("approximate") == "tanh"
+    function, second, steepest, third = CURVATURES["gelu by tanh" if by_tanh else node.op]
+    x = run.operand(node, 0)
+    h = x.reference
+    (ec, er), (dc, dr) = x.deviation.midpoint(), x.drift.midpoint()
+    middle = h + ec
+    reference, at_middle, at_moved = (function.value(v) for v in (h, middle, middle + dc))
+    slope, steep = function.derivative(middle), function.derivative(middle + dc)
+    trust = 2.0**-45 * torch.maximum(torch.maximum(h.abs(), middle.abs()) + dc.abs(), _one(h))
+    # deviation: |φ(m + ê) - φ(m) - φ'(m) ê| <= K ê²/2
+    k_e, _ = _curved(second, steepest, third, middle, er)
+    e_centre = at_middle - reference - slope * ec
+    e_radius = k_e * er * er / 2 + trust * (1 + er)
+    # drift: K (|ê||d̂| + d̂²/2) + |Δ_c| ω |ê|, ω the range of φ'' where m + ê + [0, Δ] lies
+    k_d, wide = _curved(second, steepest, third, middle + dc / 2, er + dr + dc.abs() / 2)
+    change = _difference(function, middle, dc, at_moved - at_middle, trust)
+    turn = _slope_difference(second, middle, dc, steep - slope, third, trust)
+    d_centre = change.centre - turn.centre * ec - steep * dc
+    d_radius = (
+        k_d * (er * dr + dr * dr / 2)
+        + dc.abs() * wide * er
+        + change.radius
+        + turn.radius * er
+        + trust * dr
+    )
+    away = gamma(LINEAR_PASS) * 4
+    run.append(
+        node,
+        reference,
+        _along(x.index, slope, turn.centre, steep),
+        LinearPart(e_centre, (e_radius + away * (slope.abs() * (er + ec.abs()))) * SAFE),
+        LinearPart(
+            d_centre,
+            (
+                d_radius
+                + away * (steep.abs() * (dr + dc.abs()) + turn.centre.abs() * (er + ec.abs()))
+            )
+            * SAFE
+            + 2.0**-1000,
+        ),
+    )
+
+
+def _one(like: Tensor) -> Tensor:
+    return torch.ones_like(like)
+
+
+def _along(index: int, slope: Tensor, turn: Tensor, steep: Tensor) -> Callable[..., list[Source]]:
+    moves = bool(turn.any())
+
+    def pull(f: Functional) -> list[Source]:
+        on_e: Adjoint | None = None if f.deviation is None else f.deviation.times(slope)
+        on_d = None if f.drift is None else f.drift.times(steep)
+        if f.drift is not None and moves:
+            on_e = added_adjoints(on_e, f.drift.times(turn))
+        return [(index, Functional(on_e, on_d))]
+
+    return pull
+
+
+def _curved(
+    second: Curvature, steepest: float, third: float, middle: Tensor, radius: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the largest |φ''| on middle ± radius, and the length of its range."""
+    value = second(middle)
+    spread = third * radius + 2.0**-40
+    largest = torch.minimum(value.abs() + spread, torch.full_like(value, steepest))
+    return largest * SAFE, torch.minimum(2 * spread, 2 * torch.full_like(value, steepest)) * SAFE
+
+
+def _difference(
+    function: Smooth, middle: Tensor, step: Tensor, direct: Tensor, trust: Tensor
+) -> LinearPart:
+    """Return φ(m + s) - φ(m): the difference, or the slope where that loses fewer digits."""
+    span = function.slopes(
+        Box(torch.minimum(middle, middle + step), torch.maximum(middle, middle + step))
+    )
+    slope, radius = span.midpoint()
+    by_slope = up((radius + 2 * EPS * slope.abs()) * step.abs() * SAFE)
+    by_values = 2 * trust
+    better = by_slope < by_values
+    return LinearPart(
+        torch.where(better, slope * step, direct), torch.where(better, by_slope, by_values)
+    )
+
+
+def _slope_difference(
+    second: Curvature,
+    middle: Tensor,
+    step: Tensor,
+    direct: Tensor,
+    third: float,
+    trust: Tensor,
+) -> LinearPart:
+    """Return φ'(m + s) - φ'(m), likewise."""
+    value = second(middle + step / 2)
+    by_curve = ((third * step.abs() / 2 + 2.0**-40) * step.abs()) * SAFE
+    by_values = 2 * trust
+    better = by_curve < by_values
+    return LinearPart(
+        torch.where(better, value * step, direct), torch.where(better, by_curve, by_values)
+    )

@@ -1,0 +1,378 @@
+"""Elementwise arithmetic: add, sub, mul, scale, divide, shift (section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint, summed
+from kcdsl_backends.drift.affine.independent import Roundings
+from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
+from kcdsl_backends.drift.affine.result_rounding import Result, round_result
+from kcdsl_backends.drift.affine.tape import PASS, Pulled
+from kcdsl_backends.drift.boxes.box import EPS, SAFE, Box, NoBound, gamma, refuse_wide, up
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, added, times
+from kcdsl_backends.drift.boxes.state import State, Step
+from kcdsl_backends.drift.linear.run import LinearOperand, LinearPart, LinearRule, LinearRun
+from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source
+from kcdsl_backends.drift.ops.activations import _OWN
+from kcdsl_backends.drift.ops.matmul import tighten_product
+
+
+def _relative(kernel: Rounding, exact: Box, times: int = 1) -> Tensor:
+    return up(times * kernel.u_function * exact.mag(), 2)
+
+
+def interval_add(step: Step) -> State:
+    """Bound a + b."""
+    step.promoted()
+    a, b = step.operand(0), step.operand(1)
+    train, infer = a.train + b.train, a.infer + b.infer
+    return step.finish(
+        train,
+        infer,
+        a.drift + b.drift,
+        _relative(step.kernels.train, train),
+        _relative(step.kernels.infer, infer),
+        apart=_together(a, b),
+    )
+
+
+def interval_sub(step: Step) -> State:
+    """Bound a - b."""
+    step.promoted()
+    a, b = step.operand(0), step.operand(1)
+    train, infer = a.train - b.train, a.infer - b.infer
+    return step.finish(
+        train,
+        infer,
+        a.drift - b.drift,
+        _relative(step.kernels.train, train),
+        _relative(step.kernels.infer, infer),
+        apart=_together(a, b),
+    )
+
+
+def _together(a: State, b: State) -> tuple[Apart, Apart]:
+    """Return how far readings of a sum are apart by those of its terms."""
+    return added(a.apart[0], b.apart[0]), added(a.apart[1], b.apart[1])
+
+
+def interval_mul(step: Step) -> State:
+    """Bound a * b: Δ(ab) = (a + Δa/2) Δb + Δa (b + Δb/2)."""
+    step.promoted()
+    a, b = step.operand(0), step.operand(1)
+    train, infer = a.train * b.train, a.infer * b.infer
+    return step.finish(
+        train,
+        infer,
+        a.middle * b.drift + a.drift * b.middle,
+        up(_relative(step.kernels.train, train) + step.kernels.train.eta_function),
+        up(_relative(step.kernels.infer, infer) + step.kernels.infer.eta_function),
+        apart=(
+            added(times(a.apart[0], b.train.mag()), times(b.apart[0], a.train.mag())),
+            added(times(a.apart[1], b.infer.mag()), times(b.apart[1], a.infer.mag())),
+        ),
+    )
+
+
+def constant_of(node: Node, name: str) -> float:
+    """Return a number of an operation: normal in float32, as its reciprocal is, or a term or
+    factor of 0.
+
+    Raises:
+        NoBound: another one, which loses more than a relative rounding.
+    """
+    constant = float(node.attrs[name])
+    if constant == 0 and name != "divisor":
+        return constant
+    if not 2.0**-126 <= abs(constant) <= 2.0**126:
+        raise NoBound(node.name, f"the constant {constant!r} leaves the range of float32")
+    return constant
+
+
+def scalar_of(node: Node, name: str, kernel: Rounding) -> tuple[float, float]:
+    """Return between which numbers a kernel takes the number of an operation (section 4).
+
+    The factor of attention scores is one of the kernel, which it does not round to their format.
+
+    Raises:
+        NoBound: as `constant_of` and `Rounding.scalar`; or a divisor that may be 0.
+    """
+    constant = constant_of(node, name)
+    if node.role == "scores" and name != "offset":
+        return constant, constant
+    low, high = kernel.scalar(constant, kernel.format_for(node.role, node.op), node.name)
+    if name == "divisor" and low * high <= 0:
+        raise NoBound(node.name, f"the divisor {constant!r} may be rounded to 0")
+    return low, high
+
+
+def _off(step: Step, name: str, away: Callable[[Box, float], Box]) -> tuple[Box, Box] | None:
+    """Return what rounding the number of an operation first adds in either kernel.
+
+    `away` is what using another number in its place adds.
+    """
+    x, constant, found = step.operand(0), constant_of(step.node, name), []
+    for kernel, own in ((step.kernels.train, x.train), (step.kernels.infer, x.infer)):
+        ends = scalar_of(step.node, name, kernel)
+        found.append([Box.point(torch.zeros_like(own.lo))] * (constant in ends))
+        found[-1] += [away(own, end) for end in ends if end != constant]
+    if all(len(parts) == 1 for parts in found):
+        return None
+    train, infer = (reduce(Box.hull, parts) for parts in found)
+    return train, infer
+
+
+def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
+    """Bound x·c or x/c: c may be rounded, and a quotient may be a product with 1/c: 3 roundings."""
+    x, constant = step.operand(0), constant_of(step.node, name)
+
+    def away(box: Box, end: float) -> Box:
+        """Return x·(end - c), or x·(1/end - 1/c)."""
+        change = Box.point(torch.tensor(end, dtype=torch.float64)) - Box.point(
+            torch.tensor(constant, dtype=torch.float64)
+        )
+        if name == "factor":
+            return box * change
+        over = torch.tensor(-end * constant, dtype=torch.float64)
+        part = change * Box.point(1 / over).reaching((1 / over).abs() * 2.0**-50)
+        return box * part
+
+    moved = _off(step, name, away)
+
+    def steepest(kernel: Rounding) -> float:
+        ends = (constant, *scalar_of(step.node, name, kernel))
+        return max(abs(c) if name == "factor" else 1 / abs(c) for c in ends) * (1 + 2.0**-50)
+
+    train, infer = apply(x.train), apply(x.infer)
+    sizes = [apply(x.train), apply(x.infer)]
+    if moved is not None:
+        sizes = [own + more for own, more in zip(sizes, moved, strict=True)]
+    return step.finish(
+        train,
+        infer,
+        apply(x.drift),
+        up(_relative(step.kernels.train, sizes[0], 3) + step.kernels.train.eta_function),
+        up(_relative(step.kernels.infer, sizes[1], 3) + step.kernels.infer.eta_function),
+        moved=moved,
+        apart=(
+            times(x.apart[0], steepest(step.kernels.train)),
+            times(x.apart[1], steepest(step.kernels.infer)),
+        ),
+    )
+
+
+def interval_scale(step: Step) -> State:
+    """Bound x * factor."""
+    factor = constant_of(step.node, "factor")
+    return _by_constant(step, "factor", lambda box: box.scaled(factor))
+
+
+def interval_divide(step: Step) -> State:
+    """Bound x / divisor."""
+    divisor = constant_of(step.node, "divisor")
+
+    def apply(box: Box) -> Box:
+        ends = Box(box.lo / divisor, box.hi / divisor)
+        ordered = ends if divisor > 0 else Box(ends.hi, ends.lo)
+        return ordered.widen(torch.zeros_like(ordered.lo))
+
+    return _by_constant(step, "divisor", apply)
+
+
+def interval_shift(step: Step) -> State:
+    """Bound x + offset."""
+    x, offset = step.operand(0), constant_of(step.node, "offset")
+    constant = Box.point(torch.full_like(x.train.lo, offset))
+    train, infer = x.train + constant, x.infer + constant
+
+    def away(box: Box, end: float) -> Box:
+        return Box.point(torch.full_like(box.lo, end)) - constant
+
+    moved = _off(step, "offset", away)
+
+    def rounded(kernel: Rounding, value: Box, more: Box | None) -> Tensor:
+        u = kernel.u_function  # the sum rounds what the offset was off by once more
+        value = value if more is None else value + more
+        return up(_relative(kernel, value) + u * (1 + u) * abs(offset), 4)
+
+    return step.finish(
+        train,
+        infer,
+        x.drift,
+        rounded(step.kernels.train, train, moved and moved[0]),
+        rounded(step.kernels.infer, infer, moved and moved[1]),
+        moved=moved,
+        apart=x.apart,
+    )
+
+
+def affine_add_or_sub(sign: float) -> Callable[[KernelRun, Node], None]:
+    """Return the rule of a + b (sign 1) or a - b (sign -1)."""
+
+    def rule(run: KernelRun, node: Node) -> None:
+        refuse_wide(run.nodes, node, run.rounding.numerics)
+        a, b = run.operand(node, 0), run.operand(node, 1)
+        reference = a.reference + sign * b.reference
+        reach = (a.reach + b.reach) * SAFE
+        error = run.rounding.u_function * (reference.abs() + reach)
+        own = _OWN * reference.abs() + gamma(PASS) * reach
+
+        def pull(adjoint: Adjoint) -> Pulled:
+            found = [] if a.index is None else [(a.index, adjoint)]
+            return found if b.index is None else [*found, (b.index, adjoint.times(sign))]
+
+        _same_shape(node, a, b)
+        parts, internal = Roundings.one(own, error * SAFE), (error + own) * SAFE
+        again = added(run.again(node, 0), run.again(node, 1))
+        if again is not None:
+            internal = internal + run.rounding.u_function * again
+        result = Result(reference, pull, reach, internal, roundings=parts, again=again)
+        round_result(run, node, result)
+
+    return rule
+
+
+def _same_shape(node: Node, *operands: Operand) -> None:
+    """Refuse errors that are broadcast; known numbers may be."""
+    if any(o.index is not None and o.reference.shape != node.shape for o in operands):
+        raise NoBound(node.name, f"{node.op} of shapes that broadcast")
+
+
+def affine_mul(run: KernelRun, node: Node) -> None:
+    """Append a * b."""
+    refuse_wide(run.nodes, node, run.rounding.numerics)
+    _same_shape(node, run.operand(node, 0), run.operand(node, 1))
+    tighten_product(run, node, torch.mul)
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    reference = a.reference * b.reference
+    linear = (a.reach * b.reference.abs() + a.reference.abs() * b.reach) * SAFE
+    size = (a.size * b.size).expand(reference.shape) * SAFE
+    rounded, faint = run.rounding.u_function * size, run.rounding.eta_function
+    second = (a.reach * b.reach).expand(reference.shape) * SAFE
+    own = _OWN * reference.abs() + gamma(PASS) * linear
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        found = [] if a.index is None else [(a.index, adjoint.times(b.reference))]
+        return found if b.index is None else [*found, (b.index, adjoint.times(a.reference))]
+
+    rest = (second + own + faint) * SAFE
+    parts = Roundings.one(rest, rounded * SAFE)
+    first, other = run.again(node, 0), run.again(node, 1)
+    again = added(times(first, b.size), times(other, a.size))
+    if first is not None and other is not None:
+        again = added(again, times(first, other))
+    internal = (rounded + rest) * SAFE
+    if again is not None:
+        internal = internal + run.rounding.u_function * again
+    result = Result(reference, pull, linear, internal, roundings=parts, again=again)
+    round_result(run, node, result)
+
+
+def affine_scale(run: KernelRun, node: Node) -> None:
+    """Append x·c or x/c: c may be rounded, and a quotient may be a product with 1/c."""
+    name = "factor" if node.op == "scale" else "divisor"
+    low, high = scalar_of(node, name, run.rounding)
+    if node.op == "divide":
+        low, high = 1 / high, 1 / low
+    factor, off = low / 2 + high / 2, (high - low) / 2
+    index, x = run.entry(node, 0)
+    reference, linear = x.reference * factor, x.reach * abs(factor) * SAFE
+    moved = off * x.size * SAFE
+    size = (reference.abs() + linear + moved) * SAFE
+    error = 3 * run.rounding.u_function * size + run.rounding.eta_function + moved
+    own = gamma(PASS + 4) * size
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        return [(index, adjoint.times(factor))]
+
+    again = times(run.again(node, 0), (abs(factor) + off) * SAFE)
+    if again is not None:
+        error = error + 3 * run.rounding.u_function * again
+    round_result(run, node, Result(reference, pull, linear, (error + own) * SAFE, again=again))
+
+
+def affine_shift(run: KernelRun, node: Node) -> None:
+    """Append x + offset."""
+    index, x = run.entry(node, 0)
+    low, high = scalar_of(node, "offset", run.rounding)
+    offset, off = low / 2 + high / 2, (high - low) / 2
+    most = max(abs(low), abs(high))
+    reference = x.reference + offset
+    u = run.rounding.u_function
+    error = u * (reference.abs() + x.reach + off) + u * (1 + u) * most + off
+    own = _OWN * (reference.abs() + most) + gamma(PASS) * x.reach
+    again = run.again(node, 0)
+    if again is not None:
+        error = error + u * again
+    internal = (error + own) * SAFE
+    result = Result(reference, lambda a: [(index, a)], x.reach, internal, again=again)
+    round_result(run, node, result)
+
+
+def _sizes(operand: LinearOperand) -> tuple[Tensor, Tensor, Tensor]:
+    return operand.reference.abs(), operand.deviation.mag(), operand.drift.mag()
+
+
+def linear_add(sign: float) -> LinearRule:
+    """Return the rule of a + b (sign 1) or a - b (sign -1)."""
+
+    def rule(run: LinearRun, node: Node) -> None:
+        a, b = run.operand(node, 0), run.operand(node, 1)
+        reference = a.reference + sign * b.reference
+        own, e, d = (p + q for p, q in zip(_sizes(a), _sizes(b), strict=True))
+        zero, repeated = torch.zeros_like(reference), reference.numel()
+
+        def pull(f: Functional) -> list[Source]:
+            return [_gathered(f, a, 1.0), _gathered(f, b, sign)]
+
+        inexact = gamma(LINEAR_PASS + (0 if a.reference.shape == b.reference.shape else repeated))
+        run.append(
+            node,
+            reference,
+            pull,
+            LinearPart(zero, (4 * EPS * own + inexact * e) * SAFE),
+            LinearPart(zero, (inexact * d + 2.0**-1000).expand(reference.shape) * SAFE),
+        )
+
+    return rule
+
+
+def _gathered(f: Functional, operand: LinearOperand, factor: float) -> Source:
+    shape = tuple(operand.reference.shape)
+    return operand.index, f.each(lambda part: summed(part.times(factor), shape))
+
+
+def linear_scale(run: LinearRun, node: Node) -> None:
+    """Append x·c or x/c."""
+    constant = float(node.attrs["factor" if node.op == "scale" else "divisor"])
+    factor = constant if node.op == "scale" else 1 / constant
+    x = run.operand(node, 0)
+    own, e, d = (abs(factor) * size for size in _sizes(x))
+    zero = torch.zeros_like(own)
+    run.append(
+        node,
+        x.reference * factor,
+        lambda f: [(x.index, f.each(lambda part: part.times(factor)))],
+        LinearPart(zero, gamma(LINEAR_PASS) * (own + e) * SAFE),
+        LinearPart(zero, (gamma(LINEAR_PASS) * d + 2.0**-1000) * SAFE),
+    )
+
+
+def linear_shift(run: LinearRun, node: Node) -> None:
+    """Append x + offset."""
+    x, offset = run.operand(node, 0), float(node.attrs["offset"])
+    own, e, d = _sizes(x)
+    zero = torch.zeros_like(own)
+    run.append(
+        node,
+        x.reference + offset,
+        lambda f: [(x.index, f)],
+        LinearPart(zero, gamma(LINEAR_PASS) * (own + abs(offset) + e) * SAFE),
+        LinearPart(zero, (gamma(LINEAR_PASS) * d + 2.0**-1000) * SAFE),
+    )

@@ -1,0 +1,432 @@
+"""Linear layers: a weight times what may be quantized, in every domain (section 3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.eigenvalues import Row, largest_eigenvalue, longest
+from kcdsl_backends.drift.affine.error_bounds import norms, rows
+from kcdsl_backends.drift.affine.independent import Roundings, of_sums
+from kcdsl_backends.drift.affine.kernel import KernelRun, Spread
+from kcdsl_backends.drift.affine.result_rounding import Early, Result, round_result
+from kcdsl_backends.drift.affine.tape import PASS, Entry, Pulled, Shared, Tape
+from kcdsl_backends.drift.boxes.box import (
+    SAFE,
+    Box,
+    Factor,
+    NoBound,
+    gamma,
+    magnitude_product,
+    matmul,
+    up,
+)
+from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, Stored
+from kcdsl_backends.drift.boxes.state import Parameter, State, Step
+from kcdsl_backends.drift.boxes.sums import (
+    all_reduce_error,
+    late_scale_error,
+    saturation_error,
+    summation_error,
+    term_roundings,
+)
+from kcdsl_backends.drift.linear.run import LinearOperand, LinearPart, LinearRun, StraightLinear
+from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
+from kcdsl_backends.drift.ops.bilinear import Heads
+from kcdsl_backends.drift.ops.quantized_input import activation_error, quantise
+
+
+def interval_linear(step: Step) -> State:
+    """Bound x @ weight.T + bias with the stored weights of both kernels."""
+    x = step.operand(0)
+    weight = step.kernels.linear(step.operand_node(1))
+    bias = step.kernels.plain(step.operand_node(2)) if len(step.node.inputs) > 2 else None
+    name, key = step.node.name, str(step.operand_node(1).attrs["key"])
+    quantised_train = _interval_quantized(x.train, step.kernels.train, name, key)
+    quantised_infer = _interval_quantized(x.infer, step.kernels.infer, name, key)
+    x_train, x_infer, drift_in = x.train, x.infer, x.drift
+    if quantised_train is not None:
+        x_train, drift_in = quantised_train.value, drift_in - quantised_train.error
+    if quantised_infer is not None:
+        x_infer, drift_in = quantised_infer.value, drift_in + quantised_infer.error
+    if quantised_train is not None or quantised_infer is not None:
+        drift_in = drift_in.meet(x_infer - x_train)
+    weight_train, weight_infer = _factors(weight)
+    train = product_train = matmul(x_train, weight_train)
+    infer = product_infer = matmul(x_infer, weight_infer)
+    drift = matmul(drift_in, weight_infer)
+    if not weight.alike:
+        drift = drift + matmul(x_train, _transposed(weight.difference))
+    added: tuple[Tensor | None, Tensor | None] = (None, None)
+    if bias is not None:
+        bias_train, bias_infer = bias.boxes
+        train = train + bias_train
+        infer = infer + bias_infer
+        drift = drift + bias.difference
+        added = (bias_train.mag(), bias_infer.mag())
+    errors = [
+        _linear_error(entering, product, result, factor, size, kernel, key, lost)
+        for entering, product, result, factor, size, kernel, lost in (
+            (
+                *(x_train, product_train, train, weight_train, added[0], step.kernels.train),
+                saturation_error(x.train, weight.boxes[0], step.kernels.train, name, key),
+            ),
+            (
+                *(x_infer, product_infer, infer, weight_infer, added[1], step.kernels.infer),
+                saturation_error(x.infer, weight.boxes[1], step.kernels.infer, name, key),
+            ),
+        )
+    ]
+    (error_train, early_train), (error_infer, early_infer) = errors
+    return step.finish(
+        train,
+        infer,
+        drift,
+        error_train,
+        error_infer,
+        accumulates=True,
+        apart=(early_train, early_infer),
+    )
+
+
+def _interval_quantized(x: Box, kernel: Rounding, node: str, weight: str) -> Stored | None:
+    """Return a linear's input after its quantisation, and its error; None without it."""
+    error = activation_error(x, kernel, node, weight)
+    if error is None:
+        return None
+    known = quantizer_steps(x, error, kernel, weight, node)
+    return known or Stored(x.widen(error), Box.around(error))
+
+
+def _factors(weight: Parameter) -> tuple[Factor, Factor]:
+    """Return the weight [in, out] of both kernels; one and the same where they hold the same."""
+    train, infer = weight.boxes
+    one = _transposed(train)
+    return one, one if weight.alike else _transposed(infer)
+
+
+def _transposed(box: Box) -> Factor:
+    return Factor.of(Box.point(box.lo.T) if box.lo is box.hi else Box(box.lo.T, box.hi.T))
+
+
+def _linear_error(
+    x: Box,
+    product: Box,
+    result: Box,
+    weight: Factor,
+    bias: Tensor | None,
+    kernel: Rounding,
+    key: str,
+    lost: Tensor | float,
+) -> tuple[Tensor, Apart]:
+    """Return E of a linear, any order of summation and a free cast before the bias, and what of it
+    is that cast.
+
+    `weight` is [in, out] and has the name `key`, `bias` is a magnitude. `lost` is what sums of
+    bytes lose.
+    """
+    size = weight.size
+    total = magnitude_product(x.mag(), size)
+    if bias is not None:
+        total = up(total + bias)
+    quantised = kernel.numerics.activations.format != "none"
+    error = summation_error(
+        *(x.mag(), size, total, result.mag(), kernel),
+        before=term_roundings(kernel),
+        quantised=quantised,
+        weight=key,
+    )
+    error = error + lost
+    error = error + all_reduce_error(total, error, kernel)
+    biased = bias is not None
+    error = error + late_scale_error(x.mag(), size, total, product.mag(), error, kernel, biased)
+    early: Apart = None
+    if bias is not None and kernel.free and kernel.coarse:
+        stored = kernel.compute
+        cast = kernel.unit(stored) * (product.mag() + error) + kernel.faint(stored)
+        # the sum with the bias, which is rounded, is off by that as well
+        early = up(cast * (1.0 + 2.0 * kernel.u_accumulate), 6)
+        error = error + early
+    return up(error, 4), early
+
+
+def affine_linear(run: KernelRun, node: Node) -> None:
+    """Append x @ weight.T + bias."""
+    index, x = _affine_quantized(run, node)
+    weight = run.parameters.linear(run.source(node, 1))
+    bias, kernel, terms = run.optional(node, 2), run.rounding, weight.shape[1]
+    absolute = weight.abs().T
+    product = x.reference @ weight.T
+    reference = product if bias is None else product + bias
+    reach = x.reach @ absolute * SAFE
+    shift = None if bias is None else bias.abs()
+    moved, pushed, shared = None, None, None
+    if run.spread is not None:  # all that other weights make of x̂ is an error of this result
+        spread, more = run.spread.linear(run.source(node, 1)).T, run.around(node, 2)
+        shared = _shared(run, run.spread, node, x, spread, more)
+        absolute, moved = (absolute + spread) * SAFE, x.size @ spread * SAFE
+        pushed = moved if more is None else (moved + more) * SAFE
+        shift = shift if shift is None or more is None else (shift + more) * SAFE
+    total = x.size @ absolute * SAFE
+    if shift is not None:
+        total = (total + shift) * SAFE
+    value, dynamic = (reference.abs() + reach) * SAFE, kernel.numerics.activations.format != "none"
+    value = value if pushed is None else (value + pushed) * SAFE
+    key = str(run.source(node, 1).attrs["key"])
+    terms_before = term_roundings(kernel)
+    error = summation_error(
+        *(x.size, absolute, total, value, kernel),
+        before=terms_before,
+        quantised=dynamic,
+        weight=key,
+    )
+    parts = of_sums(
+        *(x.size, absolute, total, value, error, kernel), before=terms_before, quantised=dynamic
+    )
+    lost = _saturated(run, node, weight, key)
+    lost = lost + all_reduce_error(total, error + lost, kernel)
+    before, biased = error + lost, bias is not None
+    whole = (product.abs() + reach) * SAFE  # there is none where weights move
+    lost = lost + late_scale_error(x.size, absolute, total, whole, before, kernel, biased)
+    error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
+    early = None
+    if bias is not None and kernel.free and kernel.coarse:
+        again = 1.0 + 2.0 * kernel.u_accumulate  # the sum with the bias is rounded too
+        unit, faint = again * kernel.unit(kernel.compute), again * kernel.faint(kernel.compute)
+        off = reach + error if moved is None else reach + error + moved
+        early = Early(unit, (unit * product.abs() + faint) * SAFE, unit * off * SAFE)
+        parts = parts.cast(unit * (product.abs() + off) * SAFE, faint, kernel.casts)
+    own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * reach
+    if shared is not None:
+        shared = replace(shared, rest=(error + own + shared.rest) * SAFE)
+    own = own if pushed is None else (own + pushed) * SAFE
+
+    still = not bool(x.reach.any())  # an input that is exactly known has nothing to pull back to
+
+    def pull(a: Adjoint) -> Pulled:
+        if still:
+            return []
+        start, stop = a.window[-1]
+        values = a.values @ weight[start:stop]
+        return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
+
+    internal, parts = (error + own) * SAFE, parts.beside(own)
+    result = Result(reference, pull, reach, internal, roundings=parts, early=early, shared=shared)
+    round_result(run, node, result, accumulates=True)
+
+
+def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor | float:
+    """Return what sums of bytes lose, of the input before its quantisation."""
+    if run.rounding.numerics.byte_sums == "wide":
+        return 0.0
+    if run.spread is not None:
+        raise NoBound(node.name, "sums of bytes in 16 bits with weights that are not known")
+    _, x = run.entry(node, 0)
+    box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
+    return saturation_error(box, weight, run.rounding, node.name, key)
+
+
+def _shared(
+    run: KernelRun, spread: Spread, node: Node, x: Entry, weights: Tensor, bias: Tensor | None
+) -> Shared | None:
+    """Return what other weights make of x̂ in both kernels alike; None where they store in two ways.
+
+    Of Δx̂ that is Δc, c what the first kernel reads at the centre. Here x̂ is off from c by what the
+    references are apart, and by its error; the rest is what this and an unlike bias add.
+
+    Args:
+        weights: [in, out], bounds |Δ|.
+        bias: [out], how far the bias may be from that of the checkpoint.
+    """
+    if not spread.linear_alike(run.source(node, 1)):
+        return None
+    known = run.common.setdefault(node.name, x.reference)
+    size = known.abs() @ weights * SAFE
+    away = (((x.reference - known).abs() + x.reach) * SAFE) @ weights * SAFE
+    if bias is not None and spread.plain_alike(run.source(node, 2)):
+        return Shared((size + bias) * SAFE, away)
+    return Shared(size, away if bias is None else (away + bias) * SAFE)
+
+
+def _affine_quantized(run: KernelRun, node: Node) -> tuple[int, Entry]:
+    """Return the input of a linear, as an entry of its own where it is quantised."""
+    index, x = run.entry(node, 0)
+    box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
+    weight = str(run.source(node, 1).attrs["key"])
+    error = activation_error(box, run.rounding, node.name, weight)
+    if error is None:
+        return index, x
+    stairs = quantise(run, node.name, weight, index, x, error)
+    if stairs is not None:
+        return run.tape.add(stairs), stairs
+    reach = (x.reach + error) * SAFE
+    quantised = Entry(
+        f"{node.name}/input",
+        x.reference,
+        reach,
+        lambda a: [(index, a)],
+        None,
+        error * SAFE,
+        roundings=_of_codes(run, error),
+    )
+    return run.tape.add(quantised), quantised
+
+
+def _of_codes(run: KernelRun, error: Tensor) -> Roundings | None:
+    """Return the parts of what free roundings to codes add: all of it, unless codes may cut off
+    what lies at the end of their range."""
+    spec = run.rounding.numerics.activations
+    if run.tape.chance is None or not run.rounding.free:
+        return None
+    if spec.cuts:
+        return Roundings.none(error * SAFE)
+    return Roundings.one(torch.zeros_like(error), error * SAFE)
+
+
+def _through_weights(query: Heads, key: Heads) -> Tensor:
+    """Bound |e_q·e_k| through the product of both weights."""
+    width = query.weight.shape[1]
+    inner = (query.weight.mT @ key.weight).abs()
+    inner = inner + gamma(width + 4) * (query.weight.abs().mT @ key.weight.abs())
+    both = query.reach @ inner @ key.reach.T
+    both = torch.minimum(both, query.lengths[:, :, None] * key.lengths[:, None, :])
+    mixed = query.own @ key.carried.mT + query.carried @ key.own.mT + query.own @ key.own.mT
+    return (both + mixed) * SAFE
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeLinear:
+    """Where the operand of an operation comes from: e = W e_x + o, |o| <= own [..., m].
+
+    An activation asks again and again, often with the same weights, and each answer takes a matrix
+    as large as the linear: `known` holds the last of every row. The reach of x must not change.
+    """
+
+    weight: Tensor
+    own: Tensor
+    source: int
+    known: dict[Row, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def energy(self, tape: Tape, weights: Tensor) -> Tensor:
+        """Bound Σ_k weights_k e_k²/2 in every row of the operand, [..., 1], from |e_x| <= ρ.
+
+        The root of the sum is at most (√λ √n + |√weights own|)/√2, with λ the largest eigenvalue
+        of ρ Wᵀ weights W ρ and n the number of inputs.
+        """
+        found = torch.empty_like(weights[..., :1])
+        for row in rows(tuple(found.shape)):
+            before = self.known.get(row)
+            if before is None or not torch.equal(before[0], weights[row]):
+                self.known[row] = weights[row], self._energy(tape, weights[row], row)
+            found[row] = self.known[row][1]
+        return found
+
+    def _energy(self, tape: Tape, weights: Tensor, row: Row) -> Tensor:
+        source = tape.entries[self.source]
+        reach = source.reach[row]
+        moved = self._stretch(weights, reach) * math.sqrt(len(reach))
+        if row in source.ellipsoids:
+            root = weights.sqrt()[:, None] * self.weight
+            moved = min(moved, longest(source.ellipsoids[row], root))
+        return self._and_own(moved, weights, row)
+
+    def sharpened(self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor) -> Tensor:
+        """Lower such bounds in the rows needed, by the norm of e_x, for which a pass is made."""
+        reach = tape.entries[self.source].reach
+        unit = torch.eye(reach.shape[-1], dtype=reach.dtype, device=reach.device)
+        lengths = norms(tape, self.source, unit, needed)
+        found, last, stretch = sums.clone(), None, 0.0
+        for row in rows(tuple(found.shape)):
+            if bool(needed[row]):
+                if last is None or not torch.equal(last, weights[row]):
+                    last = weights[row]
+                    stretch = self._stretch(last, torch.ones_like(reach[row]))
+                found[row] = self._and_own(stretch * float(lengths[row]), last, row)
+        return torch.minimum(found, sums)
+
+    def _stretch(self, weights: Tensor, scale: Tensor) -> float:
+        """Bound |√weights W e_x|₂ / |e_x/scale|₂."""
+        scaled = weights.sqrt()[:, None] * self.weight * scale
+        trace = float(scaled.square().sum()) * SAFE
+        return math.sqrt(largest_eigenvalue(scaled.T @ scaled, trace))
+
+    def _and_own(self, moved: float, weights: Tensor, row: Row) -> Tensor:
+        """Bound the sum of a row by |√weights W e_x|₂ <= moved and what the linear adds."""
+        own = (weights * self.own[row].square()).sum().sqrt() * SAFE
+        return (moved + own).square() / 2 * SAFE
+
+
+def before_linear(run: KernelRun, node: Node) -> BeforeLinear | None:
+    """Return the linear that computed the input of a node, None where there is none."""
+    source = run.source(node, 0)
+    if source.op != "linear" or run.quantises(source):
+        return None
+    entry, below = run.tape.entries[run.computed[source.name]], run.operand(source, 0).index
+    if not entry.kept or entry.radius is None or below is None:
+        return None
+    own = run.own(source.name)
+    assert own is not None
+    return BeforeLinear(run.parameters.linear(run.source(source, 1)), own, below)
+
+
+def linear_linear(run: LinearRun, node: Node) -> None:
+    """Append x @ weight.T + bias: Δy = W' Δx + (W' - W) x + (b' - b)."""
+    x = _linear_quantized(run, node)
+    weight = run.kernels.linear(run.source(node, 1))
+    bias = run.kernels.plain(run.source(node, 2)) if len(node.inputs) > 2 else None
+    train, infer, same = weight.train, weight.infer, weight.alike
+    change = torch.zeros_like(train) if same else infer - train
+    reference = x.reference @ train.T
+    known = x.reference @ change.T
+    size, moved = x.reference.abs(), x.reference.abs() @ change.abs().T
+    total_size = size @ train.abs().T
+    if bias is not None:
+        reference, known = reference + bias.train, known + (bias.infer - bias.train)
+        total_size = total_size + bias.train.abs()
+        moved = moved + (bias.infer - bias.train).abs()
+    inputs, outputs = train.shape[1], train.shape[0]
+    own, back = gamma(inputs + LINEAR_PASS), gamma(outputs + LINEAR_PASS)
+    e, d = x.deviation.mag(), x.drift.mag()
+    along = e @ train.abs().T
+    across = d @ infer.abs().T + e @ change.abs().T
+    deviation = LinearPart(torch.zeros_like(reference), (own * total_size + back * along) * SAFE)
+    drift = LinearPart(known, (own * moved + back * across + 2.0**-1000) * SAFE)
+
+    def through(part: Adjoint, matrix: Tensor) -> Adjoint:
+        start, stop = part.window[-1]
+        values = part.values @ matrix[start:stop]
+        return Adjoint(values, (*part.window[:-1], (0, inputs)), (*part.shape[:-1], inputs))
+
+    def pull(a: Functional) -> list[Source]:
+        on_e = None if a.deviation is None else through(a.deviation, train)
+        on_d = None if a.drift is None else through(a.drift, infer)
+        if a.drift is not None and not same:
+            on_e = added_adjoints(on_e, through(a.drift, change))
+        return [(x.index, Functional(on_e, on_d))]
+
+    whole = run.append(node, reference, pull, deviation, drift)
+    if whole and x.index == run.operand(node, 0).index and reference.dim() == 2:
+        run.straight[node.name] = StraightLinear(x.index, run.index[node.name], train, infer)
+
+
+def _linear_quantized(run: LinearRun, node: Node) -> LinearOperand:
+    """Return the input of a linear, with an entry of its own where a kernel quantises it."""
+    x, state = run.operand(node, 0), run.state(run.source(node, 0))
+    weight = str(run.source(node, 1).attrs["key"])
+    kernels = run.kernels.at(node, run.nodes)
+    by_train = activation_error(state.train, kernels.train, node.name, weight)
+    by_infer = activation_error(state.infer, kernels.infer, node.name, weight)
+    if by_train is None and by_infer is None:
+        return x
+    zero = torch.zeros_like(x.reference)
+    first = zero if by_train is None else by_train
+    second = first if by_infer is None else first + by_infer
+    index = run.inexact(f"{node.name}/input", x.index, first * SAFE, second * SAFE)
+    entry = run.tape.entries[index]
+    return LinearOperand(index, entry.reference, entry.deviation, entry.drift)

@@ -1,0 +1,251 @@
+"""Products of two results, in every domain (section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.error_bounds import tighten_error
+from kcdsl_backends.drift.affine.independent import of_sums
+from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
+from kcdsl_backends.drift.affine.result_rounding import Result, round_result
+from kcdsl_backends.drift.affine.tape import PASS, Pulled
+from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, gamma, magnitude_product, matmul
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.state import State, Step
+from kcdsl_backends.drift.boxes.sums import summation_error
+from kcdsl_backends.drift.linear.run import LinearPart, LinearRun
+from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
+from kcdsl_backends.drift.ops.bilinear import Heads, SecondOrder, heads, key_maps, second_order
+from kcdsl_backends.drift.ops.linear import _through_weights
+from kcdsl_backends.drift.ops.single_row import row_of_keys
+
+
+def interval_matmul(step: Step) -> State:
+    """Bound a @ b where both operands vary: Δ(ab) = (a + Δa/2) Δb + Δa (b + Δb/2)."""
+    a, b = step.operand(0), step.operand(1)
+    drift = matmul(a.middle, b.drift) + matmul(a.drift, b.middle)
+    train, infer = matmul(a.train, b.train), matmul(a.infer, b.infer)
+    return step.finish(
+        train,
+        infer,
+        drift,
+        _matmul_error(step, a.train, b.train, train, step.kernels.train),
+        _matmul_error(step, a.infer, b.infer, infer, step.kernels.infer),
+        accumulates=True,
+    )
+
+
+def _matmul_error(step: Step, a: Box, b: Box, result: Box, kernel: Rounding) -> Tensor:
+    total = magnitude_product(a.mag(), b.mag())
+    before = kernel.numerics.attention.term_roundings if step.node.role == "scores" else 2
+    return summation_error(a.mag(), b.mag(), total, result.mag(), kernel, before=before)
+
+
+def affine_matmul(run: KernelRun, node: Node) -> None:
+    """Append a @ b of two computed matrices."""
+    scores = node.role == "scores"
+    before = run.rounding.numerics.attention.term_roundings if scores else 2
+    query, key = (
+        (heads(run, node, 0), heads(run, node, 1, transposed=True)) if scores else (None, None)
+    )
+    if query is None or key is None:
+        tighten_product(run, node, torch.matmul)
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    second = a.reach @ b.reach * SAFE
+    if query is not None and key is not None:
+        second = torch.minimum(second, _sharpened(run, node, query, key))
+    result = affine_product(run, a, b, a.reference.shape[-1], before)
+    internal, parts = (result.internal + second) * SAFE, result.roundings
+    parts = None if parts is None else parts.beside(second)
+    one_row = row_of_keys(a, key_maps(run, node) if scores else None, b.reference)
+    formed = Result(
+        result.reference, result.pull, result.linear, internal, roundings=parts, one_row=one_row
+    )
+    round_result(run, node, formed, accumulates=True)
+
+
+def tighten_product(run: KernelRun, node: Node, times: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Tighten the reaches of both factors of a product while their product matters."""
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    if a.index is None or b.index is None:
+        return
+    worth = run.negligible * times(a.reference, b.reference).abs().sum()
+    for index, other in ((a.index, b.index), (b.index, a.index)):
+
+        def matters(reach: Tensor, index: int = index, other: int = other) -> Tensor:
+            rest = run.tape.entries[other].reach
+            pair = (reach, rest) if index == a.index else (rest, reach)
+            return (reach > 0).any(-1, keepdim=True) & (times(*pair).sum() > worth)
+
+        tighten_error(run, node, index, matters)
+
+
+def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> Result:
+    """Return a @ b without its remainder of second order."""
+    if a.reference.shape[:-2] != b.reference.shape[:-2]:
+        raise NoBound(run.graph.output, "a product of matrices that broadcasts")
+    p, q, terms = a.reference, b.reference, a.reference.shape[-1]
+    reference = p @ q
+    linear = (a.reach @ q.abs() + p.abs() @ b.reach) * SAFE
+    total = a.size @ b.size * SAFE
+    value = (reference.abs() + a.reach @ b.size + p.abs() @ b.reach) * SAFE
+    error = summation_error(
+        a.size, b.size, total, value, run.rounding, extra=steps - terms, before=before
+    )
+    parts = of_sums(
+        a.size, b.size, total, value, error, run.rounding, extra=steps - terms, before=before
+    )
+    own = gamma(terms + 4) * total + gamma(max(terms, *p.shape[-2:], q.shape[-1]) + PASS) * linear
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        *lead, rows, columns = adjoint.window
+        inner = (0, terms)
+        found = []
+        if a.index is not None:
+            back = adjoint.values @ q[at((*lead, inner, columns))].mT
+            found.append((a.index, Adjoint(back, (*lead, rows, inner), tuple(p.shape))))
+        if b.index is not None:
+            part = p[at((*lead, rows, inner))].mT
+            single = rows[1] - rows[0] == 1  # then every product has one term
+            back = part * adjoint.values if single else part @ adjoint.values
+            found.append((b.index, Adjoint(back, (*lead, inner, columns), tuple(q.shape))))
+        return found
+
+    internal = (error + own) * SAFE
+    return Result(reference, pull, linear, internal, roundings=parts.beside(own))
+
+
+def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:
+    """Bound |e_q·e_k|, after tightening what both come from as far as it matters."""
+    scores = run.operand(node, 0).reference @ run.operand(node, 1).reference
+    worth = run.negligible * scores.abs().sum()
+
+    def matters(reach: Tensor) -> Tensor:
+        bound = _through_weights(query.again(run), key.again(run)).sum()
+        return (reach > 0).any(-1, keepdim=True) & ~(bound <= worth)
+
+    for source in dict.fromkeys((query.source, key.source)):
+        if source is not None:
+            tighten_error(run, node, source, matters)
+    return _through_weights(query.again(run), key.again(run))
+
+
+def linear_matmul(run: LinearRun, node: Node) -> None:
+    """Append a @ b: Δ(ab) = (a + Δa/2) Δb + Δa (b + Δb/2)."""
+    linear_product(run, node, torch.matmul, _back_through_matmul, second_order(run, node))
+
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+Back = Callable[[Adjoint, Tensor, Tensor], tuple[Adjoint, Adjoint]]
+
+
+def _back_through_matmul(part: Adjoint, p: Tensor, q: Tensor) -> tuple[Adjoint, Adjoint]:
+    """Pull functionals of δp @ q and of p @ δq back to δp and δq."""
+    *lead, rows, columns = part.window
+    inner = (0, p.shape[-1])
+    left = part.values @ q[at((*lead, inner, columns))].mT
+    right = p[at((*lead, rows, inner))].mT @ part.values
+    return (
+        Adjoint(left, (*lead, rows, inner), tuple(p.shape)),
+        Adjoint(right, (*lead, inner, columns), tuple(q.shape)),
+    )
+
+
+def linear_product(
+    run: LinearRun, node: Node, multiply: Multiply, back: Back, second: SecondOrder | None = None
+) -> None:
+    """Append a product of two operands, of elements or of matrices.
+
+    With u = u_c + û for a = ã + e_a etc.: the deviation of ab from ãb̃ is e_a b̃ + ã e_b + e_a e_b;
+    its drift M_a Δb + M_b Δa with M = h + Δ/2, taken around the middles of M and Δ.
+    """
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    if a.reference.shape[:-2] != b.reference.shape[:-2]:
+        raise NoBound(node.name, f"{node.op} of shapes that broadcast")
+    terms = a.reference.shape[-1]
+    wide = gamma(max(terms, *a.reference.shape[-2:], *b.reference.shape[-1:]) + LINEAR_PASS)
+    pa, pb = a.reference, b.reference
+    (ea, ra), (eb, rb) = a.deviation.midpoint(), b.deviation.midpoint()
+    (da, sa), (db, sb) = a.drift.midpoint(), b.drift.midpoint()
+    ta, tb = ra + sa / 2, rb + sb / 2  # radii of M = h + Δ/2
+    ma, mb = pa + ea + da / 2, pb + eb + db / 2
+    reference = multiply(pa, pb)
+
+    def sizes(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+        found = torch.zeros_like(reference)
+        for left, right in pairs:
+            found = found + multiply(left.abs(), right.abs())
+        return found * SAFE
+
+    mag_ea, mag_eb = a.deviation.mag(), b.deviation.mag()
+    mag_da, mag_db = a.drift.mag(), b.drift.mag()
+    # deviation: e_a b̃ + ã e_b + e_a e_b around the middles of e_a, e_b
+    fa, fb = pa + ea, pb + eb
+    e_second = sizes((ra, rb))
+    e_centre = -multiply(ea, eb)
+    e_radius = wide * sizes((pa, pb), (mag_ea, fb), (fa, mag_eb), (ea, eb))
+    # drift: M_a Δb = m_a Δb + (M_a - m_a) d_b + (M_a - m_a)(Δb - d_b)
+    d_second = sizes((ta, sb), (sa, tb))
+    d_centre = -multiply(ea + da / 2, db) - multiply(da, eb + db / 2)
+    d_radius = wide * sizes(
+        (fa, mag_db), (mag_da, fb), (mag_da, mag_db), (mag_ea, mag_db), (mag_da, mag_eb)
+    )
+    d_radius = (d_radius + 2.0**-1000) * SAFE
+    curved = None
+    if second is not None:
+        e_least, d_least = second.elements
+        e_second, d_second = torch.minimum(e_second, e_least), torch.minimum(d_second, d_least)
+        curved = second.curved
+    if curved is None:
+        deviation = LinearPart(e_centre, (e_radius + e_second) * SAFE)
+        drift = LinearPart(d_centre, (d_radius + d_second) * SAFE)
+    else:
+        deviation, drift = (
+            LinearPart(e_centre, e_radius, e_second),
+            LinearPart(d_centre, d_radius, d_second),
+        )
+
+    def pull(f: Functional) -> list[Source]:
+        on: list[list[Adjoint | None]] = [[None, None], [None, None]]
+
+        def give(side: int, unknown: int, part: Adjoint) -> None:
+            on[side][unknown] = added_adjoints(on[side][unknown], part)
+
+        if f.deviation is not None:
+            left, right = back(f.deviation, fa, fb)
+            give(0, 0, left)
+            give(1, 0, right)
+        if f.drift is not None:
+            # M = h + Δ/2 moves with e by one and with Δ by one half
+            left, right = back(f.drift, da, db)
+            if bool(db.any()):
+                give(0, 0, left)
+            if bool(da.any()):
+                give(1, 0, right)
+            left, right = back(f.drift, ma + da / 2, mb + db / 2)
+            give(0, 1, left)
+            give(1, 1, right)
+        found: list[Source] = []
+        for operand, (deviation, drift) in zip((a, b), on, strict=True):
+            if deviation is not None or drift is not None:
+                found.append((operand.index, Functional(deviation, drift)))
+        return found
+
+    run.append(node, reference, pull, deviation, drift, curved)
+
+
+def linear_mul(run: LinearRun, node: Node) -> None:
+    """Append a * b."""
+
+    def back(part: Adjoint, p: Tensor, q: Tensor) -> tuple[Adjoint, Adjoint]:
+        return part.times(q), part.times(p)
+
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    if a.reference.shape != b.reference.shape:
+        raise NoBound(node.name, "mul of shapes that broadcast")
+    linear_product(run, node, torch.mul, back)

@@ -1,0 +1,1 @@
+"""Norms over the last dimension (section 6)."""

@@ -1,0 +1,360 @@
+"""RMSNorm and LayerNorm as one operation (section 5)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.eigenvalues import image, largest_eigenvalue, quadratic
+from kcdsl_backends.drift.affine.error_bounds import (
+    deviations,
+    directions,
+    elements,
+    norms,
+    surround_rows,
+)
+from kcdsl_backends.drift.affine.independent import Roundings
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.result_rounding import Result, round_result
+from kcdsl_backends.drift.affine.tape import (
+    INPUT,
+    Amplified,
+    Entry,
+    Nonlinear,
+    Pulled,
+    Shared,
+    Tape,
+)
+from kcdsl_backends.drift.boxes.box import SAFE, NoBound, gamma
+from kcdsl_backends.drift.boxes.rounding import Apart
+from kcdsl_backends.drift.ops.norms.interval import (
+    LEAST_VARIANCE,
+    parts_of,
+    refuse_large_squares,
+    written,
+)
+
+FARTHEST = 0.9
+"""Relative drift along the row from which on there is no bound."""
+EARLY = 2.0**-24
+"""Ellipsoids are made so much earlier: they keep reaches from growing."""
+LARGEST = 2**29
+"""Numbers in the ellipsoids of a tensor; where there would be more, none are found."""
+SMALL = 2.0**-9
+"""Up to this relative drift along a row a remainder is worth no norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """How far the ingredients of a norm may move; all [..., 1] but `reach` [..., n].
+
+    `reach` bounds |δ| and `mean` |μ|; `shrink` bounds 1 - κ and `factor` |κ/(1 + μ) - 1|; `least`
+    bounds the variance from below; `rows` are those that ellipsoids are found for.
+    """
+
+    reach: Tensor
+    mean: Tensor
+    shrink: Tensor
+    factor: Tensor
+    least: Tensor
+    rows: Tensor
+
+
+def affine_rms_norm(run: KernelRun, node: Node) -> None:
+    """Append x / sqrt(mean(x²) + eps) * weight."""
+    _norm(run, node, centred=False)
+
+
+def affine_layer_norm(run: KernelRun, node: Node) -> None:
+    """Append (x - mean) / sqrt(var + eps) * weight + bias."""
+    _norm(run, node, centred=True)
+
+
+def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
+    index, x = run.entry(node, 0)
+    n, eps = x.shape[-1], float(node.attrs["eps"])
+    if centred and n < 2:
+        raise NoBound(node.name, "a single element has no variance")
+    gain, bias = run.optional(node, 1), run.optional(node, 2)
+    g = torch.ones(n, dtype=torch.float64, device=x.reference.device) if gain is None else gain
+    b = torch.zeros_like(g) if bias is None else bias
+    c = x.reference - x.reference.mean(-1, keepdim=True) if centred else x.reference
+    v = c.square().mean(-1, keepdim=True) + eps
+    r = v.rsqrt()
+    y = c * r
+    moved = _moved(run, node, index, c, v, centred=centred)
+    steep = g * y
+    linear = g.abs() * (r * moved.reach + y.abs() * moved.mean) * SAFE
+    loose = moved.factor * linear * SAFE
+    again = run.again(node, 0)
+    inside, cast, flat, along, formed = _inside(
+        run, node, x, y, r, moved, g, b, again, centred=centred
+    )
+    along = (along + moved.shrink / 2) * SAFE
+    h = x.reference.abs()
+    h = h + h.mean(-1, keepdim=True) if centred else h
+    own = gamma(n + 32) * (linear + steep.abs() + b.abs() + r * h * g.abs())
+    centre = steep * (-moved.shrink / 2)
+    others, shared = _others(run, node, y, formed, gamma(n + 32) * (y.abs() + r * h))
+    if shared is not None:
+        shared = replace(shared, rest=(inside + cast + own + shared.rest) * SAFE)
+    inside = (inside + others) * SAFE
+
+    def pull(a: Adjoint) -> Pulled:
+        window = (*a.window[:-1], (0, n))
+        values, part = a.on(window) * g, at(window)
+        unit = y[part]
+        back = r[part[:-1]] * (values - unit * (values * unit).mean(-1, keepdim=True))
+        back = back - back.mean(-1, keepdim=True) if centred else back
+        return [(index, Adjoint(back, window, a.shape))]
+
+    def between(a: Adjoint) -> tuple[Tensor, Tensor]:
+        part, rows = at(a.window), at(a.window)[:-1]
+        steeply, flatly = a.values * steep[part], a.values * g[part[-1]]
+        scaled = steeply.sum(-1).abs() + gamma(n + 8) * steeply.abs().sum(-1)
+        found = scaled * along[rows][..., 0]
+        if centred:
+            shifted = flatly.sum(-1).abs() + gamma(n + 8) * flatly.abs().sum(-1)
+            found = found + shifted * flat[rows][..., 0]
+        total = found.flatten(1).sum(-1) * SAFE
+        return -total, total
+
+    extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
+    stored = round_result(
+        run,
+        node,
+        Result(
+            y * g + b,
+            pull,
+            linear,
+            (inside + cast + own) * SAFE,
+            centre=centre,
+            curved=Nonlinear(between),
+            amplified=Amplified(moved.factor, loose),
+            extra=extra * SAFE,
+            roundings=Roundings.one((inside + own) * SAFE, cast, run.rounding.casts),
+            shared=shared,
+        ),
+    )
+    if not centred:
+        if run.operand(node, 0).index is not None and index != run.plain:
+            run.tape.cut = index
+        return
+    run.tape.cut = stored
+    if bool(moved.rows.any()):
+        surround_rows(run.tape, stored, moved.rows, INPUT if index == run.plain else index)
+
+
+def _moved(
+    run: KernelRun, node: Node, index: int, c: Tensor, v: Tensor, *, centred: bool
+) -> _Moved:
+    n, tape = c.shape[-1], run.tape
+    around = tape.entries[index].reach
+    reach = (around + around.mean(-1, keepdim=True) if centred else around) * SAFE
+    mean = (c.abs() * reach).mean(-1, keepdim=True) / v * SAFE
+    inexact = 4 * gamma(n + 8)
+
+    def lowered(found: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return reach and mean by what passes found; the direction's goes down to the input."""
+        less = torch.minimum(reach, (found + inexact * around) * SAFE)
+        along = directions(tape, index, c / n, needed) / v * SAFE
+        along = along + inexact * (c.abs() * less).mean(-1, keepdim=True) / v
+        return less, torch.minimum(mean, along)
+
+    early = ~(mean <= math.sqrt(run.negligible) * EARLY)
+    if c.numel() * n > LARGEST or tape.chance is not None:
+        early = torch.zeros_like(early)
+    if run.passing(node, index, "ellipsoid", early, tape.cut) and index != run.plain:
+        surround_rows(tape, index, early, tape.cut)
+        found = _within(tape, index, centred=centred)
+        if not centred:
+            tape.tighten(index, found)
+        reach, mean = lowered(found, early)
+    square = _square(tape, index, reach, centred=centred)
+    needed = ~(square <= run.negligible * v)
+    if run.passing(node, index, "deviations" if centred else "reach", needed):
+        if centred:
+            found = deviations(tape, index, torch.full_like(c, 1 / n), needed, apart=True)
+        else:
+            found = elements(tape, index, needed)
+            tape.tighten(index, found)
+        reach, mean = lowered(found, needed)
+        square = _square(tape, index, reach, centred=centred)
+    if not bool((mean < FARTHEST).all()):
+        raise NoBound(node.name, "the drift reaches the size of the variance")
+    needed = ~(mean <= SMALL)
+    if run.passing(node, index, "norm", needed):
+        unit = torch.eye(n, dtype=torch.float64, device=c.device)
+        together = norms(tape, index, unit - 1 / n if centred else unit, needed)
+        square = torch.minimum(square, together.square() / n * SAFE)
+    square = square / (v * (1 - mean) ** 2) * SAFE
+    shrink = square / (1 + square + torch.sqrt(1 + square)) * SAFE
+    factor = torch.maximum(mean / (1 - mean), (mean + shrink) / (1 + mean)) * SAFE
+    # v itself is off by the float64 error of a mean of squares
+    off = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
+    least = v * (1 - mean) ** 2 * (1 - 2.0**-45) - off
+    return _Moved(reach, mean, shrink, factor, least, early)
+
+
+def _square(tape: Tape, index: int, reach: Tensor, *, centred: bool) -> Tensor:
+    """Bound mean(δ²) of every row: by the reach, or by the longest axis of its ellipsoid."""
+    square, n = reach.square().mean(-1, keepdim=True) * SAFE, reach.shape[-1]
+    for row, matrix in tape.entries[index].ellipsoids.items():
+        axes = image(matrix, _centring(matrix)) if centred else matrix
+        longest = largest_eigenvalue(axes, float(axes.diagonal().sum()) * SAFE)
+        square[row] = square[row].clamp_max(longest / n * SAFE)
+    return square
+
+
+def _within(tape: Tape, index: int, *, centred: bool) -> Tensor:
+    """Bound |δ| element by element by the ellipsoids; infinite in rows that have none."""
+    found = torch.full_like(tape.entries[index].reach, torch.inf)
+    for row, matrix in tape.entries[index].ellipsoids.items():
+        unit = _centring(matrix) if centred else torch.eye(len(matrix), dtype=matrix.dtype)
+        found[row] = quadratic(matrix, unit.to(matrix))
+    return found
+
+
+def _centring(matrix: Tensor) -> Tensor:
+    """Return 1 - 1/n."""
+    n = len(matrix)
+    return torch.eye(n, dtype=matrix.dtype, device=matrix.device) - 1 / n
+
+
+def _inside(
+    run: KernelRun,
+    node: Node,
+    x: Entry,
+    y: Tensor,
+    r: Tensor,
+    moved: _Moved,
+    g: Tensor,
+    b: Tensor,
+    again: Apart,
+    *,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the roundings inside: of each element [..., n] and of a cast before the gain, of mean
+    and of root [..., 1]; and a bound of what the gain is multiplied with.
+
+    What is normalised may be a reading of x by itself, as may be that of mean and root: `again`.
+    """
+    kernel, n, size = run.rounding, x.shape[-1], x.size
+    u, lost, own, least = kernel.u_function, kernel.eta_function, torch.zeros_like(y), moved.least
+    if again is not None:
+        own, size = again.expand(y.shape), (size + again) * SAFE
+    average = size.mean(-1, keepdim=True) * SAFE
+    squares = size.square().mean(-1, keepdim=True) * SAFE
+    turned = torch.zeros_like(r)
+    if again is not None:
+        length = (own.square().mean(-1, keepdim=True).sqrt() * SAFE).expand(r.shape)
+        root = moved.least.clamp_min(0).sqrt() * (1 - 2.0**-45) - length
+        least = torch.where(root > 0, root.square() * (1 - 2.0**-45), 0.0)
+        turned = torch.where(root > 0, length / root, 0.0) * SAFE
+    if not bool((least >= LEAST_VARIANCE).all()):
+        raise NoBound(node.name, "the variance may be zero")
+    refuse_large_squares(node.name, size, float(node.attrs["eps"]))
+    if parts_of(node):
+        return _written(run, node, x, y, r, moved, g, b, own, centred=centred)
+    if centred:
+        kappa = 4 * gamma(n + 6, u) * squares / least * SAFE
+        if not bool((kappa < 1).all()):
+            raise NoBound(node.name, "the mean is too large against the variance")
+        theta = ((1 + 8 * u) * (1 + 2.0**-48) / torch.sqrt(1 - kappa) - 1) * SAFE
+    else:
+        theta = torch.full_like(r, gamma(n + 3, u) + 8 * u)
+    root = least.rsqrt() * (1 + theta) * SAFE
+    theta = (theta + turned + theta * turned) * SAFE
+    shifted = gamma(n + 6, u) * average * root if centred else torch.zeros_like(root)
+    if centred:
+        shifted = (shifted + own.mean(-1, keepdim=True) * root) * SAFE
+    grown = 1 + moved.factor
+    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.reach
+    magnitude = magnitude * (1 + theta) * SAFE
+    each = 6 * u * (magnitude + shifted) + own * root
+    if centred:
+        each = each + (4 * u * (size + average) + (n + 6) * lost) * root
+    cast = torch.zeros_like(each)
+    if kernel.coarse:
+        form = kernel.compute
+        cast = kernel.unit(form) * (magnitude + shifted + each) * SAFE
+        each = each + kernel.faint(form)
+    steep, formed = g.abs(), (magnitude + shifted + each + cast) * SAFE
+    scaled = 3 * u * (formed * steep + b.abs())
+    underflow = lost * (1 + steep + 3 * size.amax(-1, keepdim=True))
+    second = theta * grown * r * moved.reach
+    inside = (each * steep + scaled + underflow + second * steep) * SAFE
+    along = theta * (1 + grown * moved.mean + moved.shrink)
+    return inside, cast * steep * SAFE, shifted, along, formed
+
+
+def _written(
+    run: KernelRun,
+    node: Node,
+    x: Entry,
+    y: Tensor,
+    r: Tensor,
+    moved: _Moved,
+    g: Tensor,
+    b: Tensor,
+    again: Tensor,
+    *,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `_inside` does, of a norm that is written out; all of it is sure."""
+    middle = x.reference.mean(-1, keepdim=True).abs() + x.reach.mean(-1, keepdim=True)
+    middle = (middle + 2.0**-40 * x.size.mean(-1, keepdim=True)) * SAFE
+    size = (y.abs() / r + moved.reach) * SAFE * SAFE
+    spread = moved.reach.square().mean(-1, keepdim=True)
+    most = (r**-2 * (1 + 2 * moved.mean) + spread) * (1 + 2.0**-40)
+    found = written(node, run.rounding, x.size, size, middle, moved.least, most, again)
+    root = moved.least.rsqrt() * (1 + found.theta) * SAFE
+    grown = 1 + moved.factor
+    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.reach
+    magnitude = magnitude * SAFE
+    shifted = found.mean * root * SAFE
+    each = (found.apart((magnitude + again * root) * SAFE, root) + again * root) * SAFE
+    formed = (magnitude * (1 + found.theta) + shifted + each) * SAFE
+    second = found.theta * grown * r * moved.reach
+    error = (formed - magnitude).clamp_min(0) + 2.0**-50 * formed
+    own = (each + second) * SAFE
+    inside = found.result(node.name, magnitude, error, own, g.abs(), b.abs())
+    along = found.theta * (1 + grown * moved.mean + moved.shrink)
+    return inside, torch.zeros_like(inside), shifted, along, formed
+
+
+def _others(
+    run: KernelRun, node: Node, y: Tensor, formed: Tensor, inexact: Tensor
+) -> tuple[Tensor, Shared | None]:
+    """Return what other gains and biases add, with their roundings, and what of it is the same in
+    both kernels: Δ_g c + Δ_b, c the normalised numbers of the first at the centre.
+
+    `formed` bounds the normalised numbers before the gain, `inexact` what y is off by in float64.
+    """
+    spread, kernel = run.spread, run.rounding
+    total, size, rest = torch.zeros_like(y), torch.zeros_like(y), torch.zeros_like(y)
+    if spread is None:
+        return total, None
+    known = run.common.setdefault(node.name, y)
+    away = (
+        (y - known).abs() + (formed - y.abs()).clamp_min(0) + inexact + 2.0**-50 * formed
+    ) * SAFE
+    each = (
+        (formed, known.abs(), away),
+        (torch.ones_like(y), torch.ones_like(y), torch.zeros_like(y)),
+    )
+    for position, (whole, first, apart) in enumerate(each, 1):
+        around = run.around(node, position)
+        if around is None:
+            continue
+        rounded = 4 * kernel.u_function * whole + kernel.eta_function
+        total = total + around * (whole + rounded) * SAFE
+        if spread.plain_alike(run.source(node, position)):
+            size, whole = size + around * first * SAFE, apart
+        rest = rest + around * (whole + rounded) * SAFE
+    return total * SAFE, Shared(size * SAFE, rest * SAFE) if bool(size.any()) else None

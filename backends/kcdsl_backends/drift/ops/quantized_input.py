@@ -1,0 +1,391 @@
+"""Quantized inputs of linears: their errors, and their entries in affine forms (section 6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kcdsl.model.formats import E8M0_EXPONENTS, NESTED_MOST, CodeFormat, ScaleLayout
+from kcdsl.model.numerics import Activations
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.cases import Cases, Together
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.result_rounding import half_step
+from kcdsl_backends.drift.affine.tape import PASS, Entry
+from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, down, gamma, refuse_overflow, up
+from kcdsl_backends.drift.boxes.quantizers import (
+    ROUNDING,
+    SLACK,
+    Codes,
+    Quantizer,
+    codes,
+    group_maximum,
+    nested_scales,
+    quantized_hull,
+    refuse_batch,
+    scale_steps,
+    static_quantizer,
+)
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.sums import _DIVISION, _FAINT_SCALE
+
+_FAINT_TENSOR = 2.0**-113
+"""More than a number and the largest of its group where the reciprocal of m·s (nvfp4) is infinite,
+or s is taken for zero: then every code may be the largest one, of zeros too."""
+_LEAST_POWER = 2.0 ** E8M0_EXPONENTS[0]
+_OFF_ZERO = 2.0**-14
+"""More than what roundings of the scale move the ends of 255 steps by, in steps."""
+
+
+def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> Tensor | None:
+    """Return Q, the error of quantising a linear's input; None without it.
+
+    Args:
+        weight: the name of the linear's weight, by which it may have a static scale.
+
+    Raises:
+        NoBound: a format without scale or with a static one may overflow, or that is not known, or
+            casts are directed.
+    """
+    if not kernel.numerics.activations.quantised:
+        return None
+    if kernel.casts.units != 1:  # no rule says how a quantiser rounds beside such casts
+        raise NoBound(node, f"a quantiser beside casts {kernel.numerics.casts!r}")
+    return up(_activation_error(x, kernel, node, weight) + _FAINT_SCALE)
+
+
+def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
+    spec, magnitude = kernel.numerics.activations, x.mag()
+    if spec.static:
+        return _static_error(x, kernel, node, weight)
+    if spec.nested:
+        return _nested_error(x, spec, node, weight)
+    form = spec.codes
+    if form.zero_point:
+        low = group_maximum((-x.lo).clamp_min(0), spec.layout)
+        high = group_maximum(x.hi.clamp_min(0), spec.layout)
+        step = (low + high) / form.divisor
+        return up((step * (0.5 + _OFF_ZERO) + magnitude * 2.0**-20) * _DIVISION, 4)
+    if spec.layout is None:
+        refuse_overflow(node, magnitude, form.grid, " of the input")
+    refuse_batch(x, spec, node)
+    scale = _largest_scale(magnitude, spec, form)
+    if form.reciprocal:
+        rounded = torch.minimum(magnitude, scale / 2) + magnitude * 2.0**-20
+    elif form.integer:
+        rounded = scale / 2 + magnitude * 2.0**-20
+    else:
+        rounded = form.grid.unit_roundoff * magnitude + scale * form.grid.underflow
+    rounded = rounded * _DIVISION
+    if spec.amax_limit < math.inf:
+        last = spec.amax_limit * (min(form.above, form.below) / form.divisor) * (1 - 2.0**-20)
+        beyond = (magnitude - last).clamp_min(0)
+        rounded = torch.maximum(rounded, beyond + magnitude * 2.0**-20)
+    if spec.layout is not None and spec.layout.cuts:
+        rounded = torch.maximum(rounded, _saturation(x, spec))
+    return up(rounded, 4)
+
+
+def _largest_scale(magnitude: Tensor, spec: Activations, form: CodeFormat) -> Tensor:
+    """Return what no dynamic scale exceeds but for its roundings."""
+    if spec.layout is None:
+        return torch.ones_like(magnitude)
+    largest = group_maximum(magnitude, spec.layout).clamp(spec.batch_amax, spec.amax_limit)
+    match spec.layout.rule:
+        case "floor":
+            scale = (largest * 2.0**-form.top_exponent).clamp_min(_LEAST_POWER)
+        case "ceil":
+            scale = up(2 * largest / form.divisor).clamp_min(_LEAST_POWER)
+        case _:
+            scale = up(largest / form.divisor)
+    return scale.clamp_min(max(form.least_scale, spec.least_scale))
+
+
+def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
+    """Return Q of a static scale that holds all of x: half a step, or that of the fp8 number."""
+    spec, magnitude = kernel.numerics.activations, x.mag()
+    scale = static_quantizer(x, spec, weight, node).scale.hi
+    form = spec.codes
+    if form.integer:
+        least = torch.minimum(magnitude, scale / 2)
+        return up((least + magnitude * 2.0**-20) * _DIVISION, 4)
+    target = form.grid
+    return up((target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION, 4)
+
+
+def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
+    """Return Q of NVFP4: of a rounding, or of what the largest code cuts off.
+
+    The multiple m of the scale s of the tensor is within 1/16 of amax/(6s), or within 2^-10 where
+    that is below 2^-6, or 448 where that is less. So 6·m·s keeps 15/16 of the group's own maximum,
+    or all of it but 6·2^-10·s, or 2688·s. A scale that is made from the tensor may be subnormal.
+    """
+    form, magnitude = spec.codes, x.mag()
+    whole, scale = nested_scales(x, spec, weight, node)
+    rounded = (form.grid.unit_roundoff * magnitude + scale * form.grid.underflow) * _DIVISION
+    least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), spec.layout)
+    kept = (15 / 16) * least * (1 - 2.0**-20)
+    cut = torch.minimum(magnitude / 16, (magnitude - kept).clamp_min(0))
+    faint = torch.minimum(magnitude, form.above * 2.0**-10 * whole * _DIVISION)
+    most = form.above * NESTED_MOST * whole * (1 - 2.0**-20)
+    cut = torch.maximum(torch.maximum(cut, faint), (magnitude - most).clamp_min(0))
+    found = torch.maximum(rounded, cut + magnitude * 2.0**-20)
+    return up(found if spec.input_scale else found + _FAINT_TENSOR, 4)
+
+
+def _saturation(x: Box, spec: Activations) -> Tensor:
+    """Return how much of a number an mx scale may cut off.
+
+    The scale is 2^(floor(log2 amax) - emax), so at least κ = qmax·2^-(emax+1) of the block's own
+    maximum is kept, and that maximum is known from both sides only: a number is cut by at most
+    1 - κ of itself, and not at all below κ of the least possible maximum.
+    """
+    form, magnitude = spec.codes, x.mag()
+    kept = form.above * 2.0 ** -(form.top_exponent + 1)
+    least = torch.maximum(x.lo, -x.hi).clamp_min(0)
+    certain = kept * group_maximum(least, spec.layout) * (1 - 2.0**-20)
+    cut = torch.minimum(magnitude * (1 - kept), (magnitude - certain).clamp_min(0))
+    return cut + magnitude * 2.0**-20
+
+
+Pulled = Sequence[tuple[int, Adjoint]]
+SHARE = 2.0**-2
+"""Up to this share of Q a scale may move its elements: else they are better known than it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """The scales of a tensor: reference and reach at every element, and the entry they are."""
+
+    reference: Tensor
+    reach: Tensor
+    index: int | None
+
+
+def quantise(
+    run: KernelRun, name: str, weight: str, index: int, x: Entry, error: Tensor
+) -> Entry | None:
+    """Return the entry of a quantised operand; None where nothing is known beside its error (Q).
+
+    Args:
+        name, weight: the linear that reads it, and the name of its weight.
+        index, x: the operand before.
+        error: Q, elementwise.
+    """
+    spec = run.rounding.numerics.activations
+    box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
+    step = scale_steps(box, run.rounding, weight, name)
+    if step is None:
+        return None
+    by, known = step
+    safe, found, hull = by.scale, codes(box, by), quantized_hull(box, by)
+    each = found if x.cases is None else _in_cases(x.cases, found, by)
+    if x.cases is not None:
+        found = Codes(each.low.amin(0), each.high.amax(0))
+    middle, half = (found.low + found.high) / 2, (found.high - found.low) / 2
+    rounding = ROUNDING * torch.maximum(found.low.abs(), found.high.abs()) * safe.hi * SAFE
+    scale = _scale(run, name, index, x, box, by)
+    if scale.index is None:
+        rounding = (rounding + middle.abs() * scale.reach) * SAFE
+    own = (half * safe.hi + rounding) * SAFE
+    least = own
+    if x.cases is not None:
+        least = (((each.high - each.low) / 2).amax(0) * safe.hi + rounding) * SAFE
+    along = middle.abs() * scale.reach
+    stairs = known & (least <= error)
+    if scale.index is not None:
+        stairs &= along <= SHARE * error
+    error = torch.where(known, torch.minimum(error, _widest_step(spec, found, by, x)), error)
+    keep = (~stairs).to(own.dtype)
+    weights = torch.where(stairs, middle, 0.0)
+    carried = torch.zeros_like(own) if scale.index is None else torch.where(stairs, along, 0.0)
+    reference = torch.where(stairs, middle * scale.reference, x.reference)
+    reach = torch.where(stairs, own + carried, x.reach + error) * SAFE
+    apart = up(torch.maximum(hull.hi - reference, reference - hull.lo), 2)
+    reach = torch.where(known, torch.minimum(reach, apart), reach)
+    radius = torch.where(stairs, own + gamma(own.numel() + PASS) * carried, error) * SAFE
+    straight, layout = bool(stairs.all()), spec.layout
+
+    def pull(a: Adjoint) -> Pulled:
+        parts = [] if straight else [(index, a.times(keep))]
+        if scale.index is not None and layout is not None:
+            weighed = Adjoint(a.values * weights[at(a.window)], a.window, a.shape)
+            parts.append((scale.index, _gathered(weighed, layout)))
+        return parts
+
+    kept, together = not bool(stairs.any()), None
+    if x.cases is not None:
+        added = _steps(each, middle, safe, rounding, stairs)
+        rest = torch.where(stairs, gamma(own.numel() + PASS) * carried, error) * SAFE
+        together = Together(Cases(added.lo, added.hi, x.cases.width), rest)
+    return Entry(
+        f"{name}/input", reference, reach, pull, None, radius, kept=kept, together=together
+    )
+
+
+def _in_cases(cases: Cases, found: Codes, by: Quantizer) -> Codes:
+    """Return the codes [C, ...] in every case, within those that are found without cases."""
+    each = codes(Box(cases.low, cases.high), by)
+    low = torch.minimum(torch.maximum(each.low, found.low), found.high)
+    return Codes(low, torch.maximum(torch.minimum(each.high, found.high), found.low))
+
+
+def _widest_step(spec: Activations, found: Codes, by: Quantizer, x: Entry) -> Tensor:
+    """Bound |x̂ - x|: half a step of the codes that are met, times the scale, and roundings.
+
+    A scale of mx, a limited one and a zero point may cut numbers off, which then have the largest
+    code: there is no such bound.
+    """
+    form, largest = by.form.grid, torch.maximum(found.low.abs(), found.high.abs())
+    off = half_step(largest, form) * by.scale.hi
+    off = (off + 4 * ROUNDING * (largest * by.scale.hi + x.size)) * SAFE
+    cuts = spec.layout is not None and spec.layout.cuts
+    if not (by.form.zero_point or cuts or spec.amax_limit < math.inf):
+        return off
+    inside = (found.high < by.tops.above.lo) & (-found.low < by.tops.below.lo)
+    return torch.where(inside, off, torch.inf)
+
+
+def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, stairs: Tensor) -> Box:
+    """Return (c - ĉ)·s in every case, with its rounding; 0 where there are no stairs."""
+    low, high = each.low - middle, each.high - middle
+    least = torch.minimum(low * scale.lo, low * scale.hi) - rounding
+    most = torch.maximum(high * scale.lo, high * scale.hi) + rounding
+    return Box(torch.where(stairs, down(least, 2), 0.0), torch.where(stairs, up(most, 2), 0.0))
+
+
+def _scale_shape(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[int, ...]:
+    if layout.whole:
+        return (1,) * len(shape)
+    return (*shape[:-1], -(-shape[-1] // _width(shape, layout)))
+
+
+def _width(shape: tuple[int, ...], layout: ScaleLayout) -> int:
+    """Return how many elements of a row share a scale."""
+    return layout.columns or shape[-1]
+
+
+def _rows(t: Tensor, layout: ScaleLayout, nothing: float = 0.0) -> Tensor:
+    """Return the elements that share a scale as rows, the last of a row filled up."""
+    if layout.whole:
+        return t.reshape(1, -1)
+    width = _width(tuple(t.shape), layout)
+    return pad(t, (0, -t.shape[-1] % width), value=nothing).reshape(-1, width)
+
+
+def _spread(t: Tensor, shape: tuple[int, ...], layout: ScaleLayout) -> Tensor:
+    """Return the value of its group at every element."""
+    width = _width(shape, layout)
+    if layout.whole or width == shape[-1]:
+        return t.expand(shape)
+    return t.repeat_interleave(width, -1)[..., : shape[-1]]
+
+
+def _gathered(a: Adjoint, layout: ScaleLayout) -> Adjoint:
+    """Return the sums of functionals over the elements that share a scale."""
+    shape = _scale_shape(a.shape, layout)
+    if layout.whole:
+        return Adjoint.full(a.values.sum(tuple(range(1, a.values.dim())), keepdim=True))
+    if shape[-1] == 1:
+        window = (*a.window[:-1], (0, 1))
+        return Adjoint(a.values.sum(-1, keepdim=True), window, shape)
+    width, (start, stop) = _width(a.shape, layout), a.window[-1]
+    first, last = start // width, -(-stop // width)
+    values = pad(a.values, (start - first * width, last * width - stop))
+    values = values.reshape(*values.shape[:-1], last - first, width).sum(-1)
+    return Adjoint(values, (*a.window[:-1], (first, last)), shape)
+
+
+def _given_back(a: Adjoint, selector: Tensor, layout: ScaleLayout) -> Adjoint:
+    """Return functionals of scales as those of the elements that lead their groups."""
+    shape = tuple(selector.shape)
+    if layout.whole:
+        return Adjoint.full(a.values * selector)
+    width, (first, last) = _width(shape, layout), a.window[-1]
+    stop = min(last * width, shape[-1])
+    window = (*a.window[:-1], (first * width, stop))
+    values = a.values if width == shape[-1] else a.values.repeat_interleave(width, -1)
+    return Adjoint(values[..., : stop - first * width] * selector[at(window)], window, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leader:
+    """How far every row reaches, by its leading element: reference [rows, 1], reach, and the
+    selector [rows, n] of that element with its sign; `certain` where no other can lead."""
+
+    reference: Tensor
+    reach: Tensor
+    selector: Tensor
+    certain: Tensor
+
+
+def _leader(
+    least: Tensor, most: Tensor, x: Entry, layout: ScaleLayout, *, none: bool = False
+) -> _Leader:
+    """Return what leads the rows: an element at least `least`, where no other exceeds it.
+
+    `least` and `most` bound how far each element reaches. `none`: rows in which no element reaches
+    beyond 0 are led by 0.
+    """
+    least, most = _rows(least, layout, -torch.inf), _rows(most, layout, -torch.inf)
+    first = least.argmax(-1, keepdim=True)
+    others = most.scatter(-1, first, -torch.inf).amax(-1, keepdim=True)
+    certain = (least.gather(-1, first) >= others) & (least.gather(-1, first) > 0)
+    chosen = _rows(x.reference, layout).gather(-1, first)
+    reach = _rows(x.reach, layout).gather(-1, first)
+    selector = torch.zeros_like(most).scatter(-1, first, torch.sign(chosen) * certain)
+    if not none:
+        return _Leader(chosen.abs(), reach, selector, certain)
+    nothing = most.amax(-1, keepdim=True) <= 0
+    zero = torch.zeros_like(reach)
+    value, reach = torch.where(nothing, zero, chosen.abs()), torch.where(nothing, zero, reach)
+    return _Leader(value, reach, selector, certain | nothing)
+
+
+def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quantizer) -> _Scale:
+    """Append the entry of the scales, where a group shares one that is not exactly known."""
+    spec, around = run.rounding.numerics.activations, by.scale
+    form, layout = spec.codes, spec.layout
+    middle = around.lo / 2 + around.hi / 2
+    reach = up(torch.maximum(around.hi - middle, middle - around.lo), 2)
+    if layout is None or layout.rule != "amax":
+        return _Scale(middle, reach, None)
+    shape = _scale_shape(x.shape, layout)
+    first_row = [_rows(t, layout)[:, :1] for t in (middle, reach, around.lo, around.hi)]
+    if form.zero_point:
+        top, roundings = form.divisor, 4
+        above = _leader(box.lo, box.hi, x, layout, none=True)
+        below = _leader(-box.hi, -box.lo, x, layout, none=True)
+        certain = above.certain & below.certain
+        value, wide = above.reference + below.reference, above.reach + below.reach
+        selector = above.selector + below.selector
+    else:
+        top, roundings = form.divisor, 2
+        lead = _leader(torch.maximum(box.lo, -box.hi), box.mag(), x, layout)
+        certain, value, wide, selector = lead.certain, lead.reference, lead.reach, lead.selector
+    least = max(form.least_scale, spec.least_scale)
+    if least:  # below its least value the scale follows no element
+        certain = certain & (first_row[2] > least)
+    if spec.amax_limit < math.inf:
+        certain = certain & (first_row[3] < spec.amax_limit / form.divisor * (1 - SLACK))
+    moved = wide / top * SAFE
+    slack = roundings * ROUNDING * first_row[3]
+    reference = torch.where(certain, value / top, first_row[0]).reshape(shape)
+    radius = torch.where(certain, slack, first_row[1]).reshape(shape)
+    spread = torch.where(certain, (moved + slack) * SAFE, first_row[1]).reshape(shape)
+    selector = selector / top * certain
+    if layout.whole:
+        selector = selector.reshape(x.shape)
+    else:
+        selector = selector.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+
+    def pull(a: Adjoint) -> Pulled:
+        return [(index, _given_back(a, selector, layout))]
+
+    place = run.tape.add(Entry(f"{name}/scale", reference, spread, pull, None, radius))
+    return _Scale(_spread(reference, x.shape, layout), _spread(spread, x.shape, layout), place)

@@ -1,0 +1,514 @@
+"""Softmax, in every domain (section 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.cases import SCORES, choices, split
+from kcdsl_backends.drift.affine.error_bounds import deviations
+from kcdsl_backends.drift.affine.kernel import KernelRun, Private
+from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
+from kcdsl_backends.drift.affine.tape import PASS, Entry, Pulled
+from kcdsl_backends.drift.boxes.box import (
+    EPS,
+    SAFE,
+    Box,
+    NoBound,
+    down,
+    exclusive_max,
+    exclusive_sums,
+    gamma,
+    refuse_overflow,
+    up,
+)
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding
+from kcdsl_backends.drift.boxes.state import SoftmaxState, Step, settle
+from kcdsl_backends.drift.linear.run import LinearPart, LinearRun, linear_deviations
+from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, LinearEntry, Noise, Source
+
+_FAR = 700.0
+"""Beyond this score drift a probability is taken to be 0 or 1 instead of forming exp."""
+_NEAR = 2.0**-40
+"""More than the relative error of an extremum's place."""
+
+
+def interval_softmax(step: Step) -> SoftmaxState:
+    """Bound the masked softmax of the scores over the last dimension."""
+    scores, name = step.operand(0), step.node.name
+    mask = step.kernels.mask(step.operand_node(1)) if len(step.node.inputs) > 1 else None
+    mask = None if mask is None else mask.expand(step.node.shape)
+    if mask is not None and not bool(mask.any(-1).all()):
+        raise NoBound(name, "a row of the attention mask admits no column")
+    train, infer = _range(scores.train, mask), _range(scores.infer, mask)
+    drift = _drift(train, scores.drift, mask)
+    exact = settle(name, train, infer, drift)
+    rounding_train = _rounding(scores.train, exact.train, mask, step.kernels.train, scores.apart[0])
+    rounding_infer = _rounding(scores.infer, exact.infer, mask, step.kernels.infer, scores.apart[1])
+    return SoftmaxState(
+        exact,
+        _variation(scores.drift, exact.drift, mask),
+        rounding_train,
+        rounding_infer,
+        mask,
+        apart=(
+            up(exact.train.hi - exact.train.lo + rounding_train, 2)
+            if step.kernels.train.free
+            else None,
+            up(exact.infer.hi - exact.infer.lo + rounding_infer, 2)
+            if step.kernels.infer.free
+            else None,
+        ),
+    )
+
+
+def _zero_outside(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else torch.where(mask, x, torch.zeros_like(x))
+
+
+def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
+    return x if mask is None else torch.where(mask, x, torch.full_like(x, value))
+
+
+def _range(scores: Box, mask: Tensor | None) -> Box:
+    """Return the range of p_i = 1 / (1 + Σ_{j≠i} exp(s_j - s_i)) on a box of scores."""
+    lo, hi = _fill(scores.lo, mask, -torch.inf), _fill(scores.hi, mask, -torch.inf)
+    top = hi.amax(-1, keepdim=True)
+    columns = scores.shape[-1]
+    farthest = _fill(top - scores.lo, mask, 0.0).amax(-1, keepdim=True).clamp(0, 800)
+    relative = up((farthest + columns + 64) * (4 * EPS))
+    least = (torch.exp(lo - top) * (1 - relative)).clamp_min(0)
+    most = _zero_outside(torch.exp(hi - top) * (1 + relative) + 1e-300, mask)
+    above = most / (most + exclusive_sums(least) * (1 - relative))
+    below = least / (least + exclusive_sums(most) * (1 + relative) + 1e-300)
+    return Box(
+        _zero_outside((below * (1 - 8 * EPS) - 1e-300).clamp_min(0), mask),
+        _zero_outside((above * (1 + 8 * EPS)).clamp_max(1), mask),
+    )
+
+
+def _moved(p: Tensor, t: Tensor) -> Tensor:
+    """Return p' - p = p(1 - p) expm1(t) / ((1 - p) + p exp(t)) for |t| <= 700."""
+    t = t.clamp(-_FAR, _FAR)
+    return p * (1 - p) * torch.expm1(t) / ((1 - p) + p * torch.exp(t))
+
+
+def _drift(p: Box, scores: Box, mask: Tensor | None) -> Box:
+    """Return the range of p' - p when the scores drift inside a box.
+
+    logit(p'_i) = logit(p_i) + t_i with t_i between d_i - max_{j≠i} d_j and d_i - min_{j≠i} d_j.
+    """
+    high, low = _fill(scores.hi, mask, -torch.inf), _fill(-scores.lo, mask, -torch.inf)
+    most_others, least_others = exclusive_max(high), -exclusive_max(low)
+    alone = torch.isinf(most_others)
+    t_lo = torch.where(alone, torch.zeros_like(most_others), down(scores.lo - most_others))
+    t_hi = torch.where(alone, torch.zeros_like(most_others), up(scores.hi - least_others))
+    t_lo, t_hi = torch.minimum(t_lo, t_hi), torch.maximum(t_lo, t_hi)
+
+    def extreme(t: Tensor) -> Tensor:
+        """Return f(p, t) at its extremum in p, tanh(t/4), or 0 where no p of the box attains it.
+
+        Never formed as f(p°, t): next to 1, p° rounds to 1, and 1 - p° is lost.
+        """
+        place = 1 / (1 + torch.exp((t / 2).clamp(-_FAR, _FAR)))
+        attained = (p.lo <= place * (1 + _NEAR)) & (place * (1 - _NEAR) <= p.hi)
+        return torch.where(attained, torch.tanh(t / 4), torch.zeros_like(t))
+
+    hi = torch.maximum(_moved(p.lo, t_hi), _moved(p.hi, t_hi))
+    lo = torch.minimum(_moved(p.lo, t_lo), _moved(p.hi, t_lo))
+    hi = torch.where(t_hi >= 0, torch.maximum(hi, extreme(t_hi)), hi)
+    lo = torch.where(t_lo <= 0, torch.minimum(lo, extreme(t_lo)), lo)
+    hi = torch.where(t_hi > _FAR, 1 - p.lo, hi)
+    lo = torch.where(t_lo < -_FAR, -p.hi, lo)
+    slack = 1.0 + 256 * EPS
+    hi = torch.where(hi >= 0, hi * slack, hi / slack) + 1e-300
+    lo = torch.where(lo <= 0, lo * slack, lo / slack) - 1e-300
+    zero = torch.where(alone, 0.0, 1.0).to(hi.dtype)
+    return Box(_zero_outside(lo * zero, mask), _zero_outside(hi * zero, mask))
+
+
+def _variation(scores: Box, probabilities: Box, mask: Tensor | None) -> Tensor:
+    """Return a bound of the total variation of every row: min(tanh(R/4), half the l1 norm)."""
+    span = up(
+        _fill(scores.hi, mask, -torch.inf).amax(-1) - _fill(scores.lo, mask, torch.inf).amin(-1)
+    )
+    cap = torch.tanh(span / 4) * (1 + 32 * EPS)
+    l1 = probabilities.mag().sum(-1) * (0.5 * (1 + 2 * gamma(scores.shape[-1] + 4)))
+    return up(torch.minimum(cap, l1) + 1e-300, 2)
+
+
+def log_error(columns: int, argument: Tensor, kernel: Rounding) -> Tensor:
+    """Return Λ: how far the logarithm of a computed probability may be off (section 5).
+
+    `argument` bounds the size of the numbers that are rounded on the way to the argument of exp.
+    """
+    attention = kernel.numerics.attention
+    tiles = attention.tiles(columns)
+    u = kernel.u_function
+    exp_error = 2 * attention.exp_ulps * u
+    exp_log = exp_error / (1 - exp_error)
+    one = u / (1 - u)
+    total = 2 * tiles * (u * argument + exp_log + one) + (columns + 8) * one
+    stored = FORMATS[attention.probabilities]
+    if attention.fused and stored.coarse:
+        u_stored = kernel.unit(stored)
+        lost = (1 + u_stored) * columns * kernel.faint(stored)
+        if lost >= 1:
+            return torch.full_like(argument, torch.inf)
+        total = total + u_stored / (1 - u_stored) + lost / (1 - lost)
+    return up(total, 4)
+
+
+def _rounding(
+    scores: Box, p: Box, mask: Tensor | None, kernel: Rounding, apart: Apart = None
+) -> Tensor:
+    """Return B: how far a computed and stored probability may lie from the softmax."""
+    theta = relative_error(scores, mask, kernel, scores.shape[-1], apart)
+    return _zero_outside(stored_error(theta, p.hi, kernel), mask)
+
+
+def relative_error(
+    scores: Box, mask: Tensor | None, kernel: Rounding, columns: int, apart: Apart = None
+) -> Tensor:
+    """Return Θ [..., rows, 1]: the relative error of a probability before it is stored.
+
+    `apart` bounds how far readings of a score are from the one of which they are versions: that of
+    the sum of a row may be off by twice as much from that of the result.
+    """
+    spread = up(
+        _fill(scores.hi, mask, -torch.inf).amax(-1, keepdim=True)
+        - _fill(scores.lo, mask, torch.inf).amin(-1, keepdim=True)
+    )
+    argument = spread
+    if kernel.numerics.attention.fused:
+        largest = _fill(scores.mag(), mask, 0.0).amax(-1, keepdim=True)
+        argument = up(spread + 2 * largest, 2)
+    log = log_error(columns, argument, kernel)
+    if apart is not None:
+        log = up(log + 2 * _fill(apart, mask, 0.0).amax(-1, keepdim=True), 2)
+    return up(torch.expm1(log) * (1 + 32 * EPS), 2)
+
+
+def stored_error(theta: Tensor, size: Tensor, kernel: Rounding, columns: int = 1) -> Tensor:
+    """Return how far this many computed and stored probabilities, `size` in all, may be off."""
+    stored = FORMATS[kernel.numerics.attention.probabilities]
+    faint = columns * 2.0**-120
+    formed = size * (1 + theta) + faint
+    error = theta * size + faint + kernel.unit(stored) * formed + columns * kernel.faint(stored)
+    return up(error, 8)
+
+
+FARTHEST = 30.0
+"""Beyond this score drift nothing is known of a softmax but that it lies between 0 and 1."""
+_LOST = 2.0**-900
+"""More than what becomes, after the largest drift, of a probability that float64 lost."""
+
+
+def affine_softmax(run: KernelRun, node: Node) -> None:
+    """Append the masked softmax of the scores over the last dimension: numerator, projection.
+
+    Raises:
+        NoBound: a row without columns, or a score drift beyond `FARTHEST`.
+    """
+    index, scores = run.entry(node, 0)
+    mask = _mask(run, node, scores)
+    allowed = scores.reference.masked_fill(~mask, -torch.inf)
+    p, columns = allowed.softmax(-1), allowed.shape[-1]
+    trust = _relative_error(allowed, mask)
+    c = (scores.reach + (p * scores.reach).sum(-1, keepdim=True)) * SAFE
+    several = mask & (mask.sum(-1, keepdim=True) > 1)  # one column alone has the probability 1
+    for floor in run.tape.floors:
+        c = torch.where(several, c, 0.0)
+        needed = ~(c.amax(-1, keepdim=True) <= math.sqrt(run.negligible))
+        if run.passing(node, index, "deviations", needed, floor):
+            c = torch.minimum(c, deviations(run.tape, index, p, needed, floor))
+    c = torch.where(several, c, 0.0)
+    if not bool((c < FARTHEST).all()):
+        raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
+    rise = (torch.expm1(c) * (1 + 2.0**-48) - c).clamp_min(0) + 2.0**-47 * c
+    # Σ p t is 0 up to the error of p.
+    off = 4 * (trust * p * c).sum(-1, keepdim=True) * SAFE
+    largest = 1 + (p * rise).sum(-1, keepdim=True) * SAFE + off
+    kappa = torch.maximum(1 - 1 / largest, off / (1 - off)) * SAFE + 2.0**-52
+    numerator = p * (c + rise)
+    radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.reach
+    read = _columns(mask)
+    first = run.tape.add(
+        Entry(
+            f"{node.name}/numerator",
+            torch.zeros_like(p),
+            (numerator + radius) * SAFE,
+            lambda a: [(index, read(a.times(p)))],
+            p * rise / 2,
+            radius * SAFE,
+        )
+    )
+    least = (torch.exp(-c) / largest) * (1 - 2.0**-45) * (1 - off)
+    moved = p * torch.maximum(torch.expm1(c) * (1 + 4 * off), 1 - least) * SAFE
+    moved = torch.minimum(moved + _LOST, torch.ones_like(p))
+    gathered = numerator + p * numerator.sum(-1, keepdim=True)
+    lost = 2 * trust * run.tape.entries[first].reach.sum(-1, keepdim=True)
+    own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
+
+    def project(a: Adjoint) -> Pulled:
+        window = (*a.window[:-1], (0, columns))
+        values, weights = a.on(window), p[at(window)]
+        mean = (values * weights).sum(-1, keepdim=True)
+        return [(first, Adjoint(values - mean, window, a.shape))]
+
+    high = torch.minimum(((p + moved) * SAFE), torch.ones_like(p))
+    again = run.again(node, 0)
+    wide = scores.reach if again is None else (scores.reach + again) * SAFE
+    box = Box(scores.reference - wide, scores.reference + wide)
+    if not run.rounding.numerics.attention.fused:
+        theta = _theta(run, box, mask, again)
+        inside = torch.where(mask, theta * high + 2.0**-120, 0.0)
+        place = round_result(run, node, Result(p, project, moved, (own + inside) * SAFE))
+        _forbid(run, place, mask)
+        _balance(run, place, lost)
+        _choose(run, place, scores, mask, inside)
+        return
+    total = Box(torch.zeros_like(high), high)
+    rounding = (_rounding(box, total, mask, run.rounding, again) + own) * SAFE
+    entry = Entry(node.name, p, (moved + rounding) * SAFE, project, None, rounding)
+    refuse_overflow(node.name, entry.size, stored_format(run, node))
+    if node.name in run.several:
+        run.keep(node, rounding)
+        entry = replace(entry, radius=torch.zeros_like(rounding))
+    run.computed[node.name] = run.tape.add(entry)
+    _forbid(run, run.computed[node.name], mask)
+    _balance(run, run.computed[node.name], lost)
+
+
+def _forbid(run: KernelRun, place: int, mask: Tensor) -> None:
+    """Note that the probabilities of columns which the mask forbids are zero, however stored."""
+    entry, parts = run.tape.entries[place], run.tape.entries[place].roundings
+    assert entry.radius is not None
+    nothing = torch.zeros_like(entry.radius)
+    run.tape.entries[place] = replace(
+        entry,
+        reach=torch.where(mask, entry.reach, nothing),
+        radius=torch.where(mask, entry.radius, nothing),
+        roundings=None if parts is None else parts.where(mask, nothing),
+    )
+    private = run.private.get(entry.name)
+    if private is not None:
+        run.private[entry.name] = Private(torch.where(mask, private.reach, nothing))
+
+
+def _balance(run: KernelRun, place: int, lost: Tensor) -> None:
+    """Note how far the sum of a row of probabilities may move: by what is rounded, and by `lost`,
+    as the numbers of the projection sum up to 1 but nearly."""
+    entry = run.tape.entries[place]
+    if entry.name in run.private:
+        return
+    if entry.kept and entry.centre is None and entry.radius is not None:
+        balance = (entry.radius.sum(-1, keepdim=True) + lost) * SAFE
+        run.tape.entries[place] = replace(entry, balance=balance)
+
+
+def _mask(run: KernelRun, node: Node, scores: Entry) -> Tensor:
+    if len(node.inputs) < 2:
+        return torch.ones(scores.shape, dtype=torch.bool, device=scores.reference.device)
+    mask = run.parameters.mask(run.source(node, 1)).expand(scores.shape)
+    if not bool(mask.any(-1).all()):
+        raise NoBound(node.name, "a row of the attention mask admits no column")
+    return mask
+
+
+def _columns(mask: Tensor) -> Callable[[Adjoint], Adjoint]:
+    """Return a function that leaves out of functionals of one row the columns before the first and
+    behind the last that the mask admits in any head, where they are zero."""
+    admitted = mask.reshape(-1, *mask.shape[-2:]).any(0)
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    starts = torch.where(admitted, places, mask.shape[-1]).amin(-1).tolist()
+    stops = (torch.where(admitted, places, -1).amax(-1) + 1).tolist()
+
+    def read(a: Adjoint) -> Adjoint:
+        if not a.one_row:
+            return a
+        row, (start, stop) = a.window[-2][0], a.window[-1]
+        least = min(max(start, starts[row]), stop)
+        most = max(least, min(stop, stops[row]))
+        values = a.values[..., least - start : most - start]
+        return Adjoint(values, (*a.window[:-1], (least, most)), a.shape)
+
+    return read
+
+
+def _relative_error(allowed: Tensor, mask: Tensor) -> Tensor:
+    """Bound the relative error of a softmax in float64: exp to 4 ulp, of a rounded argument."""
+    top = allowed.amax(-1, keepdim=True)
+    spread = torch.where(mask, top - allowed, 0.0).amax(-1, keepdim=True).clamp_max(800)
+    return 2.0**-52 * (allowed.shape[-1] + 16 + 4 * spread)
+
+
+def _theta(run: KernelRun, scores: Box, mask: Tensor, again: Apart) -> Tensor:
+    """Return Θ of a composed softmax: how far a computed probability may be off, relatively.
+
+    That of a score may be read by itself, and so may those of the sum of its row: `again`.
+    """
+    high = torch.where(mask, scores.hi, -torch.inf).amax(-1, keepdim=True)
+    low = torch.where(mask, scores.lo, torch.inf).amin(-1, keepdim=True)
+    log = log_error(scores.shape[-1], up(high - low), run.rounding)
+    if again is not None:
+        most = torch.where(mask, again, 0.0).amax(-1, keepdim=True)
+        log = (log + again + most) * SAFE
+    return torch.expm1(log) * SAFE
+
+
+def linear_softmax(run: LinearRun, node: Node) -> None:
+    """Append the masked softmax over the last dimension: its numerator, and the projection.
+
+    The drift is ∫ J(p_τ) Δs dτ over the way from one kernel's scores to the other's, with
+    J(p) d = p∘(d - p·d), and ΣΔp = 0.
+    """
+    scores, state = run.operand(node, 0), run.known[node.name]
+    if not isinstance(state, SoftmaxState):
+        raise AssertionError("the interval domain keeps a softmax and its rounding apart")
+    shape = scores.reference.shape
+    mask = torch.ones(shape, dtype=torch.bool, device=scores.reference.device)
+    mask = mask if state.mask is None else state.mask.expand(shape)
+    step, _ = scores.drift.midpoint()
+    p, trust = _softmax(scores.reference, mask)
+    q, _ = _softmax(scores.reference + step / 2, mask)
+    e = _within(linear_deviations(run.tape, scores.index, p, "deviation"), mask)
+    d = _within(linear_deviations(run.tape, scores.index, q, "drift"), mask)
+    # the scores go from those of q by e - step/2 to e + Δ - step/2, centred by q as all is
+    e_for_q = _within(linear_deviations(run.tape, scores.index, q, "deviation"), mask)
+    half = torch.where(mask, step / 2, 0.0)
+    half = torch.where(mask, half - (q * half).sum(-1, keepdim=True), 0.0)
+    lost = 2.0**-48 * (half.abs() + step.abs().amax(-1, keepdim=True)) * shape[-1]
+    around = (e_for_q.mag() + _on_the_way(d, half) + lost) * SAFE
+    for reach in (e.mag(), around):
+        if not bool((reach < FARTHEST).all()):
+            raise NoBound(node.name, f"a score may change by more than {FARTHEST:g}")
+    e_centre, e_radius = _from_point(p, e, trust)
+    d_radius = _from_box(q, d.mag(), around, trust)
+    inexact = gamma(LINEAR_PASS)
+    first = run.tape.add(
+        LinearEntry(
+            f"{node.name}/numerator",
+            torch.zeros_like(p),
+            Box.around((p * e.mag() + e_centre.abs() + e_radius) * SAFE),
+            Box.around((q * d.mag() + d_radius) * SAFE),
+            lambda f: [(scores.index, _scaled(f, p, q))],
+            Noise(
+                (e_radius + (inexact + 4 * trust) * _largest_of(scores.deviation)) * SAFE,
+                (d_radius + (inexact + 4 * trust) * _largest_of(scores.drift)) * SAFE,
+                e_centre,
+                None,
+            ),
+        )
+    )
+    numerator = run.tape.entries[first]
+    columns = shape[-1]
+
+    def project(part: Adjoint | None, weights: Tensor) -> Adjoint | None:
+        if part is None:
+            return None
+        window = (*part.window[:-1], (0, columns))
+        values, along = part.on(window), weights[at(window)]
+        return Adjoint(values - (values * along).sum(-1, keepdim=True), window, part.shape)
+
+    def pull(f: Functional) -> list[Source]:
+        return [(first, Functional(project(f.deviation, p), project(f.drift, q)))]
+
+    def own(box: Box, weights: Tensor) -> Tensor:
+        gathered = box.mag() + weights * box.mag().sum(-1, keepdim=True)
+        return ((4 * trust + gamma(columns + LINEAR_PASS)) * gathered + _LOST) * SAFE
+
+    zero = torch.zeros_like(p)
+    rounding_train = (state.rounding_train + 4 * trust * p).expand(shape)
+    rounding = (state.rounding_train + state.rounding_infer).expand(shape)
+    run.append(
+        node,
+        p,
+        pull,
+        LinearPart(zero, (own(numerator.deviation, p) + rounding_train) * SAFE),
+        LinearPart(zero, (own(numerator.drift, q) + rounding) * SAFE),
+    )
+
+
+def _on_the_way(d: Box, half: Tensor) -> Tensor:
+    """Bound |τ·δ - half| for δ in a box and τ from 0 to 1: it is largest at one of the ends."""
+    farthest = torch.maximum((d.hi - half).abs(), (d.lo - half).abs())
+    return torch.maximum(half.abs(), farthest)
+
+
+def _largest_of(box: Box) -> Tensor:
+    """Return the largest magnitude of every row: what a sum of probabilities beside 1 may cost."""
+    return box.mag().amax(-1, keepdim=True).expand(box.shape)
+
+
+def _scaled(f: Functional, p: Tensor, q: Tensor) -> Functional:
+    return Functional(
+        None if f.deviation is None else f.deviation.times(p),
+        None if f.drift is None else f.drift.times(q),
+    )
+
+
+def _within(box: Box, mask: Tensor) -> Box:
+    zero = torch.zeros_like(box.lo)
+    return Box(torch.where(mask, box.lo, zero), torch.where(mask, box.hi, zero))
+
+
+def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the softmax in float64 and its relative error [..., 1]."""
+    allowed = scores.masked_fill(~mask, -torch.inf)
+    top = allowed.amax(-1, keepdim=True)
+    spread = torch.where(mask, top - allowed, 0.0).amax(-1, keepdim=True).clamp_max(800)
+    return allowed.softmax(-1), 2.0**-52 * (scores.shape[-1] + 16 + 4 * spread)
+
+
+def _rise(c: Tensor) -> Tensor:
+    """Return e^c - 1 - c, rounded up."""
+    return (torch.expm1(c) * (1 + 2.0**-48) - c).clamp_min(0) + 2.0**-47 * c
+
+
+def _largest(p: Tensor, c: Tensor, trust: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Z̄ >= Σ p e^t for |t| <= c with Σ p t = 0, and how far that sum may be from 0."""
+    off = 4 * (trust * p * c).sum(-1, keepdim=True) * SAFE
+    return 1 + (p * _rise(c)).sum(-1, keepdim=True) * SAFE + off, off
+
+
+def _from_point(p: Tensor, t: Box, trust: Tensor) -> tuple[Tensor, Tensor]:
+    """Bound p_i(e^t_i/Z - 1 - t_i): centre and radius. Σ p t = 0 up to the error of p."""
+    c = t.mag()
+    rise = _rise(c)
+    largest, off = _largest(p, c, trust)
+    kappa = torch.maximum(1 - 1 / largest, off / (1 - off)) * SAFE + 2.0**-52
+    grown = c + rise
+    return p * rise / 2, (p * (rise / 2 + (kappa + 4 * trust) * (grown + 1)) + _LOST) * SAFE
+
+
+def _from_box(q: Tensor, moved: Tensor, around: Tensor, trust: Tensor) -> Tensor:
+    """Bound p(d_i - p·d) - q(d_i - q·d) for p = q e^w/Z, |w| <= around, |d - q·d| <= moved."""
+    largest, off = _largest(q, around, trust)
+    least = torch.exp(-around) / largest * (1 - 2.0**-45) * (1 - off)
+    away = q * torch.maximum(torch.expm1(around) * (1 + 4 * off), 1 - least) * SAFE + _LOST
+    high = torch.minimum(q * torch.exp(around) * (1 + 4 * off) * SAFE + _LOST, torch.ones_like(q))
+    away = torch.minimum(away, torch.ones_like(q)) + 4 * trust * q
+    return (away * moved + high * (away * moved).sum(-1, keepdim=True)) * SAFE
+
+
+def _choose(run: KernelRun, place: int, scores: Entry, mask: Tensor, error: Tensor) -> None:
+    """Note which probabilities there are in each case of the scores, where these are steps."""
+    entry = run.tape.entries[place]
+    if entry.ends is None:
+        return
+    low, high = scores.reference - scores.reach * SAFE, scores.reference + scores.reach * SAFE
+    box = Box(low[None], high[None])
+    if scores.ends is not None:
+        steps = replace(scores.ends, low=scores.ends.low[None], high=scores.ends.high[None])
+        steps = split(steps, entry.reference, min(SCORES, choices(entry.shape)))
+        box = Box(steps.low, steps.high)
+    formed = _range(box, mask).widen(error)
+    run.tape.entries[place] = replace(entry, choices=entry.ends.within(formed))

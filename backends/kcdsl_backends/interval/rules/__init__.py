@@ -1,1 +1,0 @@
-"""The transfer rules of the domain, one module per group of operations."""

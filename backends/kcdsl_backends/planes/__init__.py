@@ -1,1 +1,0 @@
-"""Backward linear bounds on the difference graph (docs/difference-planes.md)."""

@@ -1,1 +1,0 @@
-"""What each operation of a block graph makes of deviation and drift, one module per group."""
