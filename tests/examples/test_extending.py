@@ -1,0 +1,27 @@
+"""examples/extending: each patch applies to this tree, and what it adds passes its tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.extending.run import Extension, extensions, try_out
+
+EXTENSIONS = extensions()
+MOST = {"metric": 2}
+"""How many files an addition may touch (CONTRIBUTING.md, Adding things)."""
+
+
+def test_every_patch_has_a_limit() -> None:
+    assert {extension.name for extension in EXTENSIONS} == set(MOST)
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
+def test_a_patch_touches_few_files_and_names_its_tests(extension: Extension) -> None:
+    assert 0 < len(extension.files) <= MOST[extension.name]
+    assert extension.tests
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
+def test_what_a_patch_adds_passes_its_tests(extension: Extension) -> None:
+    assert try_out(extension) == ""

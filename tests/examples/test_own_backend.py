@@ -1,0 +1,75 @@
+"""examples/own_backend: a distribution that is built, installed, found and believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_models import write_model
+
+CONTRACT = """\
+kcdsl: 1
+contract: small
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, config: config.json, tokenizer: bytes}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.sdpa.flash, numerics: {preset: torch-sdpa-flash}}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  N-0:
+    require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= LIMIT"
+    evidence: proof
+    level: L2
+"""
+SCRIPT = "import sys; sys.argv[0] = 'kcdsl'; from kcdsl.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def installed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder into which pip installed the distribution."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index",
+               "--no-build-isolation", "--target", str(folder),
+               str(repository / "examples" / "own_backend")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def kcdsl(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_it_is_listed(installed: Path, tmp_path: Path) -> None:
+    ran = kcdsl(installed, tmp_path, "backends")
+    assert ran.returncode == 0, ran.stderr
+    assert any(line.split()[:1] == ["quick"] for line in ran.stdout.splitlines()), ran.stdout
+    assert "quick" not in kcdsl(tmp_path, tmp_path, "backends").stdout
+
+
+@pytest.mark.parametrize(("limit", "code", "verdict"), [("1", 0, "held"), ("0", 3, "inconclusive")])
+def test_what_it_proves_holds_and_what_it_does_not_is_open(
+    limit: str, code: int, verdict: str, installed: Path, tmp_path: Path
+) -> None:
+    write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
+    (tmp_path / "contract.yaml").write_text(CONTRACT.replace("LIMIT", limit))
+    ran = kcdsl(installed, tmp_path, "verify", "--backend", "quick", "--json", "--cache", "off")
+    (goal,) = json.loads(ran.stdout)["goals"]
+    assert (ran.returncode, goal["verdict"], goal["backend"]) == (code, verdict, "quick"), (
+        ran.stderr
+    )
+    assert goal["evidence"]["confirmed"] is (verdict == "held")
