@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kcdsl.verdict.report import Report
-from kcdsl_backends.empirical.collection.context import Progress, Setting
-from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.collection.context import KernelContext, Progress
+from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.table.evidence import Evidence, records
 
@@ -25,10 +25,12 @@ class Evaluation:
         return tuple(records(self.evidence).values())
 
 
-def evaluate(setting: Setting, progress: Progress = lambda stage, done, total: None) -> Evaluation:
+def evaluate(
+    setting: KernelContext, progress: Progress = lambda stage, done, total: None
+) -> Evaluation:
     """Run both kernels on the slices of a contract and decide what that can decide.
 
-    Raises Refusal as `gather` and `conclude` do.
+    Raises Refusal as `collect` and `conclude` do.
     """
-    evidence = gather(setting, progress)
+    evidence = collect(setting, progress)
     return Evaluation(evidence, conclude(evidence))

@@ -11,18 +11,14 @@ import torch
 
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import Report
-from kcdsl_backends.empirical.collection.context import Progress, Setting
-from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.loading import prepare
-from kcdsl_backends.empirical.collection.logits import as_recorded
+from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.collection.parallel import Recipe, Spread
-from kcdsl_backends.empirical.collection.recordings import RecordedSetting
-from kcdsl_backends.empirical.collection.rollouts import gather_recorded
-from kcdsl_backends.empirical.collection.servers import gather_served
+from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.replay import same_functions, under
 from kcdsl_backends.empirical.sources.captured_output import prints_aside
-from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Evidence, records
 from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
@@ -38,18 +34,14 @@ class EmpiricalBackend:
     @prints_aside
     def gather(
         self,
-        setting: Setting | RecordedSetting,
+        context: KernelContext | RolloutContext,
         progress: Progress,
         journal: Journal | None = None,
         spread: Spread | None = None,
     ) -> Evidence:
-        """Run both kernels, where `spread` says; raises Refusal where a drift lies above its
-        certified bound, too."""
-        if isinstance(setting, RecordedSetting):
-            return gather_recorded(setting, progress)
-        if isinstance(setting.infer, ServerKernel):
-            return gather_served(setting, setting.infer, progress, journal)
-        return as_recorded(gather(setting, progress, journal, spread))
+        """Fill the evidence table, local kernels where `spread` says; raises Refusal where a drift
+        lies above its certified bound, too."""
+        return collect(context, progress, journal, spread)
 
     def spread(
         self,

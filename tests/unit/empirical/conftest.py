@@ -33,7 +33,7 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.table.units import SliceData, Unit
 from kcdsl_backends.requests import Request, RequestFile
 from tests.support.evaluation import Evaluation, evaluate
@@ -171,14 +171,14 @@ def setting(
     rows: tuple[Request, ...] | None = None,
     certified: float | None = None,
     **changes: Any,
-) -> Setting:
+) -> KernelContext:
     """Return an evaluation of fake kernels, equal unless given."""
     chosen = requests() if rows is None else rows
     certify = None
     if certified is not None:
         limit = certified
         certify = lambda block, x: Bound(limit, np.full(tuple(x.shape), limit))  # noqa: E731
-    found = Setting(
+    found = KernelContext(
         program=program(*clauses),
         train=train or FakeKernel(name="train"),
         infer=infer or FakeKernel(name="infer"),

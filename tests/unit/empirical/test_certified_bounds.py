@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.bounds.requests import (
     logit_bounds,
     state_bounds,
 )
-from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
 from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import policy_pair
@@ -259,7 +259,7 @@ def evaluation(lab: Any, size: float, drift: float, **changes: Any) -> Any:
     setting = lab.setting(
         clause, infer=infer, certified=1.0, bound_model=Fixed(size), bound_seconds=1e9, **changes
     )
-    return gather(setting)
+    return collect(setting)
 
 
 def test_what_was_measured_lies_below_its_bound(lab: Any) -> None:
@@ -295,6 +295,6 @@ def test_a_value_that_is_no_number_is_never_below_a_bound() -> None:
 
 def test_without_time_nothing_is_sought_and_the_report_says_so(lab: Any) -> None:
     clause = lab.clause(lab.statistic("max", "kl"), limit="100", id="N-KL")
-    found = gather(lab.setting(clause, bound_model=Fixed(1.0), bound_seconds=0.0))
+    found = collect(lab.setting(clause, bound_model=Fixed(1.0), bound_seconds=0.0))
     assert found.certified == {}
     assert found.bounding["reason"] == "no time was given to bounds of the whole model"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Compare, Family, Metric, ModelRef, Number, Statistic, UserMetric
-from kcdsl_backends.empirical.collection.context import Setting
-from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.collection.context import KernelContext
+from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.sources.kernels.run import run_request
@@ -52,15 +52,15 @@ class Counting:
 
 
 @pytest.fixture
-def setting(lab: Any) -> Callable[..., Setting]:
-    def build(function: Any = None, **changes: Any) -> Setting:
+def setting(lab: Any) -> Callable[..., KernelContext]:
+    def build(function: Any = None, **changes: Any) -> KernelContext:
         infer = lab.kernel(function or lab.drifting(0.02), name="infer")
         clauses = (
             lab.clause(lab.statistic("max", "kl"), id="N"),
             lab.clause(lab.statistic("mean", "k3"), id="S"),
             lab.clause(lab.statistic("aggregate", "ece_gap"), id="E"),
         )
-        found: Setting = lab.setting(*clauses, infer=infer, certified=1.0, **changes)
+        found: KernelContext = lab.setting(*clauses, infer=infer, certified=1.0, **changes)
         return found
 
     return build
@@ -71,13 +71,13 @@ def read(path: Path, **options: Any) -> Journal:
     return Journal(path, tell=told.append, **options)
 
 
-def run(setting: Setting, path: Path, fresh: bool = False) -> tuple[Evidence, list[str]]:
+def run(setting: KernelContext, path: Path, fresh: bool = False) -> tuple[Evidence, list[str]]:
     """Return the evidence that is gathered with a journal, and what was told; then the process
     ends, and with it the lock."""
     told: list[str] = []
     journal = Journal(path, fresh, told.append)
     try:
-        return gather(setting, journal=journal), told
+        return collect(setting, journal=journal), told
     finally:
         journal.close()
 
@@ -94,10 +94,10 @@ def plain(lab: Any, function: Any = None) -> Counting:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("calls", [0, 1, 7, 19, 20, 21, 30])
 def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path, calls: int
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, calls: int
 ) -> None:
     path = tmp_path / "evaluate.journal"
-    whole = gather(setting())
+    whole = collect(setting())
     killed = Counting(lab.drifting(0.02), calls)
     with pytest.raises(Killed):
         run(setting(killed), path)
@@ -117,7 +117,7 @@ def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
 
 
 def test_nothing_is_run_twice_and_cross_checks_are_kept(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "j"
     first, _ = run(setting(), path)
@@ -136,7 +136,7 @@ def test_nothing_is_run_twice_and_cross_checks_are_kept(
     assert same(first, anew(again, first))
 
 
-CHANGES: dict[str, Callable[[Any, Setting], Setting]] = {
+CHANGES: dict[str, Callable[[Any, KernelContext], KernelContext]] = {
     "contract": lambda lab, s: replace(s, program=replace(s.program, version="1.0.1")),
     "threshold": lambda lab, s: replace(
         s, program=lab.program(*(replace(c, level=c.level.L1) for c in s.program.clauses))
@@ -160,7 +160,7 @@ CHANGES: dict[str, Callable[[Any, Setting], Setting]] = {
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("change", CHANGES)
 def test_anything_else_that_decides_values_starts_anew(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path, change: str
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, change: str
 ) -> None:
     path = tmp_path / "j"
     run(setting(), path)
@@ -168,12 +168,12 @@ def test_anything_else_that_decides_values_starts_anew(
     other = CHANGES[change](lab, setting(counting))
     found, told = run(other, path)
     assert told == []
-    assert same(gather(other).runs, found.runs)
+    assert same(collect(other).runs, found.runs)
     assert len(counting.calls) >= 20
 
 
 def test_what_does_not_decide_values_goes_on(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path = tmp_path / "j"
     run(setting(), path)
@@ -182,7 +182,7 @@ def test_what_does_not_decide_values_goes_on(
 
 
 def test_fresh_ignores_what_is_there(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path = tmp_path / "j"
     run(setting(), path)
@@ -194,7 +194,7 @@ def test_fresh_ignores_what_is_there(
 
 
 def test_kernels_that_give_other_bits_start_anew(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     """Their fingerprints are the same, and yet something that decides values is not."""
     path = tmp_path / "j"
@@ -202,11 +202,11 @@ def test_kernels_that_give_other_bits_start_anew(
     other = setting(lab.drifting(0.02, seed=9))
     found, told = run(other, path)
     assert told == ["not resumed: the request rows.jsonl:0 gives other bits than it gave before"]
-    assert same(gather(other).runs, found.runs)
+    assert same(collect(other).runs, found.runs)
     assert run(other, path)[1] == ["resumed: 20 of 20 requests"]
 
 
-def _with_function(setting: Setting, function: Callable[..., Any]) -> Setting:
+def _with_function(setting: KernelContext, function: Callable[..., Any]) -> KernelContext:
     metric = UserMetric(
         "gap", "own.py:gap", Family.NUMERICAL, "token", "lower", "1", "1", ("max",), ("tokens",)
     )
@@ -220,7 +220,7 @@ def _with_function(setting: Setting, function: Callable[..., Any]) -> Setting:
 
 @pytest.mark.full
 def test_a_function_of_the_user_that_gives_other_values_starts_anew(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     """Its own file is the same, what it calls is not: the outputs of the kernels are the same."""
     path = tmp_path / "j"
@@ -228,13 +228,13 @@ def test_a_function_of_the_user_that_gives_other_values_starts_anew(
     other = _with_function(setting(), lambda tokens: tokens * 2.0)
     found, told = run(other, path)
     assert told == ["not resumed: the request rows.jsonl:0 gives other bits than it gave before"]
-    assert same(gather(other).runs, found.runs)
+    assert same(collect(other).runs, found.runs)
 
 
 @pytest.mark.full
 def test_what_a_function_of_the_user_imports_belongs_to_it(
     lab: Any,
-    setting: Callable[..., Setting],
+    setting: Callable[..., KernelContext],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,7 +264,7 @@ def test_what_a_function_of_the_user_imports_belongs_to_it(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path, data: st.DataObject
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, data: st.DataObject
 ) -> None:
     path = tmp_path / "whole"
     if not path.exists():
@@ -285,7 +285,7 @@ def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
     assert said == ([f"resumed: {known} of 20 requests"] if known else [])
     assert (tmp_path / "torn").read_bytes().startswith(content[: kept[-1][3] if kept else 0])
     assert len(list(journals._frames((tmp_path / "torn").read_bytes()))) == 41
-    assert same(found.slices, gather(setting()).slices)
+    assert same(found.slices, collect(setting()).slices)
 
 
 def _forged(content: bytes, secret: bytes, edit: Callable[[list[Any]], list[Any]]) -> bytes:
@@ -323,7 +323,7 @@ def _renamed(table: Any, of: Any) -> bytes:
 @pytest.mark.parametrize("known", [True, False])
 def test_a_forged_record_is_never_taken_over(
     lab: Any,
-    setting: Callable[..., Setting],
+    setting: Callable[..., KernelContext],
     tmp_path: Path,
     known: bool,
 ) -> None:
@@ -343,7 +343,7 @@ def test_a_forged_record_is_never_taken_over(
 
 
 def test_records_are_not_moved_left_out_or_taken_from_another_journal(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path, other = tmp_path / "j", tmp_path / "k"
     run(setting(), path)
@@ -396,7 +396,7 @@ def test_no_secret_is_taken_from_the_working_folder(
 
 
 def test_a_journal_in_use_is_left_alone(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path = tmp_path / "j"
     told: list[str] = []
@@ -406,13 +406,13 @@ def test_a_journal_in_use_is_left_alone(
     found, said = run(setting(), path)
     assert said == [f"{path} is in use: this evaluation could not be resumed"]
     assert path.read_bytes() == before
-    assert same(gather(setting()).runs, found.runs)
+    assert same(collect(setting()).runs, found.runs)
     first.remove()
     assert not path.exists()
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
-    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     counting = plain(lab)
@@ -438,7 +438,9 @@ def test_removing_leaves_no_folder_that_was_made_for_it(tmp_path: Path) -> None:
     assert (tmp_path / "there").exists()
 
 
-def test_a_failure_is_kept_too(lab: Any, setting: Callable[..., Setting], tmp_path: Path) -> None:
+def test_a_failure_is_kept_too(
+    lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
+) -> None:
     def failing(tokens: tuple[int, ...]) -> Any:
         if tokens == setting().slices["all"][3].tokens:
             raise RuntimeError("out of memory")

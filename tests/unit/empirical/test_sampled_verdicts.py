@@ -377,13 +377,13 @@ def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
 
 def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     """Repeats of one request are no units of their own."""
-    from kcdsl_backends.empirical.collection.kernels import gather
+    from kcdsl_backends.empirical.collection.loop import collect
     from kcdsl_backends.empirical.decide.report import slice_data
     from kcdsl_backends.empirical.table.units import Timing
 
     rows = lab.requests(3)
     clause = lab.clause(lab.statistic("mean", "kl"))
-    evidence = gather(lab.setting(clause, rows=rows, slices={"all": rows}))
+    evidence = collect(lab.setting(clause, rows=rows, slices={"all": rows}))
     keys = [request.key for request in rows]
     timing = Timing((), {keys[0]: (2, 2), keys[1]: (1, 2), keys[2]: (2, 2)}, None)
     data = slice_data(replace(evidence, timing=timing))["all"]

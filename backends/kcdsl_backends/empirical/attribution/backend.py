@@ -31,7 +31,7 @@ from kcdsl_backends.empirical.attribution.measurement import (
     measure,
 )
 from kcdsl_backends.empirical.attribution.shapley import Statistic
-from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.diagnoses import POSITIONS, PROBES, blocking, chosen
 from kcdsl_backends.empirical.metrics.full_logits import TIER_A
@@ -100,7 +100,7 @@ def attribute(
         crosscheck=False,
         progress=progress,
     )
-    if not isinstance(setting, Setting):
+    if not isinstance(setting, KernelContext):
         raise _apart(program.infer.run, "inference")
     name, measure_ = _metric(program, metric, setting.encoder)
     model = getattr(setting.train, "model", None)
@@ -214,7 +214,7 @@ def _cut(request: Request, length: int) -> Request:
     return replace(request, tokens=request.tokens[:length])
 
 
-def _blocked(setting: Setting, requests: Sequence[Request], temperature: float) -> str | None:
+def _blocked(setting: KernelContext, requests: Sequence[Request], temperature: float) -> str | None:
     """Return the mistake of the set-up that explains the drift; None where none was found."""
     if setting.spoiled:
         name, why = next(iter(setting.spoiled.items()))

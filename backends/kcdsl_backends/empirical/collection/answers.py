@@ -21,7 +21,7 @@ import numpy as np
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.canonical import digest
-from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.ordered import in_order
@@ -159,17 +159,17 @@ class Kept:
 
 
 def resume_served(
-    journal: Journal, setting: Setting, server: ServerKernel, requests: Sequence[Request]
+    journal: Journal, context: KernelContext, server: ServerKernel, requests: Sequence[Request]
 ) -> Kept:
     """Open the journal; return the answers that need not be asked for again.
 
     Raises Refusal where the journal cannot be written, and where the server does not answer.
     """
-    key = key_of(setting, server, requests)
+    key = key_of(context, server, requests)
     journal.open(key)
     if not requests:
         return Kept(journal)
-    witness = _witness(server, requests, setting.seed)
+    witness = _witness(server, requests, context.seed)
     now = {_SERVER: _told(server), _WITNESS: to_bytes(witness)}
     before = {name: journal.note(name) for name in now}
     found = {r.key: journal.note(_name(r)) for r in requests}
@@ -186,18 +186,18 @@ def resume_served(
     return Kept(journal, {k: from_bytes(note, server.semantics) for k, note in kept.items()})
 
 
-def key_of(setting: Setting, server: ServerKernel, requests: Sequence[Request]) -> str:
+def key_of(context: KernelContext, server: ServerKernel, requests: Sequence[Request]) -> str:
     """Return the digest of everything that decides which questions are asked."""
     decisive = {
-        "contract": digest(setting.program),
-        "model": dict(setting.model),
+        "contract": digest(context.program),
+        "model": dict(context.model),
         "vocabulary": server.vocabulary.size,
         "requests": [
             [request.key, list(request.tokens), rows.fields_text(request.fields)]
             for request in requests
         ],
-        "seed": setting.seed,
-        "kcdsl": setting.environment.get("kcdsl"),
+        "seed": context.seed,
+        "kcdsl": context.environment.get("kcdsl"),
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 

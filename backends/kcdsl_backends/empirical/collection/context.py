@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
@@ -24,16 +24,74 @@ from kcdsl_backends.empirical.requirements.clauses import PROOFS, measured_norms
 from kcdsl_backends.empirical.sources.kernels import timing
 from kcdsl_backends.empirical.sources.kernels.run import BlockInput, Kernel, Plan
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
-from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS
+from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence
 from kcdsl_backends.requests import Request, RequestFile
 
+Progress = Callable[[str, int, int], None]
+"""Told (stage, done, total)."""
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Everything an evaluation reads: loaded, resolved, and replaceable by fakes."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What every collection knows of its contract, and what its evidence says of that."""
 
     program: Program
     """The contract as it was compiled, its tables as they are stated."""
+    contract: Mapping[str, str]
+    model: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    seed: int = 0
+    looks: int | None = 1
+    """How many evaluations of growing data share the error; None: any number (e-processes)."""
+    spoiled: Mapping[str, str] = field(default_factory=dict)
+    """Why the evidence on a slice is invalid, whatever was measured: buckets of a table that does
+    not have a value for every request."""
+
+    def evidence(
+        self, slices: Mapping[str, Sequence[Request]], *, encoder: bool = False, **measured: Any
+    ) -> Evidence:
+        """Return the evidence of the requests of each slice; `measured` are further fields."""
+        return Evidence(
+            program=self.program,
+            requests=tuple({r.key: r for rows in slices.values() for r in rows}.values()),
+            slices={name: tuple(r.key for r in rows) for name, rows in slices.items()},
+            encoder=encoder,
+            contract=self.contract,
+            model=self.model,
+            environment=self.environment,
+            spoiled=self.spoiled,
+            seed=self.seed,
+            looks=self.looks,
+            **measured,
+        )
+
+
+class Source(Protocol):
+    """What fills the evidence table: local kernels, a server, recorded rollouts."""
+
+    @property
+    def context(self) -> Context:
+        """Return what is known of the contract."""
+        ...
+
+    @property
+    def slices(self) -> Collection[str]:
+        """Return the names of the slices that are read, buckets of tables included."""
+        ...
+
+    def check(self, clauses: Sequence[Clause]) -> None:
+        """Refuse (KC624) a clause that reads what the source cannot give."""
+        ...
+
+    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
+        """Measure what the clauses read on every request of the slices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelContext(Context):
+    """Everything that an evaluation of kernels reads: loaded, resolved, replaceable by fakes."""
+
     train: Kernel
     infer: Kernel
     block_input: BlockInput
@@ -44,19 +102,10 @@ class Setting:
     weights: Mapping[str, str]
     digests: Mapping[str, str]
     """Digests of the fingerprints of `train` and `infer`."""
-    contract: Mapping[str, str]
-    model: Mapping[str, Any]
-    environment: Mapping[str, Any]
     device: Any
     certify: Certify | None
-    seed: int = 0
-    looks: int | None = 1
-    """How many evaluations of growing data share the error; None: any number (e-processes)."""
     seconds: float = 20.0
     """How long runs may be timed."""
-    spoiled: Mapping[str, str] = field(default_factory=dict)
-    """Why the evidence on a slice is invalid, whatever was measured: buckets of a table that does
-    not have a value for every request."""
     user: tuple[UserFunction, ...] = ()
     """The functions of the user's metrics that the program speaks of."""
     changed_weights: Callable[[], Mapping[str, str]] = dict
@@ -69,6 +118,35 @@ class Setting:
     """Runs the model without roundings and as claimed; None where it cannot be copied."""
     artefacts: Artefacts | None = None
     """The files of the command, with which own code that requests import is recorded."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Return every request of the slices, once."""
+        return tuple({r.key: r for rows in self.slices.values() for r in rows}.values())
+
+    @property
+    def data(self) -> tuple[dict[str, Any], ...]:
+        """Return what evidence says of the files of requests."""
+        return tuple(
+            {"name": file.name, "sha256": file.sha256, "rows": len(file.requests)}
+            for file in self.files.values()
+        )
+
+    @property
+    def kernels(self) -> dict[str, dict[str, object]]:
+        """Return what evidence says of both kernels."""
+        stated = (
+            ("train", self.program.train, self.train),
+            ("infer", self.program.infer, self.infer),
+        )
+        return {
+            side: {
+                "run": reference.run,
+                "digest": f"sha256:{self.digests[side]}",
+                "fingerprint": kernel.fingerprint(),
+            }
+            for side, reference, kernel in stated
+        }
 
 
 def recorded_side(kernel: KernelRef) -> bool:
@@ -86,15 +164,11 @@ def spoiled_slices(found: Iterable[tuple[Gap, Sequence[Request]]]) -> dict[str, 
     }
 
 
-Progress = Callable[[str, int, int], None]
-"""Told (stage, done, total)."""
-
-
-def check_metrics(setting: Setting, clauses: Sequence[Clause]) -> None:
+def check_metrics(context: KernelContext, clauses: Sequence[Clause]) -> None:
     """Refuse a clause whose metric the model or the constants cannot supply."""
     for clause in clauses:
         for name in sorted(metrics_of(clause.require)):
-            known = name in measures_of(setting.program)
+            known = name in measures_of(context.program)
             missing = UNMEASURED.get(name) if clause.evidence not in PROOFS and not known else None
             roles = ", ".join(NEEDS.get(name, ()))
             help = (
@@ -102,7 +176,7 @@ def check_metrics(setting: Setting, clauses: Sequence[Clause]) -> None:
                 if roles
                 else "recorded logits feed it (format: logits); or take the clause out"
             )
-            problem = _out_of_reach(name, setting) or (missing and (missing, help))
+            problem = _out_of_reach(name, context) or (missing and (missing, help))
             if problem:
                 raise refuse(
                     codes.METRIC_OUT_OF_REACH,
@@ -110,28 +184,28 @@ def check_metrics(setting: Setting, clauses: Sequence[Clause]) -> None:
                     help=problem[1],
                 )
         for block, _ in sorted(measured_norms(clause.require)):
-            if block not in setting.blocks:
+            if block not in context.blocks:
                 raise refuse(
                     codes.METRIC_OUT_OF_REACH,
                     f"the clause `{clause.id}` measures the block `{block}`, which the model does "
                     "not have",
-                    help=f"blocks: {', '.join(sorted(setting.blocks))}",
+                    help=f"blocks: {', '.join(sorted(context.blocks))}",
                 )
 
 
-def _out_of_reach(name: str, setting: Setting) -> tuple[str, str] | None:
-    measure = measures_of(setting.program).get(name)
+def _out_of_reach(name: str, context: KernelContext) -> tuple[str, str] | None:
+    measure = measures_of(context.program).get(name)
     if measure is None:
         return None
-    if setting.encoder and name in timing.GENERATED:
+    if context.encoder and name in timing.GENERATED:
         return "the model is an encoder and generates nothing", "time its passes with `latency`"
-    if setting.encoder and not {"logits", "sampled"}.isdisjoint(measure.needs):
+    if context.encoder and not {"logits", "sampled"}.isdisjoint(measure.needs):
         usable = ", ".join(sorted(STATE_FUNCTIONS))
         return "the model is an encoder and has no logits", f"metrics of encoders: {usable}"
     timed = measure.tier == "E" and name != "failure_rate"
-    if timed and recorded_side(setting.program.infer):
+    if timed and recorded_side(context.program.infer):
         return "recorded logits are read, not run", "time the kernel where it runs"
-    constants = setting.program.constants
+    constants = context.program.constants
     if name == "grad_bias" and None in (constants.advantage_max, constants.score_norm_max):
         return (
             "the contract does not state its constants",
@@ -140,14 +214,14 @@ def _out_of_reach(name: str, setting: Setting) -> tuple[str, str] | None:
     return None
 
 
-def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
+def plan_for(context: KernelContext, clauses: Sequence[Clause]) -> Plan:
     """Return what to measure: what the clauses read, and the usual drifts of the summary."""
     metrics = {name for clause in clauses for name in metrics_of(clause.require)}
-    metrics |= set(SUMMARY_METRICS[setting.encoder])
-    measures = measures_of(setting.program)
+    metrics |= set(SUMMARY_METRICS[context.encoder])
+    measures = measures_of(context.program)
     if any("sampled" in measures[m].needs for m in metrics if m in measures):
         metrics |= {"importance_ratio", "log_ratio_linf"}
-    constants = setting.program.constants
+    constants = context.program.constants
     gradient = None
     if "grad_bias" in metrics:
         assert constants.advantage_max is not None
@@ -159,32 +233,10 @@ def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
     return Plan(
         frozenset(metrics),
         float(constants.temperature),
-        setting.seed,
-        setting.encoder,
+        context.seed,
+        context.encoder,
         gradient,
         norms,
-        tuple(user for user in setting.user if user.metric.name in metrics),
-        frozenset() if setting.encoder else frozenset(CHART_METRICS),
+        tuple(user for user in context.user if user.metric.name in metrics),
+        frozenset() if context.encoder else frozenset(CHART_METRICS),
     )
-
-
-def distinct(setting: Setting) -> tuple[Request, ...]:
-    """Return every request of the slices, once."""
-    found = {r.key: r for requests in setting.slices.values() for r in requests}
-    return tuple(found.values())
-
-
-def kernels_record(setting: Setting) -> dict[str, dict[str, object]]:
-    """Return what evidence says of both kernels."""
-    stated = (
-        ("train", setting.program.train, setting.train),
-        ("infer", setting.program.infer, setting.infer),
-    )
-    return {
-        side: {
-            "run": reference.run,
-            "digest": f"sha256:{setting.digests[side]}",
-            "fingerprint": kernel.fingerprint(),
-        }
-        for side, reference, kernel in stated
-    }

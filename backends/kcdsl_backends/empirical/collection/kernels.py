@@ -9,8 +9,8 @@ to itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,19 +19,18 @@ from torch import Tensor
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.tables import expand_tables
-from kcdsl.ir.terms import Clause, Program
+from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.bounds.blocks import compare_request, summarise
 from kcdsl_backends.empirical.bounds.requests import certified_units
 from kcdsl_backends.empirical.collection.context import (
+    KernelContext,
     Progress,
-    Setting,
     check_metrics,
-    distinct,
-    kernels_record,
     plan_for,
 )
+from kcdsl_backends.empirical.collection.logits import NOTHING_RAN, of_recordings, recorded_sides
 from kcdsl_backends.empirical.collection.parallel import Spread
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
 from kcdsl_backends.empirical.diagnoses import regrouped
@@ -40,12 +39,9 @@ from kcdsl_backends.empirical.requirements.clauses import (
     block_place,
     drift_blocks,
     norm_name,
-    slices_of,
-    split,
 )
 from kcdsl_backends.empirical.sources.kernels import timing
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, compared, run_request
-from kcdsl_backends.empirical.statistics import confidence_over
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.units import Comparison, Run, Timing, Unit
@@ -58,206 +54,186 @@ _GENERATION = (
 )
 
 
-def gather(
-    setting: Setting,
-    progress: Progress = lambda stage, done, total: None,
-    journal: Journal | None = None,
-    spread: Spread | None = None,
-) -> Evidence:
-    """Run both kernels on the slices of a contract; what `journal` holds is not run again.
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """Both kernels of a contract on this machine, or recorded logits in place of one or both.
 
-    `spread` says where requests are run, None for this process: every bit is the same.
-
-    Raises Refusal for a contract without clauses that this can decide, for a metric that the model
-    cannot supply, and where a measured block drift lies above its certified bound.
+    What `journal` holds is not run again. `spread` says where requests are run, None for this
+    process: every bit is the same.
     """
-    program = expand_tables(setting.program)
-    clauses, _ = split(program, frozenset(setting.slices))
-    check_metrics(setting, clauses)
-    plan = plan_for(setting, clauses)
-    requests = distinct(setting)
-    runs = _run_all(setting, plan, requests, journal, progress, spread)
-    comparisons, notes = _crosschecks(setting, program, requests, runs, journal, progress)
-    certified, bounding = certified_units(
-        setting.bound_model,
-        requests,
-        runs,
-        comparisons,
-        seconds=setting.bound_seconds,
-        temperature=setting.program.constants.temperature,
-        encoder=setting.encoder,
-        progress=lambda done, total: progress("certified bounds", done, total),
-    )
-    prechecks = prechecks_of(setting, requests, runs, plan)
-    return Evidence(
-        program=setting.program,
-        requests=requests,
-        runs=runs,
-        slices={name: tuple(r.key for r in rows) for name, rows in setting.slices.items()},
-        measured=plan.metrics | {norm_name(*pair) for pair in plan.norms},
-        encoder=setting.encoder,
-        contract=setting.contract,
-        model=setting.model,
-        kernels=kernels_record(setting),
-        data=tuple(
-            {"name": file.name, "sha256": file.sha256, "rows": len(file.requests)}
-            for file in setting.files.values()
-        ),
-        environment=setting.environment,
-        timing=_time(setting, clauses, requests, progress),
-        prechecks=prechecks,
-        crosschecks=tuple(summarise(block, found) for block, found in comparisons.items()),
-        certified=certified,
-        bounding=bounding,
-        floor=noise_floor(
-            setting.train,
-            [r for r in requests if runs[r.key].unit.failure is None],
-            plan,
-            lambda done, total: progress("noise floor", done, total),
-        ),
-        spoiled=setting.spoiled,
-        notes=(
-            *notes,
-            *((_GENERATION,) if timing.reads_tokens(clauses) else ()),
-            *(() if journal is None else journal.notes),
-        ),
-        seed=setting.seed,
-        looks=setting.looks,
-    )
 
+    context: KernelContext
+    journal: Journal | None = None
+    spread: Spread | None = None
 
-# --- the stages ----------------------------------------------------------------------------------
+    @property
+    def slices(self) -> Collection[str]:
+        """Return the names of the slices."""
+        return self.context.slices
 
+    def check(self, clauses: Sequence[Clause]) -> None:
+        """Refuse a clause whose metric the model or the constants cannot supply."""
+        check_metrics(self.context, clauses)
 
-def _run_all(
-    setting: Setting,
-    plan: Plan,
-    requests: Sequence[Request],
-    journal: Journal | None,
-    progress: Progress,
-    spread: Spread | None,
-) -> dict[str, Run]:
-    known = frozenset() if journal is None else resume(journal, setting, plan, requests)
-    done = len(known)
-    progress("both kernels", done, len(requests))
-    runs: dict[str, Run] = {}
+    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
+        """Run both kernels, compare with certified bounds, check, and time.
 
-    code = OwnCode(setting.artefacts, journal)
-
-    def arrived(request: Request, run: Run) -> None:
-        nonlocal done
-        code.keep()
-        if journal is not None:
-            journal.keep_run(request, run)
-        done += 1
-        progress("both kernels", done, len(requests))
-
-    left = [request for request in requests if request.key not in known]
-    away: dict[str, Run] = {}
-    if spread is not None:
-        decided_by = decisive(setting, plan, requests)
-        away = spread.runs(left, decided_by, arrived, code.imported)
-    for request in requests:
-        found = journal.run(request) if journal is not None and request.key in known else None
-        if found is None and spread is not None:
-            found = away[request.key]
-        elif found is None:
-            found = run_request(request, setting.train, setting.infer, plan, setting.block_input)
-            arrived(request, found)
-        runs[request.key] = found
-    return runs
-
-
-def _crosschecks(
-    setting: Setting,
-    program: Program,
-    requests: Sequence[Request],
-    runs: Mapping[str, Run],
-    journal: Journal | None,
-    progress: Progress,
-) -> tuple[dict[str, list[Comparison]], tuple[str, ...]]:
-    if setting.certify is None:
-        return {}, ("no certified bounds were available, so nothing was cross-checked",)
-    usable = [r for r in requests if runs[r.key].unit.failure is None]
-    named = drift_blocks(program)
-    absent = [b for b in named if b not in (*setting.blocks, "model", DEFAULT_BLOCK)]
-    if absent:
-        raise refuse(
-            codes.UNKNOWN_BLOCK,
-            f"a clause speaks about the block {absent[0]}, which the model does not have",
-            help=f"blocks: {', '.join(sorted(setting.blocks))}",
-            span=block_place(program, absent[0]),
+        Raises Refusal where a measured block drift lies above its certified bound.
+        """
+        context, plan = self.context, plan_for(self.context, clauses)
+        runs = self._runs(plan, progress)
+        usable = [r for r in context.requests if runs[r.key].unit.failure is None]
+        comparisons, notes = self._crosschecks(usable, progress)
+        certified, bounding = certified_units(
+            context.bound_model,
+            context.requests,
+            runs,
+            comparisons,
+            seconds=context.bound_seconds,
+            temperature=context.program.constants.temperature,
+            encoder=context.encoder,
+            progress=lambda done, total: progress("certified bounds", done, total),
         )
-    blocks = [b for b in named if b in setting.blocks and b != "model"]
-    checks: dict[str, list[Comparison]] = {}
-    unbounded: list[str] = []
-    for block in blocks:
-        found = []
-        for done, request in enumerate(usable, 1):
-            known = None if journal is None else journal.comparison(block, request)
-            compared = known or compare_request(
-                request,
-                block,
-                setting.train,
-                setting.infer,
-                setting.block_input,
-                setting.certify,
+        return context.evidence(
+            context.slices,
+            encoder=context.encoder,
+            runs=runs,
+            measured=plan.metrics | {norm_name(*pair) for pair in plan.norms},
+            kernels=context.kernels,
+            data=context.data,
+            prechecks=of_recordings(context.program, prechecks_of(context, runs, plan)),
+            timing=self._timing(clauses, progress),
+            crosschecks=tuple(summarise(block, found) for block, found in comparisons.items()),
+            certified=certified,
+            bounding=bounding,
+            floor=noise_floor(
+                context.train,
+                usable,
+                plan,
+                lambda done, total: progress("noise floor", done, total),
+            ),
+            notes=(
+                *notes,
+                *((_GENERATION,) if timing.reads_tokens(clauses) else ()),
+                *(() if self.journal is None else self.journal.notes),
+                *((NOTHING_RAN,) if recorded_sides(context.program) == 2 else ()),
+            ),
+        )
+
+    def _runs(self, plan: Plan, progress: Progress) -> dict[str, Run]:
+        context, journal, requests = self.context, self.journal, self.context.requests
+        known = frozenset() if journal is None else resume(journal, context, plan, requests)
+        done = len(known)
+        progress("both kernels", done, len(requests))
+        runs: dict[str, Run] = {}
+        code = OwnCode(context.artefacts, journal)
+
+        def arrived(request: Request, run: Run) -> None:
+            nonlocal done
+            code.keep()
+            if journal is not None:
+                journal.keep_run(request, run)
+            done += 1
+            progress("both kernels", done, len(requests))
+
+        away: dict[str, Run] = {}
+        if self.spread is not None:
+            left = [request for request in requests if request.key not in known]
+            decided_by = decisive(context, plan, requests)
+            away = self.spread.runs(left, decided_by, arrived, code.imported)
+        for request in requests:
+            found = journal.run(request) if journal is not None and request.key in known else None
+            if found is None and self.spread is not None:
+                found = away[request.key]
+            elif found is None:
+                found = run_request(
+                    request, context.train, context.infer, plan, context.block_input
+                )
+                arrived(request, found)
+            runs[request.key] = found
+        return runs
+
+    def _crosschecks(
+        self, usable: Sequence[Request], progress: Progress
+    ) -> tuple[dict[str, list[Comparison]], tuple[str, ...]]:
+        context, journal = self.context, self.journal
+        if context.certify is None:
+            return {}, ("no certified bounds were available, so nothing was cross-checked",)
+        program = expand_tables(context.program)
+        named = drift_blocks(program)
+        absent = [b for b in named if b not in (*context.blocks, "model", DEFAULT_BLOCK)]
+        if absent:
+            raise refuse(
+                codes.UNKNOWN_BLOCK,
+                f"a clause speaks about the block {absent[0]}, which the model does not have",
+                help=f"blocks: {', '.join(sorted(context.blocks))}",
+                span=block_place(program, absent[0]),
             )
-            if journal is not None and known is None:
-                journal.keep_comparison(block, compared)
-            found.append(compared)
-            progress(f"cross-check {block}", done, len(usable))
-        if found:
-            checks[block] = found
-        beyond = sum(not math.isfinite(compared.certified) for compared in found)
-        if beyond:
-            unbounded.append(
-                f"{block}: {beyond} of {len(found)} requests have no certified bound to be "
-                "compared with: too long, or too coarse"
-            )
-    return checks, tuple(unbounded) if checks else ("no block could be cross-checked",)
+        checks: dict[str, list[Comparison]] = {}
+        unbounded: list[str] = []
+        for block in named if usable else ():
+            if block not in context.blocks or block == "model":
+                continue
+            found = checks[block] = []
+            for done, request in enumerate(usable, 1):
+                known = None if journal is None else journal.comparison(block, request)
+                compared = known or compare_request(
+                    request,
+                    block,
+                    context.train,
+                    context.infer,
+                    context.block_input,
+                    context.certify,
+                )
+                if journal is not None and known is None:
+                    journal.keep_comparison(block, compared)
+                found.append(compared)
+                progress(f"cross-check {block}", done, len(usable))
+            beyond = sum(not math.isfinite(compared.certified) for compared in found)
+            if beyond:
+                unbounded.append(
+                    f"{block}: {beyond} of {len(found)} requests have no certified bound to be "
+                    "compared with: too long, or too coarse"
+                )
+        return checks, tuple(unbounded) if checks else ("no block could be cross-checked",)
+
+    def _timing(self, clauses: Sequence[Clause], progress: Progress) -> Timing:
+        context, kernel = self.context, self.context.infer
+        timed = [clause for clause in clauses if timing.is_runtime(clause)]
+        chosen, rounds = timing.chosen_rounds(timed, context.slices, context.looks)
+        if not chosen:
+            return Timing()
+        return timing.time_requests(
+            lambda tokens: kernel.forward(kernel.tokens(tokens)),
+            chosen,
+            rounds=rounds,
+            seconds=context.seconds,
+            device=context.device,
+            generate=timing.greedy(kernel) if timing.reads_tokens(timed) else None,
+            progress=lambda done, total: progress("timed runs", done, total),
+        )
 
 
 def prechecks_of(
-    setting: Setting, requests: Sequence[Request], runs: Mapping[str, Run], plan: Plan
+    context: KernelContext,
+    runs: Mapping[str, Run],
+    plan: Plan,
+    requests: Sequence[Request] | None = None,
 ) -> tuple[Precheck, ...]:
     """Return what the preconditions come to, on probes among the requests."""
+    requests = context.requests if requests is None else requests
     subject = diagnoses.Subject(
-        setting.train,
-        setting.infer,
+        context.train,
+        context.infer,
         tuple(requests),
-        setting.encoder,
+        context.encoder,
         plan.temperature,
-        {**setting.weights, **setting.changed_weights()},
-        {name: len(rows) for name, rows in setting.slices.items()},
+        {**context.weights, **context.changed_weights()},
+        {name: len(rows) for name, rows in context.slices.items()},
         {key: run.nonfinite for key, run in runs.items()},
-        setting.reference,
+        context.reference,
     )
     return diagnoses.run_prechecks(subject, [runs[r.key].unit for r in requests])
-
-
-def _time(
-    setting: Setting,
-    clauses: Sequence[Clause],
-    requests: Sequence[Request],
-    progress: Progress,
-) -> Timing:
-    timed = [clause for clause in clauses if timing.is_runtime(clause)]
-    if not timed or not requests:
-        return Timing()
-    names = {name for c in timed for name in (slices_of(c) or tuple(setting.slices))}
-    chosen = {r.key: r for name in names if name in setting.slices for r in setting.slices[name]}
-    sizes = [len(setting.slices[name]) for name in names if name in setting.slices]
-    kernel = setting.infer
-    return timing.time_requests(
-        lambda tokens: kernel.forward(kernel.tokens(tokens)),
-        tuple(chosen.values()),
-        rounds=timing.rounds_needed(timed, sizes, confidence_over(setting.looks)),
-        seconds=setting.seconds,
-        device=setting.device,
-        generate=timing.greedy(kernel) if timing.reads_tokens(timed) else None,
-        progress=lambda done, total: progress("timed runs", done, total),
-    )
 
 
 # --- noise floor ---------------------------------------------------------------------------------

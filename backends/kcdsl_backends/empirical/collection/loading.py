@@ -26,10 +26,10 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
-from kcdsl_backends.empirical.collection.context import Progress, Setting, spoiled_slices
+from kcdsl_backends.empirical.collection.context import KernelContext, Progress, spoiled_slices
 from kcdsl_backends.empirical.collection.logits import holds_logits, prepare_logits
 from kcdsl_backends.empirical.collection.recordings import (
-    RecordedSetting,
+    RolloutContext,
     prepare_recorded,
     stated_vocabulary,
 )
@@ -57,7 +57,7 @@ def prepare(
     bound_seconds: float = 0.0,
     progress: Progress = lambda stage, done, total: None,
     artefacts: Artefacts | None = None,
-) -> Setting | RecordedSetting:
+) -> KernelContext | RolloutContext:
     """Load what a contract names, whose folder is `base`.
 
     Args:
@@ -127,7 +127,7 @@ def prepare(
         (gap, select(data[_data_of(program, gap.slice)], gap.slice)) for gap in missed
     )
     progress("load", 3, PREPARE_STEPS)
-    return Setting(
+    return KernelContext(
         program=stated,
         train=train,
         infer=infer,
@@ -179,7 +179,7 @@ def _recorded(
     seed: int,
     looks: int | None,
     progress: Progress,
-) -> tuple[RecordedSetting, Model | None]:
+) -> tuple[RolloutContext, Model | None]:
     """Read what was recorded; the model only where the training kernel has to score it."""
     model = load_model(stated.model, files) if stated.train.recording is None else None
     train = None if model is None else load_kernel(stated.train, model, place)

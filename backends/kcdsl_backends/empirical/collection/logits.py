@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
-from kcdsl_backends.empirical.collection.context import Setting, spoiled_slices
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.collection.context import KernelContext, spoiled_slices
 from kcdsl_backends.empirical.diagnoses import not_applicable
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
-from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.requests import Request, requests_of, select
 
 NOTHING_RAN = (
@@ -39,8 +38,8 @@ def prepare_logits(
     data_of: Mapping[str, str],
     vocabulary: int | None,
     **settings: Any,
-) -> Setting:
-    """Read the requests and both recordings; `settings` are further fields of `Setting`.
+) -> KernelContext:
+    """Read the requests and both recordings; `settings` are further fields of `KernelContext`.
 
     Requests give their tokens, for no tokenizer is loaded.
     """
@@ -57,7 +56,7 @@ def prepare_logits(
     train, infer = (
         load_recorded_logits(kernel, artefacts, distinct) for kernel in (stated.train, stated.infer)
     )
-    return Setting(
+    return KernelContext(
         program=stated,
         train=train,
         infer=infer,
@@ -84,22 +83,23 @@ def _no_block(request: Request, block: str) -> Tensor:
     raise refuse(codes.METRIC_OUT_OF_REACH, f"a recording has no block {block}")
 
 
-def as_recorded(evidence: Evidence) -> Evidence:
-    """Return evidence of recorded logits with what it cannot say left open.
+def recorded_sides(program: Program) -> int:
+    """Return how many of the two kernels are recordings of whole logits."""
+    return sum(holds_logits(side) for side in (program.train, program.infer))
+
+
+def of_recordings(program: Program, prechecks: Sequence[Precheck]) -> tuple[Precheck, ...]:
+    """Return prechecks with what recorded logits cannot say left open.
 
     A recording is read twice, not run twice; it holds no weights; no request of it is batched.
     """
-    sides = (evidence.program.train, evidence.program.infer)
-    recorded = [side for side in sides if holds_logits(side)]
-    if not recorded:
-        return evidence
-    whys = {"batch_invariance": "a recording takes no batches"}
-    whys["self_determinism"] = "a recording is read twice, not run twice"
-    if len(recorded) == 2:
+    recorded, whys = recorded_sides(program), dict[str, str]()
+    if recorded:
+        whys["batch_invariance"] = "a recording takes no batches"
+        whys["self_determinism"] = "a recording is read twice, not run twice"
+    if recorded == 2:
         whys["weights_checksum"] = "a recording of logits holds no weights"
-    prechecks = tuple(
+    return tuple(
         not_applicable(check.name, whys[check.name]) if check.name in whys else check
-        for check in evidence.prechecks
+        for check in prechecks
     )
-    notes = evidence.notes if len(recorded) == 1 else (*evidence.notes, NOTHING_RAN)
-    return replace(evidence, prechecks=prechecks, notes=notes)

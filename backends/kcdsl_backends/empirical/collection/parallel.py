@@ -24,7 +24,7 @@ from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
-from kcdsl_backends.empirical.collection.context import Setting, distinct, plan_for
+from kcdsl_backends.empirical.collection.context import KernelContext, plan_for
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.collection.resume import decisive
 from kcdsl_backends.empirical.requirements.clauses import split
@@ -210,7 +210,7 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str], Arte
     torch.set_num_threads(recipe.threads)
     set_thread_variables(recipe.variables)
     files = Artefacts.of(recipe.base)
-    setting = prepare(
+    context = prepare(
         recipe.program,
         recipe.base,
         device=recipe.device,
@@ -219,12 +219,12 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str], Arte
         crosscheck=False,
         artefacts=files,
     )
-    assert isinstance(setting, Setting)
-    clauses, _ = split(expand_tables(setting.program), frozenset(setting.slices))
-    plan = plan_for(setting, clauses)
-    requests = {request.key: request for request in distinct(setting)}
+    assert isinstance(context, KernelContext)
+    clauses, _ = split(expand_tables(context.program), frozenset(context.slices))
+    plan = plan_for(context, clauses)
+    requests = {request.key: request for request in context.requests}
 
     def run(key: str) -> Run:
-        return run_request(requests[key], setting.train, setting.infer, plan, setting.block_input)
+        return run_request(requests[key], context.train, context.infer, plan, context.block_input)
 
-    return run, decisive(setting, plan, tuple(requests.values())), files
+    return run, decisive(context, plan, tuple(requests.values())), files

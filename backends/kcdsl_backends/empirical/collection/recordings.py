@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kcdsl.ir.kernels import LogProbabilities
 from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts, companion
-from kcdsl_backends.empirical.collection.context import spoiled_slices
+from kcdsl_backends.empirical.collection.context import Context, Progress, spoiled_slices
 from kcdsl_backends.empirical.collection.logits import NOTHING_RAN
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.rollouts.files import read_rows
@@ -24,32 +24,23 @@ from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assem
 from kcdsl_backends.empirical.sources.rollouts.rows import Rows, mapped
 from kcdsl_backends.requests import Request, RequestFile, select
 
-Progress = Callable[[str, int, int], None]
 
-
-@dataclass(frozen=True, slots=True)
-class RecordedSetting:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext(Context):
     """Everything an evaluation of recordings reads.
 
     `rows` are the rollouts of each slice, buckets of tables included; `train` the kernel that
     scores the tokens, None where its log-probabilities are recorded too.
     """
 
-    program: Program
     recordings: Mapping[str, Recording]
     rows: Mapping[str, tuple[Rollout, ...]]
     data_of: Mapping[str, str]
-    spoiled: Mapping[str, str]
     train: Kernel | None
     train_semantics: Semantics | None
-    contract: Mapping[str, str]
-    model: Mapping[str, Any]
-    environment: Mapping[str, Any]
     device: str = "cpu"
-    seed: int = 0
-    looks: int | None = 1
     left_out: int = 0
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
 
 
 def semantics_of(stated: LogProbabilities | None) -> Semantics | None:
@@ -131,10 +122,10 @@ def prepare_recorded(
     vocabulary: int | None,
     progress: Progress,
     **settings: Any,
-) -> RecordedSetting:
+) -> RolloutContext:
     """Read the recordings of the chosen slices and of what tables miss.
 
-    `data_of` names the file of each slice; `settings` are further fields of `RecordedSetting`.
+    `data_of` names the file of each slice; `settings` are further fields of `RolloutContext`.
     """
     recordings = load_recordings(stated, artefacts, list(data_of.values()), vocabulary)
     progress("load", 2, 3)
@@ -164,10 +155,18 @@ def prepare_recorded(
     notes = () if train is not None else (NOTHING_RAN,)
     if idle:
         notes = (*notes, f"{idle} rollouts count no token and were left out")
-    return RecordedSetting(
-        stated, recordings, rows, data_of, spoiled, train, said,
-        left_out=idle, notes=notes, **settings,
-    )  # fmt: skip
+    return RolloutContext(
+        program=stated,
+        recordings=recordings,
+        rows=rows,
+        data_of=data_of,
+        spoiled=spoiled,
+        train=train,
+        train_semantics=said,
+        left_out=idle,
+        notes=notes,
+        **settings,
+    )
 
 
 def _selected(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:

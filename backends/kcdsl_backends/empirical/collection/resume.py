@@ -23,7 +23,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.own_code import compiled_files, imported_code
 from kcdsl.source.files import is_file
-from kcdsl_backends.empirical.collection.context import Setting
+from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import Journal
@@ -32,23 +32,23 @@ from kcdsl_backends.requests import Request
 
 
 def resume(
-    journal: Journal, setting: Setting, plan: Plan, requests: Sequence[Request]
+    journal: Journal, context: KernelContext, plan: Plan, requests: Sequence[Request]
 ) -> frozenset[str]:
     """Open the journal; return the keys of the requests that need not be run again.
 
     Raises Refusal where the journal cannot be written.
     """
-    key = key_of(setting, plan, requests)
+    key = key_of(context, plan, requests)
     journal.open(key)
     known = [request for request in requests if journal.run(request) is not None]
     if not known:
         return frozenset()
-    if not taken_over_code(journal, setting.artefacts):
+    if not taken_over_code(journal, context.artefacts):
         journal.restart(key, "own code that was imported then has changed since")
         return frozenset()
     first = known[0]
     before = journal.run(first)
-    again = run_request(first, setting.train, setting.infer, plan, setting.block_input)
+    again = run_request(first, context.train, context.infer, plan, context.block_input)
     if before is None or _outcome(again) != _outcome(before):
         journal.restart(key, f"the request {first.key} gives other bits than it gave before")
         return frozenset()
@@ -122,13 +122,13 @@ def _bits(values: Array) -> bytes:
     return np.asarray(values, dtype=np.float64).tobytes()
 
 
-def key_of(setting: Setting, plan: Plan, requests: Sequence[Request]) -> str:
+def key_of(context: KernelContext, plan: Plan, requests: Sequence[Request]) -> str:
     """Return the digest of everything that decides what the requests and their checks give."""
-    module, _, _ = (setting.program.model.module or "").partition(":")
+    module, _, _ = (context.program.model.module or "").partition(":")
     return digest_of(
         {
-            **decisive(setting, plan, requests),
-            "certified": setting.certify is not None,
+            **decisive(context, plan, requests),
+            "certified": context.certify is not None,
             "functions beside": [sources(user.function.__module__) for user in plan.user],
             "module": sources(module),
         }
@@ -157,15 +157,15 @@ def sources(name: str) -> dict[str, str]:
 # --- decisive ------------------------------------------------------------------------------------
 
 
-def decisive(setting: Setting, plan: Plan, requests: Sequence[Request]) -> dict[str, str]:
+def decisive(context: KernelContext, plan: Plan, requests: Sequence[Request]) -> dict[str, str]:
     """Return the digest of everything that decides what requests give, by the name of the part."""
     parts = {
-        "contract": digest(setting.program),
+        "contract": digest(context.program),
         "model": [
-            {name: value for name, value in setting.model.items() if name != "program"},
-            dict(setting.weights),
+            {name: value for name, value in context.model.items() if name != "program"},
+            dict(context.weights),
         ],
-        "kernels": dict(setting.digests),
+        "kernels": dict(context.digests),
         "requests": [
             [request.key, list(request.tokens), rows.fields_text(request.fields)]
             for request in requests
@@ -174,7 +174,7 @@ def decisive(setting: Setting, plan: Plan, requests: Sequence[Request]) -> dict[
         "functions": [[user.metric.name, user.sha256] for user in plan.user],
         "temperature": plan.temperature,
         "seed": plan.seed,
-        "versions": [dict(setting.environment), np.__version__],
+        "versions": [dict(context.environment), np.__version__],
         "processor": [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()],
     }
     return {name: digest_of(part) for name, part in parts.items()}

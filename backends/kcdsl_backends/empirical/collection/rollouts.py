@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.kernels import KernelRef
-from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.collection.context import Progress
 from kcdsl_backends.empirical.collection.recordings import (
-    Progress,
-    RecordedSetting,
+    RolloutContext,
     counts,
     semantics_of,
 )
 from kcdsl_backends.empirical.diagnoses import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
-from kcdsl_backends.empirical.requirements.clauses import PROOFS, metrics_of, split
+from kcdsl_backends.empirical.requirements.clauses import PROOFS, metrics_of
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS, check_depths, check_needs
 from kcdsl_backends.empirical.sources.rollouts.prompts import (
     Group,
@@ -36,60 +36,65 @@ from kcdsl_backends.empirical.table.units import Run, Timing, Unit
 
 _TIMED = frozenset({"latency", "ttft", "tpot", "throughput", "kv_memory"})
 """Metrics of which each row is a unit."""
+_COMPARED = frozenset({"k3", "w_log_w_minus", "tv_is", "importance_ratio"})
+"""Metrics that are measured wherever both sides are compared."""
 
 
-def gather_recorded(setting: RecordedSetting, progress: Progress) -> Evidence:
-    """Measure recorded rollouts; the training kernel scores them where it is at hand.
+@dataclass(frozen=True, slots=True)
+class RolloutSource:
+    """Recorded rollouts; the training kernel scores them where it is at hand."""
 
-    Raises Refusal where a clause reads what the recording lacks.
-    """
-    program = expand_tables(setting.program)
-    clauses, _ = split(program, frozenset(setting.rows))
-    wanted = [c for c in clauses if c.evidence not in PROOFS]
-    roles, columns = _roles(setting)
-    check_needs(wanted, roles, columns, [m.name for m in program.metrics])
-    rows, policies = _scored(setting, progress)
-    check_depths(wanted, [r for found in rows.values() for r in found])
-    groups = _groups(setting, rows)
-    metrics = {name for clause in wanted for name in metrics_of(clause.require)}
-    metrics |= {"k3", "w_log_w_minus", "tv_is", "importance_ratio"} if _compares(metrics) else set()
-    runs = _runs(groups, metrics, setting, progress)
-    prechecks = _prechecks(setting, rows, groups, metrics, policies)
-    distinct = {g.request.key: g for found in groups.values() for g in found}
-    return Evidence(
-        program=setting.program,
-        requests=tuple(g.request for g in distinct.values()),
-        runs=runs,
-        slices={name: tuple(g.request.key for g in found) for name, found in groups.items()},
-        measured=frozenset(metrics),
-        encoder=False,
-        contract=setting.contract,
-        model=setting.model,
-        kernels=_kernels(setting),
-        data=tuple(
-            {"name": found.name, "sha256": found.sha256, "rows": len(found.rollouts)}
-            for found in setting.recordings.values()
-        ),
-        environment=setting.environment,
-        timing=_timing(wanted, distinct.values()),
-        prechecks=prechecks,
-        spoiled=setting.spoiled,
-        notes=(*setting.notes, *_shares(distinct.values()), *_joined(setting)),
-        seed=setting.seed,
-        looks=setting.looks,
-    )
+    context: RolloutContext
+
+    @property
+    def slices(self) -> Collection[str]:
+        """Return the names of the slices."""
+        return self.context.rows
+
+    def check(self, clauses: Sequence[Clause]) -> None:
+        """Refuse a clause whose metric reads a column that the recordings lack."""
+        roles, columns = _roles(self.context)
+        user = [metric.name for metric in self.context.program.metrics]
+        check_needs(_without_proofs(clauses), roles, columns, user)
+
+    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
+        """Score, diagnose and measure the rollouts of every prompt."""
+        context, wanted = self.context, _without_proofs(clauses)
+        rows, policies = _scored(context, progress)
+        check_depths(wanted, [r for found in rows.values() for r in found])
+        groups = _groups(context, rows)
+        metrics = {name for clause in wanted for name in metrics_of(clause.require)}
+        metrics |= _COMPARED if _compares(metrics) else set()
+        distinct = {g.request.key: g for found in groups.values() for g in found}
+        return context.evidence(
+            {name: tuple(g.request for g in found) for name, found in groups.items()},
+            runs=_runs(distinct, metrics, context, progress),
+            measured=frozenset(metrics),
+            kernels=_kernels(context),
+            data=tuple(
+                {"name": found.name, "sha256": found.sha256, "rows": len(found.rollouts)}
+                for found in context.recordings.values()
+            ),
+            prechecks=_prechecks(context, rows, groups, metrics, policies),
+            timing=_timing(wanted, distinct.values()),
+            notes=(*context.notes, *_shares(distinct.values()), *_joined(context)),
+        )
 
 
-def _roles(setting: RecordedSetting) -> tuple[frozenset[str], dict[str, str]]:
+def _without_proofs(clauses: Sequence[Clause]) -> list[Clause]:
+    return [clause for clause in clauses if clause.evidence not in PROOFS]
+
+
+def _roles(context: RolloutContext) -> tuple[frozenset[str], dict[str, str]]:
     """Return the roles that every recording has, and all names of columns."""
-    found = [frozenset(r.roles) for r in setting.recordings.values()]
+    found = [frozenset(r.roles) for r in context.recordings.values()]
     roles = frozenset.intersection(*found) if found else frozenset()
-    if setting.train is not None:
+    if context.train is not None:
         lists = {"train_top_ids", "train_top_logs"} if "infer_top_ids" in roles else set()
         roles |= {"train_logs", *lists}
-    infer = setting.program.infer.recording
+    infer = context.program.infer.recording
     assert infer is not None
-    train = setting.program.train.recording
+    train = context.program.train.recording
     columns = mapped(infer.format, {**dict(infer.columns), **dict(train.columns if train else ())})
     return roles, dict(columns.columns)
 
@@ -99,31 +104,31 @@ def _compares(metrics: set[str]) -> bool:
 
 
 def _scored(
-    setting: RecordedSetting, progress: Progress
+    context: RolloutContext, progress: Progress
 ) -> tuple[dict[str, tuple[Rollout, ...]], tuple[Policy, ...]]:
     """Return the rollouts of each slice with both sides, and policies for diagnoses."""
-    if setting.train is None:
-        return dict(setting.rows), ()
-    every = {id(r): r for found in setting.rows.values() for r in found}
+    if context.train is None:
+        return dict(context.rows), ()
+    every = {id(r): r for found in context.rows.values() for r in found}
     found = score(
         list(every.values()),
-        setting.train,
-        float(setting.program.constants.temperature),
+        context.train,
+        float(context.program.constants.temperature),
         lambda done, total: progress("training kernel", done, total),
     )
     scored = dict(zip(every, found.rollouts, strict=True))
-    rows = {name: tuple(scored[id(r)] for r in found) for name, found in setting.rows.items()}
+    rows = {name: tuple(scored[id(r)] for r in found) for name, found in context.rows.items()}
     return rows, found.policies
 
 
 def _groups(
-    setting: RecordedSetting, rows: Mapping[str, tuple[Rollout, ...]]
+    context: RolloutContext, rows: Mapping[str, tuple[Rollout, ...]]
 ) -> dict[str, tuple[Group, ...]]:
     """Return the sampling units of each slice."""
     return {
         name: groups_of(
-            setting.data_of[name],
-            [r for r in setting.recordings[setting.data_of[name]].rollouts if counts(r)],
+            context.data_of[name],
+            [r for r in context.recordings[context.data_of[name]].rollouts if counts(r)],
             found,
         )
         for name, found in rows.items()
@@ -131,15 +136,14 @@ def _groups(
 
 
 def _runs(
-    groups: Mapping[str, tuple[Group, ...]],
+    distinct: Mapping[str, Group],
     metrics: set[str],
-    setting: RecordedSetting,
+    context: RolloutContext,
     progress: Progress,
 ) -> dict[str, Run]:
-    distinct = {g.request.key: g for found in groups.values() for g in found}
     runs = {}
     for done, (key, group) in enumerate(distinct.items(), 1):
-        runs[key] = run_of(group, metrics, setting.seed)
+        runs[key] = run_of(group, metrics, context.seed)
         progress("rollouts", done, len(distinct))
     return runs
 
@@ -164,41 +168,41 @@ def _timing(clauses: Sequence[Clause], groups: Any) -> Timing:
 
 
 def _prechecks(
-    setting: RecordedSetting,
+    context: RolloutContext,
     rows: Mapping[str, tuple[Rollout, ...]],
     groups: Mapping[str, tuple[Group, ...]],
     metrics: set[str],
     policies: tuple[Policy, ...],
 ) -> tuple[Precheck, ...]:
     every = {id(r): r for found in rows.values() for r in found}
-    infer, train = setting.program.infer.recording, setting.program.train.recording
+    infer, train = context.program.infer.recording, context.program.train.recording
     assert infer is not None
     return recorded_prechecks(
         Recorded(
             tuple(every.values()),
-            float(setting.program.constants.temperature),
+            float(context.program.constants.temperature),
             {name: len(found) for name, found in groups.items()},
-            setting.train_semantics,
+            context.train_semantics,
             semantics_of(infer.logprobs),
             policies,
             train is not None and train.recomputed,
             _compares(metrics),
-            setting.left_out,
+            context.left_out,
             counts_units=bool(metrics - _TIMED),
         )
     )
 
 
-def _kernels(setting: RecordedSetting) -> dict[str, dict[str, object]]:
+def _kernels(context: RolloutContext) -> dict[str, dict[str, object]]:
     """Return what identifies both sides: a recorded one by the files that were read."""
-    files = {name: found.sha256 for name, found in setting.recordings.items()}
+    files = {name: found.sha256 for name, found in context.recordings.items()}
     stated: Sequence[tuple[str, KernelRef]] = (
-        ("train", setting.program.train),
-        ("infer", setting.program.infer),
+        ("train", context.program.train),
+        ("infer", context.program.infer),
     )
     found: dict[str, dict[str, object]] = {}
     for side, reference in stated:
-        print_ = kernel_fingerprint(reference, setting.device)
+        print_ = kernel_fingerprint(reference, context.device)
         if reference.recording is not None:
             print_ = {**print_, "recorded": dict(sorted(files.items()))}
         found[side] = {
@@ -209,8 +213,8 @@ def _kernels(setting: RecordedSetting) -> dict[str, dict[str, object]]:
     return found
 
 
-def _joined(setting: RecordedSetting) -> tuple[str, ...]:
-    count = sum(found.joined for found in setting.recordings.values())
+def _joined(context: RolloutContext) -> tuple[str, ...]:
+    count = sum(found.joined for found in context.recordings.values())
     return (f"{count} groups share a prompt with another and count with it",) if count else ()
 
 

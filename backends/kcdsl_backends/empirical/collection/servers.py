@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.answers import (
@@ -17,7 +16,7 @@ from kcdsl_backends.empirical.collection.answers import (
     gather_rollouts,
     resume_served,
 )
-from kcdsl_backends.empirical.collection.context import Progress, Setting, distinct, kernels_record
+from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.diagnoses import (
     Recorded,
     outcome,
@@ -30,15 +29,12 @@ from kcdsl_backends.empirical.requirements.clauses import (
     PROOFS,
     measured_norms,
     metrics_of,
-    slices_of,
-    split,
 )
 from kcdsl_backends.empirical.sources.kernels import timing
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
 from kcdsl_backends.empirical.sources.rollouts.prompts import Group, run_of
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
-from kcdsl_backends.empirical.statistics import confidence_over
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.units import Run, Timing, Unit
@@ -52,97 +48,128 @@ _TIMES = frozenset({"arrived", "stamps"})
 """What a streamed answer gives."""
 
 
-def gather_served(
-    setting: Setting,
-    server: ServerKernel,
-    progress: Progress = lambda stage, done, total: None,
-    journal: Journal | None = None,
-) -> Evidence:
-    """Let a server draw after every request of the slices, and measure what it drew; what
-    `journal` holds is not asked for again.
+@dataclass(frozen=True, slots=True)
+class ServerSource:
+    """A server that draws after every request of the slices, and the kernel that scores it.
 
-    Raises Refusal for a contract without clauses that this can decide, for a metric that needs more
-    than drawn tokens and the likeliest ones, and where the server cannot be relied upon.
+    What `journal` holds is not asked for again.
     """
-    program = expand_tables(setting.program)
-    clauses, _ = split(program, frozenset(setting.slices))
-    check_reach(setting, server, clauses)
-    metrics = SUMMARY | {name for clause in clauses for name in metrics_of(clause.require)}
-    requests = distinct(setting)
-    kept = Kept() if journal is None else resume_served(journal, setting, server, requests)
-    try:
-        found = gather_rollouts(
-            server,
-            setting.train,
-            requests,
-            setting.seed,
-            lambda done, total: progress("server and training kernel", done, total),
-            kept,
-        )
-    except Refusal as refusal:
-        if journal is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
-            kept.close()
-            journal.remove()  # which of the answers each server gave is not known
-        raise
-    finally:
-        kept.close()
-    slices = {name: _units(rows) for name, rows in setting.slices.items()}
-    units = {unit.request.key: unit for found in slices.values() for unit in found}
-    timing = _time(
-        setting,
-        server,
-        clauses,
-        slices,
-        lambda done, total: progress("timed runs", done, total),
-    )
-    repeated = len(requests) - len({request.tokens for request in requests})
-    return Evidence(
-        program=setting.program,
-        requests=tuple(unit.request for unit in units.values()),
-        runs={key: _run(unit, found, metrics, setting.seed) for key, unit in units.items()},
-        slices={name: tuple(u.request.key for u in found) for name, found in slices.items()},
-        measured=frozenset(metrics),
-        encoder=setting.encoder,
-        contract=setting.contract,
-        model=setting.model,
-        kernels=kernels_record(setting),
-        data=tuple(
-            {"name": file.name, "sha256": file.sha256, "rows": len(file.requests)}
-            for file in setting.files.values()
-        ),
-        environment=setting.environment,
-        timing=timing,
-        prechecks=_prechecks(setting, server, requests, found),
-        spoiled=setting.spoiled,
-        notes=(
-            "the server shows neither its weights nor its blocks: no digest and no certified bound"
-            " stands beside what it drew",
-            *([_timed_as(server)] if timing.runs else []),
-            *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
-            *(() if journal is None else journal.notes),
-        ),
-        seed=setting.seed,
-        looks=setting.looks,
-    )
 
+    context: KernelContext
+    server: ServerKernel
+    journal: Journal | None = None
 
-def check_reach(setting: Setting, server: ServerKernel, clauses: Sequence[Clause]) -> None:
-    """Refuse a clause whose metric needs more than the server gives; name it and its tier."""
-    measures = measures_of(setting.program)
-    given = _LOGS | _TIMES | (_LISTS if server.tier == "B" else frozenset())
-    for clause in clauses:
-        if clause.evidence in PROOFS:
-            continue
-        if measured_norms(clause.require):
-            raise _beyond(clause, "measured drift of a block", "blocks are not shown")
-        for name in sorted(metrics_of(clause.require)):
-            needs = NEEDS.get(name)
-            if needs is not None and given.issuperset(needs):
+    @property
+    def slices(self) -> Collection[str]:
+        """Return the names of the slices."""
+        return self.context.slices
+
+    def check(self, clauses: Sequence[Clause]) -> None:
+        """Refuse a clause whose metric needs more than the server gives; name it and its tier."""
+        measures = measures_of(self.context.program)
+        given = _LOGS | _TIMES | (_LISTS if self.server.tier == "B" else frozenset())
+        for clause in clauses:
+            if clause.evidence in PROOFS:
                 continue
-            tier = measures[name].tier if name in measures else "A"
-            lists = needs is not None and _LISTS.intersection(needs)
-            why = "`top` of its `logprobs` is 0" if lists else "it draws tokens, and shows no more"
-            raise _beyond(clause, f"`{name}` of tier {tier}", why)
+            if measured_norms(clause.require):
+                raise _beyond(clause, "measured drift of a block", "blocks are not shown")
+            for name in sorted(metrics_of(clause.require)):
+                needs = NEEDS.get(name)
+                if needs is not None and given.issuperset(needs):
+                    continue
+                tier = measures[name].tier if name in measures else "A"
+                lists = needs is not None and _LISTS.intersection(needs)
+                why = (
+                    "`top` of its `logprobs` is 0"
+                    if lists
+                    else "it draws tokens, and shows no more"
+                )
+                raise _beyond(clause, f"`{name}` of tier {tier}", why)
+
+    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
+        """Draw, score, measure, and time. Raises Refusal where the server is not reliable."""
+        context, requests = self.context, self.context.requests
+        metrics = SUMMARY | {name for clause in clauses for name in metrics_of(clause.require)}
+        found = self._answers(progress)
+        slices = {name: _units(rows) for name, rows in context.slices.items()}
+        rows = {name: tuple(unit.request for unit in own) for name, own in slices.items()}
+        units = {unit.request.key: unit for own in slices.values() for unit in own}
+        times = self._timing(clauses, rows, progress)
+        repeated = len(requests) - len({request.tokens for request in requests})
+        return context.evidence(
+            rows,
+            encoder=context.encoder,
+            runs={key: _run(unit, found, metrics, context.seed) for key, unit in units.items()},
+            measured=frozenset(metrics),
+            kernels=context.kernels,
+            data=context.data,
+            timing=times,
+            prechecks=_prechecks(context, self.server, requests, found),
+            notes=(
+                "the server shows neither its weights nor its blocks: no digest and no certified"
+                " bound stands beside what it drew",
+                *([_timed_as(self.server)] if times.runs else []),
+                *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
+                *(() if self.journal is None else self.journal.notes),
+            ),
+        )
+
+    def _answers(self, progress: Progress) -> Gathered:
+        context, journal = self.context, self.journal
+        requests = context.requests
+        kept = Kept() if journal is None else resume_served(journal, context, self.server, requests)
+        try:
+            return gather_rollouts(
+                self.server,
+                context.train,
+                requests,
+                context.seed,
+                lambda done, total: progress("server and training kernel", done, total),
+                kept,
+            )
+        except Refusal as refusal:
+            if journal is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
+                kept.close()
+                journal.remove()  # which of the answers each server gave is not known
+            raise
+        finally:
+            kept.close()
+
+    def _timing(
+        self,
+        clauses: Sequence[Clause],
+        slices: Mapping[str, Sequence[Request]],
+        progress: Progress,
+    ) -> Timing:
+        server, seed = self.server, self.context.seed
+        timed = [clause for clause in clauses if timing.is_runtime(clause)]
+        chosen, rounds = timing.chosen_rounds(timed, slices, self.context.looks)
+        if not chosen:
+            return Timing()
+        silent = 0
+
+        def generate(request: Request, clock: timing.Clock) -> Iterator[tuple[float, int]]:
+            nonlocal silent
+            try:
+                yield from server.stream(request.tokens, request_seed(seed, request.key), clock)
+                silent = 0
+            except Refusal as refusal:
+                first = refusal.diagnostics[0]
+                silent = silent + 1 if first.code is codes.SERVER_UNREACHABLE else 0
+                if first.code is codes.SERVER_CHANGED or silent >= FAILURES:
+                    raise
+                raise timing.Untimed(f"{first.code}: {first.message}") from refusal
+
+        found = timing.time_served(
+            generate,
+            chosen,
+            rounds=rounds,
+            seconds=self.context.seconds,
+            at_once=server.service.concurrency,
+            progress=lambda done, total: progress("timed runs", done, total),
+        )
+        server.check_unchanged()
+        return found
 
 
 def _beyond(clause: Clause, what: str, why: str) -> Exception:
@@ -193,46 +220,6 @@ def _run(unit: _Unit, found: Gathered, metrics: frozenset[str], seed: int) -> Ru
     return run_of(Group(request, tuple(found.rollouts[m.key] for m in unit.members)), metrics, own)
 
 
-def _time(
-    setting: Setting,
-    server: ServerKernel,
-    clauses: Sequence[Clause],
-    slices: Mapping[str, Sequence[_Unit]],
-    progress: Callable[[int, int], None],
-) -> Timing:
-    timed = [clause for clause in clauses if timing.is_runtime(clause)]
-    names = {name for c in timed for name in (slices_of(c) or tuple(slices))} & slices.keys()
-    chosen = {unit.request.key: unit.request for name in names for unit in slices[name]}
-    if not chosen:
-        return Timing()
-    silent = 0
-
-    def generate(request: Request, clock: timing.Clock) -> Iterator[tuple[float, int]]:
-        nonlocal silent
-        try:
-            yield from server.stream(request.tokens, request_seed(setting.seed, request.key), clock)
-            silent = 0
-        except Refusal as refusal:
-            first = refusal.diagnostics[0]
-            silent = silent + 1 if first.code is codes.SERVER_UNREACHABLE else 0
-            if first.code is codes.SERVER_CHANGED or silent >= FAILURES:
-                raise
-            raise timing.Untimed(f"{first.code}: {first.message}") from refusal
-
-    found = timing.time_served(
-        generate,
-        tuple(chosen.values()),
-        rounds=timing.rounds_needed(
-            timed, [len(slices[name]) for name in names], confidence_over(setting.looks)
-        ),
-        seconds=setting.seconds,
-        at_once=server.service.concurrency,
-        progress=progress,
-    )
-    server.check_unchanged()
-    return found
-
-
 def _timed_as(server: ServerKernel) -> str:
     at_once = server.service.concurrency
     return (
@@ -243,14 +230,14 @@ def _timed_as(server: ServerKernel) -> str:
 
 
 def _prechecks(
-    setting: Setting, server: ServerKernel, requests: Sequence[Request], found: Gathered
+    context: KernelContext, server: ServerKernel, requests: Sequence[Request], found: Gathered
 ) -> tuple[Precheck, ...]:
-    temperature = float(setting.program.constants.temperature)
+    temperature = float(context.program.constants.temperature)
     checks = recorded_prechecks(
         Recorded(
             tuple(found.rollouts.values()),
             temperature,
-            {name: len(rows) for name, rows in setting.slices.items()},
+            {name: len(rows) for name, rows in context.slices.items()},
             Semantics("processed", server.semantics.temperature),
             server.semantics,
             found.policies,
@@ -258,7 +245,7 @@ def _prechecks(
         )
     )
     return (
-        weights_checksum({**setting.weights, **setting.changed_weights()}),
+        weights_checksum({**context.weights, **context.changed_weights()}),
         _answered(requests, found),
         *checks,
     )

@@ -27,7 +27,7 @@ from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, HasFields, Program
 from kcdsl.model.attention import SDP_BACKENDS
 from kcdsl_backends.adapters import ADAPTERS
-from kcdsl_backends.empirical.collection.context import Setting, check_metrics, distinct, plan_for
+from kcdsl_backends.empirical.collection.context import KernelContext, check_metrics, plan_for
 from kcdsl_backends.empirical.collection.kernels import prechecks_of
 from kcdsl_backends.empirical.decide.comparison import narrowness
 from kcdsl_backends.empirical.decide.report import why_blocked
@@ -105,9 +105,9 @@ def run_grid(
     of = manifest(program, base, seed, axes=axes.to_json())
     cells = Cells(folder / "cells", of, fresh, base)
     clauses, deferred = _clauses(program)
-    loaded: dict[str, Setting | Refusal] = {}
+    loaded: dict[str, KernelContext | Refusal] = {}
 
-    def setting_on(device: str) -> Setting:
+    def setting_on(device: str) -> KernelContext:
         if device not in loaded:
             loaded[device] = _load(prepare, program, base, device, seed)
         found = loaded[device]
@@ -179,12 +179,12 @@ def _clauses(program: Program) -> tuple[tuple[Clause, ...], dict[str, str]]:
 
 def _load(
     prepare: Prepare, program: Program, base: Path, device: str, seed: int
-) -> Setting | Refusal:
+) -> KernelContext | Refusal:
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise refuse(codes.NO_DEVICE, "torch sees no CUDA device")
         found = prepare(program, base, device=device, seed=seed, crosscheck=False)
-        if not isinstance(found, Setting) or not isinstance(found.infer, TorchKernel):
+        if not isinstance(found, KernelContext) or not isinstance(found.infer, TorchKernel):
             raise refuse(
                 codes.EXPERIMENT,
                 f"{program.infer.run} does not run batches here",
@@ -196,41 +196,41 @@ def _load(
 
 
 def _measure(
-    setting: Setting, clauses: Sequence[Clause], spec: Mapping[str, Any]
+    context: KernelContext, clauses: Sequence[Clause], spec: Mapping[str, Any]
 ) -> dict[str, Any]:
-    check_metrics(setting, clauses)
-    length, kernel = int(spec["length"]), setting.infer
+    check_metrics(context, clauses)
+    length, kernel = int(spec["length"]), context.infer
     assert isinstance(kernel, TorchKernel)
-    plan = plan_for(setting, clauses)
-    usable = [r for r in distinct(setting) if r.length >= length]
+    plan = plan_for(context, clauses)
+    usable = [r for r in context.requests if r.length >= length]
     if not usable:
         raise refuse(codes.EXPERIMENT, f"no request has {length} tokens")
     requests = [replace(r, tokens=r.tokens[:length]) for r in usable]
     streams = int(spec["concurrency"])
     if streams > 1 and kernel.interception is not None:
         raise refuse(codes.EXPERIMENT, "a model of one's own is not run in several threads")
-    runs = _runs(setting, kernel, plan, requests, int(spec["batch"]), streams)
+    runs = _runs(context, kernel, plan, requests, int(spec["batch"]), streams)
     slices = {
-        name: [r.key for r in rows if r.length >= length] for name, rows in setting.slices.items()
+        name: [r.key for r in rows if r.length >= length] for name, rows in context.slices.items()
     }
-    measures = measures_of(setting.program)
+    measures = measures_of(context.program)
     data = {
         name: SliceData(name, tuple(runs[key].unit for key in keys), measures=measures)
         for name, keys in slices.items()
     }
-    prechecks = prechecks_of(setting, requests, runs, plan)
+    prechecks = prechecks_of(context, runs, plan, requests)
     blocked = {clause.id: why_blocked(clause, prechecks, measures) for clause in clauses}
     cases = [
-        Case(obligation, data[name], blocked[clause.id] or setting.spoiled.get(name))
+        Case(obligation, data[name], blocked[clause.id] or context.spoiled.get(name))
         for clause in clauses
         for name in slices_of(clause) or tuple(data)
         if name in data
         for obligation in obligations_of(clause, name)
     ]
-    rows, _ = decide_all(cases, expand_tables(setting.program), setting.seed)
+    rows, _ = decide_all(cases, expand_tables(context.program), context.seed)
     return {
         "requests": len(requests),
-        "hardware": str(setting.environment.get("hardware", "")),
+        "hardware": str(context.environment.get("hardware", "")),
         "rows": [
             pass_record(row.to_json(), narrowness(case.obligation.part, row))
             for case, row in zip(cases, rows, strict=True)
@@ -240,7 +240,7 @@ def _measure(
 
 
 def _runs(
-    setting: Setting,
+    context: KernelContext,
     kernel: TorchKernel,
     plan: Plan,
     requests: Sequence[Request],
@@ -258,7 +258,7 @@ def _runs(
                 for request, logits in zip(batch, answer, strict=True):
                     answered: Kernel = _Answered(kernel, logits)
                     runs[request.key] = run_request(
-                        request, setting.train, answered, plan, setting.block_input
+                        request, context.train, answered, plan, context.block_input
                     )
     return runs
 

@@ -15,8 +15,8 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
-from kcdsl_backends.empirical.collection.context import Setting
-from kcdsl_backends.empirical.collection.kernels import gather
+from kcdsl_backends.empirical.collection.context import KernelContext
+from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.cells import (
     Cells,
@@ -59,13 +59,13 @@ def run_single(
             setting = prepare(
                 changed, base, device=device, seed=seed, seconds=seconds, crosscheck=False
             )
-            if not isinstance(setting, Setting):
+            if not isinstance(setting, KernelContext):
                 raise refuse(
                     codes.EXPERIMENT,
                     "the contract's kernels are recorded, and a recording has no variants",
                     help="name kernels that run here",
                 )
-            report = conclude(gather(setting, lambda stage, done, total: None)).to_json()
+            report = conclude(collect(setting)).to_json()
             return _cell(report)
 
         found.append(cells.cell(variant.name, _spec(variant), measure))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from fractions import Fraction
 
@@ -23,10 +23,15 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.formulas import terms_of
 from kcdsl.ir.terms import Clause, Statistic
 from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.requirements.clauses import WINDOW, metrics_of
+from kcdsl_backends.empirical.requirements.clauses import WINDOW, metrics_of, slices_of
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, tensor_digest
 from kcdsl_backends.empirical.sources.ordered import in_order
-from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, units_for_budget
+from kcdsl_backends.empirical.statistics import (
+    ONE_LOOK,
+    Confidence,
+    confidence_over,
+    units_for_budget,
+)
 from kcdsl_backends.empirical.table.units import Timing, Unit
 from kcdsl_backends.requests import Request
 
@@ -77,6 +82,17 @@ def rounds_needed(
     least = min((size for size in sizes if size), default=1)
     wanted = max((runs_needed(clause, confidence) for clause in clauses), default=FEWEST_RUNS)
     return max(FEWEST_ROUNDS, math.ceil(wanted / least))
+
+
+def chosen_rounds(
+    timed: Sequence[Clause], slices: Mapping[str, Sequence[Request]], looks: int | None
+) -> tuple[tuple[Request, ...], int]:
+    """Return the requests of the slices that clauses about times name, and the rounds over them."""
+    names = {name for clause in timed for name in (slices_of(clause) or tuple(slices))}
+    rows = [own for name, own in slices.items() if name in names]
+    chosen = {request.key: request for own in rows for request in own}
+    rounds = rounds_needed(timed, [len(own) for own in rows], confidence_over(looks))
+    return tuple(chosen.values()), rounds
 
 
 def time_requests(
