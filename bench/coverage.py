@@ -21,7 +21,6 @@ from kcdsl.ir.terms import Abs, Metric, Statistic
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
-from kcdsl_backends.empirical.statistics.eprocess import Kind
 from kcdsl_backends.empirical.statistics.rates import limit_ranks, most_exceedances
 from kcdsl_backends.empirical.table.units import SliceData, Unit
 
@@ -167,21 +166,6 @@ def thresholds(runs: int) -> tuple[float, float]:
     return float((naive < true).mean()), float((drawn[:, n - allowed - 1] < true).mean())
 
 
-def between_false_alarms(kind: Kind, limit: float, runs: int) -> float:
-    """Return the mean number of batches until a detector errs, at the very budget."""
-    rate, size = Fraction(1, 100), 200
-    generator = np.random.default_rng(7)
-    waits = []
-    for _ in range(runs):
-        state = statistics.detector(rate, limit=limit, kind=kind)
-        count = 0
-        while not state.alarmed and count < 50 * limit:
-            state = state.after(int(generator.binomial(size, float(rate))), size)
-            count += 1
-        waits.append(count)
-    return float(np.mean(waits))
-
-
 def figures(runs: int = 1000) -> list[Figure]:
     """Return every figure, from `runs` runs of the slow simulations."""
     error = float(ONE_LOOK.error)
@@ -241,12 +225,6 @@ def figures(runs: int = 1000) -> list[Figure]:
     naive, ordered = thresholds(20_000)
     add("threshold exceeded too often: quantile", naive, None, "500 units, 20000 runs")
     add("threshold exceeded too often: rank", ordered, error + 0.005, "500 units, 20000 runs")
-    kinds: tuple[Kind, ...] = ("cusum", "shiryaev-roberts")
-    for kind in kinds:
-        wait = between_false_alarms(kind, 100.0, 200)
-        found.append(
-            Figure(f"batches between false alarms: {kind}", wait, Better.HIGHER, 100.0, "limit 100")
-        )
     return found
 
 

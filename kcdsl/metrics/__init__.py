@@ -19,7 +19,6 @@ from kcdsl.metrics.registry import (
     RecordMetric,
     Registry,
     find_metric,
-    find_record_metric,
     registry_of,
     user_metric,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "Registry",
     "Tier",
     "find_metric",
-    "find_record_metric",
     "registry_of",
     "user_metric",
 ]

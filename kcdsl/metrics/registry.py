@@ -144,11 +144,6 @@ def find_metric(name: str) -> MetricDefinition | None:
     return BUILT_IN.find(name)
 
 
-def find_record_metric(name: str) -> RecordMetric | None:
-    """Resolve a name of the record form among the built-in metrics."""
-    return BUILT_IN.find_record(name)
-
-
 # --- the user's metrics in programs --------------------------------------------------------------
 
 

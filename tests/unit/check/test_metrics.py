@@ -9,11 +9,11 @@ import pytest
 from kcdsl.ir.terms import Family
 from kcdsl.metrics import (
     ALIASES,
+    BUILT_IN,
     METRICS,
     PREFIX,
     RECORD_NAMES,
     find_metric,
-    find_record_metric,
 )
 from kcdsl.units import NAMED, UNITS
 
@@ -102,7 +102,7 @@ def test_aliases_lead_to_metrics() -> None:
 def test_record_names(
     name: str, statistic: str, metric: str, magnitude: bool, q: Fraction | None, unit: str | None
 ) -> None:
-    found = find_record_metric(name)
+    found = BUILT_IN.find_record(name)
     assert found is not None
     assert (found.statistic, found.metric, found.magnitude, found.q, found.unit) == (
         statistic,
@@ -115,7 +115,7 @@ def test_record_names(
 
 def test_every_listed_record_name_resolves() -> None:
     for name in RECORD_NAMES:
-        found = find_record_metric(name)
+        found = BUILT_IN.find_record(name)
         assert found is not None, name
         assert found.statistic in METRICS[found.metric].statistics
         assert found.unit is None or UNITS[found.unit].dimension == METRICS[found.metric].dimension
@@ -125,4 +125,4 @@ def test_every_listed_record_name_resolves() -> None:
     "name", ["kl", "p99_kll", "p0_kl", "p100_kl", "latency", "mean_kl_ms", "p99_ms", "mean_", ""]
 )
 def test_names_that_are_none(name: str) -> None:
-    assert find_record_metric(name) is None
+    assert BUILT_IN.find_record(name) is None

@@ -100,11 +100,6 @@ class WhatIf:
     mean_weight: float
     mean_raw: float
 
-    @property
-    def out_of_band(self) -> float:
-        """Return the share of tokens outside the band."""
-        return (self.below + self.above) / self.n
-
 
 def what_if(
     log_ratio: ArrayLike, lengths: Sequence[int], rules: Sequence[Rule] = RULES

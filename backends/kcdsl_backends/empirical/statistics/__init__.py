@@ -17,14 +17,6 @@ from kcdsl_backends.empirical.statistics.bootstrap import (
     clustered_statistic,
     resamples,
 )
-from kcdsl_backends.empirical.statistics.eprocess import (
-    Counts,
-    Detector,
-    detector,
-    judge,
-    log_alarm,
-    log_certify,
-)
 from kcdsl_backends.empirical.statistics.planning import (
     shown_by,
     units_at_rate,
@@ -66,8 +58,6 @@ __all__ = [
     "ONE_LOOK",
     "RESAMPLES",
     "Confidence",
-    "Counts",
-    "Detector",
     "Estimate",
     "Exceedance",
     "NotMeasurable",
@@ -77,14 +67,10 @@ __all__ = [
     "clustered_ratio",
     "clustered_statistic",
     "confidence_over",
-    "detector",
     "exceedance",
     "holm",
-    "judge",
     "largest",
     "limits",
-    "log_alarm",
-    "log_certify",
     "proportion",
     "quantile",
     "quantile_rank",

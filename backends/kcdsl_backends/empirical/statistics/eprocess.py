@@ -10,35 +10,15 @@ it ever reaches 1/α is at most α, whatever rule stops the data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
-import numpy as np
 from scipy import special
 
-from kcdsl_backends.empirical.statistics.vocabulary import Confidence, check_counts, check_rate
+from kcdsl_backends.empirical.statistics.vocabulary import check_counts, check_rate
 
 _A = _B = 0.5
 _STEPS = 200
 _PRECISION = 1e-12
-Outcome = Literal["held", "violated", "unknown"]
-Kind = Literal["cusum", "shiryaev-roberts"]
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """k of n units beyond the threshold: all that an e-process remembers. States add up."""
-
-    k: int = 0
-    n: int = 0
-
-    def __post_init__(self) -> None:
-        check_counts(self.k, self.n)
-
-    def __add__(self, other: Counts) -> Counts:
-        """Return the state after the units of both."""
-        return Counts(self.k + other.k, self.n + other.n)
 
 
 def log_certify(k: int, n: int, rate: Fraction) -> float:
@@ -119,26 +99,6 @@ def most_exceedances(n: int, rate: Fraction, error: Fraction) -> int | None:
     return low
 
 
-def judge(
-    counts: Counts,
-    rate: Fraction,
-    *,
-    certify: Confidence = Confidence(anytime=True),  # noqa: B008
-    alarm: Confidence = Confidence(anytime=True),  # noqa: B008
-    fewest: int = 1,
-) -> Outcome:
-    """Return what a window shows of "at most `rate` exceed".
-
-    Held only if the window certifies with at least `fewest` units, violated if it raises an alarm.
-    A window starts with no units: evidence that is never forgotten makes late faults invisible.
-    """
-    if shows_above(counts.k, counts.n, rate, alarm.error):
-        return "violated"
-    if counts.n >= fewest and shows_below(counts.k, counts.n, rate, certify.error):
-        return "held"
-    return "unknown"
-
-
 def _log_mixture(k: int, n: int, rate: Fraction, *, below: bool) -> float:
     """Return the logarithm of the mixture, without any floor: no mass below δ is no evidence."""
     delta = float(rate)
@@ -161,65 +121,3 @@ def _reaches(evidence: float, n: int, error: Fraction) -> bool:
     """Compare ln E with ln 1/α, less what rounding may have added to it."""
     slack = 64 * 2.0**-52 * (n + 2) * math.log(n + 2)
     return evidence - slack >= -math.log(float(error))
-
-
-# --- detectors of a change ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Detector:
-    """A detector of a rate that was within its budget and no longer is: one number.
-
-    An e-process that never starts again grows insensitive to late faults. A detector restarts by
-    itself: with L the likelihood ratio of a batch (k of n) between the rate `alternative` and the
-    budget, e-CUSUM follows M = max(M, 1) L and Shiryaev-Roberts R = (R + 1) L. As long as the rate
-    is at most the budget, L has a mean of at most 1, so the mean number of batches until either
-    reaches `limit` is at least `limit` (Shin, Ramdas and Rinaldo 2024).
-
-    `alternative` is the rate that it is most sensitive to, above the budget `rate`. `limit` is the
-    mean number of batches between two false alarms, at least.
-    """
-
-    rate: Fraction
-    alternative: Fraction
-    limit: float
-    kind: Kind = "cusum"
-    log_value: float = -math.inf
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-        check_rate(self.alternative)
-        if self.alternative <= self.rate:
-            raise ValueError(f"{self.alternative} is no excess over {self.rate}")
-        if not self.limit > 1:
-            raise ValueError(f"a limit is above 1, not {self.limit}")
-
-    @property
-    def alarmed(self) -> bool:
-        """Say whether the last batch raised the alarm."""
-        return self.log_value >= math.log(self.limit)
-
-    def after(self, k: int, n: int) -> Detector:
-        """Return the detector after a batch of n units, k of them beyond."""
-        check_counts(k, n)
-        up = math.log(float(self.alternative / self.rate))
-        down = math.log(float((1 - self.alternative) / (1 - self.rate)))
-        start = (
-            max(self.log_value, 0.0)
-            if self.kind == "cusum"
-            else float(np.logaddexp(self.log_value, 0.0))
-        )
-        return replace(self, log_value=start + k * up + (n - k) * down)
-
-
-def detector(
-    rate: Fraction,
-    *,
-    alternative: Fraction | None = None,
-    limit: float = 1000.0,
-    kind: Kind = "cusum",
-) -> Detector:
-    """Return a detector without data; its alternative is twice the budget unless given."""
-    if alternative is None:
-        alternative = min(2 * rate, (1 + rate) / 2)
-    return Detector(rate, alternative, limit, kind)
