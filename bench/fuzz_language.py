@@ -150,7 +150,7 @@ def _show(seed: int, number: int) -> int:
 def _progress(count: int) -> Iterator[Callable[[Tally], None]]:
     """Show a bar with the time that is left, or a line for each tenth where there is no terminal;
     and a line for each finding, at once."""
-    from kcdsl.cli.output import progress_bars
+    from kcdsl.cli.common.output import progress_bars
 
     step, shown = max(1, count // 10), 0
     with progress_bars() as bars:

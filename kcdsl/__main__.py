@@ -1,8 +1,7 @@
-"""`python -m kcdsl`."""
+"""`python -m kcdsl`: the command line, which nothing of this package is imported for before."""
 
 import sys
-
-from kcdsl.cli import main
+from importlib import import_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_module("kcdsl.cli").main())

@@ -143,7 +143,7 @@ def _refused(folder: Path | None) -> str | None:
     """Return where the configuration refuses accepted findings; None where it does not."""
     if folder is None:
         return None
-    from kcdsl.config import read_config
+    from kcdsl.source.config import read_config
 
     config = read_config(folder, Sink())
     return str(config.origin("refuse-suppressions")) if config.refuse_suppressions else None

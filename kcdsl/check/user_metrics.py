@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.config import Config, read_config
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
     METRIC_MODULE,
@@ -23,6 +22,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.metrics import MetricDefinition, Registry
+from kcdsl.source.config import Config, read_config
 from kcdsl.source.files import read_source, shown
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _configured(folder: Path, sink: Sink) -> Modules | None:
 
 def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
     from kcdsl.check.metric_files import read_declarations
-    from kcdsl.check.metric_modules import find_file, is_file_name, plain_name
+    from kcdsl.source.modules import find_file, is_file_name, plain_name
 
     for name in modules.names:
         span = modules.span(name)
@@ -196,7 +196,7 @@ def _entry_points(sink: Sink) -> Iterator[Declared]:
     if not points:
         return
     from kcdsl.check.metric_files import read_declarations
-    from kcdsl.check.metric_modules import find_module
+    from kcdsl.source.modules import find_module
 
     for point in points:
         path = find_module(point.module, [entry for entry in sys.path if entry])

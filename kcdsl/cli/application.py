@@ -10,11 +10,11 @@ from typing import Any
 
 from kcdsl import __version__
 from kcdsl.cli.commands import COMMANDS, load
-from kcdsl.cli.options import Command, declare, from_environment
-from kcdsl.config import Colour
+from kcdsl.cli.common import Command, declare, from_environment
 from kcdsl.diagnostics import Diagnostic, Refusal, refuse
 from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, NO_PACKAGE, USAGE
 from kcdsl.exits import INTERRUPTED, Exit
+from kcdsl.source.config import Colour
 
 COMMON = ("--traceback", "--color")
 """Options that stand before the command, or among its own."""

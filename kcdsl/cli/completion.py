@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from kcdsl.cli.application import command_of
 from kcdsl.cli.commands import COMMANDS, load
-from kcdsl.cli.options import Option
-from kcdsl.config import Colour
+from kcdsl.cli.common import Option
+from kcdsl.source.config import Colour
 
 _FILES = {
     "PATH", "FILE", "CONTRACT", "OLD", "NEW", "CERT", "CHECKPOINT", "STATEMENT", "REPORT", "TABLE",

@@ -112,8 +112,8 @@ def coloured(words: Sequence[str]) -> Iterator[None]:
 def _wanted(words: Sequence[str]) -> str:
     """Return `auto`, `always` or `never`: by the words of the command line, else KCDSL_COLOR, else
     NO_COLOR and FORCE_COLOR, which `auto` leaves as they are, else the configuration."""
-    from kcdsl.config import Colour, read_config
     from kcdsl.diagnostics import Sink
+    from kcdsl.source.config import Colour, read_config
 
     found = _color_option(words) or os.environ.get("KCDSL_COLOR")
     if found in tuple(Colour):

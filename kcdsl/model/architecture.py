@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kcdsl.check.metric_modules import find_module
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import ModelRef
@@ -37,6 +36,7 @@ from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.state import unchanged
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
+from kcdsl.source.modules import find_module
 
 KeyRule = Callable[[str], "str | None"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from kcdsl.config import allowed_folders
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
+from kcdsl.source.config import allowed_folders
 from kcdsl.source.files import excerpt, open_file, read_bytes, shown
 
 PACKAGE_PREFIX = "package:"

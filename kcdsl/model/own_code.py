@@ -17,8 +17,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from kcdsl.check.metric_modules import is_file_name
 from kcdsl.model.files import MODULE, Artefacts, file_digest
+from kcdsl.source.modules import is_file_name
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _NOT_OWN = frozenset({"kcdsl", "kcdsl_backends", "kcdsl_certs"})

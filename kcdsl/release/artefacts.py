@@ -81,7 +81,7 @@ def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
 
 def _factory_source(target: str, base: Path) -> Path:
     """Return the source file that an import of the factory's module would read; none is run."""
-    from kcdsl.check.metric_modules import find_module
+    from kcdsl.source.modules import find_module
 
     name = target.partition(":")[0]
     path = find_module(name, [str(base), *(entry for entry in sys.path if entry)])
@@ -161,7 +161,7 @@ def input_at_hand(files: Artefacts, name: str) -> Path | None:
     here. Nothing is imported to find it."""
     if not name.startswith(MODULE):
         return files.at_hand(name)
-    from kcdsl.check.metric_modules import find_module
+    from kcdsl.source.modules import find_module
 
     paths = [str(files.base), *filter(None, sys.path)]
     return find_module(name.removeprefix(MODULE), paths)

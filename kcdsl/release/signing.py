@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kcdsl.config import load_config, user_folder
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -20,6 +19,7 @@ from kcdsl.diagnostics.codes import (
     UNREADABLE_KEY,
 )
 from kcdsl.diagnostics.render.terminal import printable
+from kcdsl.source.config import load_config, user_folder
 from kcdsl_certs.envelope import LARGEST_BUNDLE, Envelope, decode, pae, parse_bundle
 from kcdsl_certs.keys import SigningKey, load_private
 from kcdsl_certs.policy import Policy, Trust, read_limited, read_policy, trust

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kcdsl.cli.options import Command
+    from kcdsl.cli.common import Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,34 +19,60 @@ class Entry:
     help: str
 
 
-_TABLE = """
-compile    compile:Compile     check a contract, build its IR and show the route of each clause
-lint       lint:Lint           check contracts and report what is wrong, without running anything
-fmt        fmt:Fmt             write contracts in the house layout; comments and meaning stay
-diff       compile:Diff        say whether a contract became stricter or weaker, clause by clause
-explain    explain:Explain     explain a code, a metric, or which backends cover a clause and why
-verify     verify:Verify       decide the clauses about every input of a region, write certificates
-replay     replay:Replay       run a counterexample again, or decide every clause from a trace
-plan       studies:Plan        tell how many requests the clauses need to be decidable
-evaluate   evaluate:Evaluate   run both kernels on the slices and decide the measured clauses
-report     results:Report      write the page of a report again, or show it in another format
-attribute  studies:Attribute   split the drift among its sources and blocks
-aggregate  studies:Aggregate   count logged tokens by slice, and decide a contract on them
-experiment studies:Experiment  sweep kernels, batches, lengths and streams under one contract
-status     results:Status      join proofs and measurements: is the whole contract kept?
-check      check:Check         verify signature, triple, freshness and coverage of a certificate
-transfer   transfer:Transfer   carry the results of a certificate over to later weights
-keygen     signing:Keygen      make a key pair for signing certificates
-sign       signing:Sign        show and sign the statement of a certificate; no contract is run
-lsp        settings:Lsp        serve an editor by the language server protocol
-doctor     doctor:Doctor       say what is installed, what that enables, and how to get the rest
-backends   doctor:Backends     list the backends, what they decide and what they lack
-config     settings:Config     show the options of the configuration and where values came from
-completion settings:Completion print the completion script for a shell
-"""
 COMMANDS: Mapping[str, Entry] = {
-    name: Entry(target, help)
-    for name, target, help in (line.split(maxsplit=2) for line in _TABLE.strip().splitlines())
+    "compile": Entry(
+        "compile:Compile", "check a contract, build its IR and show the route of each clause"
+    ),
+    "lint": Entry(
+        "lint:Lint", "check contracts and report what is wrong, without running anything"
+    ),
+    "fmt": Entry("fmt:Fmt", "write contracts in the house layout; comments and meaning stay"),
+    "diff": Entry(
+        "compile:Diff", "say whether a contract became stricter or weaker, clause by clause"
+    ),
+    "explain": Entry(
+        "explain:Explain", "explain a code, a metric, or which backends cover a clause and why"
+    ),
+    "verify": Entry(
+        "verify:Verify", "decide the clauses about every input of a region, write certificates"
+    ),
+    "replay": Entry(
+        "replay:Replay", "run a counterexample again, or decide every clause from a trace"
+    ),
+    "plan": Entry("studies:Plan", "tell how many requests the clauses need to be decidable"),
+    "evaluate": Entry(
+        "evaluate:Evaluate", "run both kernels on the slices and decide the measured clauses"
+    ),
+    "report": Entry(
+        "results:Report", "write the page of a report again, or show it in another format"
+    ),
+    "attribute": Entry("studies:Attribute", "split the drift among its sources and blocks"),
+    "aggregate": Entry(
+        "studies:Aggregate", "count logged tokens by slice, and decide a contract on them"
+    ),
+    "experiment": Entry(
+        "studies:Experiment", "sweep kernels, batches, lengths and streams under one contract"
+    ),
+    "status": Entry("results:Status", "join proofs and measurements: is the whole contract kept?"),
+    "check": Entry(
+        "check:Check", "verify signature, triple, freshness and coverage of a certificate"
+    ),
+    "transfer": Entry(
+        "transfer:Transfer", "carry the results of a certificate over to later weights"
+    ),
+    "keygen": Entry("signing:Keygen", "make a key pair for signing certificates"),
+    "sign": Entry(
+        "signing:Sign", "show and sign the statement of a certificate; no contract is run"
+    ),
+    "lsp": Entry("settings:Lsp", "serve an editor by the language server protocol"),
+    "doctor": Entry(
+        "doctor:Doctor", "say what is installed, what that enables, and how to get the rest"
+    ),
+    "backends": Entry("doctor:Backends", "list the backends, what they decide and what they lack"),
+    "config": Entry(
+        "settings:Config", "show the options of the configuration and where values came from"
+    ),
+    "completion": Entry("settings:Completion", "print the completion script for a shell"),
 }
 
 

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.cli.contracts import read_contract
-from kcdsl.cli.options import argument, choice, switch, value
-from kcdsl.cli.options.shared import KERNELS, Stage, Trusts, fingerprints_in, json_option
-from kcdsl.cli.output import deliver, json_text, print_json
+from kcdsl.cli.common import argument, choice, switch, value
+from kcdsl.cli.common.contracts import read_contract
+from kcdsl.cli.common.options import KERNELS, Stage, Trusts, fingerprints_in, json_option
+from kcdsl.cli.common.output import deliver, json_text, print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
 from kcdsl.exits import Exit

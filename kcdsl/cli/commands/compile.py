@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kcdsl.check.compile import analyse, compile_source, no_program
-from kcdsl.cli.contracts import find_contract
-from kcdsl.cli.options import Command, argument, choice, switch, value
-from kcdsl.cli.options.readers import seconds
-from kcdsl.cli.options.shared import contract_argument, output_option
-from kcdsl.cli.output import counted, deliver, rendered
-from kcdsl.cli.plugins import solver_backend
-from kcdsl.config import load_config
+from kcdsl.cli.common import Command, argument, choice, switch, value
+from kcdsl.cli.common.contracts import find_contract
+from kcdsl.cli.common.options import contract_argument, output_option
+from kcdsl.cli.common.output import counted, deliver, rendered
+from kcdsl.cli.common.plugins import solver_backend
+from kcdsl.cli.common.readers import seconds
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
@@ -24,6 +23,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.ir.terms import Library, ModelRef, Program
 from kcdsl.route.router import Route, route
+from kcdsl.source.config import load_config
 from kcdsl.source.files import read_source
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _limits(timeout: float) -> tuple[int, int]:
 
 
 def _consistency(program: Program, source: SourceFile, timeout: float) -> Sink:
-    from kcdsl.cli.output import progress_bars
+    from kcdsl.cli.common.output import progress_bars
 
     backend, sink = solver_backend("--consistency"), Sink()
     question, total = _limits(timeout)
@@ -265,7 +265,7 @@ class Diff(Command):
     def run(self) -> Exit:
         """Print how the new contract differs; exit code 1 if it may accept what the old one
         refuses, 3 if that is open."""
-        from kcdsl.cli.output import progress_bars
+        from kcdsl.cli.common.output import progress_bars
         from kcdsl.verdict.difference import Relation
 
         old, new = _program(self.old), _program(self.new)

@@ -16,9 +16,9 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from kcdsl.cli.options import Command
-from kcdsl.cli.options.shared import json_option
-from kcdsl.cli.output import print_json
+from kcdsl.cli.common import Command
+from kcdsl.cli.common.options import json_option
+from kcdsl.cli.common.output import print_json
 from kcdsl.exits import Exit
 
 DISTRIBUTION = "kcdsl"

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.commands.verify import recording
-from kcdsl.cli.contracts import Contract, read_contract, refuse_foreign_code, results_folder
-from kcdsl.cli.options import switch, value, values
-from kcdsl.cli.options.readers import not_negative, positive
-from kcdsl.cli.options.shared import (
+from kcdsl.cli.common import switch, value, values
+from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code, results_folder
+from kcdsl.cli.common.options import (
     Certifies,
     Device,
     Engine,
@@ -29,7 +28,7 @@ from kcdsl.cli.options.shared import (
     seed_option,
     slice_option,
 )
-from kcdsl.cli.output import (
+from kcdsl.cli.common.output import (
     REPORT_FORMATS,
     Output,
     clause_places,
@@ -38,7 +37,8 @@ from kcdsl.cli.output import (
     report_in,
     say,
 )
-from kcdsl.cli.plugins import measuring_backend, solver_if_installed
+from kcdsl.cli.common.plugins import measuring_backend, solver_if_installed
+from kcdsl.cli.common.readers import not_negative, positive
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
 

@@ -10,10 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.cli.contracts import find_contract
-from kcdsl.cli.options import Command, argument, choice
-from kcdsl.cli.options.shared import code_words
-from kcdsl.cli.output import counted, print_json, rendered
+from kcdsl.cli.common import Command, argument, choice
+from kcdsl.cli.common.contracts import find_contract
+from kcdsl.cli.common.options import code_words
+from kcdsl.cli.common.output import counted, print_json, rendered
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import (
     FAMILIES,

@@ -6,10 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kcdsl.cli.contracts import contracts_in
-from kcdsl.cli.options import Command, argument, switch
-from kcdsl.cli.output import counted, difference
-from kcdsl.config import load_config
+from kcdsl.cli.common import Command, argument, switch
+from kcdsl.cli.common.contracts import contracts_in
+from kcdsl.cli.common.output import counted, difference
 from kcdsl.diagnostics import Refusal, Sink, refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.full import render_full
@@ -17,6 +16,7 @@ from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.format import format_text
+from kcdsl.source.config import load_config
 from kcdsl.source.files import decode_source, read_source
 from kcdsl.source.writing import write_bytes
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.cli.contracts import contracts_in
-from kcdsl.cli.options import Command, argument, choice, switch, value, values
-from kcdsl.cli.options.shared import code_words, output_option
-from kcdsl.cli.output import Output, counted, outputs
-from kcdsl.config import CODES_HELP, code_or_beginning, load_config
+from kcdsl.cli.common import Command, argument, choice, switch, value, values
+from kcdsl.cli.common.contracts import contracts_in
+from kcdsl.cli.common.options import code_words, output_option
+from kcdsl.cli.common.output import Output, counted, outputs
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -28,6 +27,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, SUFFIXES, Checked, Run, render
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
+from kcdsl.source.config import CODES_HELP, code_or_beginning, load_config
 from kcdsl.source.files import SIZE_LIMIT, decode_source, is_folder, read_source
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Lint(Command):
             return session.run()
         if _STDIN in self.paths:
             raise refuse(USAGE, "standard input cannot be watched", help="name files or folders")
-        from kcdsl.cli.watch import watch
+        from kcdsl.cli.common.watch import watch
 
         def again() -> Exit:
             session.wishes = _Wishes(self)
@@ -266,7 +266,7 @@ class _Session:
                 f"{where}: its fix was taken back: the contract would be no better", file=sys.stderr
             )
         if self.command.diff:
-            from kcdsl.cli.output import difference
+            from kcdsl.cli.common.output import difference
 
             sys.stdout.write(difference(source, mended.source.text, "fixed"))
             return

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.cli.contracts import read_contract, refuse_foreign_code
-from kcdsl.cli.options import argument, value
-from kcdsl.cli.options.shared import (
+from kcdsl.cli.common import argument, value
+from kcdsl.cli.common.contracts import read_contract, refuse_foreign_code
+from kcdsl.cli.common.options import (
     Device,
     RunsCode,
     choose_device,
     device_option,
     json_option,
 )
-from kcdsl.cli.output import print_json, say
-from kcdsl.cli.plugins import measuring_backend, replaying_backend
+from kcdsl.cli.common.output import print_json, say
+from kcdsl.cli.common.plugins import measuring_backend, replaying_backend
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.cli.contracts import Contract, read_contract
-from kcdsl.cli.options import Command, argument, choice, value, values
-from kcdsl.cli.options.shared import (
+from kcdsl.cli.common import Command, argument, choice, value, values
+from kcdsl.cli.common.contracts import Contract, read_contract
+from kcdsl.cli.common.options import (
     KERNELS,
     contract_argument,
     fingerprints_in,
     json_option,
     output_option,
 )
-from kcdsl.cli.output import (
+from kcdsl.cli.common.output import (
     REPORT_FORMATS,
     clause_places,
     deliver,

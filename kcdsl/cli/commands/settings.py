@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kcdsl.cli.options import Command, argument, choice, switch
-from kcdsl.cli.output import json_text, print_json
-from kcdsl.config import OPTIONS, Origin, load_config
-from kcdsl.config import Config as Configuration
+from kcdsl.cli.common import Command, argument, choice, switch
+from kcdsl.cli.common.output import json_text, print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PACKAGE
 from kcdsl.exits import Exit
+from kcdsl.source.config import OPTIONS, Origin, load_config
+from kcdsl.source.config import Config as Configuration
 
 _SERVER_NEEDS = ("pygls", "lsprotocol")
 

@@ -13,9 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.cli.options import Command, argument, choice, switch, value, values
-from kcdsl.cli.options.shared import output_option
-from kcdsl.cli.output import say
+from kcdsl.cli.common import Command, argument, choice, switch, value, values
+from kcdsl.cli.common.options import output_option
+from kcdsl.cli.common.output import say
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import CANNOT_SIGN, INPUT_OUTPUT
 from kcdsl.diagnostics.render.terminal import one_line

@@ -9,11 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.cli.contracts import read_contract, refuse_foreign_code, results_folder
-from kcdsl.cli.options import argument, choice, switch, value, values
-from kcdsl.cli.options.readers import count, gigabytes, percentile, positive, probability
-from kcdsl.cli.options.readers import requirement as read_requirement
-from kcdsl.cli.options.shared import (
+from kcdsl.cli.common import argument, choice, switch, value, values
+from kcdsl.cli.common.contracts import read_contract, refuse_foreign_code, results_folder
+from kcdsl.cli.common.options import (
     Device,
     Looks,
     RunsCode,
@@ -25,8 +23,10 @@ from kcdsl.cli.options.shared import (
     seed_option,
     slice_option,
 )
-from kcdsl.cli.output import deliver, json_text, progress_bars, say
-from kcdsl.cli.plugins import attributor, measuring_backend, planner
+from kcdsl.cli.common.output import deliver, json_text, progress_bars, say
+from kcdsl.cli.common.plugins import attributor, measuring_backend, planner
+from kcdsl.cli.common.readers import count, gigabytes, percentile, positive, probability
+from kcdsl.cli.common.readers import requirement as read_requirement
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import UNKNOWN_SLICE, USAGE
 from kcdsl.exits import Exit

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.commands.check import RECHECK, read_certificate
-from kcdsl.cli.contracts import Contract, read_contract, refuse_foreign_code
-from kcdsl.cli.options import argument, switch, value
-from kcdsl.cli.options.shared import (
+from kcdsl.cli.common import argument, switch, value
+from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code
+from kcdsl.cli.common.options import (
     KERNELS,
     RunsCode,
     Signs,
@@ -20,8 +20,8 @@ from kcdsl.cli.options.shared import (
     json_option,
     output_option,
 )
-from kcdsl.cli.output import print_json
-from kcdsl.cli.plugins import formal_backend
+from kcdsl.cli.common.output import print_json
+from kcdsl.cli.common.plugins import formal_backend
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import CANNOT_TRANSFER
 from kcdsl.diagnostics.render.terminal import one_line, printable

@@ -10,10 +10,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.cli.contracts import Contract, read_contract, refuse_foreign_code, results_folder
-from kcdsl.cli.options import choice, switch, value, values
-from kcdsl.cli.options.readers import count, positive
-from kcdsl.cli.options.shared import (
+from kcdsl.cli.common import choice, switch, value, values
+from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code, results_folder
+from kcdsl.cli.common.options import (
     Certifies,
     Device,
     Engine,
@@ -27,8 +26,9 @@ from kcdsl.cli.options.shared import (
     json_option,
     output_option,
 )
-from kcdsl.cli.output import print_json, progress_bars, say
-from kcdsl.cli.plugins import formal_backend, solver_if_installed
+from kcdsl.cli.common.output import print_json, progress_bars, say
+from kcdsl.cli.common.plugins import formal_backend, solver_if_installed
+from kcdsl.cli.common.readers import count, positive
 from kcdsl.diagnostics import Refusal, Severity, refuse
 from kcdsl.diagnostics.codes import (
     NO_BACKEND,

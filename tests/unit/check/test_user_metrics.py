@@ -13,7 +13,6 @@ import pytest
 
 from kcdsl.check.compile import compile_contract
 from kcdsl.check.metric_files import read_declarations
-from kcdsl.check.metric_modules import find_module
 from kcdsl.check.user_metrics import declarations, read_registry
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.model import Diagnostic, Refusal
@@ -22,6 +21,7 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.load import load_bytes
 from kcdsl.metrics import registry_of
+from kcdsl.source.modules import find_module
 
 CONTRACT = """kcdsl: 1
 contract: c

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kcdsl.config import OPTIONS, load_config, read_config
 from kcdsl.diagnostics import Diagnostic, Sink
+from kcdsl.source.config import OPTIONS, load_config, read_config
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

@@ -14,8 +14,8 @@ import pytest
 
 import kcdsl
 from kcdsl.cli import COMMANDS, application, main
-from kcdsl.cli.contracts import find_contract
-from kcdsl.cli.options import Command
+from kcdsl.cli.common import Command
+from kcdsl.cli.common.contracts import find_contract
 from kcdsl.diagnostics import Refusal
 from kcdsl.exits import Exit
 

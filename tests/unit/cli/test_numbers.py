@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.cli.options.readers import (
+from kcdsl.cli.common.readers import (
     LARGEST_SEED,
     count,
     fraction,

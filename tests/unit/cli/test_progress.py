@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from kcdsl.cli.output import progress_bars
+from kcdsl.cli.common.output import progress_bars
 
 
 class Terminal(io.StringIO):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.cli import watch as watching
+from kcdsl.cli.common import watch as watching
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.exits import Exit

@@ -167,7 +167,7 @@ def test_the_ends_are_float32_numbers_around_the_region() -> None:
 def test_a_backend_that_does_not_say_so_is_never_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kcdsl.cli.plugins import formal_backend
+    from kcdsl.cli.common.plugins import formal_backend
     from kcdsl.diagnostics import Refusal
 
     silent = BackendSpec("silent", "json:loads", frozenset({Fragment.UNIVERSAL_DRIFT}))

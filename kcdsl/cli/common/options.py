@@ -11,8 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kcdsl.cli.options.declare import Command, argument, choice, switch, value, values
-from kcdsl.cli.options.readers import count, seed, whole
+from kcdsl.cli.common.declare import Command, argument, choice, switch, value, values
+from kcdsl.cli.common.readers import count, seed, whole
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_DEVICE
 from kcdsl.route.catalogue import ENGINES

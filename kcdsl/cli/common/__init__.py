@@ -1,6 +1,6 @@
-"""How commands declare their arguments, and the arguments that several commands share."""
+"""What commands have in common: arguments, the contract, backends, output."""
 
-from kcdsl.cli.options.declare import (
+from kcdsl.cli.common.declare import (
     Command,
     Option,
     argument,

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, ClassVar
 
-from kcdsl.config import truth
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.exits import Exit
+from kcdsl.source.config import truth
 
 
 @dataclass(frozen=True, slots=True)

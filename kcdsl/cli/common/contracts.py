@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.config import load_config
 from kcdsl.diagnostics import Refusal, Suppressed, refuse
 from kcdsl.diagnostics.codes import FOREIGN_CODE, NO_CONTRACT, SEVERAL_CONTRACTS
+from kcdsl.source.config import load_config
 from kcdsl.source.files import missing, open_regular, shown
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def read_contract(given: str | None) -> Contract:
 def find_contract(given: str | None, start: Path) -> Path:
     """Return the path of the contract.
 
-    `given` wins; then `contract` of the configuration of `start` (see `kcdsl.config`); then the
-    only contract.yaml or *.kc.yaml in `start`.
+    `given` wins; then `contract` of the configuration of `start`; then the only contract.yaml or
+    *.kc.yaml in `start`.
     Raises Refusal where there is none, where there are several, or where the file is missing.
     """
     if given is not None:
@@ -222,8 +222,8 @@ def refuse_foreign_code(contract: Contract, *, allowed: bool, metrics: bool = Tr
         named += [(name, folders[name]) for name in functions if name in folders]
     if not named:
         return
-    from kcdsl.config import user_file
     from kcdsl.diagnostics.model import at
+    from kcdsl.source.config import user_file
     from kcdsl.source.files import in_contract
 
     config = load_config(base)
