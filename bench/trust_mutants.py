@@ -34,7 +34,6 @@ from typing import Any
 
 from kcdsl_backends.empirical.table import checkpoint as journals
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_certs.canonical import canonical_digest, canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.evidence import EvidenceFile
@@ -54,6 +53,7 @@ from kcdsl_certs.statement import (
     Scope,
     payload_bytes,
 )
+from kcdsl_certs.strict import canonical_digest, canonical_json
 from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 from kcdsl_certs.verify import verify
 from tests.support import proofs

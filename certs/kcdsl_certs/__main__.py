@@ -20,14 +20,13 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import LARGEST_BUNDLE
 from kcdsl_certs.manifest import build_manifest, open_regular, plain_path
 from kcdsl_certs.policy import read_policy, trust
 from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
 from kcdsl_certs.recount import Data
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import Report, refused
+from kcdsl_certs.report import Combined, Report, refused
 from kcdsl_certs.requirements import Expectation
 from kcdsl_certs.statement import STAGES
 from kcdsl_certs.strict import parse_time, strict_load

@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kcdsl_certs.fields import Fields
 from kcdsl_certs.keys import SigningKey, TrustedKey
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import strict_base64, strict_load
+from kcdsl_certs.strict import Fields, strict_base64, strict_load
 
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.fields import Fields, plain_name
 from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.reals import parse_real
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load
+from kcdsl_certs.strict import LARGEST_DOCUMENT, Fields, loose_load, plain_name
 from kcdsl_certs.triple import Triple
 from kcdsl_certs.verdicts import MEASURED
 

@@ -16,8 +16,8 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.strict import canonical_digest
 
 SCHEMA = "kcdsl.checkpoint-manifest/1"
 _CHUNK = 1 << 20

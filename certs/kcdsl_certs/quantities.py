@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.strict import Fields
 
 NORMS = ("inf", "2", "span")
 REGIONS = ("points", "ball", "hull", "rows")

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.fields import Fields
 from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.proofs import LARGEST_PROOF, load_proof
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.rows import Row, Selected, SliceSource, read_rows, select
-from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load, strict_load
+from kcdsl_certs.strict import LARGEST_DOCUMENT, Fields, canonical_digest, loose_load, strict_load
 from kcdsl_certs.verdicts import ATTACK, MEASURED
 
 Data = Callable[[str], Path | None]

@@ -8,11 +8,11 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl_certs.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
-from kcdsl_certs.fields import Fields
 from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.rows import SliceSource
+from kcdsl_certs.strict import Fields
 from kcdsl_certs.triple import Triple
 
 SCHEMA = "kcdsl.expectation/3"

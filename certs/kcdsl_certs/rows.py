@@ -9,9 +9,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import parse_real
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.strict import Fields
 
 BYTES = "bytes"
 """The tokenizer that this package has: one token for each byte of UTF-8."""

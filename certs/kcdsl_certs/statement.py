@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.fields import Fields, sha256_of
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import parse_time, time_text
+from kcdsl_certs.strict import Fields, canonical_json, parse_time, sha256_of, time_text
 from kcdsl_certs.triple import Triple
 from kcdsl_certs.verdicts import overall
 

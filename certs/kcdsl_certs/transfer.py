@@ -13,9 +13,7 @@ from datetime import datetime
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import WIDEST, CertifiedClause, Verdict
-from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import Measured, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement import (
@@ -26,7 +24,7 @@ from kcdsl_certs.statement import (
     Predicate,
     Scope,
 )
-from kcdsl_certs.strict import parse_time, time_text
+from kcdsl_certs.strict import Fields, canonical_json, parse_time, time_text
 from kcdsl_certs.triple import Triple
 
 TRANSFER_TYPE = "urn:kcdsl:attestation:weights-transfer:v0.1"

@@ -24,7 +24,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from kcdsl.check.compile import load_program
 from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.requirements import required_clauses
-from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import Evidence, Verdict
 from kcdsl_certs.envelope import (
     PAYLOAD_TYPE,
@@ -39,7 +38,7 @@ from kcdsl_certs.envelope import (
 from kcdsl_certs.evidence import NEEDED
 from kcdsl_certs.keys import SigningKey, generate
 from kcdsl_certs.statement import certificate_id
-from kcdsl_certs.strict import time_text
+from kcdsl_certs.strict import canonical_json, time_text
 
 CONTRACT = """\
 kcdsl: 1

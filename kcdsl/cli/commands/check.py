@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kcdsl.model.files import Artefacts
-    from kcdsl_certs.combined import Combined
     from kcdsl_certs.policy import Trust
-    from kcdsl_certs.report import Report
+    from kcdsl_certs.report import Combined, Report
     from kcdsl_certs.requirements import Expectation
 
 RECHECK = "re-derive every proof by the independent checker"
@@ -71,9 +70,8 @@ class Check(Trusts):
         from kcdsl.model.files import Artefacts
         from kcdsl.release.artefacts import ArtefactRefused
         from kcdsl.release.triple import build_expectation
-        from kcdsl_certs.combined import Combined
         from kcdsl_certs.rejected import Rejected
-        from kcdsl_certs.report import refused
+        from kcdsl_certs.report import Combined, refused
 
         if self.signature_only and (self.recheck or self.complete):
             raise refuse(

@@ -13,7 +13,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.canonical import canonical_digest, canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import ed25519_from_seed
@@ -23,6 +22,7 @@ from kcdsl_certs.reals import real_text
 from kcdsl_certs.requirements import Chain, Comparison, Expectation, RequiredClause
 from kcdsl_certs.rows import BYTES, SliceSource
 from kcdsl_certs.statement import Evaluator, Input, Predicate, Scope
+from kcdsl_certs.strict import canonical_digest, canonical_json
 from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 
 SEED_A = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.implied import check_implied
+from kcdsl_certs.coverage import check_implied
 from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import Chain, Comparison, RequiredClause

@@ -21,8 +21,7 @@ from kcdsl_certs.clauses import (
 from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.tails import certifies, lower_tail
-from kcdsl_certs.verdicts import admissible, check_verdict, overall
+from kcdsl_certs.verdicts import admissible, certifies, check_verdict, lower_tail, overall
 from tests.support.quantities import metric, norm, share, statistic
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import Signature, bundle_bytes, sign
 from kcdsl_certs.keys import Algorithm, TrustedKey, TrustPolicy, generate
 from kcdsl_certs.proofs import Outcome, PresentProofs, ProofResult
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import STEPS, Check, Report, refused
+from kcdsl_certs.report import STEPS, Check, Combined, Report, refused
 from kcdsl_certs.requirements import Expectation, RequiredClause
 from kcdsl_certs.statement import (
     PREDICATE_TYPE,

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.canonical import canonical_digest, canonical_json
 from kcdsl_certs.clauses import ProofReference
 from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.evidence import EvidenceFile
@@ -32,7 +31,7 @@ from kcdsl_certs.reals import Measured
 from kcdsl_certs.report import Report
 from kcdsl_certs.requirements import Comparison
 from kcdsl_certs.statement import PREDICATE_TYPE, AcceptedFinding, payload_bytes
-from kcdsl_certs.strict import parse_time
+from kcdsl_certs.strict import canonical_digest, canonical_json, parse_time
 from kcdsl_certs.triple import Checkpoint, Triple
 from kcdsl_certs.verify import verify
 from tests.support import proofs
@@ -42,6 +41,7 @@ from tests.support.mutation.page import stated
 from tests.support.quantities import norm
 
 Check = Callable[[bytes], Report]
+VECTORS = Path(__file__).resolve().parents[3] / "certs" / "vectors"
 BASE = "piecewise and tanh, interval"
 RADIUS = 2.0**-10
 
@@ -121,7 +121,7 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
         dataclasses.replace(golden.REQUIRED[0], alternatives=((drift,),), region=region),
         *golden.REQUIRED[1:],
     )
-    body = golden.predicate(Path(str(golden.__file__)).parent)
+    body = golden.predicate(VECTORS)
     numerics = tuple(canonical_digest(document["numerics"][side]) for side in ("train", "infer"))
     first = dataclasses.replace(
         body.clauses[0],
@@ -149,7 +149,7 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
         suppressions=(AcceptedFinding("KC3001", "known"),),
     )
     rechecker = Rechecker(folder, checkpoint)
-    expected = golden.expectation(Path(str(golden.__file__)).parent)
+    expected = golden.expectation(VECTORS)
     # The block is not on tokens: how long its rows are is not known here.
     slices = {
         name: dataclasses.replace(source, tokens="other" if name == "short" else "bytes")
