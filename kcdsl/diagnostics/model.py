@@ -10,6 +10,9 @@ from enum import StrEnum
 from kcdsl.diagnostics.codes import TOO_LARGE, Code
 from kcdsl.diagnostics.spans import SourceFile, Span
 
+FORMATS = ("full", "concise", "json", "github", "sarif", "junit")
+"""The formats that `kcdsl.diagnostics.render` knows."""
+
 
 class Severity(StrEnum):
     """How serious a diagnostic is."""

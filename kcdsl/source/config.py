@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
-from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
-from kcdsl.diagnostics.render import FORMATS
+from kcdsl.diagnostics.model import FORMATS, Diagnostic, Refusal, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.files import read_source, shown, user_place
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TextIO
 
+from kcdsl.diagnostics.model import FORMATS as FORMATS
 from kcdsl.diagnostics.model import Diagnostic, Severity, Suppressed
 from kcdsl.diagnostics.spans import Span
 
-FORMATS = ("full", "concise", "json", "github", "sarif", "junit")
 SUFFIXES = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "full"}
 """The format of a file that is written, by its suffix."""
 DOCUMENTS = ("json", "sarif", "junit")
