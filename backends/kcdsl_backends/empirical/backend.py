@@ -95,12 +95,32 @@ class EmpiricalBackend:
 
     @prints_aside
     def experiment(
-        self, kind: str, program: Program, base: Path, folder: Path, **wishes: Any
+        self,
+        kind: str,
+        program: Program,
+        base: Path,
+        folder: Path,
+        *,
+        devices: Sequence[str] = (),
+        only: Sequence[str] = (),
+        lengths: Sequence[int] = (),
+        batches: Sequence[int] = (),
+        concurrency: Sequence[int] = (),
+        seconds: float = 5.0,
+        **wishes: Any,
     ) -> dict[str, Any]:
-        """Return the document "kcdsl.experiment/1" of `kind` "e1" or "e2"; see `experiments`."""
-        from kcdsl_backends.empirical.questions.conditions import run_experiment
+        """Return the document "kcdsl.experiment/1" of `kind` "e1" or "e2".
 
-        return run_experiment(kind, self.prepare, program, base, folder, **wishes)
+        Further names are those of `run_single` and `run_grid`.
+        """
+        from kcdsl_backends.empirical.questions.conditions import Axes, run_grid
+        from kcdsl_backends.empirical.questions.variants import run_single
+
+        where = (self.prepare, program, base, folder)
+        if kind == "e1":
+            device = devices[0] if devices else "cpu"
+            return run_single(*where, device=device, only=only, seconds=seconds, **wishes)
+        return run_grid(*where, axes=Axes.of(devices, lengths, batches, concurrency), **wishes)
 
     def aggregate(
         self,

@@ -33,7 +33,8 @@ from kcdsl_backends.empirical.attribution.measurement import (
 from kcdsl_backends.empirical.attribution.shapley import Statistic
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.collection.loading import prepare
-from kcdsl_backends.empirical.diagnoses import POSITIONS, PROBES, blocking, chosen
+from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES, blocking
+from kcdsl_backends.empirical.diagnoses.probes import chosen
 from kcdsl_backends.empirical.metrics.full_logits import TIER_A
 from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,

@@ -25,7 +25,8 @@ from kcdsl.verdict.attribution import Layer, Layers, Mismatch
 from kcdsl_backends.empirical.attribution.envelopes import HEAD
 from kcdsl_backends.empirical.attribution.measurement import Progress, Subject, values_between
 from kcdsl_backends.empirical.attribution.shapley import Array, Statistic, Table, column
-from kcdsl_backends.empirical.diagnoses import own_blocks, size
+from kcdsl_backends.empirical.diagnoses.model import size
+from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.sources.kernels.programs import as_it_is
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel

@@ -41,7 +41,7 @@ from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import Certify, compare_request
 from kcdsl_backends.empirical.bounds.requests import Box, logit_bounds
-from kcdsl_backends.empirical.diagnoses import own_blocks
+from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.sources.kernels.run import Blocks, block_drift
 from kcdsl_backends.empirical.table.units import Array
 from kcdsl_backends.requests import Request

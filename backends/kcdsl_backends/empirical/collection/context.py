@@ -13,7 +13,7 @@ from kcdsl.ir.terms import Clause, KernelRef, Program
 from kcdsl.model.files import Artefacts
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
-from kcdsl_backends.empirical.diagnoses import Reference
+from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.metrics.measures import (
     STATE_FUNCTIONS,
     UNMEASURED,

@@ -21,7 +21,6 @@ from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.bounds.blocks import compare_request, summarise
 from kcdsl_backends.empirical.bounds.requests import certified_units
 from kcdsl_backends.empirical.collection.context import (
@@ -33,7 +32,8 @@ from kcdsl_backends.empirical.collection.context import (
 from kcdsl_backends.empirical.collection.logits import NOTHING_RAN, of_recordings, recorded_sides
 from kcdsl_backends.empirical.collection.parallel import Spread
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
-from kcdsl_backends.empirical.diagnoses import regrouped
+from kcdsl_backends.empirical.diagnoses.determinism import regrouped
+from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
 from kcdsl_backends.empirical.requirements.clauses import (
     DEFAULT_BLOCK,
     block_place,
@@ -222,7 +222,7 @@ def prechecks_of(
 ) -> tuple[Precheck, ...]:
     """Return what the preconditions come to, on probes among the requests."""
     requests = context.requests if requests is None else requests
-    subject = diagnoses.Subject(
+    subject = Subject(
         context.train,
         context.infer,
         tuple(requests),
@@ -233,7 +233,7 @@ def prechecks_of(
         {key: run.nonfinite for key, run in runs.items()},
         context.reference,
     )
-    return diagnoses.run_prechecks(subject, [runs[r.key].unit for r in requests])
+    return run_prechecks(subject, [runs[r.key].unit for r in requests])
 
 
 # --- noise floor ---------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from kcdsl_backends.empirical.collection.recordings import (
     prepare_recorded,
     stated_vocabulary,
 )
-from kcdsl_backends.empirical.diagnoses import reference_of, watch_weights, weights_digests
+from kcdsl_backends.empirical.diagnoses.reference import reference_of
+from kcdsl_backends.empirical.diagnoses.weights import watch_weights, weights_digests
 from kcdsl_backends.empirical.metrics.user import functions_record, load_functions
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel

@@ -16,7 +16,7 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.context import KernelContext, spoiled_slices
-from kcdsl_backends.empirical.diagnoses import not_applicable
+from kcdsl_backends.empirical.diagnoses.model import not_applicable
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.requests import Request, requests_of, select
 

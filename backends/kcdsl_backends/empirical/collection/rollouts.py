@@ -17,7 +17,7 @@ from kcdsl_backends.empirical.collection.recordings import (
     counts,
     semantics_of,
 )
-from kcdsl_backends.empirical.diagnoses import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.requirements.clauses import PROOFS, metrics_of
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS, check_depths, check_needs

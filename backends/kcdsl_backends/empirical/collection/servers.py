@@ -17,12 +17,9 @@ from kcdsl_backends.empirical.collection.answers import (
     resume_served,
 )
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.diagnoses import (
-    Recorded,
-    outcome,
-    recorded_prechecks,
-    weights_checksum,
-)
+from kcdsl_backends.empirical.diagnoses.model import outcome
+from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.requirements.clauses import (

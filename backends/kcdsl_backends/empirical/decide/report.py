@@ -19,11 +19,11 @@ from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.model import Violated
 from kcdsl.verdict.report import Precheck, Report, SliceSummary, Statistics, Warned
 from kcdsl.verdict.result import ClauseResult
-from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.series import mean
 from kcdsl_backends.empirical.decide.comparison import beside
 from kcdsl_backends.empirical.decide.results import Case, decide_all
+from kcdsl_backends.empirical.diagnoses.model import blocking
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.requirements.clauses import (
@@ -137,7 +137,7 @@ def why_blocked(
     """
     if clause.family is Family.RUNTIME:
         prechecks = [check for check in prechecks if check.name != "finite"]
-    reasons = [diagnoses.blocking(prechecks)]
+    reasons = [blocking(prechecks)]
     sampled = any(
         "sampled" in measures[m].needs for m in metrics_of(clause.require) if m in measures
     )

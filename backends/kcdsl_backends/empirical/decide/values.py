@@ -15,14 +15,19 @@ from kcdsl.ir.formulas import subterms
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.metrics import MetricDefinition
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     UNMEASURED,
 )
 from kcdsl_backends.empirical.requirements.clauses import norm_name
-from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.statistics.vocabulary import (
+    NotMeasurable,
+    beyond_range,
+    check_finite,
+    check_values,
+    rounded_sum,
+)
 from kcdsl_backends.empirical.table.units import Array, SliceData, Unit
 
 Side = Literal["upper", "lower"]
@@ -65,13 +70,13 @@ def token_sums(term: Term, data: SliceData) -> tuple[Array, Array]:
     """Return the sum of the token values of each request, correctly rounded, and their number."""
     if data.reduced is not None:
         column = data.reduced.of(term)
-        statistics.check_finite(
+        check_finite(
             int(column.nan.sum() + column.infinite.sum()), int(column.values.sum()), term_text(term)
         )
         return column.totals, column.values.astype(np.float64)
     values = unit_values(term, units_of(term, data), data.measures)
-    statistics.check_values(np.concatenate(values) if values else [], term_text(term))
-    sums = [statistics.rounded_sum(v) for v in values]
+    check_values(np.concatenate(values) if values else [], term_text(term))
+    sums = [rounded_sum(v) for v in values]
     return np.array(sums), np.array([float(v.size) for v in values])
 
 
@@ -130,7 +135,7 @@ def _possible(name: str, unit: Unit, measures: Mapping[str, MetricDefinition]) -
     values, measure = recorded(name, unit), measures.get(name)
     if measure is None or measure.per == "slice":
         return values
-    beyond = values[statistics.beyond_range(values, (measure.low, measure.high))]
+    beyond = values[beyond_range(values, (measure.low, measure.high))]
     if beyond.size:
         raise NotMeasurable(
             f"{name}: the request {unit.key}: the value {beyond[0]:g} lies outside of its range"

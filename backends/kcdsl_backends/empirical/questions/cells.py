@@ -31,6 +31,8 @@ from kcdsl.source.files import is_file, read_bytes
 from kcdsl.source.writing import write_bytes
 from kcdsl_backends.secret import sealed
 
+Prepare = Callable[..., Any]
+"""Loads a contract: `EmpiricalBackend.prepare`."""
 CELL_SCHEMA = "kcdsl.cell/2"
 
 

@@ -27,7 +27,12 @@ from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, HasFields, Program
 from kcdsl.model.attention import SDP_BACKENDS
 from kcdsl_backends.adapters import ADAPTERS
-from kcdsl_backends.empirical.collection.context import KernelContext, check_metrics, plan_for
+from kcdsl_backends.empirical.collection.context import (
+    KernelContext,
+    Progress,
+    check_metrics,
+    plan_for,
+)
 from kcdsl_backends.empirical.collection.kernels import prechecks_of
 from kcdsl_backends.empirical.decide.comparison import narrowness
 from kcdsl_backends.empirical.decide.report import why_blocked
@@ -35,11 +40,11 @@ from kcdsl_backends.empirical.decide.results import Case, decide_all
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.questions.cells import (
     Cells,
+    Prepare,
     failed_checks,
     manifest,
     pass_record,
 )
-from kcdsl_backends.empirical.questions.variants import Prepare, Progress, run_single
 from kcdsl_backends.empirical.requirements.clauses import (
     PROOFS,
     measured_norms,
@@ -62,6 +67,22 @@ class Axes:
     lengths: tuple[int, ...] = (16, 32, 64, 128)
     batches: tuple[int, ...] = (1, 2, 4, 8)
     concurrency: tuple[int, ...] = (1, 2, 4)
+
+    @staticmethod
+    def of(
+        devices: Sequence[str],
+        lengths: Sequence[int],
+        batches: Sequence[int],
+        concurrency: Sequence[int],
+    ) -> Axes:
+        """Return sorted axes; those that are empty are the usual ones."""
+        usual = Axes()
+        return Axes(
+            tuple(sorted(set(devices))) or usual.devices,
+            tuple(sorted(set(lengths))) or usual.lengths,
+            tuple(sorted(set(batches))) or usual.batches,
+            tuple(sorted(set(concurrency))) or usual.concurrency,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -271,53 +292,3 @@ def _settled(kernel: TorchKernel) -> AbstractContextManager[Any]:
     stack.enter_context(exact_settings(kernel.device))
     stack.enter_context(sdpa_kernel([SDP_BACKENDS[backend]]) if backend else nullcontext())
     return stack
-
-
-# --- running -------------------------------------------------------------------------------------
-
-
-def run_experiment(
-    kind: str,
-    prepare: Prepare,
-    program: Program,
-    base: Path,
-    folder: Path,
-    *,
-    devices: Sequence[str] = (),
-    only: Sequence[str] = (),
-    lengths: Sequence[int] = (),
-    batches: Sequence[int] = (),
-    concurrency: Sequence[int] = (),
-    seed: int = 0,
-    seconds: float = 5.0,
-    fresh: bool = False,
-    progress: Progress = lambda stage, done, total: None,
-) -> dict[str, Any]:
-    """Run E1 ("e1") or E2 ("e2"); what is not wished for is as `Axes` and `variants` have it."""
-    if kind == "e1":
-        return run_single(
-            prepare,
-            program,
-            base,
-            folder,
-            device=devices[0] if devices else "cpu",
-            only=only,
-            seed=seed,
-            seconds=seconds,
-            fresh=fresh,
-            progress=progress,
-        )
-    usual = Axes()
-    axes = Axes(
-        _sorted(devices) or usual.devices,
-        _sorted(lengths) or usual.lengths,
-        _sorted(batches) or usual.batches,
-        _sorted(concurrency) or usual.concurrency,
-    )
-    return run_grid(
-        prepare, program, base, folder, axes=axes, seed=seed, fresh=fresh, progress=progress
-    )
-
-
-def _sorted(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(sorted(set(values)))

@@ -5,7 +5,7 @@ A variant is the contract's inference kernel with one change: precision, attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,19 +15,16 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
-from kcdsl_backends.empirical.collection.context import KernelContext
+from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.cells import (
     Cells,
+    Prepare,
     failed_checks,
     manifest,
     pass_record,
 )
-
-Progress = Callable[[str, int, int], None]
-Prepare = Callable[..., Any]
-"""Loads a contract: `EmpiricalBackend.prepare`."""
 
 
 def run_single(

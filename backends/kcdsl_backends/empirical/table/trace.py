@@ -95,11 +95,6 @@ def _groups(every: Sequence[Row]) -> Iterator[Sequence[Row]]:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def is_trace(data: bytes) -> bool:
-    """Say whether a file begins or ends as Parquet files do."""
-    return b"PAR1" in (data[:4], data[-4:])
-
-
 def read_trace(path: Path) -> Trace:
     """Read a trace; raises Refusal (KC630, KC631) for what cannot be relied upon."""
     data, name = read_bytes(path), str(path)
