@@ -150,7 +150,7 @@ DEFINITIONS = (
         upper=ONE_WHOLE,
         bias="biased",
         reads=("seq_log_ratio",),
-        entry="weights:ess_fraction",
+        entry="sampled:ess_fraction",
     ),
     _of_sequences(
         "tail_mass_seq",

@@ -283,7 +283,7 @@ DEFINITIONS = (
         upper=ONE_WHOLE,
         estimates=f"1/(1 + {_CHI2})",
         reads=(RATIO_LOG,),
-        entry="weights:ess_fraction",
+        entry="sampled:ess_fraction",
     ),
     _aggregate(
         "pearson_p",
@@ -295,7 +295,7 @@ DEFINITIONS = (
         upper=ONE_WHOLE,
         estimates="symmetric",
         reads=LOGS,
-        entry="weights:pearson_probabilities",
+        entry="sampled:pearson_probabilities",
     ),
     _aggregate(
         "pearson_logp",
@@ -307,7 +307,7 @@ DEFINITIONS = (
         upper=ONE_WHOLE,
         estimates="symmetric",
         reads=LOGS,
-        entry="weights:pearson",
+        entry="sampled:pearson",
     ),
     _aggregate(
         "tail_index",
@@ -316,7 +316,7 @@ DEFINITIONS = (
         "Pareto shape k of the largest w; above 0.7 no mean of w is reliable",
         lower=None,
         reads=(RATIO_LOG,),
-        entry="weights:pareto_k",
+        entry="sampled:pareto_k",
     ),
 )
 """The metrics of sampled tokens, and the numbers of a slice that are formed from their ratios."""

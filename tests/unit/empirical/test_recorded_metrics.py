@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.empirical.metrics import calibration, recorded, sequences, weights
+from kcdsl_backends.empirical.metrics import calibration, recorded, sampled, sequences
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
@@ -39,8 +39,8 @@ def test_sequences_have_their_closed_forms() -> None:
     assert sequences.seq_max_abs(delta) == 0.5
     assert sequences.seq_k3(delta) == pytest.approx(math.exp(0.3) - 1 - 0.3)
     assert sequences.seq_k3([800.0]) == math.inf
-    assert weights.ess_fraction([0.3, 0.3]) == 1
-    assert weights.ess_fraction([0.0, math.log(3)]) == pytest.approx(16 / 20)
+    assert sampled.ess_fraction([0.3, 0.3]) == 1
+    assert sampled.ess_fraction([0.0, math.log(3)]) == pytest.approx(16 / 20)
     assert sequences.tail_mass([1.0, 0.1, -0.8, 0.0]) == 0.5
     assert sequences.max_token_kl([0.0, 0.2, 0.1]) == 0.2
 
@@ -51,7 +51,7 @@ def test_what_leaves_the_range_of_float64_is_infinite_and_never_a_failure() -> N
     assert sequences.ppl_ratio([-9999.0, -1.0], [-1.0, -1.0]) == math.inf
     assert sequences.seq_log_ratio([1e308, 1e308]) == math.inf
     with pytest.raises(Unmeasured, match="not finite"):
-        weights.ess_fraction([math.inf, 0.0])
+        sampled.ess_fraction([math.inf, 0.0])
 
 
 def test_the_rounding_of_equal_values_is_no_correlation() -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kcdsl.metrics.sampled import RULES, Rule
-from kcdsl_backends.empirical.metrics import policies, sampled, weights
+from kcdsl_backends.empirical.metrics import policies, sampled
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import (
     MEASURES,
@@ -164,14 +164,14 @@ def test_a_token_next_to_impossible_in_training_has_the_limit() -> None:
 
 def test_correlations_of_large_numbers_are_no_certainty() -> None:
     x = [-1e200, -2e200, -3e200, -1e199]
-    assert weights.pearson(x, [1.0, 3.0, 2.0, 5.0]) == pytest.approx(
+    assert sampled.pearson(x, [1.0, 3.0, 2.0, 5.0]) == pytest.approx(
         float(np.corrcoef(np.array(x) / 1e200, [1, 3, 2, 5])[0, 1])
     )
-    assert abs(weights.pearson(x, [1e200, -1e200, -1e200, 1e200])) < 0.9
+    assert abs(sampled.pearson(x, [1e200, -1e200, -1e200, 1e200])) < 0.9
 
 
 def test_weights_whose_sum_overflows_have_no_finite_mean() -> None:
-    rows = weights.what_if([709.5, 709.5, 0.0], [3])
+    rows = sampled.what_if([709.5, 709.5, 0.0], [3])
     assert {row.mean_raw for row in rows} == {math.inf}
     assert next(row.mean_weight for row in rows if row.rule.name == "tis") == pytest.approx(5 / 3)
 
@@ -214,23 +214,23 @@ def test_a_certain_token_has_a_finite_binary_divergence_only_from_a_certain_one(
 def test_tail_indices_find_the_shape_of_pareto_laws(shape: float) -> None:
     uniform = np.random.default_rng(3).random(200_000)
     weights_ = (1 - uniform) ** (-shape)
-    assert weights.pareto_k(np.log(weights_)) == pytest.approx(shape, abs=0.1)
+    assert sampled.pareto_k(np.log(weights_)) == pytest.approx(shape, abs=0.1)
 
 
 def test_short_tails_lean_on_one_half() -> None:
     """The prior weighs as much as ten values: 20 of an exponential law (k = 0) give a sixth."""
     rng = np.random.default_rng(8)
-    found = [weights.pareto_k(np.log(rng.exponential(size=100))) for _ in range(200)]
+    found = [sampled.pareto_k(np.log(rng.exponential(size=100))) for _ in range(200)]
     assert float(np.mean(found)) == pytest.approx(1 / 6, abs=0.06)
 
 
 def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
     normal = np.random.default_rng(4).standard_normal(50_000)
-    assert weights.pareto_k(0.05 * normal) < 0.2
-    assert weights.pareto_k(3.0 * normal) > weights.UNRELIABLE
-    assert weights.pareto_k(np.zeros(100)) == -math.inf
+    assert sampled.pareto_k(0.05 * normal) < 0.2
+    assert sampled.pareto_k(3.0 * normal) > sampled.UNRELIABLE
+    assert sampled.pareto_k(np.zeros(100)) == -math.inf
     with pytest.raises(Unmeasured, match="needs at least 26"):
-        weights.pareto_k(np.zeros(20))
+        sampled.pareto_k(np.zeros(20))
 
 
 # --- remedies ------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
 
 def test_a_band_keeps_ratios_inside_it_whatever_statistic_expresses_them() -> None:
     ratios = np.array([0.05, 0.15, 0.82, 1.0, 1.1, 1.3, 5.0])
-    (row,) = weights.what_if(np.log(ratios), [7], (masked(0.1, 1.2),))
+    (row,) = sampled.what_if(np.log(ratios), [7], (masked(0.1, 1.2),))
     assert (row.below, row.above) == (1, 2)
     assert row.kept == pytest.approx(4 / 7)
     assert row.mean_weight == pytest.approx((0.15 + 0.82 + 1.0 + 1.1) / 7)
@@ -258,16 +258,16 @@ def test_the_inverted_rule_of_a_peer_keeps_other_tokens_and_symmetric_bands_hide
     k1 = -np.log(ratios)
     wrong = inverted_k1(k1, 0.1, 1.2)
     assert ratios[wrong].tolist() == [0.9, 1.1, 1.3, 5.0, 9.0]
-    (row,) = weights.what_if(-k1, [9], (masked(0.1, 1.2),))
+    (row,) = sampled.what_if(-k1, [9], (masked(0.1, 1.2),))
     assert row.mean_weight == pytest.approx((0.15 + 0.82 + 0.9 + 1.1) / 9)
     assert row.mean_weight != pytest.approx(ratios[wrong].sum() / 9)
-    (row,) = weights.what_if(-k1, [9], (masked(0.5, 2.0),))
+    (row,) = sampled.what_if(-k1, [9], (masked(0.5, 2.0),))
     assert row.mean_weight == pytest.approx(ratios[inverted_k1(k1, 0.5, 2.0)].sum() / 9)
 
 
 def test_what_if_table_says_what_each_remedy_does_beside_the_raw_mean() -> None:
     ratios = np.array([1.0, 4.0, 0.4, 5e-5, 1.0, 1.0])
-    table = {row.rule.name: row for row in weights.what_if(np.log(ratios), [3, 2, 1])}
+    table = {row.rule.name: row for row in sampled.what_if(np.log(ratios), [3, 2, 1])}
     raw = ratios.mean()
     assert all(row.mean_raw == pytest.approx(raw) for row in table.values())
     assert table["tis"].mean_weight == pytest.approx((1 + 2 + 0.4 + 5e-5 + 1 + 1) / 6)
@@ -286,11 +286,11 @@ def test_what_if_table_says_what_each_remedy_does_beside_the_raw_mean() -> None:
 
 def test_bands_and_lengths_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="low < high"):
-        weights.what_if([0.0], [1], (masked(2.0, 0.5),))
+        sampled.what_if([0.0], [1], (masked(2.0, 0.5),))
     with pytest.raises(Unmeasured, match="lengths"):
-        weights.what_if([0.0, 0.0], [1])
+        sampled.what_if([0.0, 0.0], [1])
     with pytest.raises(ValueError, match="unknown rule"):
-        weights.what_if([0.0], [1], (replace(masked(0.5, 2.0), does="forget"),))  # type: ignore[arg-type]
+        sampled.what_if([0.0], [1], (replace(masked(0.5, 2.0), does="forget"),))  # type: ignore[arg-type]
     clipped = SAMPLED_FUNCTIONS["clipfrac0"](torch.tensor([0.79, 0.81, 1.19, 1.21]).log())
     assert clipped.tolist() == [1, 0, 0, 1]
 
@@ -304,15 +304,15 @@ def test_effective_sample_size_is_one_over_one_plus_chi_squared() -> None:
     counts = np.round(q * 400_000).astype(int)
     delta = np.repeat((pair.train_log - pair.infer_log)[0].numpy(), counts)
     chi2 = float(reference.chi2_train_infer(pair)[0])
-    assert weights.ess_fraction(delta) == pytest.approx(1 / (1 + chi2), rel=1e-3)
-    assert weights.ess_fraction(delta + 700) == pytest.approx(weights.ess_fraction(delta))
-    assert weights.ess_fraction([0.3]) == 1
+    assert sampled.ess_fraction(delta) == pytest.approx(1 / (1 + chi2), rel=1e-3)
+    assert sampled.ess_fraction(delta + 700) == pytest.approx(sampled.ess_fraction(delta))
+    assert sampled.ess_fraction([0.3]) == 1
 
 
 def test_clamped_weights_hide_the_collapse_that_raw_ones_show() -> None:
     delta = np.concatenate([np.full(999, -8.0), [12.0]])
-    raw = weights.ess_fraction(delta)
-    clamped = weights.ess_fraction(np.clip(delta, -math.log(2), math.log(2)))
+    raw = sampled.ess_fraction(delta)
+    clamped = sampled.ess_fraction(np.clip(delta, -math.log(2), math.log(2)))
     assert raw < 0.002
     assert clamped >= 4 * 4 / (1 + 4) ** 2
 
@@ -320,24 +320,24 @@ def test_clamped_weights_hide_the_collapse_that_raw_ones_show() -> None:
 def test_correlations_are_of_what_they_say() -> None:
     a = np.log([0.1, 0.2, 0.4])
     b = np.log([0.2, 0.3, 0.5])
-    assert weights.pearson_probabilities(a, b) == pytest.approx(1)
-    assert weights.pearson(a, b) == pytest.approx(float(np.corrcoef(a, b)[0, 1]))
-    assert weights.pearson(a, -a) == -1
+    assert sampled.pearson_probabilities(a, b) == pytest.approx(1)
+    assert sampled.pearson(a, b) == pytest.approx(float(np.corrcoef(a, b)[0, 1]))
+    assert sampled.pearson(a, -a) == -1
     with pytest.raises(Unmeasured, match="spread"):
-        weights.pearson([1.0, 1.0], [1.0, 2.0])
+        sampled.pearson([1.0, 1.0], [1.0, 2.0])
     with pytest.raises(Unmeasured, match="lengths"):
-        weights.pearson([1.0, 2.0], [1.0, 2.0, 3.0])
+        sampled.pearson([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(("what", "values"), NOTHING)
 def test_nothing_and_what_is_no_number_is_never_a_value(what: str, values: Sequence[float]) -> None:
     """metrics.md 17: peers return 0 on empty input, 0 on shapes that differ, and mask NaN."""
     for function in (
-        weights.pareto_k,
-        weights.ess_fraction,
-        lambda v: weights.pearson(v, v),
-        lambda v: weights.pearson_probabilities(v, v),
-        lambda v: weights.what_if(v, [len(v)] if v else []),
+        sampled.pareto_k,
+        sampled.ess_fraction,
+        lambda v: sampled.pearson(v, v),
+        lambda v: sampled.pearson_probabilities(v, v),
+        lambda v: sampled.what_if(v, [len(v)] if v else []),
     ):
         with pytest.raises(Unmeasured):
             function(values)

@@ -29,8 +29,8 @@ from kcdsl_backends.empirical.charts.series import (
     percentiles,
 )
 from kcdsl_backends.empirical.metrics.measures import unit_of
+from kcdsl_backends.empirical.metrics.sampled import what_if
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.metrics.weights import what_if
 from kcdsl_backends.empirical.requirements.clauses import metrics_of, prompts_are_units
 from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence
 from kcdsl_backends.empirical.table.units import Array, SliceData, Unit

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from kcdsl_backends.empirical.statistics.vocabulary import Estimate, NotMeasurable
+from kcdsl_backends.empirical.statistics.estimates import Estimate, NotMeasurable
 
 Outcome = Literal["held", "violated", "unknown"]
 

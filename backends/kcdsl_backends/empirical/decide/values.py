@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     UNMEASURED,
 )
 from kcdsl_backends.empirical.requirements.clauses import norm_name
-from kcdsl_backends.empirical.statistics.vocabulary import (
+from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
     beyond_range,
     check_finite,

@@ -21,12 +21,12 @@ from torch import Tensor
 from kcdsl.metrics import METRICS
 from kcdsl.metrics.arrays import LOGITS
 from kcdsl_backends.empirical.metrics.columns import Array
-from kcdsl_backends.empirical.metrics.exceptional import exceptional_row
 from kcdsl_backends.empirical.metrics.fused import (
     EXTREMES,
     SUMS,
     Work,
     add_tile,
+    exceptional_row,
     ordinary,
     values_of,
 )

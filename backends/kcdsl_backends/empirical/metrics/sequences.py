@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured, column, indicators
-from kcdsl_backends.empirical.statistics.vocabulary import rounded_sum
+from kcdsl_backends.empirical.statistics.estimates import rounded_sum
 
 _ROUNDING = 2.0**-51
 """How far the mean of equal values may lie from them, as a share."""

@@ -22,7 +22,7 @@ from kcdsl.source.files import MARK, MARKED, read_source, shown
 from kcdsl_backends.empirical.requirements.budgets import allowed_rate, bounded_mean, is_mean, sides
 from kcdsl_backends.empirical.requirements.clauses import main_comparison
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
-from kcdsl_backends.empirical.statistics.vocabulary import Array, rounded_sum
+from kcdsl_backends.empirical.statistics.estimates import Array, rounded_sum
 
 _SIZE_LIMIT = 2**30
 _REPORT, _TRACE = "kcdsl.report/2", "kcdsl.trace/1"

@@ -17,6 +17,20 @@ from kcdsl_backends.empirical.statistics.bootstrap import (
     clustered_statistic,
     resamples,
 )
+from kcdsl_backends.empirical.statistics.estimates import (
+    CONFIDENCE,
+    ONE_LOOK,
+    Confidence,
+    Estimate,
+    Exceedance,
+    NotMeasurable,
+    beyond_range,
+    check_finite,
+    check_values,
+    confidence_over,
+    holm,
+    rounded_sum,
+)
 from kcdsl_backends.empirical.statistics.planning import (
     shown_by,
     units_at_rate,
@@ -36,20 +50,6 @@ from kcdsl_backends.empirical.statistics.rates import (
     shows_below,
     smallest,
     threshold,
-)
-from kcdsl_backends.empirical.statistics.vocabulary import (
-    CONFIDENCE,
-    ONE_LOOK,
-    Confidence,
-    Estimate,
-    Exceedance,
-    NotMeasurable,
-    beyond_range,
-    check_finite,
-    check_values,
-    confidence_over,
-    holm,
-    rounded_sum,
 )
 
 __all__ = [

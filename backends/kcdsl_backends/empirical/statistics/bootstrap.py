@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.statistics.vocabulary import (
+from kcdsl_backends.empirical.statistics.estimates import (
     ONE_LOOK,
     Array,
     Confidence,

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from scipy import special
 
-from kcdsl_backends.empirical.statistics.vocabulary import check_counts, check_rate
+from kcdsl_backends.empirical.statistics.estimates import check_counts, check_rate
 
 _A = _B = 0.5
 _STEPS = 200

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from scipy import stats
 
-from kcdsl_backends.empirical.statistics.vocabulary import check_counts, check_rate
+from kcdsl_backends.empirical.statistics.estimates import check_counts, check_rate
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.verdicts import lower_tail
 

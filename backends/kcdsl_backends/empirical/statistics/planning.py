@@ -9,8 +9,8 @@ from fractions import Fraction
 from scipy import stats
 
 from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS
+from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, check_rate
 from kcdsl_backends.empirical.statistics.rates import limits, shows_below
-from kcdsl_backends.empirical.statistics.vocabulary import ONE_LOOK, Confidence, check_rate
 
 MOST_UNITS = 10**12
 """More units than this are as good as none."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from kcdsl_backends.empirical.statistics import eprocess, exact
-from kcdsl_backends.empirical.statistics.vocabulary import (
+from kcdsl_backends.empirical.statistics.estimates import (
     ONE_LOOK,
     Array,
     Confidence,

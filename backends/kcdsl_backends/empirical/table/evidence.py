@@ -18,7 +18,7 @@ import numpy as np
 from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
-from kcdsl_backends.empirical.statistics.vocabulary import rounded_sum
+from kcdsl_backends.empirical.statistics.estimates import rounded_sum
 from kcdsl_backends.empirical.table.units import Array, Run, Timing, Unit
 from kcdsl_backends.requests import Request
 

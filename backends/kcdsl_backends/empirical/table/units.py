@@ -21,7 +21,7 @@ from kcdsl.ir.terms import Metric, Term
 from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.statistics.vocabulary import NotMeasurable
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 
 Array = NDArray[np.float64]
 
