@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kcdsl.route.goals import Goal
     from kcdsl_backends.certifier.cases import Case as Region
     from kcdsl_backends.certifier.problems import ProblemFactory
-    from kcdsl_backends.certifier.tasks import WorkerContext
+    from kcdsl_backends.certifier.worker import WorkerContext
 
 SENTENCE = (101, 7592, 2088, 2003, 2204, 102)
 """[CLS] hello world is good [SEP]."""
@@ -199,7 +199,7 @@ def _stand(
     from kcdsl.route.goals import goals
     from kcdsl_backends.certifier.cache import rules_version
     from kcdsl_backends.certifier.cases import Case as Region
-    from kcdsl_backends.certifier.tasks import RunSettings, WorkerContext
+    from kcdsl_backends.certifier.worker import RunSettings, WorkerContext
 
     program, _ = load_contract(no_flip.EXAMPLE / "contract.yaml")
     goal = next(goal for goal in goals(program) if goal.functional == "inf")

@@ -15,7 +15,7 @@ from kcdsl.route.goals import goals
 from kcdsl_backends.certifier.bounds import bound_case
 from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.problems import LEAST_CLAIM, Claims, ProblemFactory
-from kcdsl_backends.certifier.tasks import RunSettings, WorkerContext
+from kcdsl_backends.certifier.worker import RunSettings, WorkerContext
 from kcdsl_certs.recheck import recheck
 from tests.support.chains import PAIRS, chained, small
 from tests.support.small_models import write_contract

@@ -23,7 +23,8 @@ from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.composition import CompositionTask, Plan
 from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.certifier.stages import partitions, stages_of, until
-from kcdsl_backends.certifier.tasks import BoundedCase, RunSettings, WorkerContext
+from kcdsl_backends.certifier.tasks import BoundedCase
+from kcdsl_backends.certifier.worker import RunSettings, WorkerContext
 from tests.support.small_models import write_contract, write_model
 
 EAGER: dict[str, Any] = {"preset": "torch-eager"}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl_backends.certifier.tasks import Checked, WorkerContext
+from kcdsl_backends.certifier.tasks import Checked
+from kcdsl_backends.certifier.worker import WorkerContext
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from kcdsl_backends.certifier.cases import (
 from kcdsl_backends.certifier.decision import OpenGoal, Progress, decide_batch
 from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.certifier.replay import case_record, replay
-from kcdsl_backends.certifier.tasks import RunSettings, WorkerContext, open_context, peak_bytes
-from kcdsl_backends.certifier.workers import WorkerPool, threads_of
+from kcdsl_backends.certifier.worker import RunSettings, WorkerContext, open_context, peak_bytes
+from kcdsl_backends.certifier.worker_pool import WorkerPool, threads_of
 from kcdsl_backends.drift.affine.independent import ASSUMPTION as INDEPENDENT
 from kcdsl_backends.drift.linear_bounds import cheap
 from kcdsl_backends.requests import Request

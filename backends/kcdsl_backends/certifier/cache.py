@@ -16,12 +16,12 @@ import os
 import secrets
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kcdsl.source.files import open_regular
 
+T = TypeVar("T")
 ENTRY_SCHEMA = "kcdsl.cache-entry/1"
 LARGEST_ENTRY = 64 * 2**20
 _KINDS = frozenset({"bool", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
@@ -124,6 +125,35 @@ class Cache:
                 temporary.unlink(missing_ok=True)
             return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The place of one value in a cache; without a cache nothing is found and nothing is kept."""
+
+    cache: Cache | None
+    key: str = ""
+
+    def read(self, made: Callable[[Any], T | None]) -> tuple[T | None, Found | None]:
+        """Return what `made` makes of the value, and what the cache had; None without a cache.
+
+        An entry of which `made` raises one of `DAMAGE` or makes nothing is damaged.
+        """
+        if self.cache is None:
+            return None, None
+        found, value = self.cache.read(self.key)
+        if found is not Found.HIT:
+            return None, found
+        try:
+            kept = made(value)
+        except DAMAGE:
+            kept = None
+        return kept, found if kept is not None else Found.DAMAGED
+
+    def write(self, value: Any) -> None:
+        """Keep a value, as `encode` takes it."""
+        if self.cache is not None:
+            self.cache.write(self.key, encode(value))
 
 
 def _value_of(data: bytes, key: str) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from kcdsl.diagnostics.model import at
 from kcdsl.model.graph import BlockGraph
@@ -13,7 +13,7 @@ from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier.bounds import Bounded, Problem, Statement, bound_stated
-from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
+from kcdsl_backends.certifier.cache import ENTRY_SCHEMA, Entry, Found, decode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
 from kcdsl_backends.certifier.interfaces import (
     BoundedStage,
@@ -27,14 +27,19 @@ from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
 from kcdsl_backends.certifier.tasks import (
     Attained,
     BoundedCase,
-    WorkerContext,
     refuse_apart,
     refuse_subject,
+    stated_goal,
     stated_of,
 )
+from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.threads import threads_for
+
+T = TypeVar("T")
+_Last = tuple[Bounded, float, Mapping[str, Any] | None]
+"""The bound of the last stage, its claim, and what its proof states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +197,12 @@ class _Walk:
         return BoundedCase(replace(bounded, outcome=outcome), self._contents(claim))
 
     def _interface(self, number: int, output: StageOutput) -> Interface:
-        """Return the interface behind a link: that of an earlier run if the output fits into it."""
-        cache, factory = self.context.cache, self.context.factory
-        fresh = output.interface()
-        if cache is None or self.ellipsoids:
+        """Return the interface behind a stage: that of an earlier run if the output fits into it.
+
+        Its key has no parameters, so that stages behind a change are found again.
+        """
+        factory, fresh = self.context.factory, output.interface()
+        if self.context.cache is None or self.ellipsoids:
             return fresh
         key = key_of(
             {
@@ -210,59 +217,57 @@ class _Walk:
                 "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
             }
         )
-        found, value = cache.read(key)
-        if found is Found.HIT and not self.afresh:
-            try:
+        entry = Entry(self.context.cache, key)
+        if not self.afresh:
+
+            def made(value: Any) -> tuple[Interface, bool]:
                 kept: Interface = decode(value, (Interface,)).on(factory.device)
-                if output.fits(kept):
-                    self.reused |= kept.digest != fresh.digest
-                    return kept
-            except DAMAGE:
-                self.damaged = True
-        cache.write(key, encode(fresh))
+                return kept, output.fits(kept)
+
+            kept, found = entry.read(made)
+            self.damaged |= found is Found.DAMAGED
+            if kept is not None and kept[1]:
+                self.reused |= kept[0].digest != fresh.digest
+                return kept[0]
+        entry.write(fresh)
         return fresh
 
     def _inner(self, graph: BlockGraph, entering: Interface) -> BoundedStage:
-        """Bound a link that another one follows."""
+        """Bound a stage that another one follows."""
         factory = self.context.factory
-        asked = {"ellipsoids": str(self.ellipsoids)}
-        kept = self._kept(graph, entering, asked, (BoundedStage, StageOutput, InterfaceEllipsoids))
-        if isinstance(kept, BoundedStage):
-            linked = BoundedStage(kept.claim, _on(kept.output, self.context), kept.stated)
-            self.outcomes.append(LinkOutcome(graph.block, linked.output.largest, cached=True))
-            return linked
+        entry = self._entry(graph, entering, {"ellipsoids": str(self.ellipsoids)})
+        kept = self._kept(entry, lambda value: _stage_of(value, graph))
+        if kept is not None:
+            stage = BoundedStage(kept.claim, _on(kept.output, self.context), kept.stated)
+            self.outcomes.append(LinkOutcome(graph.block, stage.output.largest, cached=True))
+            return stage
         problem = factory.problem_of_graph(graph)
         builder = replace(self._builder, functional="inf", k=1)
         claims = Claims.of(factory.train, factory.infer)
-        linked = bound_stage(
+        stage = bound_stage(
             *(graph.block, problem, entering, builder, claims), ellipsoids=self.ellipsoids
         )
-        self._keep(graph, entering, asked, linked)
-        self.outcomes.append(LinkOutcome(graph.block, linked.output.largest))
-        return linked
+        entry.write(stage)
+        self.outcomes.append(LinkOutcome(graph.block, stage.output.largest))
+        return stage
 
-    def _last(
-        self, graph: BlockGraph, entering: Interface
-    ) -> tuple[Bounded, float, Mapping[str, Any] | None]:
-        """Bound the last link as the goal asks; return what its proof states, None without."""
+    def _last(self, graph: BlockGraph, entering: Interface) -> _Last:
+        """Bound the last stage as the goal asks; return what its proof states, None without."""
         factory, goal = self.context.factory, self.goal
-        asked = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
-        del asked["obligation"], asked["region"]
-        asked["evidence"] = str(goal.clause.evidence)
-        kept = self._kept(graph, entering, asked, (Bounded, CaseOutcome, LinkOutcome))
+        entry = self._entry(graph, entering, stated_goal(goal))
+        kept = self._kept(entry, lambda value: _last_of(value, goal))
         if kept is not None:
-            bounded, claim, stated = kept
-            self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound, cached=True))
-            return bounded, claim, stated
+            self.outcomes.append(LinkOutcome(graph.block, kept[0].outcome.bound, cached=True))
+            return kept
         block = replace(factory.problem_of_graph(graph), entering=entering.entering())
         builder = self._builder
         case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
         claims = Claims.of(factory.train, factory.infer)
         bounded = bound_stated(Statement(Problem(block, case, goal, claims), builder))
-        claim, stated = stated_of(builder.contents())
-        self._keep(graph, entering, asked, (bounded, claim, stated))
+        last = bounded, *stated_of(builder.contents())
+        entry.write(last)
         self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound))
-        return bounded, claim, stated
+        return last
 
     def _contents(self, claim: float) -> Contents:
         """Return the chain as it adds to the proof of its goal."""
@@ -273,70 +278,41 @@ class _Walk:
         builder.add_stated(self.case.name, self.whole, region, claim, {"links": self.records})
         return builder.contents()
 
-    def _key(self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str]) -> str:
-        context, factory = self.context, self.context.factory
-        return key_of(
-            {
-                "what": "link",
-                "schema": ENTRY_SCHEMA,
-                "rules": context.setting.rules,
-                "device": factory.device.type,
-                "graph": graph.digest,
-                "parameters": self._builder.digests_of(graph),
-                "interface": entering.digest,
-                "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
-                "goal": dict(asked),
-            }
+    def _entry(self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str]) -> Entry:
+        return self.context.entry(
+            "link", self.goal, graph, interface=entering.digest, stated=dict(asked)
         )
 
-    def _kept(
-        self,
-        graph: BlockGraph,
-        entering: Interface,
-        asked: Mapping[str, str],
-        kinds: tuple[type, ...],
-    ) -> Any:
-        """Return what an earlier run found of a link; None if there is nothing to believe."""
-        if self.context.cache is None:
-            return None
-        found, value = self.context.cache.read(self._key(graph, entering, asked))
-        if found is not Found.HIT:
-            self.damaged |= found is Found.DAMAGED
-            return None
-        try:
-            kept = decode(value, kinds)
-            _refuse_strange(kept, self.goal, graph)
-        except DAMAGE:
-            self.damaged = True
-            return None
+    def _kept(self, entry: Entry, made: Callable[[Any], T]) -> T | None:
+        """Return what an earlier run found of a stage; None if there is nothing to believe."""
+        kept, found = entry.read(made)
+        self.damaged |= found is Found.DAMAGED
         return kept
 
-    def _keep(
-        self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str], value: Any
-    ) -> None:
-        if self.context.cache is not None:
-            self.context.cache.write(self._key(graph, entering, asked), encode(value))
+
+def _stage_of(value: Any, graph: BlockGraph) -> BoundedStage:
+    """Return what an entry says of a stage; it may still be false, as the checker derives every
+    proof anew. Raises one of `DAMAGE` unless it has the form of what is kept."""
+    kept = decode(value, (BoundedStage, StageOutput, InterfaceEllipsoids))
+    if not isinstance(kept, BoundedStage):
+        raise TypeError("not a stage")
+    shape, held = graph.node(graph.output).shape, kept.output.around
+    parts = (*kept.output.train, *kept.output.drift, *(kept.output.readings or ()))
+    if type(kept.claim) is not float or any(tuple(p.shape) != shape for p in parts):
+        raise ValueError("not a stage")
+    if held is not None and (
+        tuple(held.middle.shape) != shape or tuple(held.shapes.shape) != (*shape, shape[-1])
+    ):
+        raise ValueError("other ellipsoids")
+    refuse_subject(kept.stated)
+    return kept
 
 
-def _refuse_strange(kept: Any, goal: Goal, graph: BlockGraph) -> None:
-    """Raise ValueError unless an entry has the form of what is kept of a link.
-
-    What it says may still be false: the checker derives every proof anew.
-    """
-    if isinstance(kept, BoundedStage):
-        shape = graph.node(graph.output).shape
-        parts, held = (*kept.output.train, *kept.output.drift), kept.output.around
-        parts = (*parts, *(kept.output.readings or ()))
-        if type(kept.claim) is not float or any(tuple(p.shape) != shape for p in parts):
-            raise ValueError("not a link")
-        if held is not None and (
-            tuple(held.middle.shape) != shape or tuple(held.shapes.shape) != (*shape, shape[-1])
-        ):
-            raise ValueError("other ellipsoids")
-        refuse_subject(kept.stated)
-        return
-    bounded, claim, stated = kept
+def _last_of(value: Any, goal: Goal) -> _Last:
+    """Return what an entry says of the last stage; see `_stage_of`."""
+    bounded, claim, stated = decode(value, (Bounded, CaseOutcome, LinkOutcome))
     refuse_apart(goal, bounded, claim, stated)
+    return bounded, claim, stated
 
 
 def _on(output: StageOutput, context: WorkerContext) -> StageOutput:
@@ -378,47 +354,25 @@ def _attained(
     context: WorkerContext, task: StageAttackTask, case: Case, graph: BlockGraph
 ) -> float:
     """Return the largest drift of the output of a graph that was found, by this run or before."""
-    key = _key(context, task, case, graph)
-    if context.cache is not None:
-        found, value = context.cache.read(key)
-        if found is Found.HIT:
-            try:
-                kept = decode(value, ())
-            except DAMAGE:
-                kept = None
-            if isinstance(kept, float) and kept >= 0:
-                return kept
+    entry = context.entry("slack", task.goal, graph, region=case.digest)
+    kept, _ = entry.read(_drift_of)
+    if kept is not None:
+        return kept
     problem = context.factory.problem_of_graph(graph)
     train, infer = problem.simulators()
     with threads_for(problem.size):
         best = attack(
-            train,
-            infer,
-            "inf",
-            case.centre,
-            case.radius,
+            *(train, infer, "inf", case.centre, case.radius),
             candidates=_CANDIDATES,
             rounds=_ROUNDS,
             restarts=0,
             batches=0,
             seed=case.seed,
         ).value
-    if context.cache is not None:
-        context.cache.write(key, encode(best))
+    entry.write(best)
     return best
 
 
-def _key(context: WorkerContext, task: StageAttackTask, case: Case, graph: BlockGraph) -> str:
-    factory = context.factory
-    return key_of(
-        {
-            "what": "slack",
-            "schema": ENTRY_SCHEMA,
-            "rules": context.setting.rules,
-            "device": factory.device.type,
-            "graph": graph.digest,
-            "parameters": context.builder(task.goal).digests_of(graph),
-            "region": case.digest,
-            "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
-        }
-    )
+def _drift_of(value: Any) -> float | None:
+    kept = decode(value, ())
+    return kept if isinstance(kept, float) and kept >= 0 else None

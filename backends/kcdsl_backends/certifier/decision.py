@@ -17,18 +17,16 @@ from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTask
 from kcdsl_backends.certifier.proof import Contents
 from kcdsl_backends.certifier.tasks import (
-    Answer,
     AttackTask,
     Attained,
     BoundedCase,
     BoundTask,
     Checked,
     CheckTask,
-    Unfinished,
-    WorkerContext,
     worth_attacking,
 )
-from kcdsl_backends.certifier.workers import WorkerPool
+from kcdsl_backends.certifier.worker import Answer, Unfinished, WorkerContext
+from kcdsl_backends.certifier.worker_pool import WorkerPool
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, pieces done, pieces in all)."""

@@ -1,32 +1,18 @@
 """Tasks that any process can do: bound a case, attack it, check a part of a proof.
 
-A task and its answer can be pickled, and the answer depends on nothing but the task and its
-setting: not on which process works, nor on what it did before.
+What the cache has of a case may be false: the checker derives every proof anew. What a proof is
+about is never taken from an entry, and what stands beside a proof must be what the proof says.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-import resource
-import sys
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-import torch
-
-from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
-from kcdsl.ir.terms import Program
-from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.graph import array_digest
-from kcdsl.model.own_code import imported_code
-from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.runs import Attack, attack_of, attained, record_run, run_of
@@ -34,66 +20,16 @@ from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.bounds import Bounded, bound_case
 from kcdsl_backends.certifier.cache import (
-    DAMAGE,
-    ENTRY_SCHEMA,
-    Cache,
+    Entry,
     Found,
     decode,
-    encode,
-    key_of,
-    rules_version,
 )
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.certifier.proof import Contents, ProofBuilder
+from kcdsl_backends.certifier.proof import Contents
+from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.threads import one_thread, threads_for
 from kcdsl_certs.recheck import recheck
-
-
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """What every piece of work of one run shares.
-
-    `checkpoint` is the sha256 of the weights, `rules` the version of the program and `loaded` the
-    digests of the model's files with which the work was given out: a process that finds others
-    refuses to work.
-    """
-
-    program: Program
-    base: Path
-    device: str
-    threads: int
-    checkpoint: str
-    rules: str
-    cache: Path | None
-    loaded: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class WorkerContext:
-    """What a process keeps between pieces of work of one setting: the model, graphs, weights."""
-
-    setting: RunSettings
-    factory: ProblemFactory
-    digests: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def cache(self) -> Cache | None:
-        """Return the cache of the run."""
-        return None if self.setting.cache is None else Cache(self.setting.cache)
-
-    def builder(self, goal: Goal) -> ProofBuilder:
-        """Return an empty proof of a goal."""
-        factory = self.factory
-        return ProofBuilder(
-            factory.model,
-            goal.block,
-            factory.train,
-            factory.infer,
-            goal.functional,
-            goal.k,
-            self.digests,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,61 +55,6 @@ class Attained:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
-    """Work that was begun and not finished, such as for want of memory."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Work that the input does not admit."""
-
-    diagnostics: tuple[Diagnostic, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Defect:
-    """Work that ended in an exception that nobody foresaw."""
-
-    kind: str
-    message: str
-    trace: str
-
-
-class Task(Protocol):
-    """A piece of work."""
-
-    def run(self, context: WorkerContext) -> tuple[Any, Found | None]:
-        """Do it; return its value, and what the cache had of it (None where it was not asked)."""
-        ...
-
-
-Value = BoundedCase | Attack | Attained | Checked | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a piece of work, and what it cost."""
-
-    value: Value | Unfinished | Refused | Defect
-    seconds: float
-    peak_bytes: int
-    found: Found | None = None
-    code: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The contract's own modules that the worker has imported, as `Artefacts.code` has them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Load the model, and nothing more."""
-
-    def run(self, context: WorkerContext) -> tuple[None, None]:
-        """Do nothing: the context is there."""
-        return None, None
-
-
-@dataclass(frozen=True, slots=True)
 class BoundTask:
     """Bound one case of a goal."""
 
@@ -185,26 +66,24 @@ class BoundTask:
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
             graph = problem_of(context.factory, self.goal, case).graph
-            if context.cache is None:
-                return self._bounded(context, case), None
-            key = key_of({"what": "bound", **_dependencies(context, self.goal, case)})
-            found, value = context.cache.read(key)
-            if found is Found.HIT:
-                try:
-                    bounded, claim, stated = decode(value, (Bounded, CaseOutcome))
-                    refuse_apart(self.goal, bounded, claim, stated)
-                    named = replace(bounded, outcome=replace(bounded.outcome, name=case.name))
-                    if stated is None:
-                        return BoundedCase(named, None), found
-                    builder = context.builder(self.goal)
-                    region = region_of(context.factory, self.goal, case)
-                    builder.add_stated(case.name, graph, region, claim, stated)
-                    return BoundedCase(named, builder.contents()), found
-                except DAMAGE:
-                    found = Found.DAMAGED
+
+            def made(value: Any) -> BoundedCase:
+                bounded, claim, stated = decode(value, (Bounded, CaseOutcome))
+                refuse_apart(self.goal, bounded, claim, stated)
+                named = replace(bounded, outcome=replace(bounded.outcome, name=case.name))
+                if stated is None:
+                    return BoundedCase(named, None)
+                builder = context.builder(self.goal)
+                region = region_of(context.factory, self.goal, case)
+                builder.add_stated(case.name, graph, region, claim, stated)
+                return BoundedCase(named, builder.contents())
+
+            entry = entry_of(context, "bound", self.goal, case)
+            kept, found = entry.read(made)
+            if kept is not None:
+                return kept, found
             fresh = self._bounded(context, case)
-            claim, stated = stated_of(fresh.contents)
-            context.cache.write(key, encode((fresh.bounded, claim, stated)))
+            entry.write((fresh.bounded, *stated_of(fresh.contents)))
             return fresh, found
 
     def _bounded(self, context: WorkerContext, case: Case) -> BoundedCase:
@@ -226,35 +105,28 @@ class AttackTask:
         """Attack the case, or take what an earlier run found."""
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
-            if context.cache is None:
-                return attack_case(context.factory, self.goal, case, self.bounded), None
-            places = {"places": list(self.bounded.places)}
-            key = key_of({"what": "attack", **_dependencies(context, self.goal, case), **places})
-            found, value = context.cache.read(key)
-            if found is Found.HIT:
-                attack = _believable(context, self.goal, case, value)
-                if attack is not None:
-                    return attack, found
-                found = Found.DAMAGED
+            entry = entry_of(context, "attack", self.goal, case, places=list(self.bounded.places))
+            kept, found = entry.read(lambda value: _believable(context, self.goal, case, value))
+            if kept is not None:
+                return kept, found
             fresh = attack_case(context.factory, self.goal, case, self.bounded)
             if fresh.record is not None or not self.goal.refuted_by(fresh.value):
-                context.cache.write(key, encode(fresh))
+                entry.write(fresh)
             return fresh, found
 
 
 def _believable(context: WorkerContext, goal: Goal, case: Case, value: Any) -> Attack | None:
-    """Return an attack of the cache; one that refutes its goal only if its run does so again."""
+    """Return an attack of the cache; one that refutes its goal only if its run does so again.
+
+    Raises one of `DAMAGE` where it is none."""
     case = case.at_its_length
-    try:
-        kept = decode(value, (Attack,))
-        if not (isinstance(kept, Attack) and type(kept.value) is float and kept.value >= 0):
-            return None
-        if kept.record is None:
-            return None if goal.refuted_by(kept.value) else kept
-        train, infer = context.factory.problem(goal.block, case.tokens).simulators()
-        run = run_of(kept.record, {"train": train, "infer": infer})
-    except DAMAGE:
+    kept = decode(value, (Attack,))
+    if not (isinstance(kept, Attack) and type(kept.value) is float and kept.value >= 0):
         return None
+    if kept.record is None:
+        return None if goal.refuted_by(kept.value) else kept
+    train, infer = context.factory.problem(goal.block, case.tokens).simulators()
+    run = run_of(kept.record, {"train": train, "infer": infer})
     if run.x is not None and not case.holds(run.x):
         return None
     with one_thread():
@@ -279,137 +151,22 @@ class CheckTask:
         return Checked("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
 
 
-def _dependencies(context: WorkerContext, goal: Goal, case: Case) -> dict[str, Any]:
-    """Return everything that the bound of a case depends on, as plain data."""
+def entry_of(context: WorkerContext, what: str, goal: Goal, case: Case, **more: Any) -> Entry:
+    """Return where the cache keeps what was found of a case: by all that decides it."""
     factory = context.factory
-    graph = problem_of(factory, goal, case).graph
-    digests = context.builder(goal).digests_of(graph)
-    stated = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
-    del stated["obligation"], stated["region"]
     region: dict[str, Any] = {"kind": goal.region.kind.value, "box": case.digest}
     if case.longest is not None:
         tables = factory.sequences(goal.block, case.longest).tables
         region["tables"] = {name: array_digest(tables[name]) for name in sorted(tables)}
-    return {
-        "schema": ENTRY_SCHEMA,
-        "rules": context.setting.rules,
-        "device": factory.device.type,
-        "graph": graph.digest,
-        "parameters": digests,
-        "region": region,
-        "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
-        "goal": {**stated, "evidence": str(goal.clause.evidence)},
-    }
+    graph = problem_of(factory, goal, case).graph
+    return context.entry(what, goal, graph, region=region, stated=stated_goal(goal), **more)
 
 
-# --- doing the work -------------------------------------------------------------------------------
-
-_KEPT: dict[bytes, WorkerContext] = {}
-"""The context of this process; only that of the latest setting is kept."""
-
-
-def open_context(setting: RunSettings, model: Model | None = None) -> WorkerContext:
-    """Return what a process needs to work: the loaded model and an empty factory.
-
-    Raises:
-        Refusal: the model cannot be loaded, or it is not the model, or this is not the program,
-            that gave out the work.
-    """
-    loaded = load_model(setting.program.model, setting.base) if model is None else model
-    if loaded.checkpoint.sha256 != setting.checkpoint:
-        raise _changed("the checkpoint")
-    for name, digest in loaded.files.digests.items():
-        if setting.loaded.get(name, digest) != digest:
-            raise _changed(name)
-    if rules_version() != setting.rules:
-        raise _changed("the program (kcdsl, torch or numpy)")
-    train, infer = resolve(setting.program.train), resolve(setting.program.infer)
-    return WorkerContext(
-        setting, ProblemFactory(loaded, train, infer, torch.device(setting.device))
-    )
-
-
-def _changed(what: str) -> Refusal:
-    return refuse(
-        codes.CHANGED_MEANWHILE,
-        f"{what} changed while the command ran, or differs between machines",
-        help="run it again; every machine needs the same version of kcdsl and the same files",
-    )
-
-
-def work(setting: bytes, task: bytes) -> bytes:
-    """Do a pickled piece of work in a process of its own; return the pickled answer.
-
-    Tensors travel by value, so nothing is shared between processes. Nothing is raised.
-    """
-    started = time.perf_counter()
-    with _caught(started) as outcome:
-        if setting not in _KEPT:
-            _KEPT.clear()
-            _KEPT[setting] = open_context(pickle.loads(setting))
-        context = _KEPT[setting]
-        answer = perform(context, pickle.loads(task))
-        imported_code(context.factory.model.files)
-        outcome.append(replace(answer, code=dict(context.factory.model.files.code)))
-    return pickle.dumps(outcome[0])
-
-
-def perform(context: WorkerContext, task: Task) -> Answer:
-    """Do a piece of work. Nothing is raised but what ends a process."""
-    started = time.perf_counter()
-    with _caught(started) as outcome, _threads(context.setting.threads):
-        value, found = task.run(context)
-        outcome.append(Answer(value, time.perf_counter() - started, peak_bytes(), found))
-    return outcome[0]
-
-
-@contextmanager
-def _caught(started: float) -> Iterator[list[Answer]]:
-    """Make an answer of whatever the body raises."""
-    outcome: list[Answer] = []
-
-    def failed(value: Unfinished | Refused | Defect) -> None:
-        outcome[:] = [Answer(value, time.perf_counter() - started, peak_bytes())]
-
-    try:
-        yield outcome
-    except Refusal as refusal:
-        failed(Refused(refusal.diagnostics))
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        text = f"{where}{error.strerror or error}"
-        failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text),)))
-    except Exception as error:
-        if _wants_memory(error):
-            first = str(error).strip().splitlines()
-            failed(Unfinished(f"out of memory{': ' + first[0] if first else ''}"))
-        else:
-            trace = traceback.format_exc()
-            failed(Defect(type(error).__name__, str(error), trace))
-
-
-def _wants_memory(error: Exception) -> bool:
-    """Say whether an exception means that there was too little memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Run the body on this many threads, whatever was set before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak if sys.platform == "darwin" else peak * 1024)
+def stated_goal(goal: Goal) -> dict[str, str]:
+    """Return all of a goal that decides a bound beside its region, as plain data."""
+    stated = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
+    del stated["obligation"], stated["region"]
+    return {**stated, "evidence": str(goal.clause.evidence)}
 
 
 def worth_attacking(goal: Goal, outcomes: Sequence[CaseOutcome]) -> list[int]:

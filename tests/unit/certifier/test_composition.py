@@ -28,7 +28,7 @@ from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTas
 from kcdsl_backends.certifier.decision import verdict_of
 from kcdsl_backends.certifier.interfaces import BoundedStage, Interface, StageOutput, rounded
 from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
-from kcdsl_backends.certifier.tasks import WorkerContext
+from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_certs.recheck.chain import refuse_other
 from kcdsl_certs.recheck.graphs.graph import parse_array, parse_block

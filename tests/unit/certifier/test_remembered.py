@@ -30,12 +30,12 @@ from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_backends.attack.runs import Attack, pack, unpack
 from kcdsl_backends.certifier import cache as cache_module
-from kcdsl_backends.certifier import tasks
+from kcdsl_backends.certifier import tasks, worker
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounds import Bounded
 from kcdsl_backends.certifier.cache import Cache, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.tasks import RunSettings, open_context
+from kcdsl_backends.certifier.worker import RunSettings, open_context
 from tests.support.small_models import write_contract, write_model
 
 HELD = "forall x in points(all): norm_inf(drift(%s, x)) <= 0.01"
@@ -173,7 +173,7 @@ def test_other_tokens_numerics_rules_and_tables_are_other_keys(
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
     assert cached(program) == 1  # one token alone stands at position 0, which no theta turns
     version = cache_module.rules_version
-    monkeypatch.setattr(tasks, "rules_version", lambda: "0" * 64)
+    monkeypatch.setattr(worker, "rules_version", lambda: "0" * 64)
     monkeypatch.setattr("kcdsl_backends.certifier.backend.rules_version", lambda: "0" * 64)
     assert cached(program) == 0
     assert version() != "0" * 64
@@ -193,11 +193,13 @@ def test_every_bit_of_a_weight_is_in_the_key(folder: Path) -> None:
         (goal,) = goals(program)
         model = load_model(program.model, folder)
         rules = cache_module.rules_version()
-        setting = RunSettings(program, folder, "cpu", 1, model.checkpoint.sha256, rules, None)
+        setting = RunSettings(
+            program, folder, "cpu", 1, model.checkpoint.sha256, rules, folder / "cache"
+        )
         case = Case(
             "p0", (1, 2), torch.zeros(2, 16, dtype=torch.float64), torch.zeros(1, 1).double()
         )
-        return key_of(tasks._dependencies(open_context(setting, model), goal, case))
+        return tasks.entry_of(open_context(setting, model), "bound", goal, case).key
 
     def with_first(value: float) -> torch.Tensor:
         changed = before[one].clone()

@@ -20,11 +20,12 @@ from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
-from kcdsl_backends.certifier import decision, tasks, workers
+from kcdsl_backends.certifier import decision, tasks, worker_pool
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounds import bound_case
 from kcdsl_backends.certifier.decision import _objection, verdict_of
-from kcdsl_backends.certifier.tasks import Answer, Checked, Unfinished, attack_case
+from kcdsl_backends.certifier.tasks import Checked, attack_case
+from kcdsl_backends.certifier.worker import Answer, Unfinished
 from kcdsl_backends.executors import Ray
 from kcdsl_certs.recheck import recheck
 from tests.support.small_models import write_contract, write_model
@@ -90,8 +91,8 @@ def test_several_processes_find_the_same(
 def test_workers_that_join_later_find_the_same(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "WORTH", 0.0)
-    monkeypatch.setattr(workers, "cores", lambda: 2)
+    monkeypatch.setattr(worker_pool, "WORTH", 0.0)
+    monkeypatch.setattr(worker_pool, "cores", lambda: 2)
     assert same(decided(folder, Execution(threads=1))) == alone
 
 

@@ -11,11 +11,11 @@ import torch
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model.architecture import load_model
 from kcdsl.route.catalogue import Execution
-from kcdsl_backends.certifier import workers
+from kcdsl_backends.certifier import worker_pool
 from kcdsl_backends.certifier.cache import rules_version
-from kcdsl_backends.certifier.tasks import (
+from kcdsl_backends.certifier.tasks import Checked
+from kcdsl_backends.certifier.worker import (
     Answer,
-    Checked,
     RunSettings,
     Task,
     Unfinished,
@@ -24,7 +24,12 @@ from kcdsl_backends.certifier.tasks import (
     peak_bytes,
     perform,
 )
-from kcdsl_backends.certifier.workers import TaskFailed, WorkerPool, WorkersDoNotStart, threads_of
+from kcdsl_backends.certifier.worker_pool import (
+    TaskFailed,
+    WorkerPool,
+    WorkersDoNotStart,
+    threads_of,
+)
 from kcdsl_backends.executors import _group_room, available_memory, cores
 from tests.support.pieces import Die, DieOnce, Fail, Say
 from tests.support.small_models import write_contract, write_model
@@ -150,7 +155,7 @@ def test_workers_with_another_program_refuse(context: WorkerContext) -> None:
 def test_workers_that_cannot_start_are_an_error(
     context: WorkerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "Ready", Die)
+    monkeypatch.setattr(worker_pool, "Ready", Die)
     with (
         WorkerPool(context, Execution(jobs=2)) as pool,
         pytest.raises(WorkersDoNotStart, match="jobs 1"),
@@ -161,7 +166,7 @@ def test_workers_that_cannot_start_are_an_error(
 def test_little_work_starts_no_workers(
     context: WorkerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "Processes", None)
+    monkeypatch.setattr(worker_pool, "Processes", None)
     with WorkerPool(context, Execution()) as pool:
         assert said(pool.run([Say("a"), Say("b")])) == ["a", "b"]
         assert pool.spread == 1
@@ -177,20 +182,20 @@ def test_much_work_starts_them(context: WorkerContext, monkeypatch: pytest.Monke
         asked.append(jobs)
         raise Noted
 
-    monkeypatch.setattr(workers, "Processes", processes)
-    monkeypatch.setattr(workers, "WORTH", 0.1)
-    monkeypatch.setattr(workers, "cores", lambda: 64)
-    monkeypatch.setattr(workers, "available_memory", lambda: None)
+    monkeypatch.setattr(worker_pool, "Processes", processes)
+    monkeypatch.setattr(worker_pool, "WORTH", 0.1)
+    monkeypatch.setattr(worker_pool, "cores", lambda: 64)
+    monkeypatch.setattr(worker_pool, "available_memory", lambda: None)
     with WorkerPool(context, Execution()) as pool, pytest.raises(Noted):
         pool.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
-    monkeypatch.setattr(workers, "available_memory", lambda: 2 * peak_bytes() + 1)
+    monkeypatch.setattr(worker_pool, "available_memory", lambda: 2 * peak_bytes() + 1)
     with WorkerPool(context, Execution()) as pool, pytest.raises(Noted):
         pool.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
     assert asked == [3, 2]
 
 
 def test_threads_depend_on_cores_and_cases_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "cores", lambda: 8)
+    monkeypatch.setattr(worker_pool, "cores", lambda: 8)
     assert [threads_of(Execution(jobs=jobs), 2) for jobs in (1, 2, 16)] == [4, 4, 4]
     assert threads_of(Execution(), 100) == 1
     assert threads_of(Execution(), 0) == 8

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.route.catalogue import Execution
-from kcdsl_backends.certifier.tasks import (
+from kcdsl_backends.certifier.worker import (
     Answer,
     Defect,
     Ready,

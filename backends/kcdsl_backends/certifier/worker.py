@@ -1,0 +1,269 @@
+"""What one process does with tasks: their shared context, their answers, and what ends them.
+
+A task and its answer can be pickled, and the answer depends on nothing but the task and the
+settings of the run: not on which process works, nor on what it did before.
+"""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
+from kcdsl.ir.terms import Program
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.graph import BlockGraph
+from kcdsl.model.own_code import imported_code
+from kcdsl.model.presets import resolve
+from kcdsl.route.goals import Goal
+from kcdsl_backends.certifier.cache import (
+    ENTRY_SCHEMA,
+    Cache,
+    Entry,
+    Found,
+    key_of,
+    rules_version,
+)
+from kcdsl_backends.certifier.problems import ProblemFactory
+from kcdsl_backends.certifier.proof import ProofBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What every piece of work of one run shares.
+
+    `checkpoint` is the sha256 of the weights, `rules` the version of the program and `loaded` the
+    digests of the model's files with which the work was given out: a process that finds others
+    refuses to work.
+    """
+
+    program: Program
+    base: Path
+    device: str
+    threads: int
+    checkpoint: str
+    rules: str
+    cache: Path | None
+    loaded: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """What a process keeps between pieces of work of one setting: the model, graphs, weights."""
+
+    setting: RunSettings
+    factory: ProblemFactory
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cache(self) -> Cache | None:
+        """Return the cache of the run."""
+        return None if self.setting.cache is None else Cache(self.setting.cache)
+
+    def entry(self, what: str, goal: Goal, graph: BlockGraph, **more: Any) -> Entry:
+        """Return where the cache keeps a value about a graph, which depends on `more` besides."""
+        if self.cache is None:
+            return Entry(None)
+        return Entry(self.cache, self.key(what, goal, graph, **more))
+
+    def key(self, what: str, goal: Goal, graph: BlockGraph, **more: Any) -> str:
+        """Return the key of such a value: of all that decides it, as plain data."""
+        factory = self.factory
+        return key_of(
+            {
+                "what": what,
+                "schema": ENTRY_SCHEMA,
+                "rules": self.setting.rules,
+                "device": factory.device.type,
+                "graph": graph.digest,
+                "parameters": self.builder(goal).digests_of(graph),
+                "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
+                **more,
+            }
+        )
+
+    def builder(self, goal: Goal) -> ProofBuilder:
+        """Return an empty proof of a goal."""
+        factory = self.factory
+        return ProofBuilder(
+            factory.model,
+            goal.block,
+            factory.train,
+            factory.infer,
+            goal.functional,
+            goal.k,
+            self.digests,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Work that was begun and not finished, such as for want of memory."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Work that the input does not admit."""
+
+    diagnostics: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Work that ended in an exception that nobody foresaw."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class Task(Protocol):
+    """A piece of work."""
+
+    def run(self, context: WorkerContext) -> tuple[object, Found | None]:
+        """Do it; return its value, and what the cache had of it (None where it was not asked)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a piece of work, and what it cost."""
+
+    value: object
+    """What the task returned, or `Unfinished`, `Refused` or `Defect`."""
+    seconds: float
+    peak_bytes: int
+    found: Found | None = None
+    code: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The contract's own modules that the worker has imported, as `Artefacts.code` has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Load the model, and nothing more."""
+
+    def run(self, context: WorkerContext) -> tuple[None, None]:
+        """Do nothing: the context is there."""
+        return None, None
+
+
+# --- doing the work -------------------------------------------------------------------------------
+
+_KEPT: dict[bytes, WorkerContext] = {}
+"""The context of this process; only that of the latest setting is kept."""
+
+
+def open_context(setting: RunSettings, model: Model | None = None) -> WorkerContext:
+    """Return what a process needs to work: the loaded model and an empty factory.
+
+    Raises:
+        Refusal: the model cannot be loaded, or it is not the model, or this is not the program,
+            that gave out the work.
+    """
+    loaded = load_model(setting.program.model, setting.base) if model is None else model
+    if loaded.checkpoint.sha256 != setting.checkpoint:
+        raise _changed("the checkpoint")
+    for name, digest in loaded.files.digests.items():
+        if setting.loaded.get(name, digest) != digest:
+            raise _changed(name)
+    if rules_version() != setting.rules:
+        raise _changed("the program (kcdsl, torch or numpy)")
+    train, infer = resolve(setting.program.train), resolve(setting.program.infer)
+    return WorkerContext(
+        setting, ProblemFactory(loaded, train, infer, torch.device(setting.device))
+    )
+
+
+def _changed(what: str) -> Refusal:
+    return refuse(
+        codes.CHANGED_MEANWHILE,
+        f"{what} changed while the command ran, or differs between machines",
+        help="run it again; every machine needs the same version of kcdsl and the same files",
+    )
+
+
+def work(setting: bytes, task: bytes) -> bytes:
+    """Do a pickled piece of work in a process of its own; return the pickled answer.
+
+    Tensors travel by value, so nothing is shared between processes. Nothing is raised.
+    """
+    started = time.perf_counter()
+    with _caught(started) as outcome:
+        if setting not in _KEPT:
+            _KEPT.clear()
+            _KEPT[setting] = open_context(pickle.loads(setting))
+        context = _KEPT[setting]
+        answer = perform(context, pickle.loads(task))
+        imported_code(context.factory.model.files)
+        outcome.append(replace(answer, code=dict(context.factory.model.files.code)))
+    return pickle.dumps(outcome[0])
+
+
+def perform(context: WorkerContext, task: Task) -> Answer:
+    """Do a piece of work. Nothing is raised but what ends a process."""
+    started = time.perf_counter()
+    with _caught(started) as outcome, _threads(context.setting.threads):
+        value, found = task.run(context)
+        outcome.append(Answer(value, time.perf_counter() - started, peak_bytes(), found))
+    return outcome[0]
+
+
+@contextmanager
+def _caught(started: float) -> Iterator[list[Answer]]:
+    """Make an answer of whatever the body raises."""
+    outcome: list[Answer] = []
+
+    def failed(value: Unfinished | Refused | Defect) -> None:
+        outcome[:] = [Answer(value, time.perf_counter() - started, peak_bytes())]
+
+    try:
+        yield outcome
+    except Refusal as refusal:
+        failed(Refused(refusal.diagnostics))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        text = f"{where}{error.strerror or error}"
+        failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text),)))
+    except Exception as error:
+        if _wants_memory(error):
+            first = str(error).strip().splitlines()
+            failed(Unfinished(f"out of memory{': ' + first[0] if first else ''}"))
+        else:
+            trace = traceback.format_exc()
+            failed(Defect(type(error).__name__, str(error), trace))
+
+
+def _wants_memory(error: Exception) -> bool:
+    """Say whether an exception means that there was too little memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Run the body on this many threads, whatever was set before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)
