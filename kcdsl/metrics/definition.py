@@ -1,4 +1,4 @@
-"""What is stated of one metric, in one place: its meaning, its range, and how it is measured."""
+"""The definition of a metric: meaning, unit, range, direction, and how it is measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MetricDefinition:
     summary: str
     """The meaning in words."""
     formula: str = ""
-    """How a value is formed, in symbols."""
+    """The formula of a value, in symbols."""
     family: Family = Family.NUMERICAL
     kind: Kind = "pointwise"
     counted: Counted = "token"
@@ -70,9 +70,9 @@ class MetricDefinition:
     steps: int | None = None
     """Where it is set, a value is a whole number of 1/steps (shares of k tokens)."""
     depth: int = 1
-    """How many of the likeliest tokens are compared."""
+    """The number of likeliest tokens that are compared."""
     valued: Literal["token", "request", "slice"] | None = None
-    """What has one value each; None where it is `counted`."""
+    """The unit that has one value; None where it is `counted`."""
     reads: tuple[str, ...] = ()
     """The arrays (`kcdsl.metrics.arrays`, or other metrics) that the value is formed from."""
     entry: str | Callable[..., Any] = ""
@@ -82,7 +82,7 @@ class MetricDefinition:
     columns: tuple[str, ...] | None = None
     """The columns of a recording that it is formed from; None where none can give it."""
     absent: str = ""
-    """Why a forward pass of both kernels does not give it; empty where one does."""
+    """The reason why a forward pass of both kernels does not give it; empty where one does."""
     unit: str | None = None
     """The unit in which the function of a user's metric returns its values."""
     function: str | None = None

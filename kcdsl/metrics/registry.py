@@ -34,7 +34,7 @@ ALIASES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RecordMetric:
-    """What a metric name of the record form stands for; `unit` is that of its threshold."""
+    """A metric name of the record form, taken apart; `unit` is that of its threshold."""
 
     statistic: str
     metric: str
@@ -46,13 +46,13 @@ class RecordMetric:
 _PERCENTILE = re.compile(r"p([1-9][0-9]?)_(.+)")
 _WORDS = ("mean", "max", "min", "rate")
 PREFIX = re.compile(r"(?:p[1-9][0-9]?|mean|max|min|rate|abs)_")
-"""How a name of the record form may begin; names of metrics do not begin so."""
+"""Beginnings of names of the record form; names of metrics do not begin so."""
 _UNIT_SUFFIXES = {
     "_" + unit.replace("/", "_").lower(): unit
     for unit in UNITS
     if unit not in {"%", "1", "ratio", "tok"}
 }
-"""How a name of the record form may end."""
+"""Endings of names of the record form."""
 
 
 def _nothing() -> Mapping[str, MetricDefinition]:

@@ -1,4 +1,4 @@
-"""Which source makes two kernels drift apart, and in which block.
+"""Attribution of the drift between two kernels to sources and blocks.
 
 docs/attribution.md says what is run, what is counted and what a bound excludes.
 """

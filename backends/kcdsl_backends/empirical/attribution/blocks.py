@@ -1,4 +1,4 @@
-"""What each block drifts by itself, and what it adds on the way to the output.
+"""The drift of each block by itself, and its part of the drift of the output.
 
 `alone`: the training activations enter the block, the inference kernel's block runs, and the
 training kernel goes on. `cumulative`: all blocks up to this one are the inference kernel's, each on
@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one request showed: by block the outputs of both, and the values of the metric."""
+    """The outputs of both kernels by block, and values of the metric, for one request."""
 
     train: Mapping[str, Tensor]
     infer: Mapping[str, Tensor]
@@ -280,7 +280,7 @@ def _swapping(
 # --- the first operation that differs -------------------------------------------------------------
 
 Noted = list[tuple[str, str, Tensor]]
-"""What the parts of a block took in ("enters") and gave ("leaves"), in the order of the run."""
+"""Inputs ("enters") and outputs ("leaves") of the parts of a block, in the order of the run."""
 
 
 def first_operation(train: Kernel, infer: Kernel, block: str, x: Tensor) -> str:

@@ -41,7 +41,7 @@ from kcdsl_backends.empirical.attribution.sources import Setting
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the document says of itself: contract, kernels, slice, metric, seed."""
+    """The subject of the document: contract, kernels, slice, metric, seed."""
 
     contract: Mapping[str, str]
     kernels: Mapping[str, str]
@@ -54,7 +54,7 @@ class Frame:
     seed: int
     settings: tuple[Setting, ...]
     blocked: str | None = None
-    """Why no number says anything of numerics: a mistake of the set-up that was found."""
+    """A mistake of the set-up that makes every number meaningless; None where none was found."""
     notes: tuple[str, ...] = ()
 
     @property

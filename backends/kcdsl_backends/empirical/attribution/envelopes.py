@@ -1,4 +1,4 @@
-"""What one source alone could do to a block, at most: its certified envelope.
+"""Certified bounds (envelopes) of the drift that one source alone can cause in a block.
 
 Let x be what enters a block in training, T the training kernel's block with numerics t, and h the
 numerics t in which the source s alone is that of infer (`sources.mixed`). The interval backend

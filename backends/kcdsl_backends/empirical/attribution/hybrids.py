@@ -107,7 +107,7 @@ class InBatch:
 # --- runs of a kernel -----------------------------------------------------------------------------
 
 Outputs = dict[str, Tensor]
-"""What was run ("logits", "hidden") to its output [T, ...] for one request."""
+"""Output [T, ...] by the name of the run part ("logits", "hidden"), for one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How requests are grouped where they are not run alone: `size` at a time, in their order.
+    """Batches of requests: `size` at a time, in their order.
 
     With `padding` the rows of a batch are filled up behind, with the token 0, to the longest: a
     causal model cannot see it. Without it only requests of one length share a batch, and what is
@@ -183,7 +183,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a kernel is run: in `batches` (None: alone), with `replayed` experts by request (None:
+    """A manner of running a kernel: in `batches` (None: alone), with `replayed` experts (None:
     its own)."""
 
     parts: tuple[str, ...]

@@ -28,14 +28,14 @@ from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]
 FAILURES = (RuntimeError, ValueError, ArithmeticError, Refusal)
-"""What a kernel raises where it cannot run; a request of a hybrid that is not finite is one too."""
+"""Errors of a kernel that cannot run; a request of a hybrid that is not finite is one too."""
 HELD = 2**27
 """Numbers of the training kernel's outputs that are kept (1 GiB); beyond, it is run again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is attributed: a metric of two kernels over some requests.
+    """A metric of two kernels over some requests, to be attributed.
 
     `batches` None: requests are run alone on both sides.
     """
@@ -66,7 +66,7 @@ class Coalition:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What all coalitions gave.
+    """The columns of all coalitions.
 
     `players` are the sources that differ, in the bits of the masks of `coalitions`; `missing` says
     of other sources why there is nothing to attribute to them. `infer` is the column of infer

@@ -40,12 +40,12 @@ from kcdsl_backends.empirical.statistics.bootstrap import (
 )
 
 Coefficients = Mapping[int, Fraction]
-"""What a number is of the values of coalitions: the sum of coefficient times value."""
+"""A linear function of the values of coalitions: the sum of coefficient times value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the value of all players is split among `players` of them, given known coalitions.
+    """The split of the value of all players among `players` of them, given known coalitions.
 
     `orders` of `all_orders` pass through known coalitions only. Without any, nothing can be split
     and `shares` is empty.
@@ -186,7 +186,7 @@ _BEYOND = 10
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What one coalition gave: by request the sum of its token values, their number, the worst."""
+    """One coalition by request: the sum of its token values, their number, the worst."""
 
     sums: Array
     counts: Array

@@ -38,7 +38,7 @@ TERMS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one source is on both sides, in words."""
+    """One source as it is on both sides, in words."""
 
     source: str
     train: str

@@ -39,7 +39,7 @@ SLICES, METRICS, PAIRS = 12, 12, 200
 """The most slices, metrics, and pairs of measured and certified drift that are drawn."""
 _BY = {False: ("kl", "logit_linf"), True: ("hidden_linf", "embedding_l2")}
 _BY_SAMPLED = ("k3", "log_ratio")
-"""What drifts where no whole distribution was seen: the first of these that there is."""
+"""Drifts shown where no whole distribution was seen: the first of these that there is."""
 _CURVES = {1: "top1_overlap", 5: "top5_overlap"}
 _CERTIFIED = ("kl", "tv", "logit_linf", "logit_span", "hidden_linf")
 _RATIO = "log_ratio"

@@ -1,4 +1,4 @@
-"""Diagnoses: is a difference a drift of numerics, or a mistake in the set-up?
+"""Diagnoses tell a drift of numerics from a mistake in the set-up.
 
 Each has a name and an outcome (`DIAGNOSES`). Blocking ones make every clause about the model
 `InvalidEvidence`.

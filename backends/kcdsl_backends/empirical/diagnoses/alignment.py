@@ -1,4 +1,4 @@
-"""Do both kernels answer for the same positions, and see the same tokens?"""
+"""Diagnoses of positions: shifts by one, runs that deviate, attention masks, swapped sides."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def token_equality(units: Sequence[Unit], probes: Sequence[Probe]) -> Precheck:
 
 
 def alignment_shift(probes: Sequence[Probe], temperature: float) -> Repair:
-    """Is the inference output off by one position? Compare the policies at -1, 0 and +1."""
+    """Compare the policies at the shifts -1, 0 and +1 of the inference output."""
     name = "alignment_shift"
     long = [p for p in probes if p.train.shape[0] >= _SHORTEST]
     if not long:
@@ -143,7 +143,7 @@ def _one_run(gaps: Tensor, off: Tensor) -> tuple[int, int] | None:
 
 MASKS = "mask_provenance"
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, Refusal)
-"""What a kernel may raise on tokens that it cannot take."""
+"""Errors of a kernel on tokens that it cannot take."""
 _VISIBLE = 0.1
 """Share of the usual influence of an earlier token, from which on a later one is seen."""
 _UNSEEN = 1e-3
@@ -215,7 +215,7 @@ def _effects(
 
 
 def visible_padding(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) -> Repair:
-    """Would padding in front of one side, seen by its attention, explain the drift?"""
+    """Compare one side with the other behind padding that its attention sees."""
     tokens = list(probe.request.tokens)
     before = float(total_variation(probe.train, probe.infer, temperature).mean())
     best = Repair(MASKS, "no padding explains the deviation", 1.0)
@@ -254,10 +254,9 @@ def _run(kernel: Forward, tokens: list[int]) -> Tensor:
 # --- swapped sides --------------------------------------------------------------------------------
 
 _APART = 8.0
-"""How many times the noise of one claim must be that of the other, for the sides to be told apart.
-"""
+"""Smallest ratio of the noises of both claims by which the sides can be told apart."""
 _MATCH = 4.0
-"""How far, as a factor, the noise of a kernel may lie from what the other side claims."""
+"""Largest ratio of the noise of a kernel to that of the claim it matches."""
 
 
 def swapped_sides(noise: Noise | None) -> Repair:

@@ -1,4 +1,4 @@
-"""Does a kernel give the same bits twice, in a batch, in another order, and padded?"""
+"""Diagnoses of repetition: the same bits twice, in a batch, in another order, and padded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Were tokens drawn from the law that their own ln-probabilities state, or from another one?
+"""Test whether tokens were drawn from the law that their ln-probabilities state.
 
 Greedy decoding, a filter that nobody stated and a temperature on the draws alone leave the stated
 ln-probabilities as they should be; only the tokens betray them.

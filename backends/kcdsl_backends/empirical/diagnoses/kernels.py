@@ -1,4 +1,4 @@
-"""Every precondition of two kernels in order, and which of them is the named cause of a deviation.
+"""The preconditions of two kernels in order, and the one named as the cause of a deviation.
 
 First what makes evidence void by itself: other weights, other shapes, slices without rows, numbers
 that are not finite. Then repairs of whole outputs, of which the one that leaves least is the cause.
@@ -61,7 +61,7 @@ from kcdsl_backends.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is diagnosed: two kernels, the requests, and what is known beside them.
+    """Two kernels to be diagnosed, with their requests, digests and reference.
 
     `checkpoints` holds weights digests by place, `slices` the number of rows of each slice,
     `nonfinite` how many numbers of a request were not finite. Without a `reference` the size of

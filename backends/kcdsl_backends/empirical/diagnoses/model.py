@@ -25,7 +25,7 @@ POSITIONS = 64
 CLEAR = 0.25
 """A repair must leave less than this share of the deviation to be named as the cause."""
 BEYOND = 4.0
-"""How many times the rounding noise of its claims an error must be to have another cause."""
+"""Smallest multiple of the rounding noise of the claims that has another cause."""
 SMALLEST = 1e-9
 """Deviations (total variation) below this have no cause to look for."""
 SIDES = ("train", "infer")
@@ -140,11 +140,11 @@ class Probe:
     equal: tuple[bool, bool]
     """Whether the second run of train and of infer gave the same bits."""
     wobble: tuple[float, float] = (0.0, 0.0)
-    """How far the second run of each lies from the first (`size`)."""
+    """Distance of the second run of each from the first (`size`)."""
     gold: Tensor | None = None
-    """What the model is without roundings; None where no reference could be run."""
+    """Output of the model without roundings; None where no reference could be run."""
     claimed: tuple[Tensor, Tensor] | None = None
-    """What plain programs in the claimed formats of train and infer give."""
+    """Outputs of plain programs in the claimed formats of train and infer."""
 
     def side(self, index: int) -> Tensor:
         """Return the output of train (0) or infer (1)."""
@@ -153,7 +153,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What undoing one mistake leaves: `left` is a share of the deviation, None where the repair
+    """The deviation left by undoing one mistake: `left` is a share of it, None where the repair
     does not apply."""
 
     name: str

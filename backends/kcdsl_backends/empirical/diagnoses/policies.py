@@ -1,4 +1,4 @@
-"""Is one policy the other at another temperature, cut off, or without the support of the other?"""
+"""Diagnoses of policies: another temperature, truncation, and the support of sampled ratios."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LEAST = 1e-3
 
 
 def temperature_fit(probes: Sequence[Probe], temperature: float) -> Repair:
-    """Does one temperature on the training logits explain the drift? Report the best T.
+    """Fit one temperature on the training logits to the inference policies.
 
     The best T is that of the least KL(softmax(train / T) || infer).
     """
@@ -84,7 +84,7 @@ _EXCLUDED = -1000.0
 
 
 def truncation_mass(probes: Sequence[Probe], temperature: float) -> Repair:
-    """Does one side give no mass to tokens that the other can draw? Name the filter and its value.
+    """Find tokens that one side excludes and the other can draw; name the filter and its value.
 
     The value is the mean of -ln of the mass that survives, in nats. Tokens that are excluded are
     seen as such, however little they explain: no rounding excludes a token, and where q does not

@@ -1,4 +1,4 @@
-"""Recorded tokens: do both sides speak of one law, of the same tokens, and of what was drawn?
+"""The preconditions of recorded tokens: one law on both sides, the same tokens, honest rows.
 
 A mistake here looks like drift and is none. What is declared is checked first; then the numbers are
 asked whether a shift, a temperature, a filter, a mask or a swap explains them.
@@ -31,7 +31,7 @@ _NEAR = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is diagnosed: rollouts with what both sides say of them.
+    """Rollouts to be diagnosed, with the ln-probabilities of both sides.
 
     `temperature` is that of the contract's policy, `slices` the number of units of each slice.
     `policies` are whole policies of the training kernel where it scored the tokens itself.

@@ -1,4 +1,4 @@
-"""What explains the ln-ratios of recorded tokens: a shift, a temperature, a filter, a mask, a swap.
+"""Explanations of recorded ln-ratios: a shift, a temperature, a filter, a mask, a swap of sides.
 
 Only the ln-probabilities of sampled tokens are at hand, sometimes those of the likeliest ones, and
 whole policies where the training kernel scored the tokens. The more there is, the surer the name.
@@ -29,7 +29,7 @@ _CONTRASTS = 24
 _NO_OTHER = 1e-3
 """|ln T| below which a temperature is no other one."""
 _DEEPEST = 256
-"""How many tokens of a rollout are looked at for positions that it shares with others."""
+"""Tokens of a rollout that are compared with others for shared positions."""
 _ONE_SIDED = 0.5
 """-sum ln w / sum |ln w|, from which on deviations lie on one side."""
 _LARGEST_LOG = 700.0
@@ -82,7 +82,7 @@ def ratios_of(rollouts: Sequence[Rollout]) -> Ratios:
 
 
 def alignment(rollouts: Sequence[Rollout]) -> Repair:
-    """Are the arrays of one side off by one token? Compare them at -1, 0 and +1."""
+    """Compare the arrays of both sides at the shifts -1, 0 and +1."""
     name = "alignment_shift"
     gaps: dict[int, list[Array]] = {-1: [], 0: [], 1: []}
     for r in rollouts:
@@ -140,7 +140,7 @@ def _mean(parts: Sequence[Array]) -> float | None:
 
 
 def temperature(rollouts: Sequence[Rollout], policies: Sequence[Policy], stated: float) -> Repair:
-    """Are the sides at different temperatures? Report that of infer over that of train.
+    """Fit the temperature of infer over that of train.
 
     Whole policies tell it exactly; so do tokens that both sides tell at one position, for the
     normalisers cancel there. Sampled tokens alone tell it by the shape of their ln-ratios.
@@ -276,7 +276,7 @@ def _bent(delta: Array, logs: Array) -> tuple[float, float]:
 def truncation(
     rollouts: Sequence[Rollout], policies: Sequence[Policy], stated: float, tempered: bool
 ) -> Repair:
-    """Was one side cut off to its likeliest tokens and renormalised? Its ln-ratios then have one
+    """Test whether one side was cut off and renormalised. Its ln-ratios then have one
     sign, and the mean of w is the mass that survived, not 1. `tempered`: another temperature would
     explain them too, unless nearly all have one sign."""
     name = "truncation_mass"
@@ -333,7 +333,7 @@ def _filter(policies: Sequence[Policy], stated: float) -> str:
 
 
 def swapped(rollouts: Sequence[Rollout]) -> Repair:
-    """Are the columns of the sides exchanged? Then 1/w has the mean 1, and w has not."""
+    """Test whether the columns of the sides are exchanged: 1/w has the mean 1, and w has not."""
     name = "swapped_sides"
     ratios = ratios_of(rollouts)
     if ratios.delta.size < _FEWEST:
@@ -345,7 +345,7 @@ def swapped(rollouts: Sequence[Rollout]) -> Repair:
 
 
 def masks(rollouts: Sequence[Rollout]) -> Repair:
-    """Is the deviation that of tokens which no kernel sampled: filled with 0, or one run?"""
+    """Find deviating tokens that no kernel sampled: filled with 0, or one run."""
     filled = _filled(rollouts)
     return filled if filled.explains else _runs(rollouts)
 

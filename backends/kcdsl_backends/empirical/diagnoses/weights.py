@@ -1,4 +1,4 @@
-"""Do both kernels hold the weights of the file, and compute with them in the formats they claim?
+"""Diagnoses of weights: digests, other weights, and blocks in coarser formats than claimed.
 
 Blocks run on what enters them in the float32 program, so that no error comes from before.
 """
@@ -104,9 +104,9 @@ _ACTIVATIONS = (
 )
 _COMPUTE = ("bfloat16", "float16")
 _SUSPECT = 1.05
-"""How many times its claim a block must err for coarser formats to be tried."""
+"""Smallest multiple of its claimed error at which coarser formats are tried for a block."""
 _APART = 0.5
-"""How far, in units of what its claim explains, it must then lie from the plain program."""
+"""Smallest distance from the plain program, in units of its claimed error."""
 _LEFT = 0.5
 """Share of its distance from the plain program that the plain program of a coarser format leaves:
 its own activations round otherwise."""

@@ -1,4 +1,4 @@
-"""Calibration: does the confidence of the first token match how often it is right?"""
+"""Calibration: the confidence of the likeliest tokens against how often they are right."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def ece_gap(values: Confidences, bins: int = BINS) -> float:
 # --- beyond the first token ----------------------------------------------------------------------
 
 RANKS = 5
-"""How many of the likeliest tokens `ace_gap` looks at."""
+"""The likeliest tokens that `ace_gap` compares."""
 
 
 @dataclass(frozen=True, slots=True)

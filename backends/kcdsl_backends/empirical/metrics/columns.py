@@ -1,4 +1,4 @@
-"""What every function of recorded arrays asks first: something there, aligned, and finite.
+"""Checks of recorded arrays: not empty, of one length, and finite.
 
 Nothing to measure, arrays that do not belong together and numbers that are none raise `Unmeasured`;
 none of them is ever a value, least of all zero.

@@ -45,7 +45,7 @@ TIER_A: frozenset[str] = frozenset(
 )
 """The names of every metric that one pass over full logits gives."""
 CONTEXT = frozenset({"entropy"})
-"""What the pass also tells of the training kernel alone: the entropy of its policy."""
+"""Values of the training kernel alone: the entropy of its policy."""
 _STEP = 128
 """Elements that one maximum stands for when candidates are sought."""
 _INTEGERS = {

@@ -48,7 +48,7 @@ SUMS = (
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How rows of `width` elements are cut: `count` blocks of `each`, the last one filled up."""
+    """Rows of `width` elements cut into `count` blocks of `each`, the last one filled up."""
 
     width: int
     count: int

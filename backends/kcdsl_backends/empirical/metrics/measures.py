@@ -24,7 +24,7 @@ MEASURES: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() 
 RECORDED: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() if m.absent}
 """The metrics that only recorded runs feed."""
 UNMEASURED: Mapping[str, str] = {m.name: m.absent for m in RECORDED.values()}
-"""Why a forward pass of both kernels does not give them."""
+"""Metrics that a forward pass of both kernels does not give, with the reason."""
 
 
 @cache
@@ -75,7 +75,7 @@ TEXT_FUNCTIONS: Mapping[str, tuple[str, Callable[[Array], float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """How one number comes from the requests of a slice."""
+    """One number of a slice as a function of arrays of its requests."""
 
     inputs: tuple[str, ...]
     function: Callable[..., float]

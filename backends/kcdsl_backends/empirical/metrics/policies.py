@@ -17,7 +17,7 @@ from kcdsl_backends.empirical.metrics.columns import Unmeasured
 NORMALISATION_TOLERANCE = 1e-9
 """Largest |sum p - 1| that the Bregman form of KL may be used with."""
 _SLACK = 1e-6
-"""How far recorded probabilities may sum above one by their rounding."""
+"""Largest excess of a sum of recorded probabilities over one, by their rounding."""
 _SERIES_LIMIT = 1e-3
 _LARGE = 50.0
 

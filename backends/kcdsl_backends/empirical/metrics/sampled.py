@@ -162,7 +162,7 @@ def _fit_pareto(excess: Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What a rule would do: tokens outside the band of n, the share of tokens it keeps, and the
+    """The effect of a rule: tokens outside the band of n, the share of tokens it keeps, and the
     mean of the weights it leaves beside the mean of the raw ones."""
 
     rule: Rule

@@ -16,7 +16,7 @@ from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured, column, 
 from kcdsl_backends.empirical.statistics.estimates import rounded_sum
 
 _ROUNDING = 2.0**-51
-"""How far the mean of equal values may lie from them, as a share."""
+"""Largest relative distance of the mean of equal values from them."""
 _LARGEST = 709.0
 """Exponents below this have an exponential in float64."""
 

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 _ROUNDED = 1e-6
-"""How far, relative to 1 or to itself, a value may lie outside of its range: float32 does that."""
+"""Largest excess of a value over its range, relative to 1 or to itself, by float32 rounding."""
 
 CONFIDENCE = 0.95
-"""What each limit holds with, as reports say it."""
+"""The confidence of each limit, as reports state it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """How sure one limit is: it fails with a probability of at most `error`.
+    """The confidence of one limit: it fails with a probability of at most `error`.
 
     `anytime` says that it fails at no look at growing data but with that probability; otherwise
     the number of units was fixed before the first of them was seen.
@@ -70,7 +70,7 @@ class Estimate:
     method: str
     exact: Fraction | None = None
     weight: Fraction = Fraction(1)
-    """What a mean was divided by: the number of its token values."""
+    """The divisor of a mean: the number of its token values."""
 
     @property
     def rational(self) -> Fraction:

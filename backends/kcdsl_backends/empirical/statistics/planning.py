@@ -1,4 +1,4 @@
-"""How many units a statement needs, before they are measured."""
+"""Numbers of units that a statement needs, before they are measured."""
 
 from __future__ import annotations
 

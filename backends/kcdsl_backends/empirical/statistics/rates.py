@@ -29,7 +29,7 @@ _METHODS = {False: "clopper-pearson", True: "e-process"}
 
 
 class _Rule(Protocol):
-    """What both kinds of limits offer; k, n and the rate are exact."""
+    """Interface of both kinds of limits; k, n and the rate are exact."""
 
     def lower_limit(self, k: int, n: int, error: Fraction) -> float: ...
     def upper_limit(self, k: int, n: int, error: Fraction) -> float: ...
