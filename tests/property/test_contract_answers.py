@@ -13,8 +13,9 @@ import pytest
 from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
 from kcdsl.ir import terms as ir
 from kcdsl.verdict.difference import ClauseDifference, Extent, Relation, Status
-from kcdsl_backends.smt import BACKEND, parts
+from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt import consistency as module
+from kcdsl_backends.smt import vacuity as parts
 from kcdsl_backends.smt.claims import Claim
 from kcdsl_backends.smt.findings import Findings, Implication
 from tests.support import small_worlds as small

@@ -31,11 +31,10 @@ from kcdsl.ir.axioms import (
 from kcdsl.ir.predicates import division, inclusion
 from kcdsl.ir.relations import Interval
 from kcdsl.ir.smtlib.assumptions import _assertion
-from kcdsl_backends.smt.assumptions import _Writer
+from kcdsl_backends.smt.axioms import LARGEST, SMALLEST, Quantity, Side, _Writer
 from kcdsl_backends.smt.claims import same_slice
-from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side
-from kcdsl_backends.smt.solving import real
-from kcdsl_backends.smt.translate import Translator
+from kcdsl_backends.smt.solver import real
+from kcdsl_backends.smt.translation import Translator
 from tests.support import small_worlds as small
 from tests.support.distributions import MeasuredWorlds
 from tests.support.semantics.evaluation import rows, windows

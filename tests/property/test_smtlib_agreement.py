@@ -22,9 +22,9 @@ from kcdsl.ir.smtlib.requests import slice_lines
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.smtlib.theory import Theory
 from kcdsl_backends.smt import BACKEND
-from kcdsl_backends.smt.quantities import LARGEST, SMALLEST
-from kcdsl_backends.smt.solving import real
-from kcdsl_backends.smt.translate import Translator
+from kcdsl_backends.smt.axioms import LARGEST, SMALLEST
+from kcdsl_backends.smt.solver import real
+from kcdsl_backends.smt.translation import Translator
 from tests.support import contracts as made
 from tests.support import small_worlds as small
 from tests.support.semantics.evaluation import Truth, answers, rows

@@ -8,7 +8,7 @@ from kcdsl.diagnostics import Diagnostic
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.difference import Difference
-from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
+from kcdsl.verdict.outcome import Implied, ImpliedBound, ProvedDrift
 
 __all__ = ["BACKEND", "Implied", "ImpliedBound", "ProvedDrift", "SmtBackend"]
 
@@ -40,7 +40,7 @@ class SmtBackend:
         report: Callable[[str, int, int], None] | None = None,
     ) -> Difference:
         """Return how one contract differs from another, clause by clause."""
-        from kcdsl_backends.smt.difference import difference
+        from kcdsl_backends.smt.difference.clauses import difference
 
         return difference(old, new, timeout_ms, total_ms, report)
 
@@ -48,7 +48,7 @@ class SmtBackend:
         self, program: Program, proved: Sequence[ProvedDrift], timeout_ms: int = 2000
     ) -> tuple[Implied, ...]:
         """Return the clauses that follow from the proved drifts by the bound chain."""
-        from kcdsl_backends.smt.derive import derive
+        from kcdsl_backends.smt.derivation import derive
 
         return derive(program, proved, timeout_ms)
 

@@ -18,15 +18,13 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.tables import expand_tables, table_of
 from kcdsl.ir.terms import Clause, Connective, Program
-from kcdsl_backends.smt.claims import Claim, claims_of, components, inclusion, lifted
-from kcdsl_backends.smt.consequences import covers
+from kcdsl_backends.smt.claims import Claim, claims_of, components, covers, inclusion, lifted
 from kcdsl_backends.smt.findings import Findings, Implication
-from kcdsl_backends.smt.levels import check_actions, check_levels
-from kcdsl_backends.smt.parts import check_parts, check_vacuous
-from kcdsl_backends.smt.redundancy import implied
-from kcdsl_backends.smt.scene import Scene, minimal
-from kcdsl_backends.smt.slices import check_regions, check_slices
-from kcdsl_backends.smt.solving import Clock, Outcome
+from kcdsl_backends.smt.implication import implied
+from kcdsl_backends.smt.session import Session, minimal
+from kcdsl_backends.smt.slices import check_actions, check_levels, check_regions, check_slices
+from kcdsl_backends.smt.solver import Clock, Outcome
+from kcdsl_backends.smt.vacuity import check_parts, check_vacuous
 
 Report = Callable[[str, int, int], None]
 """What long work calls: the name of a stage, how much of it is done, how much there is."""
@@ -100,33 +98,35 @@ class _Contract:
                 self.findings.redundant(clause, every, implications)
 
     def _group(self, unit: str, claims: Sequence[Claim]) -> None:
-        scene = Scene(self.program, claims, self.inside, self.clock, unit)
+        session = Session(self.program, claims, self.inside, self.clock, unit)
         own = [claim for claim in claims if not claim.lifted]
-        left = [claim for claim in own if self._is_open(scene, claim)]
-        consistent = self._contradictions(scene, left)
+        left = [claim for claim in own if self._is_open(session, claim)]
+        consistent = self._contradictions(session, left)
         for claim in consistent:
             self._parts(claim.clause)
         premises = [*consistent, *(claim for claim in claims if claim.lifted)]
-        if scene.together(premises)[0] is not Outcome.SAT:
+        if session.together(premises)[0] is not Outcome.SAT:
             # Budgets that add up to one or more let claims exclude each other; then a claim is
             # compared with one other at a time.
-            self._one_by_one(scene, consistent, premises)
+            self._one_by_one(session, consistent, premises)
             return
-        self._implied(scene, premises)
+        self._implied(session, premises)
 
-    def _implied(self, scene: Scene, claims: Sequence[Claim]) -> None:
-        found = implied(scene, claims, covers(self.program), lambda c: self._undecided([c]))
+    def _implied(self, session: Session, claims: Sequence[Claim]) -> None:
+        found = implied(session, claims, covers(self.program), lambda c: self._undecided([c]))
         for item in found:
             self.implied[item.claim.clause.id].append(item)
 
-    def _one_by_one(self, scene: Scene, claims: Sequence[Claim], premises: Sequence[Claim]) -> None:
+    def _one_by_one(
+        self, session: Session, claims: Sequence[Claim], premises: Sequence[Claim]
+    ) -> None:
         dropped: set[Claim] = set()
         for claim in reversed(claims):
             for premise in premises:
                 pair = [premise, claim]
-                if premise in dropped or scene.together(pair)[0] is not Outcome.SAT:
+                if premise in dropped or session.together(pair)[0] is not Outcome.SAT:
                     continue
-                found = implied(scene, pair, covers(self.program), lambda _: None)
+                found = implied(session, pair, covers(self.program), lambda _: None)
                 if any(item.claim == claim for item in found):
                     dropped.add(claim)
                     self.implied[claim.clause.id] += [i for i in found if i.claim == claim]
@@ -140,11 +140,11 @@ class _Contract:
         if any(isinstance(part, Connective) for part in walk(clause.require)):
             check_parts(self.program, clause, self.inside, self.clock, self.findings)
 
-    def _contradictions(self, scene: Scene, claims: Sequence[Claim]) -> list[Claim]:
+    def _contradictions(self, session: Session, claims: Sequence[Claim]) -> list[Claim]:
         """Report what cannot hold together; return what is left when one of each is set aside."""
         left = list(claims)
         while len(left) > 1:
-            outcome, named = scene.together(left)
+            outcome, named = session.together(left)
             match outcome:
                 case Outcome.SAT:
                     break
@@ -152,36 +152,36 @@ class _Contract:
                     self._undecided(left)
                     return []
                 case Outcome.UNSAT:
-                    core = minimal(scene, [claim for claim in left if claim.name in named])
-                    self._conflict(scene, core)
+                    core = minimal(session, [claim for claim in left if claim.name in named])
+                    self._conflict(session, core)
                     dropped = core[-1]
                     left.remove(dropped)
                     for other in left:
                         pair = [other, dropped]
-                        if other not in core and scene.together(pair)[0] is Outcome.UNSAT:
-                            self._conflict(scene, pair)
+                        if other not in core and session.together(pair)[0] is Outcome.UNSAT:
+                            self._conflict(session, pair)
         return left
 
-    def _conflict(self, scene: Scene, core: Sequence[Claim]) -> None:
+    def _conflict(self, session: Session, core: Sequence[Claim]) -> None:
         if sum((claim.rate for claim in core), Fraction(0)) < 1:
-            reasons = scene.because([claim.name for claim in core])
+            reasons = session.because([claim.name for claim in core])
             self.findings.add(CONTRADICTION, core, reasons)
 
-    def _is_open(self, scene: Scene, claim: Claim) -> bool:
+    def _is_open(self, session: Session, claim: Claim) -> bool:
         """Say whether the claim can hold and can fail; report it otherwise."""
-        match scene.together([claim])[0]:
+        match session.together([claim])[0]:
             case Outcome.UNSAT:
-                self.findings.add(NEVER_HOLDS, [claim], scene.because([claim.name]))
+                self.findings.add(NEVER_HOLDS, [claim], session.because([claim.name]))
                 return False
             case Outcome.UNKNOWN:
                 self._undecided([claim])
                 return False
             case Outcome.SAT:
                 pass
-        match scene.can_fail(claim):
+        match session.can_fail(claim):
             case Outcome.UNSAT:
                 if not self._is_vacuous(claim.clause):
-                    reasons = scene.because([f"not {claim.name}"])
+                    reasons = session.because([f"not {claim.name}"])
                     self.findings.add(ALWAYS_HOLDS, [claim], reasons)
                 return False
             case Outcome.UNKNOWN:

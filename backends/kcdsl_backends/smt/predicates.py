@@ -21,7 +21,7 @@ import z3
 
 from kcdsl.ir import predicates as selection
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Program, Slice
-from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver, compare, real
+from kcdsl_backends.smt.solver import Clock, Expression, Outcome, Solver, compare, real
 
 
 def emptiness(where: Predicate, timeout: int | Clock) -> Outcome:

@@ -1,29 +1,51 @@
-"""Slices: which can have no request, which nobody uses, which are equal, which overlap.
+"""Slices and levels: which slices have requests, and whether levels and actions fit each other.
 
-A request that lies in two slices is shown by its fields.
+Two clauses about one quantity on slices that share requests conflict where a request in both gets
+two answers: the same bound with different levels or actions, or a looser bound with the higher
+level. Left alone are the pairs that people mean: a higher level for a slice that lies inside the
+other, and a staircase of bounds on one and the same slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl.diagnostics import Label, Severity
 from kcdsl.diagnostics.codes import (
+    CONFLICTING_LEVELS,
     EMPTY_SLICE,
     EQUAL_SLICES,
+    INVERTED_ACTIONS,
     RADIUS_ZERO,
     SOLVER_UNDECIDED,
     UNUSED_SLICE,
 )
+from kcdsl.ir.canonical import normal_formula
+from kcdsl.ir.escalation import kind
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.predicates import Inside, Undecided, Value, find_case, is_empty
 from kcdsl.ir.printer import region_text
-from kcdsl.ir.terms import AllOf, Predicate, Program, Quantified, RegionKind, Slice
+from kcdsl.ir.terms import (
+    AllOf,
+    Budget,
+    Clause,
+    Compare,
+    Family,
+    Number,
+    Predicate,
+    Program,
+    Quantified,
+    RegionKind,
+    Slice,
+    Term,
+)
+from kcdsl_backends.smt.claims import LEVELS, action_of
 from kcdsl_backends.smt.findings import Findings
 from kcdsl_backends.smt.predicates import emptiness
-from kcdsl_backends.smt.solving import Clock, Outcome
+from kcdsl_backends.smt.solver import Clock, Outcome
 from kcdsl_certs.reals import real_text
 
 WHOLE_FIELDS = ("length",)
@@ -172,3 +194,170 @@ def _value(value: Value) -> str:
             import json
 
             return json.dumps(value, ensure_ascii=False)
+
+
+# --- levels and actions ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A clause that bounds one quantity by a number, on one slice."""
+
+    clause: Clause
+    slice: str
+    op: str
+    number: Number
+    action: str | None
+
+    @property
+    def rank(self) -> int:
+        return LEVELS.index(self.clause.level)
+
+    def looser(self, other: _Bound) -> bool:
+        """Say whether this bound allows more than another of the same direction."""
+        if self.op[0] == "<":
+            return self.number.value > other.number.value
+        return self.number.value < other.number.value
+
+
+def check_levels(program: Program, inside: Inside, clock: Clock, findings: Findings) -> None:
+    """Report bounds of one quantity whose levels conflict on requests that belong to both."""
+    known: dict[tuple[str, str], Overlap] = {}
+    declared = {s.name: s for s in program.slices}
+
+    def shared(a: str, b: str) -> Overlap:
+        if (a, b) not in known:
+            known[a, b] = overlap(program, declared[a], declared[b], clock)
+        return known[a, b]
+
+    reported: set[frozenset[str]] = set()
+    for group in _groups(program):
+        for a, b in _pairs(group):
+            ids = frozenset({a.clause.id, b.clause.id})
+            if ids in reported or a.slice not in declared or b.slice not in declared:
+                continue
+            words = _conflict(a, b, inside)
+            if words is None or not shared(a.slice, b.slice).overlaps:
+                continue
+            reported.add(ids)
+            first, second = (a, b) if a.clause.span <= b.clause.span else (b, a)
+            request = shared(a.slice, b.slice)
+            findings.add_plain(
+                CONFLICTING_LEVELS,
+                f"{first.clause.id} on {first.slice} and {second.clause.id} on {second.slice} "
+                f"give two answers for requests in both: {words}",
+                second.clause.span,
+                labels=(Label(first.clause.span, f"{first.clause.level}, {first.action}"),),
+                notes=() if request.request is None else (f"a request in both: {request}",),
+                help="let the slices exclude each other, or give both clauses one level and action",
+            )
+
+
+def _groups(program: Program) -> Iterator[list[_Bound]]:
+    """Yield the bounds on the same quantity, one for each slice, number, level and action."""
+    found: dict[tuple[Term, str, Budget | None], dict[object, _Bound]] = defaultdict(dict)
+    for clause in program.clauses:
+        formula = normal_formula(clause.require)
+        if not isinstance(formula, Compare) or not isinstance(formula.right, Number):
+            continue
+        if formula.op == "==":
+            continue
+        for name in clause.slices:
+            action = action_of(program, clause)
+            bound = _Bound(clause, name, formula.op, formula.right, action)
+            key = (formula.left, formula.op[0], clause.budget)
+            same = (name, formula.op, formula.right.value, clause.level, action)
+            found[key].setdefault(same, bound)
+    return (list(group.values()) for group in found.values() if len(group) > 1)
+
+
+def _pairs(group: list[_Bound]) -> Iterator[tuple[_Bound, _Bound]]:
+    by_slice: dict[str, list[_Bound]] = defaultdict(list)
+    for bound in group:
+        by_slice[bound.slice].append(bound)
+    names = list(by_slice)
+    for n, first in enumerate(names):
+        for second in names[n + 1 :]:
+            for a in by_slice[first]:
+                for b in by_slice[second]:
+                    if a.clause.id != b.clause.id:
+                        yield a, b
+
+
+def _conflict(a: _Bound, b: _Bound, inside: Inside) -> str | None:
+    """Return in words how two bounds conflict, provided that their slices overlap."""
+    a_in_b, b_in_a = inside(a.slice, b.slice), inside(b.slice, a.slice)
+    for looser, tighter in ((a, b), (b, a)):
+        if looser.looser(tighter) and looser.rank > tighter.rank:
+            if a_in_b and b_in_a:
+                return None
+            return (
+                f"the looser bound of {looser.clause.id} has the higher level, "
+                f"{looser.clause.level} against {tighter.clause.level}"
+            )
+    if (a.op, a.number.value) != (b.op, b.number.value):
+        return None
+    if a.rank == b.rank and a.action == b.action:
+        return None
+    special = (a, b) if a_in_b else (b, a)
+    if a_in_b != b_in_a and special[0].rank > special[1].rank:
+        return None
+    return (
+        f"the same bound means {a.clause.level}, {a.action} in {a.clause.id} and "
+        f"{b.clause.level}, {b.action} in {b.clause.id}"
+    )
+
+
+def check_actions(program: Program, findings: Findings) -> None:
+    """Report a clause whose action is milder than that of a clause of a lower level.
+
+    Only where one of the two states its own action, and the milder one is not already milder than
+    the policy, which has findings of its own.
+    """
+    by_family: dict[Family, list[Clause]] = defaultdict(list)
+    for clause in program.clauses:
+        by_family[clause.family].append(clause)
+    for clauses in by_family.values():
+        severest: dict[int, tuple[int, Clause]] = {}
+        for clause in clauses:
+            action, rank = action_of(program, clause), LEVELS.index(clause.level)
+            if action is not None and kind(action) > severest.get(rank, (-1, clause))[0]:
+                severest[rank] = kind(action), clause
+        for clause in clauses:
+            _check_action(program, clause, severest, findings)
+
+
+def _check_action(
+    program: Program,
+    clause: Clause,
+    severest: dict[int, tuple[int, Clause]],
+    findings: Findings,
+) -> None:
+    action, rank = action_of(program, clause), LEVELS.index(clause.level)
+    if action is None or _is_below_policy(program, clause):
+        return
+    lower = [severest[n] for n in range(rank) if n in severest]
+    other = max(lower, key=lambda found: found[0], default=None)
+    if other is None or other[0] <= kind(action):
+        return
+    below = other[1]
+    if clause.action is None and below.action is None:
+        return
+    findings.add_plain(
+        INVERTED_ACTIONS,
+        f"{clause.id} is {clause.level} and leads to {action}, milder than "
+        f"{action_of(program, below)} of {below.id}, which is {below.level}",
+        clause.span,
+        labels=(Label(below.span, f"{below.level}, {action_of(program, below)}"),),
+        help="give the higher level an action that is at least as severe",
+    )
+
+
+def _is_below_policy(program: Program, clause: Clause) -> bool:
+    if clause.action is None:
+        return False
+    try:
+        policy = program.escalation.action(clause.family, clause.level)
+    except KeyError:
+        return False
+    return kind(clause.action) < kind(policy)

@@ -134,7 +134,7 @@ def test_what_was_held_out_is_not_shown_for_the_sake_of_another(diff: Ask) -> No
 
 
 def test_no_time_is_undecided(diff: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kcdsl_backends.smt.solving import Clock
+    from kcdsl_backends.smt.solver import Clock
 
     monkeypatch.setattr(Clock, "allowance", lambda self: 0)
     ran = diff(KL, LOOSE)

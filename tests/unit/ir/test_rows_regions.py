@@ -15,7 +15,7 @@ from kcdsl.ir.canonical import digest, to_json
 from kcdsl.ir.load import from_json
 from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import Program, Quantified, Region, RegionKind
-from kcdsl_backends.smt.translate import region_inside
+from kcdsl_backends.smt.translation import region_inside
 
 HEAD = """kcdsl: 1
 contract: c

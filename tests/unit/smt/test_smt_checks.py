@@ -13,7 +13,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Program
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.claims import claims_of, components
-from kcdsl_backends.smt.solving import Clock, Outcome, Solver
+from kcdsl_backends.smt.solver import Clock, Outcome, Solver
 
 HEAD = """kcdsl: 1
 contract: c

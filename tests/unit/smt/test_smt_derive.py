@@ -28,8 +28,8 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl_backends.smt import BACKEND, ImpliedBound, ProvedDrift
-from kcdsl_backends.smt.solving import Outcome, Solver
-from kcdsl_backends.smt.text import number
+from kcdsl_backends.smt.axioms import number
+from kcdsl_backends.smt.solver import Outcome, Solver
 from kcdsl_certs.bound_chain import implied_bound, span_of_norm
 
 Build = Any

@@ -32,14 +32,14 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.metrics import find_metric
 from kcdsl.verdict.difference import Extent, Witness, WitnessValue
-from kcdsl_backends.smt.assignment import Assignment, keeps
+from kcdsl_backends.smt.axioms import Quantity
 from kcdsl_backends.smt.claims import Claim, quantified
-from kcdsl_backends.smt.pool import Refuted
-from kcdsl_backends.smt.quantities import Quantity
-from kcdsl_backends.smt.scene import Scene
+from kcdsl_backends.smt.difference.evaluation import Assignment, keeps
+from kcdsl_backends.smt.implication import Refuted
+from kcdsl_backends.smt.session import Session
 from kcdsl_backends.smt.slices import example, request_text
-from kcdsl_backends.smt.solving import Expression, Outcome, real
-from kcdsl_backends.smt.translate import Flag, NormKey
+from kcdsl_backends.smt.solver import Expression, Outcome, real
+from kcdsl_backends.smt.translation import Flag, NormKey
 from kcdsl_certs.reals import real_text
 
 
@@ -59,12 +59,12 @@ def witness_of(
 
     Of the premises, only what clauses named in `about` speak of is shown (None: all of them).
     """
-    scene, claim = refuted.scene, refuted.claim
+    session, claim = refuted.session, refuted.claim
     if refuted.share is not None:
         return _of_budget(program, refuted, refuted.share, sides)
-    goals = [scene.fails[claim.name], *(scene.holds[p.name] for p in refuted.premises)]
+    goals = [session.fails[claim.name], *(session.holds[p.name] for p in refuted.premises)]
     spoken = [p for p in refuted.premises if about is None or p.clause.id in about]
-    found = _values(scene, [claim, *spoken], goals)
+    found = _values(session, [claim, *spoken], goals)
     if found is None:
         return None
     assignment, shown = found
@@ -80,10 +80,10 @@ def witness_of(
 def _of_budget(program: Program, refuted: Refuted, share: Fraction, sides: Sides) -> Witness | None:
     """Return units that fail a claim and keep every premise that may not fail of as many; None
     where those that fail must differ from each other."""
-    scene, claim = refuted.scene, refuted.claim
+    session, claim = refuted.session, refuted.claim
     kept = [p for p in refuted.premises if p.rate < share]
-    goals = [scene.fails[claim.name], *(scene.holds[p.name] for p in kept)]
-    found = _values(scene, [claim, *kept], goals)
+    goals = [session.fails[claim.name], *(session.holds[p.name] for p in kept)]
+    found = _values(session, [claim, *kept], goals)
     if found is None:
         return None
     assignment, shown = found
@@ -174,27 +174,27 @@ class _Shown:
 
 
 def _values(
-    scene: Scene, claims: Sequence[Claim], goals: Sequence[Expression]
+    session: Session, claims: Sequence[Claim], goals: Sequence[Expression]
 ) -> tuple[Assignment, _Shown] | None:
     """Return readable values that satisfy goals and all facts."""
-    translator, fixed = scene.translator, list(goals)
-    outcome, model = scene.solver.model(*fixed)
+    translator, fixed = session.translator, list(goals)
+    outcome, model = session.solver.model(*fixed)
     if outcome is not Outcome.SAT or model is None:
         return None
-    shown = _shown(scene, claims)
+    shown = _shown(session, claims)
     numbers = sorted({n for claim in claims for n in _numbers(claim)})
     variables = [translator.quantities[q] for q in shown.quantities]
     for key in shown.norms:
         least, some, largest = translator.norms[key]
         level = (least == some, some == largest)  # one number where it can be
-        if scene.solver.model(*fixed, *level)[0] is Outcome.SAT:
+        if session.solver.model(*fixed, *level)[0] is Outcome.SAT:
             fixed += level
         variables += [largest, least, some]
     for variable in variables:
         own = _fraction(model, variable)
         for candidate in _candidates(numbers, own):
             pinned = variable == real(candidate, translator.context)
-            outcome, found = scene.solver.model(*fixed, pinned)
+            outcome, found = session.solver.model(*fixed, pinned)
             if outcome is Outcome.SAT and found is not None:
                 model = found
                 fixed.append(pinned)
@@ -240,8 +240,8 @@ def _numbers(claim: Claim) -> Iterator[Fraction]:
     return (t.value for t in terms_of(claim.clause.require) if isinstance(t, Number))
 
 
-def _shown(scene: Scene, claims: Sequence[Claim]) -> _Shown:
-    translator = scene.translator
+def _shown(session: Session, claims: Sequence[Claim]) -> _Shown:
+    translator = session.translator
     quantities: dict[Quantity, None] = {}
     for claim in claims:
         for term in terms_of(claim.clause.require):

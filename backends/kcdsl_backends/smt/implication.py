@@ -1,4 +1,7 @@
-"""Questions whether clauses imply clauses, asked in shared scenes.
+"""Which clauses follow from others, from which, and by what.
+
+The clauses that are reported can all be dropped at once: one that is found to follow is no longer
+used as a premise, and later clauses are tried first.
 
 A claim about a whole slice follows from claims about whole slices; one about single units from
 claims about the same units, and from what hard claims say of each unit. What is about each value by
@@ -8,12 +11,15 @@ bound of a percentile says of requests that a share of them may fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import combinations
 
+from kcdsl.ir.canonical import normal_formula
 from kcdsl.ir.formulas import subterms, walk
 from kcdsl.ir.predicates import Inside
+from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import (
     Budget,
     Clause,
@@ -31,10 +37,159 @@ from kcdsl_backends.smt.claims import (
     components,
     holds_of_parts,
     is_about_each,
+    quantified,
 )
-from kcdsl_backends.smt.redundancy import premises_of, reasons
-from kcdsl_backends.smt.scene import Scene
-from kcdsl_backends.smt.solving import Clock, Outcome
+from kcdsl_backends.smt.findings import Implication
+from kcdsl_backends.smt.session import Session, minimal
+from kcdsl_backends.smt.solver import Clock, Outcome
+from kcdsl_backends.smt.translation import region_inside
+
+# --- redundant clauses ----------------------------------------------------------------------------
+
+
+Covers = Callable[[Clause, Clause], bool]
+
+_MOST_TOGETHER = 6
+"""Out of how many premises with budgets every choice is tried."""
+
+
+def implied(
+    session: Session, claims: Sequence[Claim], covers: Covers, undecided: Callable[[Claim], None]
+) -> list[Implication]:
+    """Return the claims that others imply, in their order; all can be dropped together.
+
+    The claims must be able to hold at once, or everything would follow from them.
+    """
+    kept = list(claims)
+    followers: dict[Claim, list[Claim]] = {}
+    for claim in reversed(claims):
+        if claim.lifted:
+            continue
+        core = premises_of(session, claim, _usable(kept, claim, covers))
+        if core is None:
+            undecided(claim)
+        elif core:
+            kept.remove(claim)
+            followers[claim] = core
+    found: list[Implication] = []
+    for claim in claims:
+        core = followers.get(claim, [])
+        if any(premise in followers for premise in core):
+            core = premises_of(session, claim, _usable(kept, claim, covers)) or []
+        if core:
+            found.append(Implication(claim, tuple(core), reasons(session, claim, core)))
+    return found
+
+
+def _usable(claims: Sequence[Claim], claim: Claim, covers: Covers) -> list[Claim]:
+    return [premise for premise in claims if may_imply(premise, claim, covers)]
+
+
+def may_imply(premise: Claim, claim: Claim, covers: Covers) -> bool:
+    """Say whether a claim would make another superfluous if it implied it."""
+    return (
+        premise is not claim
+        and premise.rate <= claim.rate
+        and not (premise.lifted and premise.clause.id == claim.clause.id)
+        and covers(premise.clause, claim.clause)
+    )
+
+
+def premises_of(session: Session, claim: Claim, premises: Sequence[Claim]) -> list[Claim] | None:
+    """Return the fewest premises found that imply a claim; none if they do not, None if open.
+
+    A unit that fails the claim fails one of the premises, so their budgets together must not
+    exceed that of the claim.
+    """
+    if not premises:
+        return []
+    outcome, named = session.without(claim, premises)
+    if outcome is Outcome.UNKNOWN:
+        return None
+    if outcome is Outcome.SAT:
+        return []
+    core = minimal(session, [p for p in premises if p.name in named], claim)
+    if not core:
+        return []  # it holds by itself, which is reported elsewhere
+    if sum((p.rate for p in core), Fraction(0)) <= claim.rate:
+        return core
+    is_open = False
+    for chosen in _affordable(premises, claim.rate):
+        outcome, named = session.without(claim, chosen)
+        if outcome is Outcome.UNSAT:
+            return minimal(session, [p for p in chosen if p.name in named], claim)
+        is_open = is_open or outcome is Outcome.UNKNOWN
+    return None if is_open else []
+
+
+def _affordable(premises: Sequence[Claim], rate: Fraction) -> Iterator[list[Claim]]:
+    """Yield premises whose budgets together do not exceed a rate, no set inside another; of many
+    with budgets of their own, each alone."""
+    rated = [p for p in premises if 0 < p.rate <= rate]
+    sizes = range(len(rated), 0, -1) if len(rated) <= _MOST_TOGETHER else (1,)
+    found: list[frozenset[Claim]] = []
+    for size in sizes:
+        for chosen in combinations(rated, size):
+            members = frozenset(chosen)
+            if sum((p.rate for p in chosen), Fraction(0)) > rate or any(members < f for f in found):
+                continue
+            found.append(members)
+            yield [p for p in premises if p.rate == 0 or p in members]
+    if not rated:
+        yield [p for p in premises if p.rate == 0]
+
+
+def reasons(session: Session, claim: Claim, premises: Sequence[Claim]) -> tuple[str, ...]:
+    """Return by what premises imply a claim, in words."""
+    found = list(session.reasons(claim, premises))
+    found += _inclusions(session, claim, premises)
+    if any(p.lifted for p in premises):
+        whole, each = "a whole slice", "each of its requests"
+        one, other = (each, whole) if not claim.unit else (whole, each)
+        found.append(f"what holds of {one} in this form holds of {other}")
+    if not found:
+        found.append(_by_form(claim, premises))
+    return tuple(found)
+
+
+def _inclusions(session: Session, claim: Claim, premises: Sequence[Claim]) -> list[str]:
+    """Return which regions of the claim lie inside regions of its premises."""
+    found = []
+    for own in quantified(claim.clause):
+        for premise in premises:
+            for other in quantified(premise.clause):
+                a, b = own.region, other.region
+                if a != b and region_inside(a, b, session.translator.inside):
+                    found.append(f"{region_text(a)} lies inside {region_text(b)}")
+    return list(dict.fromkeys(found))
+
+
+def _by_form(claim: Claim, premises: Sequence[Claim]) -> str:
+    if len(premises) > 1:
+        return "together they leave no room for it"
+    first = normal_formula(premises[0].clause.require)
+    second = normal_formula(claim.clause.require)
+    if first == second:
+        same = claim.rate == premises[0].rate
+        return "the requirement is the same" if same else "the budget is smaller"
+    match _compared(first), _compared(second):
+        case Compare(op, left), Compare(op2, left2) if (op[0], left) == (op2[0], left2):
+            return "the same quantity has a tighter threshold"
+        case _:
+            return "of its form alone"
+
+
+def _compared(formula: object) -> Compare | None:
+    """Return the only comparison with a constant of a formula."""
+    if not isinstance(formula, Compare | Quantified):
+        return None
+    parts = [part for part in walk(formula) if isinstance(part, Compare)]
+    if len(parts) != 1 or not isinstance(parts[0].right, Number):
+        return None
+    return parts[0]
+
+
+# --- questions about two contracts ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +204,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """A claim that does not follow from premises; both are in the scene.
+    """A claim that does not follow from premises; both are in the session.
 
     `share`: it does unit by unit, but the premises with larger budgets let this share of the units
     fail; all that do may be alike (`share` is the least of those budgets), or differ.
     """
 
-    scene: Scene
+    session: Session
     claim: Claim
     premises: tuple[Claim, ...]
     share: Fraction | None = None
@@ -71,9 +226,9 @@ class Pool:
     inside: Inside
     clock: Clock
     asked: frozenset[tuple[str, str]]
-    """The clauses that questions are going to be about; groups without any get no scene."""
+    """The clauses that questions are going to be about; groups without any get no session."""
     claims: list[tuple[str, Claim]] = field(default_factory=list)
-    scenes: dict[Claim, Scene] = field(default_factory=dict)
+    sessions: dict[Claim, Session] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for side, stated in self.clauses:
@@ -87,8 +242,8 @@ class Pool:
             for part in components(group):
                 if asked.isdisjoint(part):
                     continue
-                scene = Scene(self.program, part, self.inside, self.clock, unit)
-                self.scenes.update(dict.fromkeys(part, scene))
+                session = Session(self.program, part, self.inside, self.clock, unit)
+                self.sessions.update(dict.fromkeys(part, session))
 
     def of(self, side: str, ids: Collection[str] | None = None) -> list[Claim]:
         """Return the claims of one side, of all its clauses or of some."""
@@ -139,7 +294,7 @@ class Pool:
                 for p in premises
                 if p.unit == form.unit
                 and p is not form
-                and self.scenes.get(p) is self.scenes[form]
+                and self.sessions.get(p) is self.sessions[form]
                 and may(p.clause, claim.clause)
             ]
             answer = self._ask(form, usable)
@@ -151,8 +306,8 @@ class Pool:
         return max(found, key=lambda answer: _told(answer, claim))
 
     def _ask(self, claim: Claim, premises: Sequence[Claim]) -> Answer:
-        scene = self.scenes[claim]
-        match scene.can_fail(claim):
+        session = self.sessions[claim]
+        match session.can_fail(claim):
             case Outcome.UNSAT:
                 return Answer(True, (), ("no kernel can violate it",))
             case Outcome.UNKNOWN:
@@ -160,21 +315,21 @@ class Pool:
             case Outcome.SAT:
                 pass
         allowed = [p for p in premises if p.rate <= claim.rate]
-        core = premises_of(scene, claim, allowed)
+        core = premises_of(session, claim, allowed)
         if core:
-            return Answer(True, tuple(core), reasons(scene, claim, core))
+            return Answer(True, tuple(core), reasons(session, claim, core))
         if core is None:
             return Answer(None)
         if not all(is_exact(c.clause.require) for c in (claim, *premises)):
             return Answer(None)
-        match scene.without(claim, premises)[0] if premises else Outcome.SAT:
+        match session.without(claim, premises)[0] if premises else Outcome.SAT:
             case Outcome.SAT:
-                return Answer(False, refuted=Refuted(scene, claim, tuple(premises)))
+                return Answer(False, refuted=Refuted(session, claim, tuple(premises)))
             case Outcome.UNSAT:
-                share = _failing(scene, claim, premises)
+                share = _failing(session, claim, premises)
                 if share is None:
                     return Answer(None)
-                return Answer(False, refuted=Refuted(scene, claim, tuple(premises), share))
+                return Answer(False, refuted=Refuted(session, claim, tuple(premises), share))
             case _:
                 return Answer(None)
 
@@ -185,19 +340,19 @@ def _told(answer: Answer, claim: Claim) -> tuple[bool, int]:
     return any(p.clause.id == claim.clause.id for p in premises), len(premises)
 
 
-def _failing(scene: Scene, claim: Claim, premises: Sequence[Claim]) -> Fraction | None:
+def _failing(session: Session, claim: Claim, premises: Sequence[Claim]) -> Fraction | None:
     """Return a share of units, more than a claim allows, that can fail it where premises, which
     imply it of each unit that keeps all of them, are kept within their budgets; None if unknown."""
-    if scene.together(premises)[0] is not Outcome.SAT:
+    if session.together(premises)[0] is not Outcome.SAT:
         return None  # the other units keep all
     large = [p.rate for p in premises if p.rate > claim.rate]
     small = [p for p in premises if p.rate <= claim.rate]
-    if large and scene.without(claim, small)[0] is Outcome.SAT:
+    if large and session.without(claim, small)[0] is Outcome.SAT:
         return min(large)
     alone = Fraction(0)
     for premise in premises:
         rest = [p for p in premises if p is not premise]
-        if premise.rate and scene.without(claim, rest)[0] is Outcome.SAT:
+        if premise.rate and session.without(claim, rest)[0] is Outcome.SAT:
             alone += premise.rate
     return min(alone, Fraction(1)) if alone > claim.rate else None
 

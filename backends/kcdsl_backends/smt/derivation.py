@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
 import z3
 
-from kcdsl.inequalities import DomainError
+from kcdsl import inequalities
+from kcdsl.inequalities import DomainError, round_up
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.obligations import Comparison
+from kcdsl.ir.printer import term_text
+from kcdsl.ir.relations import Interval, canonical, interval
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import (
     Abs,
@@ -23,6 +28,7 @@ from kcdsl.ir.terms import (
     Clause,
     Compare,
     Connective,
+    Constants,
     Formula,
     HasFields,
     Metric,
@@ -38,13 +44,135 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.model.registry import is_encoder
-from kcdsl_backends.smt.intervals import Interval, canonical, interval
-from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
+from kcdsl.verdict.outcome import Implied, ImpliedBound, ProvedDrift
+from kcdsl_backends.smt.axioms import number, outward
 from kcdsl_backends.smt.predicates import lies_inside
-from kcdsl_backends.smt.premises import Premises, premises
-from kcdsl_backends.smt.solving import Outcome, Solver
-from kcdsl_backends.smt.text import derivation, outward
-from kcdsl_backends.smt.translate import Translator
+from kcdsl_backends.smt.solver import Outcome, Solver
+from kcdsl_backends.smt.translation import Translator
+from kcdsl_certs.reals import real_text
+
+# --- bounds of each metric ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RowBounds:
+    """`span` bounds max dz - min dz, `s` the same of dz/T; `known` bounds the metrics."""
+
+    norm: str
+    norm_bound: float
+    span: float
+    s: float
+    temperature: Fraction
+    known: dict[str, Interval]
+
+
+FORMULAS = {
+    "tv": "TV <= tanh(s/4)",
+    "kl": "KL <= s/(e^s - 1) - 1 + ln((e^s - 1)/s)",
+    "jeffreys": "KL(p||q) + KL(q||p) <= s tanh(s/4)",
+    "chi2": "chi^2 <= sinh(s/2)^2",
+    "hellinger2": "Hellinger^2 <= 1 - sech(s/4)",
+    "js": "JS <= (s/4) tanh(s/4) - ln cosh(s/4)",
+    "log_ratio": "|ln w| <= s",
+    "abs_log_ratio": "|ln w| <= s",
+    "w_log_w": "|w ln w| <= s e^s",
+    "reward_delta": "|E_p R - E_q R| <= osc(R) tanh(s/4)",
+    "grad_bias": "||bias|| <= 2 A_max G tanh(s/4)",
+}
+"""The step of the chain for each metric of the distributions, for people."""
+
+_SIGNED = ("log_ratio", "w_log_w", "reward_delta")
+# norm of the proof -> metric of the logits -> factor
+_NORMS = {
+    "inf": {"logit_linf": 1.0},
+    "2": {"logit_l2": 1.0, "logit_l2_centered": 1.0, "logit_linf": 1.0},
+    "span": {},
+}
+
+
+def row_bounds(norm: str, bound: float, constants: Constants) -> RowBounds:
+    """Return every bound that follows from `norm(dz) <= bound` for one row.
+
+    Metrics whose constants the contract does not state are left out. Raises DomainError for
+    an unknown norm, a bound that is negative or not finite, and T <= 0.
+    """
+    width = inequalities.span_from_norm(norm, bound)
+    s = inequalities.span_from_norm("span", width, constants.temperature)
+    limits = {name: inequalities.bound(name, s) for name in inequalities.NAMES if name != "ess"}
+    limits["log_ratio"] = limits["abs_log_ratio"]
+    limits["logit_span"] = width
+    if constants.reward_range is not None and constants.reward_range >= 0:
+        limits["reward_delta"] = inequalities.reward(round_up(constants.reward_range), s)
+    advantage, score = constants.advantage_max, constants.score_norm_max
+    if advantage is not None and score is not None and advantage >= 0 and score >= 0:
+        limits["grad_bias"] = inequalities.gradient_bias(round_up(advantage), round_up(score), s)
+    for name, factor in _NORMS[norm].items():
+        limits[name] = factor * bound
+    known = {
+        name: Interval(Fraction(-limit if name in _SIGNED else 0), Fraction(limit))
+        for name, limit in limits.items()
+        if math.isfinite(limit)
+    }
+    return RowBounds(norm, bound, width, s, constants.temperature, known)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+_NORM_TEXT = {"inf": "norm_inf", "2": "norm_2", "span": "span"}
+_CONVERSIONS = {"inf": "2 norm_inf", "2": "sqrt(2) norm_2"}
+
+
+def derivation(
+    clause: Clause,
+    slice_name: str,
+    proof: ProvedDrift,
+    bounds: RowBounds,
+    used: Sequence[str],
+    shown: Sequence[ImpliedBound],
+) -> tuple[str, ...]:
+    """Return the steps from the proved drift to the clause."""
+    drift = f"{_NORM_TEXT[proof.norm]}(drift({proof.block}))"
+    steps = [f"{drift} <= {number(bounds.norm_bound)} ({proof.clause_id})"]
+    if slice_name != proof.slice:
+        steps.append(f"every row of slice {slice_name} is a row of slice {proof.slice}")
+    if proof.norm in _CONVERSIONS:
+        conversion = _CONVERSIONS[proof.norm]
+        steps.append(f"span(drift({proof.block})) <= {conversion} <= {number(bounds.span)}")
+    steps.append(f"s = span/T <= {number(bounds.s)} (T = {real_text(bounds.temperature)})")
+    for metric in used:
+        limit = bounds.known[metric].high
+        if limit is not None and metric in FORMULAS:
+            steps.append(f"{FORMULAS[metric]} <= {number(float(limit))}")
+    for found in shown:
+        upper = found.comparison.op in ("<=", "<")
+        limit = found.comparison.threshold
+        bound = number(found.bound, up=upper, within=limit)
+        end = _extreme(found.comparison.quantity, upper=upper)
+        middle = "<=" if upper else ">="
+        through = f"{middle} {end} " if end else ""
+        target = (
+            f" {found.comparison.op} {real_text(found.comparison.threshold)}"
+            if found.decides
+            else ""
+        )
+        steps.append(f"{found.quantity} {through}{middle} {bound}{target}")
+    if len(shown) != 1:
+        steps.append(f"hence {clause.text or clause.id}")
+    return tuple(steps)
+
+
+def _extreme(quantity: Term | NoFlip | HasFields, *, upper: bool) -> str | None:
+    """Return the extreme that a mean or quantile cannot pass: p99(tv) gives max(tv)."""
+    match quantity:
+        case Statistic("mean" | "rate" | "quantile", of):
+            return term_text(Statistic("max" if upper else "min", of))
+        case _:
+            return None
+
+
+# --- derivation -----------------------------------------------------------------------------------
+
 
 LOGITS_BLOCK = "model"
 _OF_EVERY_ROW = (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
@@ -81,7 +209,7 @@ def derive(
     return tuple(implied)
 
 
-def _usable(program: Program, proof: ProvedDrift) -> Premises | None:
+def _usable(program: Program, proof: ProvedDrift) -> RowBounds | None:
     """Return what the proof bounds, or None if the chain does not apply to it."""
     if proof.block != LOGITS_BLOCK or is_encoder(program.model.architecture):
         return None
@@ -95,7 +223,7 @@ def _usable(program: Program, proof: ProvedDrift) -> Premises | None:
     if temperature <= 0 or proof.temperature != temperature:
         return None
     try:
-        return premises(proof.norm, float(proof.bound), program.constants)
+        return row_bounds(proof.norm, float(proof.bound), program.constants)
     except DomainError:
         return None
 
@@ -110,7 +238,7 @@ def _covers(program: Program, proof: ProvedDrift, name: str, timeout_ms: int) ->
     return lies_inside(program, program.slice(name), program.slice(proof.slice), timeout_ms)
 
 
-def _follows(clause: Clause, name: str, bounds: Premises, timeout_ms: int) -> bool:
+def _follows(clause: Clause, name: str, bounds: RowBounds, timeout_ms: int) -> bool:
     """Ask z3 for a violation within the bounds; it must not exist, and must exist without them."""
     with_bounds = _violation(clause, name, bounds.known, timeout_ms)
     return (
@@ -197,7 +325,7 @@ def _intervals(formula: Formula, known: Mapping[str, Interval]) -> Iterator[Inte
 # --- the result ----------------------------------------------------------------------------------
 
 
-def _implied(clause: Clause, name: str, proof: ProvedDrift, bounds: Premises) -> Implied:
+def _implied(clause: Clause, name: str, proof: ProvedDrift, bounds: RowBounds) -> Implied:
     shown: list[ImpliedBound] = []
     for compare in comparisons(clause.require):
         found = _bound(compare, bounds.known)

@@ -30,6 +30,7 @@ import z3
 from kcdsl.ir.axioms import has_two_sides, undivided
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.predicates import Division, Inside
+from kcdsl.ir.relations import Interval, canonical
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -49,10 +50,8 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl_backends.smt.assumptions import Fact, assumptions
-from kcdsl_backends.smt.intervals import Interval, canonical
-from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side, Witness
-from kcdsl_backends.smt.solving import Expression, compare, real
+from kcdsl_backends.smt.axioms import LARGEST, SMALLEST, Fact, Quantity, Side, Witness, assumptions
+from kcdsl_backends.smt.solver import Expression, compare, real
 
 Environment = Mapping[str, Witness]
 NormKey = tuple[Witness, str, bool, str]

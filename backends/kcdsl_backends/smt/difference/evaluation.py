@@ -24,8 +24,8 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side, Witness
-from kcdsl_backends.smt.translate import Environment, Flag, NormKey, Translator, region_inside
+from kcdsl_backends.smt.axioms import LARGEST, SMALLEST, Quantity, Side, Witness
+from kcdsl_backends.smt.translation import Environment, Flag, NormKey, Translator, region_inside
 
 
 class Unknown(Exception):

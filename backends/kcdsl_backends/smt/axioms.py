@@ -1,17 +1,21 @@
-"""What z3 is told of the variables of a translation, each fact with its reason.
+"""The variables of a translation, and what z3 is told of them: each fact with its reason.
 
-What holds of measured quantities is `kcdsl.ir.axioms`; here the laws become expressions and words.
+What holds of measured quantities is `kcdsl.ir.axioms`; here they become expressions
+and words.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 import z3
 
+from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.axioms import (
     AtMost,
     Bent,
@@ -28,14 +32,91 @@ from kcdsl.ir.axioms import (
 )
 from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.relations import NORMS
-from kcdsl.ir.terms import Drift, Norm
-from kcdsl_backends.smt.quantities import Quantity, Witness
-from kcdsl_backends.smt.solving import Expression, real
-from kcdsl_backends.smt.text import number, outward
+from kcdsl.ir.terms import Drift, Norm, Region, Statistic, Term
+from kcdsl_backends.smt.solver import Expression, real
 from kcdsl_certs.reals import real_text
 
 if TYPE_CHECKING:
-    from kcdsl_backends.smt.translate import Translator
+    from kcdsl_backends.smt.translation import Translator
+
+
+_SHOWN_DIGITS = 4
+
+
+def outward(value: Fraction, *, up: bool) -> float:
+    """Return a float at or beyond an exact number, upwards or downwards."""
+    return round_up(value) if up else round_down(value)
+
+
+def number(value: float, *, up: bool = True, within: Fraction | None = None) -> str:
+    """Write a float with four digits rounded outward, or more where `within` would be passed."""
+    if not math.isfinite(value):
+        return str(value)
+    exact = Decimal(value)
+    for digits in (_SHOWN_DIGITS, 8, 17):
+        context = Context(prec=digits, rounding=ROUND_CEILING if up else ROUND_FLOOR)
+        shown = context.create_decimal(exact)
+        if within is None or (Fraction(shown) <= within if up else Fraction(shown) >= within):
+            return _plain(shown)
+    return _plain(exact)
+
+
+def _plain(value: Decimal) -> str:
+    """Write a decimal as people do: 0.0123, 3.1e-4, 250."""
+    value = value.normalize(Context(prec=1200))
+    if value == 0:
+        return "0"
+    if -3 <= value.adjusted() < 6:
+        return f"{value:f}"
+    digits = "".join(str(digit) for digit in value.as_tuple().digits)
+    mantissa = digits[0] + (f".{digits[1:]}" if len(digits) > 1 else "")
+    return f"{'-' if value < 0 else ''}{mantissa}e{value.adjusted()}"
+
+
+# --- variables ------------------------------------------------------------------------------------
+
+
+Side = Literal["largest", "smallest"]
+LARGEST: Final[Side] = "largest"
+SMALLEST: Final[Side] = "smallest"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A measured number on a slice; `kind` is that of a Statistic, or "value".
+
+    `side` says which token stands for its request, "" where only one can.
+    """
+
+    slice: str
+    kind: str
+    q: Fraction | None
+    of: Term
+    side: Side | Literal[""] = ""
+
+    @property
+    def term(self) -> Term:
+        """Return the term that is measured."""
+        return self.of if self.kind == "value" else Statistic(self.kind, self.of, self.q)
+
+    def __str__(self) -> str:
+        """Return the term as the language writes it, and where it is measured."""
+        return term_text(self.term) + (f" on {self.slice}" if self.slice else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """An unknown input: the instance of a region, or of one existential quantifier."""
+
+    region: Region
+    site: str = ""
+
+    def __str__(self) -> str:
+        """Return the input in words."""
+        return f"an input of {region_text(self.region)}"
+
+
+# --- axioms ---------------------------------------------------------------------------------------
 
 
 _DIGITS = 8

@@ -28,8 +28,8 @@ from kcdsl.ir.terms import (
     Quantified,
 )
 from kcdsl_backends.smt.findings import Findings
-from kcdsl_backends.smt.scene import translator_for
-from kcdsl_backends.smt.solving import Clock, Outcome, Solver
+from kcdsl_backends.smt.session import translator_for
+from kcdsl_backends.smt.solver import Clock, Outcome, Solver
 
 TRUE, FALSE = Connective("and", ()), Connective("or", ())
 

@@ -26,15 +26,19 @@ from kcdsl.verdict.difference import (
     from_implications,
     together,
 )
-from kcdsl_backends.smt.claims import Claim, inclusion, subjects
-from kcdsl_backends.smt.consequences import covers_between
+from kcdsl_backends.smt.claims import Claim, covers_between, inclusion, subjects
+from kcdsl_backends.smt.difference.contracts import (
+    Merged,
+    apart,
+    changes,
+    consequences,
+    stated,
+    unite,
+)
+from kcdsl_backends.smt.difference.models import Sides, witness_of
 from kcdsl_backends.smt.findings import listed
-from kcdsl_backends.smt.pool import Answer, Pool
-from kcdsl_backends.smt.respects import consequences, stated
-from kcdsl_backends.smt.solving import Clock, Outcome
-from kcdsl_backends.smt.surroundings import apart, changes
-from kcdsl_backends.smt.universe import Universe, unite
-from kcdsl_backends.smt.witnesses import Sides, witness_of
+from kcdsl_backends.smt.implication import Answer, Pool
+from kcdsl_backends.smt.solver import Clock, Outcome
 
 Report = Callable[[str, int, int], None]
 OLD, NEW = "old", "new"
@@ -80,7 +84,7 @@ class _Comparison:
 
     old: Program
     new: Program
-    universe: Universe
+    merged: Merged
     around: tuple[Change, ...]
     clock: Clock
     pool: Pool = field(init=False)
@@ -94,7 +98,7 @@ class _Comparison:
     """Old clauses that follow from the new contract although their namesake is not as strict."""
 
     def __post_init__(self) -> None:
-        self.before, self.after = _by_id(self.universe.old), _by_id(self.universe.new)
+        self.before, self.after = _by_id(self.merged.old), _by_id(self.merged.new)
         self.stated_old = {c.id: c for c in self.old.clauses}
         self.stated_new = {c.id: c for c in self.new.clauses}
         self.renamed = self._find_renamed()
@@ -102,9 +106,9 @@ class _Comparison:
         asked |= {(NEW, name) for name in self.after if not self._is_untouched(name)}
         asked -= {(NEW, name) for name in self.renamed}
         asked -= {(OLD, name) for name in self.renamed.values()}
-        sides = [(OLD, c) for c in self.universe.old] + [(NEW, c) for c in self.universe.new]
-        inside = inclusion(self.universe.program, self.clock)
-        self.pool = Pool(self.universe.program, sides, inside, self.clock, frozenset(asked))
+        sides = [(OLD, c) for c in self.merged.old] + [(NEW, c) for c in self.merged.new]
+        inside = inclusion(self.merged.program, self.clock)
+        self.pool = Pool(self.merged.program, sides, inside, self.clock, frozenset(asked))
 
     def clauses(self, report: Report) -> tuple[ClauseDifference, ...]:
         """Return every clause: those of the new contract in their order, then removed ones."""
@@ -190,19 +194,19 @@ class _Comparison:
             extent = Extent.UNIT if self._related(name) - asked else Extent.CONTRACT
             if name in asked or name not in self.after:
                 sides = Sides("NEW", "OLD", extent)
-                found = witness_of(self.universe.program, whole, sides, frozenset({name}))
+                found = witness_of(self.merged.program, whole, sides, frozenset({name}))
                 if found is not None:
                     return found
         if not alone.refuted.premises:
             return None
-        return witness_of(self.universe.program, alone.refuted, Sides("NEW", "OLD", Extent.CLAUSE))
+        return witness_of(self.merged.program, alone.refuted, Sides("NEW", "OLD", Extent.CLAUSE))
 
     def _related(self, name: str) -> set[str]:
         """Return the new clauses that speak of what an old one speaks of."""
         own = frozenset().union(*(subjects(clause) for clause in self.before[name]))
         return {
             clause.id
-            for clause in self.universe.new
+            for clause in self.merged.new
             if not self._is_waived([clause]) and own & subjects(clause)
         }
 
@@ -263,12 +267,12 @@ class _Comparison:
 
     def _agree(self, premises: Iterable[Claim]) -> bool:
         """Say whether premises can hold together; from others everything follows."""
-        by_scene: dict[int, list[Claim]] = {}
+        by_session: dict[int, list[Claim]] = {}
         for premise in premises:
-            by_scene.setdefault(id(self.pool.scenes[premise]), []).append(premise)
+            by_session.setdefault(id(self.pool.sessions[premise]), []).append(premise)
         return all(
-            self.pool.scenes[group[0]].together(group)[0] is Outcome.SAT
-            for group in by_scene.values()
+            self.pool.sessions[group[0]].together(group)[0] is Outcome.SAT
+            for group in by_session.values()
         )
 
     def _is_same(self, name: str) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kcdsl.ir.predicates import Inside
+from kcdsl.ir.relations import Interval
 from kcdsl.ir.terms import Program
-from kcdsl_backends.smt.assumptions import Fact
+from kcdsl_backends.smt.axioms import Fact
 from kcdsl_backends.smt.claims import Claim, division, same_slice
-from kcdsl_backends.smt.intervals import Interval
-from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver
-from kcdsl_backends.smt.translate import Translator
+from kcdsl_backends.smt.solver import Clock, Expression, Outcome, Solver
+from kcdsl_backends.smt.translation import Translator
 
 
 def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "") -> Translator:
@@ -28,7 +28,7 @@ def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "
 
 
 @dataclass(slots=True)
-class Scene:
+class Session:
     """Claims about one kind of unit, and the solver that holds them."""
 
     program: Program
@@ -106,12 +106,12 @@ class Scene:
         return self.explainer
 
 
-def minimal(scene: Scene, claims: Sequence[Claim], claim: Claim | None = None) -> list[Claim]:
+def minimal(session: Session, claims: Sequence[Claim], claim: Claim | None = None) -> list[Claim]:
     """Shrink an unsatisfiable set, or the premises of a claim, until every member is needed."""
     core = list(claims)
     for member in list(core):
         rest = [other for other in core if other is not member]
-        outcome = (scene.together(rest) if claim is None else scene.without(claim, rest))[0]
+        outcome = (session.together(rest) if claim is None else session.without(claim, rest))[0]
         if outcome is Outcome.UNSAT:
             core = rest
     return core

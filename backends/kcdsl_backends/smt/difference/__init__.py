@@ -1,0 +1,1 @@
+"""How one contract differs from another: clause by clause, by models, and in their context."""

@@ -1,0 +1,339 @@
+"""Two contracts as one program: their slices, their context, and the axes on which clauses differ.
+
+Slices that select the same requests of the same data get one name; of two others that share a name,
+each is marked `(old)` or `(new)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import assert_never
+
+from kcdsl.ir.canonical import normal_formula
+from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.printer import formula_text, predicate_text
+from kcdsl.ir.tables import expand_tables, table_of
+from kcdsl.ir.terms import (
+    AllOf,
+    Budget,
+    Clause,
+    Compare,
+    Connective,
+    Formula,
+    HasFields,
+    KernelRef,
+    Metric,
+    NoFlip,
+    Norm,
+    Not,
+    Program,
+    Quantified,
+    Slice,
+    ThresholdTable,
+)
+from kcdsl.metrics import find_metric
+from kcdsl.verdict.difference import Change, Relation, from_implications
+from kcdsl_backends.smt.claims import (
+    LEVELS,
+    action_of,
+    acts_as_severely,
+    evidence_rank,
+)
+from kcdsl_backends.smt.predicates import selects_within
+from kcdsl_backends.smt.solver import Clock
+from kcdsl_certs.reals import real_text
+
+# --- the merged program ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The slices of both contracts and what both agree on, as a program without clauses; and the
+    clauses of each, tables written out, about these slices."""
+
+    program: Program
+    old: tuple[Clause, ...]
+    new: tuple[Clause, ...]
+
+
+def unite(old: Program, new: Program, clock: Clock) -> Merged:
+    """Return the merged program of two programs.
+
+    The temperature and the user's metrics are part of it where both programs agree on them.
+    """
+    before, after = expand_tables(old), expand_tables(new)
+    named = dict.fromkeys(s.name for s in after.slices)
+    slices = {s.name: _placed(s, before) for s in before.slices}
+    first, second = {name: name for name in slices}, {}
+    for declared in after.slices:
+        other = _placed(declared, after)
+        same = next((s for s in _likely(slices, other) if _equal(old, s, other, clock)), None)
+        if same is not None:
+            second[other.name] = same.name
+        elif other.name in slices:
+            second[other.name] = f"{other.name} (new)"
+        else:
+            second[other.name] = other.name
+    taken = set(second.values())
+    first = {
+        name: f"{name} (old)" if name in named and name not in taken else name for name in first
+    }
+    second = {name: first.get(chosen, chosen) for name, chosen in second.items()}
+    united = {first[s.name]: replace(s, name=first[s.name]) for s in slices.values()}
+    for declared in after.slices:
+        chosen = second[declared.name]
+        united.setdefault(chosen, replace(_placed(declared, after), name=chosen))
+    same_temperature = old.constants.temperature == new.constants.temperature
+    program = replace(
+        before,
+        slices=tuple(united.values()),
+        clauses=(),
+        constants=old.constants
+        if same_temperature
+        else replace(old.constants, temperature=type(old.constants.temperature)(0)),
+        metrics=tuple(m for m in old.metrics if m in new.metrics)
+        + tuple(m for m in new.metrics if all(m.name != o.name for o in old.metrics))
+        + tuple(m for m in old.metrics if all(m.name != n.name for n in new.metrics)),
+    )
+    return Merged(
+        program,
+        tuple(_about(clause, first) for clause in before.clauses),
+        tuple(_about(clause, second) for clause in after.clauses),
+    )
+
+
+def _placed(declared: Slice, program: Program) -> Slice:
+    """Return a slice with its data, the default of its program written out."""
+    return replace(declared, data=declared.data or program.data)
+
+
+def _likely(slices: Mapping[str, Slice], other: Slice) -> list[Slice]:
+    """Return the slices that another may be equal to, the one of its name first."""
+    same = [slices[other.name]] if other.name in slices else []
+    return same + [s for s in slices.values() if s.name != other.name]
+
+
+def _equal(program: Program, a: Slice, b: Slice, clock: Clock) -> bool:
+    if (a.data, a.where) == (b.data, b.where):
+        return True
+    one, two = replace(a, name="a"), replace(b, name="b")
+    return selects_within(program, one, two, clock) and selects_within(program, two, one, clock)
+
+
+def _about(clause: Clause, names: Mapping[str, str]) -> Clause:
+    """Return a clause with its slices renamed, each once."""
+    return replace(
+        clause,
+        slices=tuple(dict.fromkeys(names[name] for name in clause.slices)),
+        require=_renamed(clause.require, names),
+    )
+
+
+def _renamed(formula: Formula, names: Mapping[str, str]) -> Formula:
+    match formula:
+        case Quantified(region=region, body=body):
+            inner = replace(region, slice=names[region.slice])
+            return replace(formula, region=inner, body=_renamed(body, names))
+        case Not(of=of):
+            return replace(formula, of=_renamed(of, names))
+        case Connective(parts=parts):
+            return replace(formula, parts=tuple(_renamed(part, names) for part in parts))
+        case Compare() | NoFlip() | HasFields():
+            return formula
+        case _:
+            assert_never(formula)
+
+
+# --- context --------------------------------------------------------------------------------------
+
+
+_WITHOUT_TEMPERATURE = ("logit_", "hidden_", "embedding_", "margin", "top1_", "top5_", "top10_")
+
+
+def changes(old: Program, new: Program) -> tuple[Change, ...]:
+    """Return what differs in models, kernels, constants and the user's metrics."""
+    return tuple(_changes(old, new))
+
+
+def _changes(old: Program, new: Program) -> Iterator[Change]:
+    for name in ("checkpoint", "architecture", "module", "config", "tokenizer"):
+        before, after = getattr(old.model, name), getattr(new.model, name)
+        if before != after:
+            yield _change(f"model {name}", before, after)
+    yield from _kernel("kernel train", old.train, new.train)
+    yield from _kernel("kernel infer", old.infer, new.infer)
+    yield from _kernel("route guard", old.guard, new.guard)
+    yield from _kernel("route fallback", old.fallback, new.fallback)
+    for name in ("guard_from", "fallback_from"):
+        before, after = getattr(old.escalation, name), getattr(new.escalation, name)
+        if before != after:
+            yield _change(f"health {name}", real_text(before), real_text(after))
+    for name in ("temperature", "reward_range", "advantage_max", "score_norm_max"):
+        before, after = getattr(old.constants, name), getattr(new.constants, name)
+        if before != after:
+            yield _change(
+                name,
+                None if before is None else real_text(before),
+                None if after is None else real_text(after),
+            )
+    known = {metric.name: metric for metric in old.metrics}
+    for metric in new.metrics:
+        before = known.get(metric.name)
+        if before is not None and before != metric:
+            fields = [
+                name
+                for name in metric.__dataclass_fields__
+                if getattr(metric, name) != getattr(before, name)
+            ]
+            yield Change(
+                f"metric {metric.name}",
+                ", ".join(f"{name} {getattr(before, name)}" for name in fields),
+                ", ".join(f"{name} {getattr(metric, name)}" for name in fields),
+                Relation.INCOMPARABLE,
+            )
+
+
+def _change(name: str, old: str | None, new: str | None) -> Change:
+    return Change(name, old or "none", new or "none", Relation.INCOMPARABLE)
+
+
+def _kernel(name: str, old: KernelRef | None, new: KernelRef | None) -> Iterator[Change]:
+    before, after = (
+        {} if kernel is None else {"run": kernel.run, **dict(_flat(kernel.numerics))}
+        for kernel in (old, new)
+    )
+    for key in dict.fromkeys((*before, *after)):
+        if before.get(key) != after.get(key):
+            yield _change(f"{name} {key}", before.get(key), after.get(key))
+
+
+def _flat(pairs: tuple[tuple[str, object], ...], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in pairs:
+        if isinstance(value, tuple):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def apart(clause: Clause, found: tuple[Change, ...]) -> tuple[str, ...]:
+    """Return the changes that make one clause speak of something else in the other contract.
+
+    Runs that the numerics admit depend on the numerics and the model; measured values on the
+    temperature and on how the user's metrics are defined.
+    """
+    names = [change.name for change in found]
+    touched: list[str] = []
+    admitted = any(isinstance(part, NoFlip) for part in walk(clause.require))
+    for term in terms_of(clause.require):
+        if isinstance(term, Norm) and not term.of.measured:
+            admitted = True
+        if isinstance(term, Metric):
+            touched += [name for name in names if name == f"metric {term.name}"]
+            if "temperature" in names and _has_temperature(term.name):
+                touched.append("temperature")
+    if admitted:
+        touched += [name for name in names if name.startswith(("model ", "kernel "))]
+    return tuple(dict.fromkeys(touched))
+
+
+def _has_temperature(name: str) -> bool:
+    definition = find_metric(name)
+    if definition is None:
+        return True
+    needs = {"logits", "sampled"} & set(definition.needs)
+    return bool(needs) and not definition.name.startswith(_WITHOUT_TEMPERATURE)
+
+
+# --- axes of comparison ---------------------------------------------------------------------------
+
+
+def consequences(before: Program, old: Clause, after: Program, new: Clause) -> tuple[Change, ...]:
+    """Return how level, action, evidence, holdout and family differ."""
+    return tuple(_consequences(before, old, after, new))
+
+
+def _consequences(before: Program, old: Clause, after: Program, new: Clause) -> Iterator[Change]:
+    if old.level is not new.level:
+        ranks = LEVELS.index(old.level), LEVELS.index(new.level)
+        yield Change("level", old.level.value, new.level.value, _ranked(*ranks))
+    first, second = action_of(before, old), action_of(after, new)
+    if first != second:
+        relation = from_implications(
+            acts_as_severely(second, first), acts_as_severely(first, second)
+        )
+        yield Change("action", first or "none", second or "none", relation)
+    if old.evidence is not new.evidence:
+        evidence = evidence_rank(old.evidence), evidence_rank(new.evidence)
+        names = [kind.value if kind else "any" for kind in (old.evidence, new.evidence)]
+        yield Change("evidence", names[0], names[1], _ranked(*evidence))
+    if old.holdout is not new.holdout:
+        shown = [str(clause.holdout).lower() for clause in (old, new)]
+        yield Change("holdout", shown[0], shown[1], _ranked(old.holdout, new.holdout))
+    if old.family is not new.family:
+        yield Change("family", old.family.value, new.family.value, Relation.EQUAL)
+
+
+def _ranked(old: int, new: int) -> Relation:
+    return Relation.STRICTER if new > old else Relation.WEAKER
+
+
+def stated(
+    before: Program, old: Clause, after: Program, new: Clause, demand: Relation
+) -> tuple[Change, ...]:
+    """Return how what is demanded differs. A single change has the relation of the demands."""
+    found = list(_stated(before, old, after, new))
+    relation = demand if len(found) == 1 else None
+    return tuple(Change(name, first, second, relation) for name, first, second in found)
+
+
+def _stated(
+    before: Program, old: Clause, after: Program, new: Clause
+) -> Iterator[tuple[str, str, str]]:
+    if normal_formula(old.require) != normal_formula(new.require):
+        yield "require", _text(old), _text(new)
+    if set(old.slices) != set(new.slices):
+        yield "slices", ", ".join(old.slices) or "none", ", ".join(new.slices) or "none"
+    if old.budget != new.budget:
+        yield "budget", _budget(old.budget), _budget(new.budget)
+    for name in sorted(_slices(old) & _slices(new)):
+        first, second = before.slice(name), after.slice(name)
+        if _requests(first, before) != _requests(second, after):
+            yield f"slice {name}", _requests(first, before), _requests(second, after)
+    tables = table_of(old), table_of(new)
+    if tables[0] is not None and tables[0] == tables[1]:
+        values = _table(before.table(tables[0])), _table(after.table(tables[0]))
+        if values[0] != values[1]:
+            yield f"table {tables[0]}", *values
+
+
+def _text(clause: Clause) -> str:
+    return " ".join((clause.text or formula_text(clause.require)).split())
+
+
+def _slices(clause: Clause) -> set[str]:
+    regions = {p.region.slice for p in walk(clause.require) if isinstance(p, Quantified)}
+    return regions | set(clause.slices)
+
+
+def _requests(declared: Slice, program: Program) -> str:
+    data = declared.data or program.data or "no data"
+    where = "every request" if declared.where == AllOf() else predicate_text(declared.where)
+    return f"{where} in {data}"
+
+
+def _budget(budget: Budget | None) -> str:
+    if budget is None:
+        return "none (hard)"
+    return f"{real_text(budget.rate * 100)}% of {budget.unit}"
+
+
+def _table(table: ThresholdTable) -> str:
+    rows = [f"{predicate_text(row.where)}: {_number(row.value)}" for row in table.rows]
+    rest = [] if table.otherwise is None else [f"otherwise: {_number(table.otherwise)}"]
+    return "; ".join([*rows, *rest])
+
+
+def _number(value: Fraction) -> str:
+    return real_text(value)
