@@ -36,13 +36,14 @@ from kcdsl.ir.terms import (
 _T = TypeVar("_T")
 
 MOST_ALTERNATIVES = 64
-_HOLDS: dict[str, Callable[[Fraction, Fraction], bool]] = {
+HOLDS: dict[str, Callable[[Fraction, Fraction], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
     ">=": operator.ge,
     ">": operator.gt,
     "==": operator.eq,
 }
+"""What each comparison says of two exact numbers."""
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
@@ -68,7 +69,7 @@ class Comparison:
 
     def admits(self, value: Fraction) -> bool:
         """Say whether a value of the quantity meets the threshold, exactly."""
-        return _HOLDS[self.op](value, self.threshold)
+        return HOLDS[self.op](value, self.threshold)
 
 
 Alternatives = tuple[tuple[Comparison, ...], ...]

@@ -13,6 +13,7 @@ import pytest
 import z3
 
 from kcdsl.ir import terms as ir
+from kcdsl.ir.algebra import LARGEST, SMALLEST, Side, axiom
 from kcdsl.ir.axioms import (
     AtMost,
     Bent,
@@ -30,10 +31,10 @@ from kcdsl.ir.axioms import (
 )
 from kcdsl.ir.predicates import division, inclusion
 from kcdsl.ir.relations import Interval
-from kcdsl.ir.smtlib.assumptions import _assertion
-from kcdsl_backends.smt.axioms import LARGEST, SMALLEST, Quantity, Side, _Writer
+from kcdsl.ir.smtlib.text import WRITTEN
+from kcdsl_backends.smt.axioms import Quantity
 from kcdsl_backends.smt.claims import same_slice
-from kcdsl_backends.smt.solver import real
+from kcdsl_backends.smt.solver import Z3Algebra, real
 from kcdsl_backends.smt.translation import Translator
 from tests.support import small_worlds as small
 from tests.support.distributions import MeasuredWorlds
@@ -250,8 +251,8 @@ def test_both_translations_state_the_laws() -> None:
     declared = "\n".join(f"(declare-const {symbol} Real)" for symbol in symbols)
     seen: Counter[tuple[str, bool]] = Counter()
     for law in (law for same in chosen.values() for law in same):
-        stated = _Writer(translator, found).expression(law)
-        script = f"{declared}\n(assert {_assertion(law, symbols)})"
+        stated = axiom(law, variables, Z3Algebra(translator.context))
+        script = f"{declared}\n(assert {axiom(law, symbols, WRITTEN)})"
         (written,) = z3.parse_smt2_string(script, ctx=translator.context)
         for _ in range(12):
             value = [Fraction(random.randint(-1, 4), 2) for _ in found]

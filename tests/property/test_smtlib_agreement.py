@@ -14,6 +14,7 @@ import z3
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir import terms as ir
+from kcdsl.ir.algebra import LARGEST, SMALLEST
 from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.predicates import implies, inclusion
 from kcdsl.ir.smtlib import consistency, implication, text
@@ -22,7 +23,6 @@ from kcdsl.ir.smtlib.requests import slice_lines
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.smtlib.theory import Theory
 from kcdsl_backends.smt import BACKEND
-from kcdsl_backends.smt.axioms import LARGEST, SMALLEST
 from kcdsl_backends.smt.solver import real
 from kcdsl_backends.smt.translation import Translator
 from tests.support import contracts as made

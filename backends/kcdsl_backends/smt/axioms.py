@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 import z3
 
 from kcdsl.inequalities import round_down, round_up
+from kcdsl.ir.algebra import Side, axiom
 from kcdsl.ir.axioms import (
     AtMost,
     Bent,
@@ -33,7 +34,7 @@ from kcdsl.ir.axioms import (
 from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.relations import NORMS
 from kcdsl.ir.terms import Drift, Norm, Region, Statistic, Term
-from kcdsl_backends.smt.solver import Expression, real
+from kcdsl_backends.smt.solver import Expression, Z3Algebra, real
 from kcdsl_certs.reals import real_text
 
 if TYPE_CHECKING:
@@ -74,11 +75,6 @@ def _plain(value: Decimal) -> str:
 
 
 # --- variables ------------------------------------------------------------------------------------
-
-
-Side = Literal["largest", "smallest"]
-LARGEST: Final[Side] = "largest"
-SMALLEST: Final[Side] = "smallest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,50 +138,19 @@ def assumptions(translator: Translator) -> Iterator[Fact]:
         translator.one_request,
     )
     compared = [translator.constants.get(quantity, set()) for quantity in quantities]
-    written = _Writer(translator, quantities)
+    written = _Writer(quantities)
+    variables = [translator.quantities[quantity] for quantity in quantities]
+    algebra = Z3Algebra(translator.context)
     for law in laws(quantities, [quantity.term for quantity in quantities], compared, setting):
-        yield Fact(written.expression(law), written.words(law))
+        yield Fact(axiom(law, variables, algebra), written.words(law))
     yield from _norms(translator)
 
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes laws about the quantities of a translator."""
+    """Writes laws about quantities in words."""
 
-    translator: Translator
     quantities: list[Quantity]
-
-    def expression(self, law: Law) -> Expression:
-        """Return a law as an expression."""
-        match law:
-            case Least(quantity, limit):
-                return self._of(quantity) >= self._real(limit)
-            case Most(quantity, limit):
-                return self._of(quantity) <= self._real(limit)
-            case AtMost(small, factor, large):
-                return self._of(small) <= self._real(factor) * self._of(large)
-            case Opposite(small, large):
-                return -self._of(small) <= self._of(large)
-            case Bent(large, bound, small, limit):
-                premise = self._of(large) <= self._real(bound)
-                return z3.Implies(premise, self._of(small) <= self._real(limit))
-            case Tied(mean, other, limit, low):
-                end, a, b = self._real(limit), self._of(mean), self._of(other)
-                return z3.Implies(a <= end, b <= end) if low else z3.Implies(a >= end, b >= end)
-            case Flat(mean, extreme, other):
-                same = self._of(mean) == self._of(extreme)
-                return z3.Implies(same, self._of(other) == self._of(extreme))
-            case Share(mean, quantile, q, low):
-                above = self._of(quantile) - self._real(low)
-                share = self._real(1 - q) * above < self._of(mean) - self._real(low)
-                return z3.Implies(above > 0, share)
-            case Between(whole, parts, above, below):
-                own, others = self._of(whole), [self._of(part) for part in parts]
-                ends = [z3.Or(*(own <= other for other in others))] * above
-                ends += [z3.Or(*(own >= other for other in others))] * below
-                return z3.And(*ends)
-            case _:
-                assert_never(law)
 
     def words(self, law: Law) -> str:
         """Return a law and its reason in words."""
@@ -221,12 +186,6 @@ class _Writer:
                 return f"{made_up}, so {term_text(own.term)} does not go beyond theirs"
             case _:
                 assert_never(law)
-
-    def _of(self, index: int) -> Expression:
-        return self.translator.quantities[self.quantities[index]]
-
-    def _real(self, value: Fraction) -> Expression:
-        return real(value, self.translator.context)
 
     def _text(self, index: int) -> str:
         return term_text(self.quantities[index].term)

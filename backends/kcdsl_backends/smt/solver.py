@@ -144,3 +144,45 @@ def compare(op: str, left: Expression, right: Expression) -> Expression:
             return left != right
         case _:
             raise ValueError(f"{op!r} is no comparison")
+
+
+@dataclass(frozen=True, slots=True)
+class Z3Algebra:
+    """Expressions of one z3 context (`kcdsl.ir.algebra.Algebra`)."""
+
+    context: z3.Context
+
+    def real(self, value: Fraction) -> Expression:
+        return real(value, self.context)
+
+    def arithmetic(self, op: str, left: Expression, right: Expression) -> Expression:
+        match op:
+            case "+":
+                return left + right
+            case "-":
+                return left - right
+            case "*":
+                return left * right
+            case _:
+                return left / right
+
+    def negative(self, of: Expression) -> Expression:
+        return -of
+
+    def compare(self, op: str, left: Expression, right: Expression) -> Expression:
+        return compare(op, left, right)
+
+    def choose(self, test: Expression, first: Expression, second: Expression) -> Expression:
+        return z3.If(test, first, second)
+
+    def every(self, parts: Sequence[Expression]) -> Expression:
+        return z3.And(*parts)
+
+    def some(self, parts: Sequence[Expression]) -> Expression:
+        return z3.Or(*parts)
+
+    def implies(self, premise: Expression, conclusion: Expression) -> Expression:
+        return z3.Implies(premise, conclusion)
+
+    def same(self, left: Expression, right: Expression) -> bool:
+        return bool(left.eq(right))

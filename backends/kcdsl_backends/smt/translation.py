@@ -20,13 +20,13 @@ a table that was not, nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import reduce
 
 import z3
 
+from kcdsl.ir.algebra import LARGEST, SMALLEST, Side, Terms, other
 from kcdsl.ir.axioms import has_two_sides, undivided
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.predicates import Division, Inside
@@ -50,8 +50,8 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
-from kcdsl_backends.smt.axioms import LARGEST, SMALLEST, Fact, Quantity, Side, Witness, assumptions
-from kcdsl_backends.smt.solver import Expression, compare, real
+from kcdsl_backends.smt.axioms import Fact, Quantity, Witness, assumptions
+from kcdsl_backends.smt.solver import Expression, Z3Algebra, compare, real
 
 Environment = Mapping[str, Witness]
 NormKey = tuple[Witness, str, bool, str]
@@ -238,13 +238,13 @@ class Translator:
             return self._true()
         side: Side = LARGEST if (op not in (">=", ">")) != turned else SMALLEST
         first = self._term(left, name, at, side)
-        second = self._term(right, name, at, _other(side))
+        second = self._term(right, name, at, other(side))
         self._note_constants(left, right, name, side)
         formula = compare(op, first, second)
         return formula if positive else z3.Not(formula)
 
     def _note_constants(self, left: Term, right: Term, name: str, side: Side) -> None:
-        for term, number, end in ((left, right, side), (right, left, _other(side))):
+        for term, number, end in ((left, right, side), (right, left, other(side))):
             if isinstance(number, Number) and isinstance(term, Metric | Statistic):
                 quantity = self.quantity(term, name, end)
                 self.constants.setdefault(quantity, set()).add(number.value)
@@ -260,50 +260,13 @@ class Translator:
     # --- terms ------------------------------------------------------------------------------
 
     def _term(self, term: Term, name: str, at: Environment, side: Side) -> Expression:
-        match term:
-            case Number(value):
-                return real(value, self.context)
-            case Metric() | Statistic():
-                return self._variable(self.quantity(term, name, side))
-            case Norm():
-                return self._norm(term, at)[1]
-            case TableValue():
-                raise ValueError("a table stands alone on one side of a comparison")
-            case Abs(of):
-                readings = self._readings(of, name, at)
-                size = _worst([z3.If(inner >= 0, inner, -inner) for inner in readings], side)
-                if side == SMALLEST and len(readings) > 1:
-                    one, two = readings
-                    apart = z3.Or(z3.And(one > 0, two > 0), z3.And(one < 0, two < 0))
-                    return z3.If(apart, size, real(Fraction(0), self.context))
-                return size
-            case Arith("+", left, right):
-                return self._term(left, name, at, side) + self._term(right, name, at, side)
-            case Arith("-", left, right):
-                return self._term(left, name, at, side) - self._term(right, name, at, _other(side))
-            case Arith("*" | "/" as op, left, right):
-                lefts = self._factor(left, right, name, at, side)
-                rights = self._factor(right, left if op == "*" else None, name, at, side)
-                if op == "/" and (not isinstance(right, Number) or right.value == 0):
-                    self._divisors += rights
-                found = [a * b if op == "*" else a / b for a in lefts for b in rights]
-                return _worst(found, side)
-            case Arith(op):
-                raise ValueError(f"{op!r} is no operation")
+        def measured(of: Metric | Statistic, end: Side) -> Expression:
+            return self._variable(self.quantity(of, name, end))
 
-    def _readings(self, term: Term, name: str, at: Environment) -> list[Expression]:
-        """Return a term by its largest and by its smallest tokens; one where both are the same."""
-        one, two = (self._term(term, name, at, side) for side in (LARGEST, SMALLEST))
-        return [one] if one.eq(two) else [one, two]
+        def norm(of: Norm) -> Expression:
+            return self._norm(of, at)[1]
 
-    def _factor(
-        self, term: Term, by: Term | None, name: str, at: Environment, side: Side
-    ) -> list[Expression]:
-        """Return the readings of a term that is multiplied or divided by another; the sign of a
-        number says which one makes the result large."""
-        if not isinstance(by, Number) or by.value == 0:
-            return self._readings(term, name, at)
-        return [self._term(term, name, at, side if by.value > 0 else _other(side))]
+        return Terms(Z3Algebra(self.context), measured, norm, self._divisors).value(term, side)
 
     def quantity(self, term: Metric | Statistic, name: str, side: Side) -> Quantity:
         """Return what a measured term on a slice is, on the given side where it has two."""
@@ -357,17 +320,6 @@ def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
     if inner.kind is RegionKind.POINTS:
         return True
     return inner.kind is outer.kind and inner.radius <= outer.radius
-
-
-def _worst(readings: Sequence[Expression], side: Side) -> Expression:
-    """Return the largest or the smallest of several readings of a term."""
-    if side == LARGEST:
-        return reduce(lambda a, b: z3.If(a >= b, a, b), readings)
-    return reduce(lambda a, b: z3.If(a <= b, a, b), readings)
-
-
-def _other(side: Side) -> Side:
-    return SMALLEST if side == LARGEST else LARGEST
 
 
 def _site(site: str, at: Environment) -> str:

@@ -10,26 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
-from typing import Any, assert_never
+from typing import Any
 
-from kcdsl.ir.axioms import (
-    AtMost,
-    Bent,
-    Between,
-    Flat,
-    Law,
-    Least,
-    Most,
-    Opposite,
-    Setting,
-    Share,
-    Tied,
-    laws,
-    undivided,
-)
+from kcdsl.ir.algebra import axiom, scaled
+from kcdsl.ir.axioms import Between, Law, Least, Most, Setting, laws, undivided
 from kcdsl.ir.predicates import Division
 from kcdsl.ir.relations import NORMS, Interval
-from kcdsl.ir.smtlib import text
+from kcdsl.ir.smtlib.text import WRITTEN
 from kcdsl.ir.smtlib.theory import Extreme, NormAt, Quantity, Theory
 
 Fact = tuple[str, str]
@@ -65,45 +52,10 @@ def assumptions(
         compared = [theory.bounds.get(quantity, set()) for quantity in group]
         symbols = [theory.constants[quantity] for quantity in group]
         for law in laws(group, [quantity.term for quantity in group], compared, setting):
-            yield _assertion(law, symbols), _reason(law, group)
+            yield axiom(law, symbols, WRITTEN), _reason(law, group)
     yield from _extremes(theory)
     yield from _at_inputs(theory)
     yield from _flags(theory)
-
-
-def _assertion(law: Law, symbols: list[str]) -> str:
-    """Return a law as an expression."""
-    match law:
-        case Least(quantity, limit):
-            return f"(<= {text.real(limit)} {symbols[quantity]})"
-        case Most(quantity, limit):
-            return f"(<= {symbols[quantity]} {text.real(limit)})"
-        case AtMost(small, factor, large):
-            return f"(<= {symbols[small]} {_scaled(factor, symbols[large])})"
-        case Opposite(small, large):
-            return f"(<= (- {symbols[small]}) {symbols[large]})"
-        case Bent(large, bound, small, limit):
-            premise = f"(<= {symbols[large]} {text.real(bound)})"
-            return f"(=> {premise} (<= {symbols[small]} {text.real(limit)}))"
-        case Tied(mean, other, limit, low):
-            op, end = "<=" if low else ">=", text.real(limit)
-            return f"(=> ({op} {symbols[mean]} {end}) ({op} {symbols[other]} {end}))"
-        case Flat(mean, extreme, other):
-            same = f"(= {symbols[mean]} {symbols[extreme]})"
-            return f"(=> {same} (= {symbols[other]} {symbols[extreme]}))"
-        case Share(mean, quantile, q, low):
-            end, high = text.real(low), symbols[quantile]
-            share = f"(* {text.real(1 - q)} (- {high} {end}))"
-            return f"(=> (< {end} {high}) (< {share} (- {symbols[mean]} {end})))"
-        case Between(whole, parts, above, below):
-            own, limits = symbols[whole], []
-            if above:
-                limits.append(text.disjunction(f"(<= {own} {symbols[part]})" for part in parts))
-            if below:
-                limits.append(text.disjunction(f"(<= {symbols[part]} {own})" for part in parts))
-            return text.conjunction(limits)
-        case _:
-            assert_never(law)
 
 
 def _reason(law: Law, group: list[Quantity]) -> str:
@@ -137,7 +89,7 @@ def _extremes(theory: Theory) -> Iterator[Fact]:
         for small, large in permutations(group, 2):
             factor = Fraction(1) if small.kind == large.kind else _norm_factor(small, large)
             if factor is not None and _meet(theory, small, large):
-                fact = f"(<= {found[small]} {_scaled(factor, found[large])})"
+                fact = f"(<= {found[small]} {scaled(factor, found[large], WRITTEN)})"
                 same = small.region == large.region
                 yield fact, "norms of the same drifts" if same else "a region inside another"
 
@@ -173,7 +125,7 @@ def _at_inputs(theory: Theory) -> Iterator[Fact]:
         for small, factor, large in NORMS:
             other = found.get(replace(norm, kind=large))
             if norm.kind == small and other is not None:
-                yield f"(<= {symbol} {_scaled(factor, other)})", "norms of the same drifts"
+                yield f"(<= {symbol} {scaled(factor, other, WRITTEN)})", "norms of the same drifts"
         for extreme, end in extremes.items():
             same = (extreme.unit, extreme.kind, extreme.block) == (
                 norm.at.unit,
@@ -196,7 +148,3 @@ def _flags(theory: Theory) -> Iterator[Fact]:
 
 def _is_flip(key: Any) -> bool:
     return isinstance(key, tuple) and key[0] == "no_flip"
-
-
-def _scaled(factor: Fraction, symbol: str) -> str:
-    return symbol if factor == 1 else f"(* {text.real(factor)} {symbol})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -104,3 +104,37 @@ def named(formula: str, symbol: str) -> str:
 def declare(symbol: str, sort: str) -> str:
     """Return the declaration of a constant."""
     return f"(declare-const {symbol} {sort})"
+
+
+class Written:
+    """Expressions as SMT-LIB text (`kcdsl.ir.algebra.Algebra`)."""
+
+    def real(self, value: Fraction) -> str:
+        return real(value)
+
+    def arithmetic(self, op: str, left: str, right: str) -> str:
+        return f"({op} {left} {right})"
+
+    def negative(self, of: str) -> str:
+        return f"(- {of})"
+
+    def compare(self, op: str, left: str, right: str) -> str:
+        return f"({'=' if op == '==' else op} {left} {right})"
+
+    def choose(self, test: str, first: str, second: str) -> str:
+        return f"(ite {test} {first} {second})"
+
+    def every(self, parts: Sequence[str]) -> str:
+        return conjunction(parts)
+
+    def some(self, parts: Sequence[str]) -> str:
+        return disjunction(parts)
+
+    def implies(self, premise: str, conclusion: str) -> str:
+        return f"(=> {premise} {conclusion})"
+
+    def same(self, left: str, right: str) -> bool:
+        return left == right
+
+
+WRITTEN = Written()

@@ -15,24 +15,21 @@ statement is not true; so `holds` demands of every divisor that it is not zero.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import reduce
 from typing import Literal, assert_never
 
 from kcdsl.ir import terms as ir
+from kcdsl.ir.algebra import Side, Terms, other
 from kcdsl.ir.axioms import has_two_sides
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.predicates import Inside
 from kcdsl.ir.printer import formula_text, region_text, term_text
 from kcdsl.ir.relations import canonical
 from kcdsl.ir.smtlib import text
-from kcdsl.ir.smtlib.text import Symbols
+from kcdsl.ir.smtlib.text import WRITTEN, Symbols
 from kcdsl.ir.store import Store, postorder
-
-Side = Literal["largest", "smallest"]
-SIDES: tuple[Side, Side] = ("largest", "smallest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +216,9 @@ class _Translation:
                     return self._unbound(formula, negated)
                 side: Side = "largest" if (op not in (">=", ">")) != negated else "smallest"
                 self._note(left, right, side)
-                return _compared(op, self.term(left, at, side), self.term(right, at, _other(side)))
+                return WRITTEN.compare(
+                    op, self.term(left, at, side), self.term(right, at, other(side))
+                )
             case ir.NoFlip():
                 return self._unbound(formula, negated)
             case ir.HasFields(fields):
@@ -239,52 +238,20 @@ class _Translation:
 
     def term(self, term: ir.Term, at: Environment, side: Side) -> str:
         """Return a term, measured on the given side where it has two."""
-        match term:
-            case ir.Number(value):
-                return text.real(value)
-            case ir.Metric() | ir.Statistic():
-                quantity = self._of(term, side)
-                words = term_text(term)
-                if quantity.side == "smallest":
-                    words += " by smallest tokens"
-                return self.theory.real(quantity, self._here(words))
-            case ir.Norm(kind, drift):
-                place = at[drift.variable]
-                name = f"{term_text(term)} for x = {_input(place)}"
-                return self.theory.real(NormAt(kind, drift.block, place), name)
-            case ir.Abs(of):
-                readings = self._readings(of, at)
-                sizes = [f"(ite (>= {inner} 0.0) {inner} (- {inner}))" for inner in readings]
-                if side == "smallest" and len(readings) > 1:
-                    one, two = readings
-                    above = f"(and (> {one} 0.0) (> {two} 0.0))"
-                    below = f"(and (< {one} 0.0) (< {two} 0.0))"
-                    return f"(ite (or {above} {below}) {_worst(sizes, side)} 0.0)"
-                return _worst(sizes, side)
-            case ir.Arith("+" | "-" as op, left, right):
-                other = _other(side) if op == "-" else side
-                return f"({op} {self.term(left, at, side)} {self.term(right, at, other)})"
-            case ir.Arith(op, left, right):
-                lefts = self._factor(left, right, at, side)
-                rights = self._factor(right, left if op == "*" else None, at, side)
-                if op == "/" and not (isinstance(right, ir.Number) and right.value):
-                    self.divisors.extend(rights)
-                return _worst([f"({op} {a} {b})" for a in lefts for b in rights], side)
-            case ir.TableValue(name):
-                raise ValueError(f"the table {name} was not written out")
-            case _:
-                assert_never(term)
 
-    def _readings(self, term: ir.Term, at: Environment) -> list[str]:
-        """Return a term by its largest and by its smallest tokens; one where both are the same."""
-        return list(dict.fromkeys(self.term(term, at, side) for side in SIDES))
+        def norm(of: ir.Norm) -> str:
+            place = at[of.of.variable]
+            name = f"{term_text(of)} for x = {_input(place)}"
+            return self.theory.real(NormAt(of.kind, of.of.block, place), name)
 
-    def _factor(self, term: ir.Term, by: ir.Term | None, at: Environment, side: Side) -> list[str]:
-        """Return the readings of a term that is multiplied or divided by another; the sign of a
-        number says which one makes the result large."""
-        if not isinstance(by, ir.Number) or not by.value:
-            return self._readings(term, at)
-        return [self.term(term, at, side if by.value > 0 else _other(side))]
+        return Terms(WRITTEN, self._measured, norm, self.divisors).value(term, side)
+
+    def _measured(self, term: ir.Metric | ir.Statistic, side: Side) -> str:
+        quantity = self._of(term, side)
+        words = term_text(term)
+        if quantity.side == "smallest":
+            words += " by smallest tokens"
+        return self.theory.real(quantity, self._here(words))
 
     def _of(self, term: ir.Metric | ir.Statistic, side: Side) -> Quantity:
         stored = self.theory.store.term(_plain(term))
@@ -294,7 +261,7 @@ class _Translation:
 
     def _note(self, left: ir.Term, right: ir.Term, side: Side) -> None:
         """Remember which numbers a measured term is compared with."""
-        for term, number, end in ((left, right, side), (right, left, _other(side))):
+        for term, number, end in ((left, right, side), (right, left, other(side))):
             if isinstance(term, ir.Metric | ir.Statistic) and isinstance(number, ir.Number):
                 self.theory.bounds.setdefault(self._of(term, end), set()).add(number.value)
 
@@ -338,7 +305,9 @@ class _Translation:
                     if op == "==":
                         return None
                 return text.conjunction(
-                    _compared(op, self._extreme(end, kind, drift, formula.region), text.real(value))
+                    WRITTEN.compare(
+                        op, self._extreme(end, kind, drift, formula.region), text.real(value)
+                    )
                     for end in ends.get(op, ["least", "largest"])
                 )
             case ir.NoFlip(block, variable, k) if every and variable == formula.variable:
@@ -364,23 +333,9 @@ def extreme_name(extreme: Extreme) -> str:
     return f"{extreme.end} {term_text(norm)} for x in {region_text(extreme.region)}{where}"
 
 
-def _worst(readings: Sequence[str], side: Side) -> str:
-    """Return the largest or the smallest of several readings of a term."""
-    order = ">=" if side == "largest" else "<="
-    return reduce(lambda a, b: f"(ite ({order} {a} {b}) {a} {b})", readings)
-
-
-def _other(side: Side) -> Side:
-    return "smallest" if side == "largest" else "largest"
-
-
 def _input(at: Input) -> str:
     row = f"row {at.number}" if at.number else "a row"
     return f"{row} of {region_text(at.region)}{', ' + at.unit if at.unit else ''}"
-
-
-def _compared(op: str, left: str, right: str) -> str:
-    return f"({'=' if op == '==' else op} {left} {right})"
 
 
 def _bound(term: ir.Term, at: Environment) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import assert_never
 
+from kcdsl.ir.algebra import LARGEST, SMALLEST, Side, Terms, other
+from kcdsl.ir.obligations import HOLDS
 from kcdsl.ir.terms import (
-    Abs,
-    Arith,
     Compare,
     Connective,
     Formula,
@@ -21,10 +21,9 @@ from kcdsl.ir.terms import (
     Number,
     Quantified,
     Statistic,
-    TableValue,
     Term,
 )
-from kcdsl_backends.smt.axioms import LARGEST, SMALLEST, Quantity, Side, Witness
+from kcdsl_backends.smt.axioms import Quantity, Witness
 from kcdsl_backends.smt.translation import Environment, Flag, NormKey, Translator, region_inside
 
 
@@ -102,10 +101,9 @@ class _Values:
         match left, right:
             case Norm(), Number(value):
                 least, _, largest = self._norm(left, at)
-                return _compared(op, least, value) and _compared(op, largest, value)
+                return HOLDS[op](least, value) and HOLDS[op](largest, value)
         side: Side = LARGEST if (op not in (">=", ">")) != turned else SMALLEST
-        other = SMALLEST if side == LARGEST else LARGEST
-        return _compared(op, self._term(left, at, side), self._term(right, at, other))
+        return HOLDS[op](self._term(left, at, side), self._term(right, at, other(side)))
 
     def _norm(self, norm: Norm, at: Environment) -> tuple[Fraction, Fraction, Fraction]:
         drift = norm.of
@@ -115,42 +113,57 @@ class _Values:
         return self.values.norms[key]
 
     def _term(self, term: Term, at: Environment, side: Side) -> Fraction:
-        match term:
-            case Number(value):
-                return value
-            case Metric() | Statistic():
-                quantity = self.values.translator.quantity(term, self.slice, side)
-                if quantity not in self.values.quantities:
-                    raise Unknown
-                return self.values.quantities[quantity]
-            case Abs(of):
-                return abs(self._term(of, at, side))
-            case Norm():
-                return self._norm(term, at)[1]
-            case Arith(op, left, right):
-                other: Side = SMALLEST if side == LARGEST else LARGEST
-                a = self._term(left, at, side)
-                b = self._term(right, at, other if op in "-/" else side)
-                if op == "/" and b == 0:
-                    raise Unknown
-                return a + b if op == "+" else a - b if op == "-" else a * b if op == "*" else a / b
-            case TableValue():
+        def measured(of: Metric | Statistic, end: Side) -> Fraction:
+            quantity = self.values.translator.quantity(of, self.slice, end)
+            if quantity not in self.values.quantities:
+                raise Unknown
+            return self.values.quantities[quantity]
+
+        def norm(of: Norm) -> Fraction:
+            return self._norm(of, at)[1]
+
+        return Terms(EXACT, measured, norm).value(term, side)
+
+
+class Exact:
+    """Exact numbers and truth values (`kcdsl.ir.algebra.Algebra`)."""
+
+    def real(self, value: Fraction) -> Fraction:
+        return value
+
+    def arithmetic(self, op: str, left: Fraction, right: Fraction) -> Fraction:
+        match op:
+            case "+":
+                return left + right
+            case "-":
+                return left - right
+            case "*":
+                return left * right
+            case _ if right == 0:
                 raise Unknown
             case _:
-                assert_never(term)
+                return left / right
+
+    def negative(self, of: Fraction) -> Fraction:
+        return -of
+
+    def compare(self, op: str, left: Fraction, right: Fraction) -> bool:
+        return HOLDS[op](left, right)
+
+    def choose(self, test: bool, first: Fraction, second: Fraction) -> Fraction:
+        return first if test else second
+
+    def every(self, parts: Sequence[bool]) -> bool:
+        return all(parts)
+
+    def some(self, parts: Sequence[bool]) -> bool:
+        return any(parts)
+
+    def implies(self, premise: bool, conclusion: bool) -> bool:
+        return conclusion or not premise
+
+    def same(self, left: Fraction, right: Fraction) -> bool:
+        return left == right
 
 
-def _compared(op: str, left: Fraction, right: Fraction) -> bool:
-    match op:
-        case "<=":
-            return left <= right
-        case "<":
-            return left < right
-        case ">=":
-            return left >= right
-        case ">":
-            return left > right
-        case "==":
-            return left == right
-        case _:
-            raise ValueError(f"{op!r} is no comparison")
+EXACT = Exact()
