@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from bench.metric_tables import ROOT, TABLES, fresh
+from bench.tables import DOCUMENTS, ROOT, fresh
 from kcdsl.metrics import METRICS
 from kcdsl.metrics.definition import ABSOLUTE_MEAN
 from kcdsl_backends.empirical.metrics.measures import function_of
 
 
-@pytest.mark.parametrize("document", TABLES)
-def test_the_table_is_that_of_the_definitions(document: str) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documents_list_what_the_definitions_have(document: str) -> None:
     text = (ROOT / document).read_text("utf-8")
-    assert text == fresh(document, text), "run python -m bench.metric_tables"
+    assert text == fresh(document, text), "run python -m bench.tables"
 
 
 def test_a_document_without_the_table_is_refused() -> None:

@@ -69,5 +69,5 @@ def test_what_is_declared_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     names, families = done.stdout.decode().splitlines()
-    assert names.split() == ["bert", "hf", "llama"]
-    assert set(families.split()) == {"bert", "llama", "mistral", "qwen2"}
+    assert {"bert", "hf", "llama"} <= set(names.split())
+    assert {"bert", "llama", "mistral", "qwen2"} <= set(families.split())

@@ -1,15 +1,20 @@
-"""The tables of metrics in docs/metrics.md and grammar/README.md, made from their definitions.
+"""What documents and the schema of contracts list, made from the definitions in the code.
 
-`python -m bench.metric_tables` writes both; a test says whether they are fresh.
+`python -m bench.tables` writes the tables of metrics, and the names of architectures and adapters;
+a test says whether they are fresh.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from fractions import Fraction
 from pathlib import Path
 
+from kcdsl.check.sections.kernels import ADAPTERS
 from kcdsl.metrics import ALIASES, LN_2_UP, METRICS, MetricDefinition
 from kcdsl.metrics.definition import ABSOLUTE_MEAN
+from kcdsl.model import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 _ORDER = ("mean", "rate", "max", "min", "quantile")
@@ -79,8 +84,40 @@ TABLES = {
 """For each document the header of its table, and the cells of a metric."""
 
 
+SCHEMA = "grammar/kcdsl_grammar/contract.schema.json"
+REFERENCE = "grammar/README.md"
+NAMES = {"architecture": registry.names(), "run": tuple(ADAPTERS)}
+"""Registered names by the field of a contract that takes them."""
+DOCUMENTS = (*TABLES, SCHEMA)
+
+
 def fresh(document: str, text: str) -> str:
-    """Return the text of a document with its table of metrics as the definitions have it."""
+    """Return the text of a document with what the definitions have.
+
+    Raises ValueError where the document has no place for it.
+    """
+    if document in TABLES:
+        text = _with_table(document, text)
+    if document == REFERENCE:
+        for field, names in NAMES.items():
+            listed = ", ".join(f"`{name}`" for name in names)
+            marks = rf"(<!-- {field} -->).*?(<!-- end -->)"
+            text = _replaced(document, marks, rf"\g<1>{listed}\g<2>", text)
+    if document == SCHEMA:
+        for field, names in NAMES.items():
+            pattern = rf'("{field}": \{{[^{{}}]*"enum": )\[[^\]]*\]'
+            text = _replaced(document, pattern, rf"\g<1>{json.dumps(names)}", text)
+    return text
+
+
+def _replaced(document: str, pattern: str, new: str, text: str) -> str:
+    found, count = re.subn(pattern, new, text)
+    if count != 1:
+        raise ValueError(f"{document} has {count} places for {pattern}")
+    return found
+
+
+def _with_table(document: str, text: str) -> str:
     header, cells = TABLES[document]
     before, found, rest = text.partition(header + "\n")
     if not found:
@@ -95,8 +132,8 @@ def fresh(document: str, text: str) -> str:
 
 
 def main() -> None:
-    """Write the tables."""
-    for document in TABLES:
+    """Write the documents."""
+    for document in DOCUMENTS:
         path = ROOT / document
         path.write_text(fresh(document, path.read_text("utf-8")), "utf-8")
 
