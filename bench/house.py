@@ -5,6 +5,7 @@ Each figure is of the tree as it lies here; beside it stands that of an earlier 
     make bench-house
     python -m bench.house --before v0.1 --list    # also name what is unused, and the cycles
     python -m bench.house --time                  # also run `make test` and say how long it takes
+    python -m bench.house --extend                # also try the additions of examples/extending
 
 Files and lines are of the folders kcdsl, grammar, backends and certs. A line of code has a token
 that is neither a comment nor of a docstring. A module without imports from the product stands on
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import math
 import subprocess
 import sys
 import tarfile
@@ -30,6 +32,7 @@ from pathlib import Path
 
 from bench.common import Better, Figure, report
 from bench.house_code import FOLDERS, PACKAGES, Code, Module, imports, read, unused
+from examples.extending.run import Extension, extensions, try_out
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE = "d557d31"
@@ -63,6 +66,7 @@ def main() -> int:
     parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="what to compare with")
     parser.add_argument("--list", action="store_true", help="name cycles and what is unused")
     parser.add_argument("--time", action="store_true", help="run `make test` and take its time")
+    parser.add_argument("--extend", action="store_true", help="try every addition on a copy")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         _extract(arguments.before, Path(folder))
@@ -71,6 +75,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(now.listed))
     found = figures(now, before, arguments.before)
+    found += [_addition(extension, arguments.extend) for extension in extensions()]
     return report("house", [*found, _first_tier()] if arguments.time else found)
 
 
@@ -99,6 +104,16 @@ def _extract(commit: str, folder: Path) -> None:
         raise SystemExit(f"commit {commit} cannot be read; name another one: --before COMMIT")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
+
+
+def _addition(extension: Extension, tried: bool) -> Figure:
+    """Return how many files an addition touches; not a number where its tests fail."""
+    wrong = try_out(extension) if tried else ""
+    said = wrong.partition("\n")[0] or ("its tests pass" if tried else "not tried: --extend")
+    tests = sum(file.startswith("tests/") for file in extension.files)
+    count = math.nan if wrong else len(extension.files)
+    name = f"files touched to add: {extension.name}"
+    return Figure(name, count, Better.LOWER, None, f"{tests} of them of tests; {said}")
 
 
 def _first_tier() -> Figure:
