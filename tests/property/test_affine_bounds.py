@@ -68,7 +68,7 @@ def test_the_price_is_that_of_the_linear_program(kind: str) -> None:
         alpha[2] = np.sign(alpha[2])
         if seed % 4 == 0:
             alpha[1, :, ::2] = 0.0
-        a, b = prover_remainder(low, high, total).curved().between(prover_adjoint(alpha))
+        a, b = prover_remainder(low, high, total).nonlinear().between(prover_adjoint(alpha))
         c, d = Remainder(low, high, total).curve.between(Adjoint(alpha, (0, 0)))
         for k in range(3):
             most = greatest(alpha[k, 0], low[0], high[0], float(total[0, 0]))
@@ -94,7 +94,7 @@ def test_norms_of_remainders_hold(kind: str) -> None:
         rng = np.random.default_rng(seed)
         low, high, total = remainders(rng, kind)
         alpha = rng.standard_normal((5, *low.shape)) * rng.choice([1e-3, 1, 1e3], low.shape)
-        one = prover_remainder(low, high, total).curved().together(prover_adjoint(alpha))
+        one = prover_remainder(low, high, total).nonlinear().together(prover_adjoint(alpha))
         two = Remainder(low, high, total).curve.together(Adjoint(alpha, (0, 0)))
         for _ in range(100):
             o = inside(rng, low, high, total)

@@ -101,9 +101,9 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
         values = torch.from_numpy(alpha)[None, :, None, :]
         window = ((0, HEADS), (row, row + 1), (0, WIDTH))
         a = ProverAdjoint(values, window, last.shape)
-        low, high = one_row.curved.between(a)
+        low, high = one_row.nonlinear.between(a)
         assert float(low) == -float(high)
-        found = dict(one_row.pull(a))
+        found = dict(one_row.vjp(a))
         of_p = found[run.computed[names.p]].values[0, :, 0]
         of_x = found.get(run.computed[names.x])
         still = torch.zeros_like(x.reach) if of_x is None else of_x.dense().values[0]

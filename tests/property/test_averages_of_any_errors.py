@@ -118,7 +118,7 @@ def prover(rng: np.random.Generator, groups: int, _: Path) -> Product:
     made_up = replace(values, own=torch.from_numpy(one.own), reach=torch.from_numpy(one.reach))
     found = row_of_values(run, p, made_up, v.reference, second_order=True)
     assert found is not None
-    curved, pull = found.curved, found.pull
+    curved, pull = found.nonlinear, found.vjp
 
     def claim(alpha: Array, row: int, where: Window) -> tuple[float, Array, Array]:
         some, columns = where

@@ -78,7 +78,7 @@ def prover(setting: Setting, _: Path) -> Iterator[Projection]:
     window = tuple((0, n) for n in SHAPE)
 
     def pull(alpha: Floats) -> Floats:
-        ((at, found),) = entry.pull(ProverAdjoint(torch.from_numpy(alpha), window, SHAPE))
+        ((at, found),) = entry.vjp(ProverAdjoint(torch.from_numpy(alpha), window, SHAPE))
         assert at == place - 1
         return np.asarray(found.dense().values.numpy())
 

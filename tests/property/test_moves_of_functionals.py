@@ -97,7 +97,7 @@ def test_functionals_go_where_numbers_came_from(name: str, tmp_path: Path) -> No
         values = rng.standard_normal((2, *(stop - start for start, stop in window)))
         adjoint = ProverAdjoint(torch.from_numpy(values), window, after)
         found = np.zeros(2)
-        for source, part in entries[index].pull(adjoint):
+        for source, part in entries[index].vjp(adjoint):
             found += part.against(entries[source].reference).numpy()
         _close(found, values, entries[index].reference.numpy(), window)
 

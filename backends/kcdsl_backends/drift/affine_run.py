@@ -126,7 +126,7 @@ def _input(
     if not stored and stored_format(run, node).precision < FORMATS["float32"].precision:
         round_result(run, node, result)
         return
-    entry = Entry(node.name, centre, reach, result.pull, None, zero)
+    entry = Entry(node.name, centre, reach, result.vjp, None, zero)
     run.computed[node.name] = run.plain = run.tape.add(entry)
 
 

@@ -134,18 +134,18 @@ def test_a_symbol_is_bounded_by_the_box_and_by_the_ellipsoid() -> None:
         (curve,) = one.curved
         low, high = curve.between(Adjoint(values, (0, 0)))
         functionals = Functionals(torch.tensor(values), ((0, 1), (0, n)), (1, n))
-        below, above = two.curved.between(functionals)
+        below, above = two.nonlinear.between(functionals)
         for least, most in ((low, high), (below.numpy(), above.numpy())):
             assert (most == -least).all()
             assert (most >= found).all()
             assert (most <= found * 1.01).all()
         together = float(np.linalg.norm(found))
-        for norm in (curve.together(Adjoint(values, (0, 0))), two.curved.together(functionals)):
+        for norm in (curve.together(Adjoint(values, (0, 0))), two.nonlinear.together(functionals)):
             assert norm <= together * 1.01
         longest = small * float(np.linalg.svd(values[:, 0])[1][0])
         if half == 1.0:
             assert curve.together(Adjoint(values, (0, 0))) >= longest
-            assert two.curved.together(functionals) >= longest
+            assert two.nonlinear.together(functionals) >= longest
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -191,5 +191,5 @@ def test_the_norm_of_functionals_counts_every_row() -> None:
     together = small * np.linalg.norm(values[0], axis=-1).sum()
     (curve,) = one.curved
     functionals = Functionals(torch.tensor(values), ((0, 2), (0, n)), (2, n))
-    for found in (curve.together(Adjoint(values, (0, 0))), two.curved.together(functionals)):
+    for found in (curve.together(Adjoint(values, (0, 0))), two.nonlinear.together(functionals)):
         assert together <= found <= together * 1.01

@@ -110,9 +110,9 @@ class Adjoint:
         return (self.values * part).abs().flatten(1)
 
 
-def meet(pending: dict[int, Adjoint], pulled: Iterable[tuple[int, Adjoint]]) -> None:
-    """Add functionals that a reverse pass pulled back to those that wait at entries already."""
-    for index, part in pulled:
+def meet(pending: dict[int, Adjoint], adjoints: Iterable[tuple[int, Adjoint]]) -> None:
+    """Add functionals of a reverse pass to those that wait at entries already."""
+    for index, part in adjoints:
         before = pending.get(index)
         pending[index] = part if before is None else before.plus(part)
 
@@ -128,7 +128,7 @@ def by_rows(adjoint: Adjoint) -> Iterator[tuple[tuple[int, ...], Adjoint]]:
 
 
 def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
-    """Pull functionals of x.permute(dims) back to x."""
+    """Return functionals of x.permute(dims) as functionals of x."""
     if list(dims) == list(range(len(dims))):
         return adjoint
     inverse = [dims.index(d) for d in range(len(dims))]
@@ -140,7 +140,8 @@ def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
 
 
 def summed(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-    """Pull functionals of x.expand(...) back to x of this shape: those of copies are added up."""
+    """Return functionals of x.expand(...) as functionals of x of this shape, those of copies
+    added up."""
     if adjoint.shape == shape:
         return adjoint
     added = len(adjoint.shape) - len(shape)
@@ -153,7 +154,8 @@ def summed(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
 
 
 def reshaped(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-    """Pull functionals of x.reshape(...) back to x of this shape, with windows where possible."""
+    """Return functionals of x.reshape(...) as functionals of x of this shape; windows stay where
+    they can."""
     if adjoint.shape == shape:
         return adjoint
     window: list[tuple[int, int]] = []

@@ -67,8 +67,8 @@ class _Gram:
         if entry.centre is not None:
             self.middle = self.middle + functional.against(entry.centre)
             self.loose += 2.0**-30 * functional.magnitude(entry.centre.abs())
-        if entry.curved is not None:
-            self.further += entry.curved.together(functional)
+        if entry.nonlinear is not None:
+            self.further += entry.nonlinear.together(functional)
         self.loose += ROUNDED * functional.magnitude(entry.widest)
 
     def merge(self, below: _Gram, factor: float) -> None:
@@ -135,15 +135,15 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: 
             continue
         gram.beside(functional, entry)
         gram.symbols(functional, entry)
-        pulled = entry.pull(functional)
+        adjoints = entry.vjp(functional)
         if entry.amplified is not None:
-            if not pending and len(pulled) == 1 and functional.single_row:
+            if not pending and len(adjoints) == 1 and functional.single_row:
                 factor = float(entry.amplified.factor.expand(entry.shape)[functional.first])
-                below = _surrounded(tape, dict(pulled), values, floor).ellipsoid()
+                below = _surrounded(tape, dict(adjoints), values, floor).ellipsoid()
                 gram.parts.append(below * (1 + factor) ** 2 * (1 + 2.0**-40))
                 break
             gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
-        meet(pending, pulled)
+        meet(pending, adjoints)
     return gram
 
 
@@ -156,13 +156,13 @@ def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
             gram.add(functional, tape.radius)
             break
         entry = tape.entries[index]
-        pulled = entry.pull(functional)
+        adjoints = entry.vjp(functional)
         gram.beside(functional, entry)
-        alone = not pending and len(pulled) == 1
-        if alone and pulled[0][1].values[0].numel() < values.shape[0]:
+        alone = not pending and len(adjoints) == 1
+        if alone and adjoints[0][1].values[0].numel() < values.shape[0]:
             if entry.radius is not None:
                 gram.loose += functional.magnitude(entry.radius) * SAFE
-            source, part = pulled[0]
+            source, part = adjoints[0]
             inexact = FACTORED * part.magnitude(tape.entries[source].reach).norm()
             gram.further += (gram_norm(tape, source, _compressed(part)) + float(inexact)) * SAFE
             if entry.amplified is not None:
@@ -172,10 +172,10 @@ def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
         if entry.amplified is not None:
             if alone and functional.single_row:
                 factor = entry.amplified.factor.expand(entry.shape)[functional.first]
-                gram.merge(_pass(tape, dict(pulled), values), float(factor))
+                gram.merge(_pass(tape, dict(adjoints), values), float(factor))
                 break
             gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
-        meet(pending, pulled)
+        meet(pending, adjoints)
     return gram
 
 

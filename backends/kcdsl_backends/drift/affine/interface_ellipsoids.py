@@ -71,6 +71,6 @@ def drift_entry(
         return total * SAFE
 
     zero = torch.zeros_like(own)
-    curved = Nonlinear(between, together)
-    entry = Entry("drift", zero, own, lambda a: [], curved=curved, ellipsoids=found)
+    nonlinear = Nonlinear(between, together)
+    entry = Entry("drift", zero, own, lambda a: [], nonlinear=nonlinear, ellipsoids=found)
     return run.tape.add(entry)

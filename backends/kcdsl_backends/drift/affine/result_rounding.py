@@ -45,18 +45,18 @@ class Result:
     """A result before it is stored: v = reference + L e + o + ε.
 
     `linear` is the reach of L e; `internal` bounds what stands in o (remainders, roundings inside,
-    float64 errors); `extra` is the reach of what stands in `centre`, `curved` and `amplified`.
+    float64 errors); `extra` is the reach of what stands in `centre`, `nonlinear` and `amplified`.
     `cases` hold v; `roundings` take `internal` apart, as does `shared` between both kernels.
     `early` was a free cast before the last operation, its error not counted in `internal`.
     `again` is what readings of the operands add that are not those of the entries.
     """
 
     reference: Tensor
-    pull: VJP
+    vjp: VJP
     linear: Tensor
     internal: Tensor
     centre: Tensor | None = None
-    curved: Nonlinear | None = None
+    nonlinear: Nonlinear | None = None
     amplified: Amplified | None = None
     extra: Tensor | None = None
     cases: Cases | None = None
@@ -209,10 +209,10 @@ def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Ent
         node.name,
         result.reference,
         reach * SAFE,
-        result.pull,
+        result.vjp,
         result.centre,
         internal * SAFE,
-        result.curved,
+        result.nonlinear,
         result.amplified,
         roundings=parts,
         one_row=result.one_row,
@@ -251,7 +251,7 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
     cap = share * entry.reach * SAFE
     radius = result.internal + early.of_known * (1 + cast) + cast * result.reference.abs()
     rest = Remainder(-cap, cap, share * total * SAFE)
-    return SplitError((radius + run.rounding.faint(form)) * SAFE, rest.curved())
+    return SplitError((radius + run.rounding.faint(form)) * SAFE, rest.nonlinear())
 
 
 def _tightened(run: KernelRun, entry: Entry) -> Entry:
@@ -292,7 +292,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
     gap = up((high - low) / 2, 2) * (high > low)
     keep = (~stairs).to(half.dtype)
     assert entry.radius is not None
-    pull, curved, amplified = entry.pull, entry.curved, entry.amplified
+    vjp, nonlinear, amplified = entry.vjp, entry.nonlinear, entry.amplified
     reference = torch.where(stairs, low / 2 + high / 2, reference)
     radius, parts = (entry.radius + cast) * SAFE, entry.roundings
     parts = None if parts is None else replace(parts, sure=(parts.sure + cast) * SAFE)
@@ -301,7 +301,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
         shared = Shared(shared.size, torch.where(stairs, gap * SAFE, shared.rest), keep)
 
     def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
-        return pull(adjoint.times(keep))
+        return vjp(adjoint.times(keep))
 
     return Entry(
         entry.name,
@@ -310,7 +310,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
         kept,
         None if entry.centre is None else entry.centre * keep,
         torch.where(stairs, gap * SAFE, radius),
-        None if curved is None else curved.where(keep),
+        None if nonlinear is None else nonlinear.where(keep),
         None if amplified is None else Amplified(amplified.factor, amplified.loose * keep),
         kept=not bool(stairs.any()),
         ends=ends,

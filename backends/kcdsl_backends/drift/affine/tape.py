@@ -23,9 +23,9 @@ from kcdsl_backends.drift.affine.eigenvalues import Ellipsoids, largest_eigenval
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.boxes.box import SAFE, gamma
 
-Pulled = Sequence[tuple[int, Adjoint]]
+Adjoints = Sequence[tuple[int, Adjoint]]
 """Functionals of the errors of operands."""
-VJP = Callable[[Adjoint], Pulled]
+VJP = Callable[[Adjoint], Adjoints]
 """Lᵀ: the functionals of the operands' errors that a functional of the result's error is."""
 PASS = 8
 """Roundings of a reverse pass at an entry beside the products of its map: sums of adjoints."""
@@ -64,18 +64,18 @@ class Nonlinear:
 class SingleRow:
     """Another way to take functionals of one row of a product.
 
-    `curved` and `pull` stand for those of the entry; what an operand adds of its own is part of
-    `curved`, and `pull` leaves it out. `nearer` says that bounds are less for it, not sooner only.
+    `nonlinear` and `vjp` replace those of the entry. What an operand adds of its own is part of
+    `nonlinear`; `vjp` leaves it out. `nearer`: bounds are smaller for it, not only sooner found.
     """
 
-    curved: Nonlinear
-    pull: VJP
+    nonlinear: Nonlinear
+    vjp: VJP
     nearer: bool = False
 
     def where(self, keep: Tensor) -> SingleRow:
         """Return the same of keep∘e."""
-        pull = self.pull
-        return SingleRow(self.curved.where(keep), lambda a: pull(a.times(keep)), self.nearer)
+        vjp = self.vjp
+        return SingleRow(self.nonlinear.where(keep), lambda a: vjp(a.times(keep)), self.nearer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Amplified:
 
 @dataclass(frozen=True, slots=True)
 class SplitError:
-    """What o is beside its centre and its curved part: a smaller `radius` than that of the entry,
-    and a `rest` whose sum over each row is known. The radius of the entry bounds both together."""
+    """What o is beside its centre and its nonlinear part: a `radius` smaller than the entry's, and a
+    `rest` whose sum over each row is known. The radius of the entry bounds both together."""
 
     radius: Tensor
     rest: Nonlinear
@@ -136,10 +136,10 @@ class Entry:
     name: str
     reference: Tensor
     reach: Tensor
-    pull: VJP
+    vjp: VJP
     centre: Tensor | None = None
     radius: Tensor | None = None
-    curved: Nonlinear | None = None
+    nonlinear: Nonlinear | None = None
     amplified: Amplified | None = None
     kept: bool = True
     carried: Tensor | None = None
@@ -310,17 +310,17 @@ class Tape:
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
             elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
-            curved, pull = entry.curved, entry.pull
+            nonlinear, vjp = entry.nonlinear, entry.vjp
             other = None if self.chance is not None or shared else entry.one_row
             if other is not None and functional.one_row:
-                curved, pull = other.curved, other.pull
-            if curved is not None:
-                low, high = curved.between(functional)
+                nonlinear, vjp = other.nonlinear, other.vjp
+            if nonlinear is not None:
+                low, high = nonlinear.between(functional)
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
-            pulled = pull(functional)
+            adjoints = vjp(functional)
             if entry.amplified is not None:
-                if not pending and functional.single_row and len(pulled) == 1:
-                    rest = self._bound(dict(pulled), count, floor, shared=shared)
+                if not pending and functional.single_row and len(adjoints) == 1:
+                    rest = self._bound(dict(adjoints), count, floor, shared=shared)
                     factor = entry.amplified.factor.expand(entry.shape)[functional.first]
                     spread = spread + factor * rest.magnitude(self.radius)
                     own = self._range(middle, spread, terms, None, parts, common)
@@ -329,7 +329,7 @@ class Tape:
                     common.update(rest.shared)
                     return Range(low, high, rest.region, together, self.chance, common)
                 spread = spread + functional.magnitude(entry.amplified.loose)
-            for source, part in pulled:
+            for source, part in adjoints:
                 if source in pending:  # the sum is rounded
                     part = pending[source].plus(part)
                     spread = spread + 2.0**-52 * part.magnitude(self.entries[source].reach)
@@ -373,7 +373,7 @@ class Remainder:
     high: Tensor
     total: Tensor
 
-    def curved(self) -> Nonlinear:
+    def nonlinear(self) -> Nonlinear:
         """Return what it adds to functionals."""
         return Nonlinear(self._between, self._norm)
 

@@ -75,7 +75,7 @@ class LinearOperand:
 class LinearPart:
     """What an operation adds to its linear part in one unknown: |rest - centre| <= radius + loose.
 
-    `loose` bounds, element by element, what a curved bound takes the place of.
+    `loose` bounds, element by element, what a nonlinear bound takes the place of.
     """
 
     centre: Tensor
@@ -186,7 +186,7 @@ class LinearRun:
         return self.tape.add(
             replace(
                 entry,
-                pull=lambda f: [(index, f)],
+                vjp=lambda f: [(index, f)],
                 noise=Noise(deviation.contiguous(), drift.contiguous()),
                 planes=None,
             )
@@ -201,10 +201,10 @@ class LinearRun:
         self,
         node: Node,
         reference: Tensor,
-        pull: LinearVJP,
+        vjp: LinearVJP,
         deviation: LinearPart,
         drift: LinearPart,
-        curved: Callable[[Functional], Tensor] | None = None,
+        nonlinear: Callable[[Functional], Tensor] | None = None,
     ) -> bool:
         """Append a computed node: its linear part, what the operation adds, and its rounding.
 
@@ -223,24 +223,24 @@ class LinearRun:
         whole = kept_e is None and kept_d is None
 
         def linear(functional: Functional) -> list[tuple[int, Functional]]:
-            return [] if _nothing(functional) else list(pull(_masked(functional, kept_e, kept_d)))
+            return [] if _nothing(functional) else list(vjp(_masked(functional, kept_e, kept_d)))
 
         def beyond(functional: Functional) -> Tensor:
-            assert curved is not None
-            return curved(_masked(functional, kept_e, kept_d))
+            assert nonlinear is not None
+            return nonlinear(_masked(functional, kept_e, kept_d))
 
         self.index[node.name] = self.tape.add(
             LinearEntry(
                 node.name,
                 reference,
                 *boxes,
-                pull if whole else linear,
+                vjp if whole else linear,
                 Noise(
                     deviation.radius,
                     drift.radius,
                     deviation.centre,
                     drift.centre,
-                    None if curved is None else beyond,
+                    None if nonlinear is None else beyond,
                 ),
             )
         )

@@ -96,14 +96,14 @@ LinearVJP = Callable[[Functional], Sequence[Source]]
 class Noise:
     """What a node adds to the linear part: centres (None: zero) and radii of both unknowns.
 
-    `curved` bounds, functional by functional [B], what is added beside that.
+    `nonlinear` bounds, functional by functional [B], what is added beside that.
     """
 
     deviation: Tensor
     drift: Tensor
     deviation_centre: Tensor | None = None
     drift_centre: Tensor | None = None
-    curved: Callable[[Functional], Tensor] | None = None
+    nonlinear: Callable[[Functional], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +133,16 @@ class LinearBounds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearEntry:
-    """One node: the boxes of its unknowns and its linear bounds; `planes` instead of pull + noise.
+    """One node: the boxes of its unknowns and its linear bounds; `planes` instead of vjp + noise.
 
-    Functionals of (e, D) are those that `pull` returns, of earlier entries, plus at most the noise.
+    Functionals of (e, D) are those that `vjp` returns, of earlier entries, plus at most the noise.
     """
 
     name: str
     reference: Tensor
     deviation: Box
     drift: Box
-    pull: LinearVJP
+    vjp: LinearVJP
     noise: Noise | None = None
     planes: LinearBounds | None = None
 
@@ -207,7 +207,7 @@ class LinearTape:
                 if entry.noise is not None:
                     moved, wide, known = _noise(current, entry.noise)
                     middle, spread, size = middle + moved, spread + wide, size + known
-                sources = entry.pull(current)
+                sources = entry.vjp(current)
             for source, part in sources:
                 before = pending.get(source)
                 if before is None:
@@ -224,8 +224,8 @@ class LinearTape:
 def _noise(functional: Functional, noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
     """Return what noise adds to functionals: middle, spread, and the magnitudes of the middle."""
     spread = functional.magnitude(noise.deviation, noise.drift)
-    if noise.curved is not None:
-        spread = spread + noise.curved(functional)
+    if noise.nonlinear is not None:
+        spread = spread + noise.nonlinear(functional)
     middle, size = torch.zeros_like(spread), torch.zeros_like(spread)
     for part, centre in (
         (functional.deviation, noise.deviation_centre),

@@ -14,7 +14,7 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.error_bounds import tighten_error, weighted_norms
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Entry, Pulled, Remainder
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Remainder
 from kcdsl_backends.drift.boxes.box import EPS, SAFE, Box, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, times
 from kcdsl_backends.drift.boxes.state import State, Step, settle
@@ -326,12 +326,12 @@ def affine_activation(run: KernelRun, node: Node) -> None:
         inside = inside + again
     internal = (inside + own) * SAFE
 
-    def pull(adjoint: Adjoint) -> Pulled:
+    def vjp(adjoint: Adjoint) -> Adjoints:
         return [(index, adjoint.times(slope))]
 
-    remainder = Remainder(low, high, sums).curved()
+    remainder = Remainder(low, high, sums).nonlinear()
     extra = torch.maximum(-low, high)
-    result = Result(reference, pull, linear, internal, curved=remainder, extra=extra, again=again)
+    result = Result(reference, vjp, linear, internal, nonlinear=remainder, extra=extra, again=again)
     round_result(run, node, result)
 
 
@@ -435,14 +435,14 @@ def _one(like: Tensor) -> Tensor:
 def _along(index: int, slope: Tensor, turn: Tensor, steep: Tensor) -> Callable[..., list[Source]]:
     moves = bool(turn.any())
 
-    def pull(f: Functional) -> list[Source]:
+    def vjp(f: Functional) -> list[Source]:
         on_e: Adjoint | None = None if f.deviation is None else f.deviation.times(slope)
         on_d = None if f.drift is None else f.drift.times(steep)
         if f.drift is not None and moves:
             on_e = added_adjoints(on_e, f.drift.times(turn))
         return [(index, Functional(on_e, on_d))]
 
-    return pull
+    return vjp
 
 
 def _curved(

@@ -13,7 +13,7 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint, summed
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Pulled
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints
 from kcdsl_backends.drift.boxes.box import EPS, SAFE, Box, NoBound, gamma, refuse_wide, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, added, times
 from kcdsl_backends.drift.boxes.state import State, Step
@@ -223,7 +223,7 @@ def affine_add_or_sub(sign: float) -> Callable[[KernelRun, Node], None]:
         error = run.rounding.u_function * (reference.abs() + reach)
         own = _OWN * reference.abs() + gamma(PASS) * reach
 
-        def pull(adjoint: Adjoint) -> Pulled:
+        def vjp(adjoint: Adjoint) -> Adjoints:
             found = [] if a.index is None else [(a.index, adjoint)]
             return found if b.index is None else [*found, (b.index, adjoint.times(sign))]
 
@@ -232,7 +232,7 @@ def affine_add_or_sub(sign: float) -> Callable[[KernelRun, Node], None]:
         again = added(run.again(node, 0), run.again(node, 1))
         if again is not None:
             internal = internal + run.rounding.u_function * again
-        result = Result(reference, pull, reach, internal, roundings=parts, again=again)
+        result = Result(reference, vjp, reach, internal, roundings=parts, again=again)
         round_result(run, node, result)
 
     return rule
@@ -257,7 +257,7 @@ def affine_mul(run: KernelRun, node: Node) -> None:
     second = (a.reach * b.reach).expand(reference.shape) * SAFE
     own = _OWN * reference.abs() + gamma(PASS) * linear
 
-    def pull(adjoint: Adjoint) -> Pulled:
+    def vjp(adjoint: Adjoint) -> Adjoints:
         found = [] if a.index is None else [(a.index, adjoint.times(b.reference))]
         return found if b.index is None else [*found, (b.index, adjoint.times(a.reference))]
 
@@ -270,7 +270,7 @@ def affine_mul(run: KernelRun, node: Node) -> None:
     internal = (rounded + rest) * SAFE
     if again is not None:
         internal = internal + run.rounding.u_function * again
-    result = Result(reference, pull, linear, internal, roundings=parts, again=again)
+    result = Result(reference, vjp, linear, internal, roundings=parts, again=again)
     round_result(run, node, result)
 
 
@@ -288,13 +288,13 @@ def affine_scale(run: KernelRun, node: Node) -> None:
     error = 3 * run.rounding.u_function * size + run.rounding.eta_function + moved
     own = gamma(PASS + 4) * size
 
-    def pull(adjoint: Adjoint) -> Pulled:
+    def vjp(adjoint: Adjoint) -> Adjoints:
         return [(index, adjoint.times(factor))]
 
     again = times(run.again(node, 0), (abs(factor) + off) * SAFE)
     if again is not None:
         error = error + 3 * run.rounding.u_function * again
-    round_result(run, node, Result(reference, pull, linear, (error + own) * SAFE, again=again))
+    round_result(run, node, Result(reference, vjp, linear, (error + own) * SAFE, again=again))
 
 
 def affine_shift(run: KernelRun, node: Node) -> None:
@@ -328,14 +328,14 @@ def linear_add(sign: float) -> LinearRule:
         own, e, d = (p + q for p, q in zip(_sizes(a), _sizes(b), strict=True))
         zero, repeated = torch.zeros_like(reference), reference.numel()
 
-        def pull(f: Functional) -> list[Source]:
+        def vjp(f: Functional) -> list[Source]:
             return [_gathered(f, a, 1.0), _gathered(f, b, sign)]
 
         inexact = gamma(LINEAR_PASS + (0 if a.reference.shape == b.reference.shape else repeated))
         run.append(
             node,
             reference,
-            pull,
+            vjp,
             LinearPart(zero, (4 * EPS * own + inexact * e) * SAFE),
             LinearPart(zero, (inexact * d + 2.0**-1000).expand(reference.shape) * SAFE),
         )

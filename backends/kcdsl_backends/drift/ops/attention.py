@@ -92,23 +92,23 @@ def affine_context(run: KernelRun, node: Node) -> None:
     values = heads(run, node, 1)
     matters = second.sum() > run.negligible * result.reference.abs().sum()
     rows = torch.ones_like(v.reach[..., :1], dtype=torch.bool) & matters
-    curved = None
+    nonlinear = None
     if values is not None and v.index is not None and run.passing(node, v.index, "product", rows):
-        curved = _second_order(p.reach, values)
+        nonlinear = _second_order(p.reach, values)
     internal, parts = result.internal, result.roundings
-    if curved is None:
+    if nonlinear is None:
         internal = (internal + second) * SAFE
         parts = None if parts is None else parts.beside(second)
     one_row = None
     if values is not None:
-        one_row = row_of_values(run, p, values, v.reference, second_order=curved is not None)
+        one_row = row_of_values(run, p, values, v.reference, second_order=nonlinear is not None)
     formed = Result(
         result.reference,
-        result.pull,
+        result.vjp,
         result.linear,
         internal,
-        curved=curved,
-        extra=None if curved is None else second,
+        nonlinear=nonlinear,
+        extra=None if nonlinear is None else second,
         cases=cases,
         roundings=parts,
         one_row=one_row,

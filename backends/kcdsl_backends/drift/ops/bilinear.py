@@ -352,12 +352,12 @@ def linear_heads(
 class SecondOrder:
     """Bounds of the terms of second order of a product of matrices.
 
-    `elements` of its deviation and of its drift, element by element; `curved` functional by
+    `elements` of its deviation and of its drift, element by element; `nonlinear` functional by
     functional.
     """
 
     elements: tuple[Tensor, Tensor]
-    curved: Callable[[Functional], Tensor] | None = None
+    nonlinear: Callable[[Functional], Tensor] | None = None
 
 
 def second_order(run: LinearRun, node: Node) -> SecondOrder | None:
@@ -405,7 +405,7 @@ def _of_context(run: LinearRun, node: Node, values: LinearHeads) -> SecondOrder:
                 total = total + (bound * size[h, start:stop]).flatten(1).sum(-1)
         return total * SAFE
 
-    def curved(f: Functional) -> Tensor:
+    def nonlinear(f: Functional) -> Tensor:
         found = f.parts[0].values.new_zeros(f.count)
         if f.deviation is not None:
             found = found + along(f.deviation, ((r, values.deviation),))
@@ -414,4 +414,4 @@ def _of_context(run: LinearRun, node: Node, values: LinearHeads) -> SecondOrder:
         return found * SAFE
 
     nothing = torch.tensor(torch.inf, dtype=torch.float64, device=r.device)
-    return SecondOrder((nothing, nothing), curved)
+    return SecondOrder((nothing, nothing), nonlinear)

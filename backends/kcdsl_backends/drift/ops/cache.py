@@ -15,7 +15,7 @@ from kcdsl_backends.drift.affine.cases import beyond
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import Pulled
+from kcdsl_backends.drift.affine.tape import Adjoints
 from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, up
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding, Stored
@@ -154,10 +154,10 @@ def affine_cache(run: KernelRun, node: Node) -> None:
     linear = torch.where(stairs, 0.0, x.reach)
     internal = torch.where(stairs, half, error) * SAFE
 
-    def pull(a: Adjoint) -> Pulled:
+    def vjp(a: Adjoint) -> Adjoints:
         return [(index, a.times(keep))]
 
     parts = None if run.tape.chance is None else Roundings.none(internal)
     again = run.again(node, 0)
-    result = Result(reference, pull, linear, internal, roundings=parts, again=again)
+    result = Result(reference, vjp, linear, internal, roundings=parts, again=again)
     round_result(run, node, result)

@@ -15,7 +15,7 @@ from kcdsl_backends.drift.affine.error_bounds import norms, rows
 from kcdsl_backends.drift.affine.independent import Roundings, of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, Spread
 from kcdsl_backends.drift.affine.result_rounding import Early, Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Entry, Pulled, Shared, Tape
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Shared, Tape
 from kcdsl_backends.drift.boxes.box import (
     SAFE,
     Box,
@@ -207,9 +207,9 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         shared = replace(shared, rest=(error + own + shared.rest) * SAFE)
     own = own if pushed is None else (own + pushed) * SAFE
 
-    still = not bool(x.reach.any())  # an input that is exactly known has nothing to pull back to
+    still = not bool(x.reach.any())  # an input that is exactly known has no adjoint
 
-    def pull(a: Adjoint) -> Pulled:
+    def vjp(a: Adjoint) -> Adjoints:
         if still:
             return []
         start, stop = a.window[-1]
@@ -217,7 +217,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
     internal, parts = (error + own) * SAFE, parts.beside(own)
-    result = Result(reference, pull, reach, internal, roundings=parts, early=early, shared=shared)
+    result = Result(reference, vjp, reach, internal, roundings=parts, early=early, shared=shared)
     round_result(run, node, result, accumulates=True)
 
 
@@ -403,14 +403,14 @@ def linear_linear(run: LinearRun, node: Node) -> None:
         values = part.values @ matrix[start:stop]
         return Adjoint(values, (*part.window[:-1], (0, inputs)), (*part.shape[:-1], inputs))
 
-    def pull(a: Functional) -> list[Source]:
+    def vjp(a: Functional) -> list[Source]:
         on_e = None if a.deviation is None else through(a.deviation, train)
         on_d = None if a.drift is None else through(a.drift, infer)
         if a.drift is not None and not same:
             on_e = added_adjoints(on_e, through(a.drift, change))
         return [(x.index, Functional(on_e, on_d))]
 
-    whole = run.append(node, reference, pull, deviation, drift)
+    whole = run.append(node, reference, vjp, deviation, drift)
     if whole and x.index == run.operand(node, 0).index and reference.dim() == 2:
         run.straight[node.name] = StraightLinear(x.index, run.index[node.name], train, infer)
 

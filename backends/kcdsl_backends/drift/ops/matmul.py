@@ -13,7 +13,7 @@ from kcdsl_backends.drift.affine.error_bounds import tighten_error
 from kcdsl_backends.drift.affine.independent import of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Pulled
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints
 from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, gamma, magnitude_product, matmul
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.state import State, Step
@@ -64,7 +64,7 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
     parts = None if parts is None else parts.beside(second)
     one_row = row_of_keys(a, key_maps(run, node) if scores else None, b.reference)
     formed = Result(
-        result.reference, result.pull, result.linear, internal, roundings=parts, one_row=one_row
+        result.reference, result.vjp, result.linear, internal, roundings=parts, one_row=one_row
     )
     round_result(run, node, formed, accumulates=True)
 
@@ -102,7 +102,7 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
     )
     own = gamma(terms + 4) * total + gamma(max(terms, *p.shape[-2:], q.shape[-1]) + PASS) * linear
 
-    def pull(adjoint: Adjoint) -> Pulled:
+    def vjp(adjoint: Adjoint) -> Adjoints:
         *lead, rows, columns = adjoint.window
         inner = (0, terms)
         found = []
@@ -117,7 +117,7 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
         return found
 
     internal = (error + own) * SAFE
-    return Result(reference, pull, linear, internal, roundings=parts.beside(own))
+    return Result(reference, vjp, linear, internal, roundings=parts.beside(own))
 
 
 def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:
@@ -145,7 +145,7 @@ Back = Callable[[Adjoint, Tensor, Tensor], tuple[Adjoint, Adjoint]]
 
 
 def _back_through_matmul(part: Adjoint, p: Tensor, q: Tensor) -> tuple[Adjoint, Adjoint]:
-    """Pull functionals of δp @ q and of p @ δq back to δp and δq."""
+    """Return functionals of δp @ q and of p @ δq as functionals of δp and δq."""
     *lead, rows, columns = part.window
     inner = (0, p.shape[-1])
     left = part.values @ q[at((*lead, inner, columns))].mT
@@ -196,12 +196,12 @@ def linear_product(
         (fa, mag_db), (mag_da, fb), (mag_da, mag_db), (mag_ea, mag_db), (mag_da, mag_eb)
     )
     d_radius = (d_radius + 2.0**-1000) * SAFE
-    curved = None
+    nonlinear = None
     if second is not None:
         e_least, d_least = second.elements
         e_second, d_second = torch.minimum(e_second, e_least), torch.minimum(d_second, d_least)
-        curved = second.curved
-    if curved is None:
+        nonlinear = second.nonlinear
+    if nonlinear is None:
         deviation = LinearPart(e_centre, (e_radius + e_second) * SAFE)
         drift = LinearPart(d_centre, (d_radius + d_second) * SAFE)
     else:
@@ -210,7 +210,7 @@ def linear_product(
             LinearPart(d_centre, d_radius, d_second),
         )
 
-    def pull(f: Functional) -> list[Source]:
+    def vjp(f: Functional) -> list[Source]:
         on: list[list[Adjoint | None]] = [[None, None], [None, None]]
 
         def give(side: int, unknown: int, part: Adjoint) -> None:
@@ -236,7 +236,7 @@ def linear_product(
                 found.append((operand.index, Functional(deviation, drift)))
         return found
 
-    run.append(node, reference, pull, deviation, drift, curved)
+    run.append(node, reference, vjp, deviation, drift, nonlinear)
 
 
 def linear_mul(run: LinearRun, node: Node) -> None:

@@ -153,7 +153,7 @@ def _saturation(x: Box, spec: Activations) -> Tensor:
     return cut + magnitude * 2.0**-20
 
 
-Pulled = Sequence[tuple[int, Adjoint]]
+Adjoints = Sequence[tuple[int, Adjoint]]
 SHARE = 2.0**-2
 """Up to this share of Q a scale may move its elements: else they are better known than it is."""
 
@@ -211,7 +211,7 @@ def quantise(
     radius = torch.where(stairs, own + gamma(own.numel() + PASS) * carried, error) * SAFE
     straight, layout = bool(stairs.all()), spec.layout
 
-    def pull(a: Adjoint) -> Pulled:
+    def vjp(a: Adjoint) -> Adjoints:
         parts = [] if straight else [(index, a.times(keep))]
         if scale.index is not None and layout is not None:
             weighed = Adjoint(a.values * weights[at(a.window)], a.window, a.shape)
@@ -223,9 +223,7 @@ def quantise(
         added = _steps(each, middle, safe, rounding, stairs)
         rest = torch.where(stairs, gamma(own.numel() + PASS) * carried, error) * SAFE
         together = Together(Cases(added.lo, added.hi, x.cases.width), rest)
-    return Entry(
-        f"{name}/input", reference, reach, pull, None, radius, kept=kept, together=together
-    )
+    return Entry(f"{name}/input", reference, reach, vjp, None, radius, kept=kept, together=together)
 
 
 def _in_cases(cases: Cases, found: Codes, by: Quantizer) -> Codes:
@@ -384,8 +382,8 @@ def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quanti
     else:
         selector = selector.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
-    def pull(a: Adjoint) -> Pulled:
+    def vjp(a: Adjoint) -> Adjoints:
         return [(index, _given_back(a, selector, layout))]
 
-    place = run.tape.add(Entry(f"{name}/scale", reference, spread, pull, None, radius))
+    place = run.tape.add(Entry(f"{name}/scale", reference, spread, vjp, None, radius))
     return _Scale(_spread(reference, x.shape, layout), _spread(spread, x.shape, layout), place)

@@ -10,7 +10,7 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Pulled
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints
 from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, added, times
 from kcdsl_backends.drift.boxes.state import Parameter, State, Step
@@ -107,7 +107,7 @@ def affine_rope(run: KernelRun, node: Node) -> None:
         cast, faint = again * kernel.unit(early) * terms, 2 * again * kernel.faint(early)
         error, parts = error + cast + faint, parts.cast(cast, faint, kernel.casts)
 
-    def pull(adjoint: Adjoint) -> Pulled:
+    def vjp(adjoint: Adjoint) -> Adjoints:
         window = (*adjoint.window[:-1], (0, 2 * half))
         part = (slice(None), *(slice(a, b) for a, b in window))
         values = adjoint.on(window)
@@ -116,7 +116,7 @@ def affine_rope(run: KernelRun, node: Node) -> None:
         return [(index, Adjoint(back, window, adjoint.shape))]
 
     internal = (error + own) * SAFE
-    result = Result(reference, pull, linear, internal, roundings=parts, again=apart)
+    result = Result(reference, vjp, linear, internal, roundings=parts, again=apart)
     round_result(run, node, result)
 
 
@@ -146,7 +146,7 @@ def linear_rope(run: LinearRun, node: Node) -> None:
         result = values * p[at] + torch.cat([by_sin[..., half:], -by_sin[..., :half]], -1)
         return Adjoint(result, window, part.shape)
 
-    def pull(f: Functional) -> list[Source]:
+    def vjp(f: Functional) -> list[Source]:
         on_e = None if f.deviation is None else back(f.deviation, c, s)
         on_d = None if f.drift is None else back(f.drift, c_i, s_i)
         if f.drift is not None and bool(dc.any() or ds.any()):
@@ -160,7 +160,7 @@ def linear_rope(run: LinearRun, node: Node) -> None:
     run.append(
         node,
         reference,
-        pull,
+        vjp,
         LinearPart(
             torch.zeros_like(known), back_error * (sizes(own, c, s) + sizes(e, c, s)) * SAFE
         ),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
-from kcdsl_backends.drift.affine.tape import PASS, Nonlinear, Pulled, SingleRow
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Nonlinear, SingleRow
 from kcdsl_backends.drift.boxes.box import SAFE, gamma
 from kcdsl_backends.drift.ops.bilinear import Heads, KeyMaps
 
@@ -70,7 +70,7 @@ def row_of_values(
         total = total * SAFE
         return -total, total
 
-    def pull(a: Adjoint) -> Pulled:
+    def vjp(a: Adjoint) -> Adjoints:
         (first, last), (row, end), columns = a.window
         heads = slice(first, last)
         each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
@@ -84,7 +84,7 @@ def row_of_values(
             found.append((source, Adjoint(rows, ((0, ends[row]), (0, shape[1])), shape)))
         return found
 
-    return SingleRow(Nonlinear(between), pull, nearer=second_order and balance is not None)
+    return SingleRow(Nonlinear(between), vjp, nearer=second_order and balance is not None)
 
 
 def _last(chosen: Tensor) -> int:
@@ -136,7 +136,7 @@ def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRo
         total = keys.own(a.values[:, :, 0], found_at[first:last, row], first, slice(*columns))
         return -total, total
 
-    def pull(a: Adjoint) -> Pulled:
+    def vjp(a: Adjoint) -> Adjoints:
         (first, last), (row, _), (start, stop) = a.window
         each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, keys]
         back = (each @ known[first:last, :, start:stop].mT).transpose(0, 1)[:, :, None]
@@ -148,7 +148,7 @@ def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRo
             found.append((source, Adjoint(rows, ((start, stop), (0, shape[1])), shape)))
         return found
 
-    return SingleRow(Nonlinear(between), pull)
+    return SingleRow(Nonlinear(between), vjp)
 
 
 def through_values(values: Heads) -> Callable[[Adjoint, int], Tensor]:

@@ -16,7 +16,7 @@ from kcdsl_backends.drift.affine.cases import SCORES, choices, split
 from kcdsl_backends.drift.affine.error_bounds import deviations
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
-from kcdsl_backends.drift.affine.tape import PASS, Entry, Pulled
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry
 from kcdsl_backends.drift.boxes.box import (
     EPS,
     SAFE,
@@ -257,7 +257,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     lost = 2 * trust * run.tape.entries[first].reach.sum(-1, keepdim=True)
     own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
 
-    def project(a: Adjoint) -> Pulled:
+    def project(a: Adjoint) -> Adjoints:
         window = (*a.window[:-1], (0, columns))
         values, weights = a.on(window), p[at(window)]
         mean = (values * weights).sum(-1, keepdim=True)
@@ -418,7 +418,7 @@ def linear_softmax(run: LinearRun, node: Node) -> None:
         values, along = part.on(window), weights[at(window)]
         return Adjoint(values - (values * along).sum(-1, keepdim=True), window, part.shape)
 
-    def pull(f: Functional) -> list[Source]:
+    def vjp(f: Functional) -> list[Source]:
         return [(first, Functional(project(f.deviation, p), project(f.drift, q)))]
 
     def own(box: Box, weights: Tensor) -> Tensor:
@@ -431,7 +431,7 @@ def linear_softmax(run: LinearRun, node: Node) -> None:
     run.append(
         node,
         p,
-        pull,
+        vjp,
         LinearPart(zero, (own(numerator.deviation, p) + rounding_train) * SAFE),
         LinearPart(zero, (own(numerator.drift, q) + rounding) * SAFE),
     )

@@ -75,8 +75,8 @@ def interval_embedding(step: Step) -> State:
     return move(table.rows(ids).state(), lambda x: x.reshape(step.node.shape))
 
 
-def pulled(view: View, a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-    """Pull functionals of a view back to the x of this shape that it reads."""
+def view_vjp(view: View, a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
+    """Return functionals of a view as functionals of the x of this shape that it reads."""
     a = reshaped(a, view.sizes)
     if view.sizes != view.turned:
         a = summed(a, view.turned)
@@ -125,7 +125,7 @@ def affine_view(run: KernelRun, node: Node) -> None:
         node.name,
         found.moved(x.reference),
         reach,
-        lambda a: [(index, pulled(found, a, shape))],
+        lambda a: [(index, view_vjp(found, a, shape))],
         radius=None if found.copies == 1 else gamma(found.copies) * reach,
         cases=_moved_cases(found, run.tape.entries[index].cases),
     )
@@ -185,7 +185,7 @@ def affine_concat(run: KernelRun, node: Node) -> None:
         run.known[node.name] = reference
         return
 
-    def pull(a: Adjoint) -> Sequence[tuple[int, Adjoint]]:
+    def vjp(a: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         found, offset = [], 0
         start, stop = a.window[dim]
         for part in parts:
@@ -202,7 +202,7 @@ def affine_concat(run: KernelRun, node: Node) -> None:
         return found
 
     reach = torch.cat([p.reach for p in parts], dim)
-    run.computed[node.name] = run.tape.add(Entry(node.name, reference, reach, pull))
+    run.computed[node.name] = run.tape.add(Entry(node.name, reference, reach, vjp))
     again = [run.again(node, i) for i in range(len(parts))]
     if any(each is not None for each in again):
         whole = [
@@ -234,10 +234,10 @@ def linear_view(run: LinearRun, node: Node) -> None:
     def part(box: Box) -> LinearPart:
         return LinearPart(zero, inexact * found.moved(box.mag()))
 
-    def pull(a: Functional) -> list[Source]:
-        return [(x.index, a.each(lambda values: pulled(found, values, shape)))]
+    def vjp(a: Functional) -> list[Source]:
+        return [(x.index, a.each(lambda values: view_vjp(found, values, shape)))]
 
-    run.append(node, reference, pull, part(x.deviation), part(x.drift))
+    run.append(node, reference, vjp, part(x.deviation), part(x.drift))
 
 
 def linear_cast(run: LinearRun, node: Node) -> None:
@@ -261,7 +261,7 @@ def linear_concat(run: LinearRun, node: Node) -> None:
     reference = torch.cat([p.reference for p in parts], dim)
     nothing = zero_part(reference)
 
-    def pull(a: Functional) -> list[Source]:
+    def vjp(a: Functional) -> list[Source]:
         found: list[Source] = []
         offset = 0
         for part in parts:
@@ -274,7 +274,7 @@ def linear_concat(run: LinearRun, node: Node) -> None:
             offset += length
         return found
 
-    run.append(node, reference, pull, nothing, nothing)
+    run.append(node, reference, vjp, nothing, nothing)
 
 
 def _piece(a: Adjoint | None, part: LinearOperand, dim: int, offset: int) -> Adjoint | None:

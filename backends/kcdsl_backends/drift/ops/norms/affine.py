@@ -23,10 +23,10 @@ from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
 from kcdsl_backends.drift.affine.tape import (
     INPUT,
+    Adjoints,
     Amplified,
     Entry,
     Nonlinear,
-    Pulled,
     Shared,
     Tape,
 )
@@ -105,7 +105,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         shared = replace(shared, rest=(inside + cast + own + shared.rest) * SAFE)
     inside = (inside + others) * SAFE
 
-    def pull(a: Adjoint) -> Pulled:
+    def vjp(a: Adjoint) -> Adjoints:
         window = (*a.window[:-1], (0, n))
         values, part = a.on(window) * g, at(window)
         unit = y[part]
@@ -130,11 +130,11 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         node,
         Result(
             y * g + b,
-            pull,
+            vjp,
             linear,
             (inside + cast + own) * SAFE,
             centre=centre,
-            curved=Nonlinear(between),
+            nonlinear=Nonlinear(between),
             amplified=Amplified(moved.factor, loose),
             extra=extra * SAFE,
             roundings=Roundings.one((inside + own) * SAFE, cast, run.rounding.casts),

@@ -157,7 +157,7 @@ def _back(
         back = back - back.mean(-1, keepdim=True) if centred else back
         return Adjoint(back, window, part.shape)
 
-    def pull(f: Functional) -> list[Source]:
+    def vjp(f: Functional) -> list[Source]:
         return [(index, Functional(through(f.deviation, own, g), through(f.drift, moved, g_infer)))]
 
-    return pull
+    return vjp
