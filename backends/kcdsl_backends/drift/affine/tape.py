@@ -92,7 +92,7 @@ class Amplified:
 
 @dataclass(frozen=True, slots=True)
 class SplitError:
-    """What o is beside its centre and its nonlinear part: a `radius` smaller than the entry's, and a
+    """What o is beside centre and nonlinear part: a `radius` smaller than that of the entry, and a
     `rest` whose sum over each row is known. The radius of the entry bounds both together."""
 
     radius: Tensor

@@ -45,10 +45,6 @@ class Operation:
     read_closely: tuple[int, ...] = ()
 
 
-def _activation(interval: Callable[[Step], Known]) -> Operation:
-    return Operation(interval, activations.affine_activation, activations.linear_activation, (0,))
-
-
 OPERATIONS: Mapping[str, Operation] = {
     "embedding": Operation(view.interval_embedding, view.affine_embedding, view.linear_embedding),
     "cast": Operation(Step.cast, view.affine_cast, view.linear_cast),
@@ -78,9 +74,15 @@ OPERATIONS: Mapping[str, Operation] = {
     "relu": Operation(
         activations.interval_relu, activations.affine_relu, activations.linear_relu, (0,)
     ),
-    "tanh": _activation(activations.interval_activation(lambda node: activations.TANH)),
-    "silu": _activation(activations.interval_activation(lambda node: activations.SILU)),
-    "gelu": _activation(activations.interval_activation(activations.gelu)),
+    **dict.fromkeys(
+        ("tanh", "silu", "gelu"),
+        Operation(
+            activations.interval_activation,
+            activations.affine_activation,
+            activations.linear_activation,
+            (0,),
+        ),
+    ),
     "view": Operation(view.interval_view, view.affine_view, view.linear_view),
     "concat": Operation(view.interval_concat, view.affine_concat, view.linear_concat),
     "softmax": Operation(

@@ -48,16 +48,23 @@ def interval_relu(step: Step) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Smooth:
-    """A smooth activation: its value, derivative, the places where either turns, and its rounding.
+    """A smooth activation: its value, first and second derivative, their extremes, its rounding.
 
     `turn` is the place of the minimum (None: monotone); `derivative_turns` the places where the
-    derivative is extreme. `error` bounds the rounding inside a kernel from (argument, value, u).
+    derivative is extreme. The second derivative is even and extreme at 0 and at ±`second_turn`, or
+    lies between two numbers everywhere. `steepest` and `third` bound the magnitudes of the second
+    and of the third derivative. `error` bounds the rounding inside a kernel from (argument, value,
+    u).
     """
 
     value: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
+    second: Callable[[Tensor], Tensor]
     turn: float | None
     derivative_turns: tuple[float, ...]
+    second_turn: float | tuple[float, float]
+    steepest: float
+    third: float
     error: Callable[[Tensor, Tensor, float], Tensor]
 
     def range(self, x: Box) -> Box:
@@ -81,6 +88,20 @@ class Smooth:
             high = torch.where(inside, torch.maximum(high, extreme), high)
         return _trusted(Box(low, high), x.mag())
 
+    def curvature(self, x: Box) -> tuple[Tensor, Tensor]:
+        """Return the range of the second derivative on a box."""
+        if isinstance(self.second_turn, tuple):
+            least, most = self.second_turn
+            return torch.full_like(x.lo, least), torch.full_like(x.lo, most)
+        ends = self.second(x.lo), self.second(x.hi)
+        low, high = torch.minimum(*ends), torch.maximum(*ends)
+        for place in (-self.second_turn, 0.0, self.second_turn):
+            inside = (x.lo <= place + 1e-6) & (x.hi >= place - 1e-6)
+            value = self.second(torch.full_like(x.lo, place))
+            low = torch.where(inside, torch.minimum(low, value), low)
+            high = torch.where(inside, torch.maximum(high, value), high)
+        return low - 2.0**-40, high + 2.0**-40
+
 
 def _trusted(box: Box, magnitude: Tensor) -> Box:
     """Push a box outward by the error of evaluating exp, tanh and erf (4 ulp each) in float64."""
@@ -92,16 +113,34 @@ def _gelu_slope(x: Tensor) -> Tensor:
     return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * density
 
 
+def _gelu_second(x: Tensor) -> Tensor:
+    return torch.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (2 - x * x)
+
+
 def _silu_slope(x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
     return s + x * s * torch.sigmoid(-x)
 
 
+def _silu_second(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s) * (2 + x * (1 - 2 * s))
+
+
+def _tanh_second(x: Tensor) -> Tensor:
+    t = torch.tanh(x)
+    return -2 * t * (1 - t * t)
+
+
 GELU = Smooth(
     lambda x: 0.5 * x * torch.erfc(-x / math.sqrt(2)),
     _gelu_slope,
+    _gelu_second,
     -0.7517915246935645,
     (-math.sqrt(2), math.sqrt(2)),
+    2.0,
+    0.7979,
+    0.7788,
     lambda x, y, u: 16 * u * x + 2.0**-100,
 )
 
@@ -119,7 +158,7 @@ def _gelu_tanh_slope(x: Tensor) -> Tensor:
     return s + near * s * torch.sigmoid(-argument) * (2 * _ROOT * (1 + 3 * _CUBE * near**2))
 
 
-def gelu_tanh_curvature(x: Tensor) -> Tensor:
+def _gelu_tanh_second(x: Tensor) -> Tensor:
     """Return the second derivative, s(u' + x·u''/2 - x·t·u'²) with t = tanh u, s = 1 - t²."""
     near = x.clamp(-30, 30)
     t = torch.tanh(_cubic(near) / 2)
@@ -132,49 +171,59 @@ _ROOT, _CUBE = math.sqrt(2 / math.pi), 0.044715
 GELU_TANH = Smooth(
     lambda x: x * torch.sigmoid(_cubic(x)),
     _gelu_tanh_slope,
+    _gelu_tanh_second,
     -0.7524614220710163,
     (-1.4185040087908284, 1.4185040087908284),
+    2.0134807246242579,
+    0.7979,
+    0.7788,
     lambda x, y, u: 16 * u * x + 2.0**-100,
 )
 SILU = Smooth(
     lambda x: x * torch.sigmoid(x),
     _silu_slope,
+    _silu_second,
     -1.2784645427610738,
     (-2.399357280520841, 2.399357280520841),
+    (-0.1, 0.5 + 2.0**-40),
+    0.5001,
+    0.3083,
     lambda x, y, u: 16 * u * y + 2.0**-100,
 )
 TANH = Smooth(
     torch.tanh,
     lambda x: 1 / torch.cosh(x.clamp(-300, 300)) ** 2,
+    _tanh_second,
     None,
     (0.0,),
+    (-0.77, 0.77),
+    0.7699,
+    2.0001,
     lambda x, y, u: 16 * u * y + 2.0**-100,
 )
 
 
-def gelu(node: Node) -> Smooth:
-    """Return the form of GELU that a node is."""
-    return GELU_TANH if node.attrs.get("approximate") == "tanh" else GELU
+def smooth(node: Node) -> Smooth:
+    """Return the activation that a node is."""
+    if node.op == "gelu":
+        return GELU_TANH if node.attrs.get("approximate") == "tanh" else GELU
+    return SILU if node.op == "silu" else TANH
 
 
-def interval_activation(function_of: Callable[[Node], Smooth]) -> Callable[[Step], State]:
-    """Return the rule of a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
-
-    def rule(step: Step) -> State:
-        x, node, function = step.operand(0), step.node, function_of(step.node)
-        train, infer = function.range(x.train), function.range(x.infer)
-        slopes = function.slopes(x.train.hull(x.infer))
-        drift, steep = slopes * x.drift, slopes.mag()
-        return step.finish(
-            train,
-            infer,
-            drift,
-            up(_activation(function, node, step.kernels.train, x.train, train, x.apart[0]), 2),
-            up(_activation(function, node, step.kernels.infer, x.infer, infer, x.apart[1]), 2),
-            apart=(times(x.apart[0], steep), times(x.apart[1], steep)),
-        )
-
-    return rule
+def interval_activation(step: Step) -> State:
+    """Bound a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
+    x, node, function = step.operand(0), step.node, smooth(step.node)
+    train, infer = function.range(x.train), function.range(x.infer)
+    slopes = function.slopes(x.train.hull(x.infer))
+    drift, steep = slopes * x.drift, slopes.mag()
+    return step.finish(
+        train,
+        infer,
+        drift,
+        up(_activation(function, node, step.kernels.train, x.train, train, x.apart[0]), 2),
+        up(_activation(function, node, step.kernels.infer, x.infer, infer, x.apart[1]), 2),
+        apart=(times(x.apart[0], steep), times(x.apart[1], steep)),
+    )
 
 
 def _activation(
@@ -231,48 +280,10 @@ def affine_relu(run: KernelRun, node: Node) -> None:
     run.keep(node, run.again(node, 0))
 
 
-def _gelu_curvature(x: Box) -> tuple[Tensor, Tensor]:
-    """Return the range of the second derivative (2 - x²)·density(x), extreme at 0 and ±2."""
-
-    def second(v: Tensor) -> Tensor:
-        return torch.exp(-v * v / 2) / math.sqrt(2 * math.pi) * (2 - v * v)
-
-    return _extremes(x, second, 2.0)
-
-
-def _gelu_tanh_curvature(x: Box) -> tuple[Tensor, Tensor]:
-    """Return the range of the second derivative of the form by tanh, extreme at 0 and two more."""
-    return _extremes(x, gelu_tanh_curvature, 2.0134807246242579)
-
-
-def _extremes(x: Box, second: Callable[[Tensor], Tensor], turn: float) -> tuple[Tensor, Tensor]:
-    """Return the range of an even function on a box that is extreme at 0 and at ±turn."""
-    ends = second(x.lo), second(x.hi)
-    low, high = torch.minimum(*ends), torch.maximum(*ends)
-    for place in (-turn, 0.0, turn):
-        inside = (x.lo <= place + 1e-6) & (x.hi >= place - 1e-6)
-        value = second(torch.full_like(x.lo, place))
-        low = torch.where(inside, torch.minimum(low, value), low)
-        high = torch.where(inside, torch.maximum(high, value), high)
-    return low - 2.0**-40, high + 2.0**-40
-
-
-def _constant(low: float, high: float) -> Callable[[Box], tuple[Tensor, Tensor]]:
-    return lambda x: (torch.full_like(x.lo, low), torch.full_like(x.lo, high))
-
-
-_CURVATURES: dict[str, tuple[Smooth, Callable[[Box], tuple[Tensor, Tensor]]]] = {
-    "gelu": (GELU, _gelu_curvature),
-    "gelu by tanh": (GELU_TANH, _gelu_tanh_curvature),
-    "silu": (SILU, _constant(-0.1, 0.5 + 2.0**-40)),
-    "tanh": (TANH, _constant(-0.77, 0.77)),
-}
-
-
 def affine_activation(run: KernelRun, node: Node) -> None:
     """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
-    by_tanh = node.attrs.get("approximate") == "tanh"
-    function, curvature = _CURVATURES["gelu by tanh" if by_tanh else node.op]
+    function = smooth(node)
+    curvature = function.curvature
     index, x = run.entry(node, 0)
     h, slope = x.reference, function.derivative(x.reference)
     worth = run.negligible * function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True)
@@ -359,34 +370,9 @@ def linear_relu(run: LinearRun, node: Node) -> None:
     run.index[node.name] = run.tape.add(entry)
 
 
-def _second_of_gelu(x: Tensor) -> Tensor:
-    return torch.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (2 - x * x)
-
-
-def _second_of_silu(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s) * (2 + x * (1 - 2 * s))
-
-
-def _second_of_tanh(x: Tensor) -> Tensor:
-    t = torch.tanh(x)
-    return -2 * t * (1 - t * t)
-
-
-Curvature = Callable[[Tensor], Tensor]
-CURVATURES: dict[str, tuple[Smooth, Curvature, float, float]] = {
-    "gelu": (GELU, _second_of_gelu, 0.7979, 0.7788),
-    "gelu by tanh": (GELU_TANH, gelu_tanh_curvature, 0.7979, 0.7788),
-    "silu": (SILU, _second_of_silu, 0.5001, 0.3083),
-    "tanh": (TANH, _second_of_tanh, 0.7699, 2.0001),
-}
-"""Activation, its second derivative, and bounds of the magnitudes of the second and the third."""
-
-
 def linear_activation(run: LinearRun, node: Node) -> None:
     """Append a smooth activation by its slopes in the middle, of deviation and drift."""
-    by_tanh = node.attrs.get("approximate") == "tanh"
-    function, second, steepest, third = CURVATURES["gelu by tanh" if by_tanh else node.op]
+    function = smooth(node)
     x = run.operand(node, 0)
     h = x.reference
     (ec, er), (dc, dr) = x.deviation.midpoint(), x.drift.midpoint()
@@ -395,13 +381,13 @@ def linear_activation(run: LinearRun, node: Node) -> None:
     slope, steep = function.derivative(middle), function.derivative(middle + dc)
     trust = 2.0**-45 * torch.maximum(torch.maximum(h.abs(), middle.abs()) + dc.abs(), _one(h))
     # deviation: |φ(m + ê) - φ(m) - φ'(m) ê| <= K ê²/2
-    k_e, _ = _curved(second, steepest, third, middle, er)
+    k_e, _ = _curved(function, middle, er)
     e_centre = at_middle - reference - slope * ec
     e_radius = k_e * er * er / 2 + trust * (1 + er)
     # drift: K (|ê||d̂| + d̂²/2) + |Δ_c| ω |ê|, ω the range of φ'' where m + ê + [0, Δ] lies
-    k_d, wide = _curved(second, steepest, third, middle + dc / 2, er + dr + dc.abs() / 2)
+    k_d, wide = _curved(function, middle + dc / 2, er + dr + dc.abs() / 2)
     change = _difference(function, middle, dc, at_moved - at_middle, trust)
-    turn = _slope_difference(second, middle, dc, steep - slope, third, trust)
+    turn = _slope_difference(function, middle, dc, steep - slope, trust)
     d_centre = change.centre - turn.centre * ec - steep * dc
     d_radius = (
         k_d * (er * dr + dr * dr / 2)
@@ -445,14 +431,12 @@ def _along(index: int, slope: Tensor, turn: Tensor, steep: Tensor) -> Callable[.
     return vjp
 
 
-def _curved(
-    second: Curvature, steepest: float, third: float, middle: Tensor, radius: Tensor
-) -> tuple[Tensor, Tensor]:
+def _curved(function: Smooth, middle: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest |φ''| on middle ± radius, and the length of its range."""
-    value = second(middle)
-    spread = third * radius + 2.0**-40
-    largest = torch.minimum(value.abs() + spread, torch.full_like(value, steepest))
-    return largest * SAFE, torch.minimum(2 * spread, 2 * torch.full_like(value, steepest)) * SAFE
+    value = function.second(middle)
+    spread, most = function.third * radius + 2.0**-40, torch.full_like(value, function.steepest)
+    largest = torch.minimum(value.abs() + spread, most) * SAFE
+    return largest, torch.minimum(2 * spread, 2 * most) * SAFE
 
 
 def _difference(
@@ -472,16 +456,11 @@ def _difference(
 
 
 def _slope_difference(
-    second: Curvature,
-    middle: Tensor,
-    step: Tensor,
-    direct: Tensor,
-    third: float,
-    trust: Tensor,
+    function: Smooth, middle: Tensor, step: Tensor, direct: Tensor, trust: Tensor
 ) -> LinearPart:
     """Return φ'(m + s) - φ'(m), likewise."""
-    value = second(middle + step / 2)
-    by_curve = ((third * step.abs() / 2 + 2.0**-40) * step.abs()) * SAFE
+    value = function.second(middle + step / 2)
+    by_curve = ((function.third * step.abs() / 2 + 2.0**-40) * step.abs()) * SAFE
     by_values = 2 * trust
     better = by_curve < by_values
     return LinearPart(

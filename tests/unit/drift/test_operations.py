@@ -1,0 +1,29 @@
+"""Every operation of block graphs stands in the tables of the prover and of the checker."""
+
+from __future__ import annotations
+
+from kcdsl.model.drafts import LEAVES
+from kcdsl.model.drafts import OPERATIONS as GRAPH
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.ops import OPERATIONS, operation_of
+from kcdsl_certs.recheck.ops.table import OPERATIONS as CHECKED
+
+WITHOUT_LINEAR_BOUNDS = {"cache"}
+
+
+def test_the_prover_knows_what_a_lowering_may_emit() -> None:
+    assert set(OPERATIONS) - {"context", "cache"} == GRAPH - LEAVES
+
+
+def test_the_checker_knows_what_the_prover_does() -> None:
+    assert set(CHECKED) - LEAVES == set(OPERATIONS) - {"context"}
+
+
+def test_operations_have_transfers_in_every_domain() -> None:
+    without = {name for name, operation in OPERATIONS.items() if operation.linear is None}
+    assert without == WITHOUT_LINEAR_BOUNDS
+
+
+def test_a_product_of_probabilities_with_values_is_the_context() -> None:
+    for role, name in (("context", "context"), ("scores", "matmul"), ("", "matmul")):
+        assert operation_of(Node("y", "matmul", ("p", "v"), (2, 2), {}, role)) is OPERATIONS[name]
