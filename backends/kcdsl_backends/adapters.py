@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Numerics, Weights
-from kcdsl.model.presets import (
+from kcdsl.model.preset_table import (
     COMPOSED_EXP_ULPS,
     FAST_EXP_ULPS,
     FUSED_EXP_ULPS,

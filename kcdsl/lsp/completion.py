@@ -262,11 +262,11 @@ def _plain(value: str) -> str:
 
 def _numerics(parent: str, name: str) -> list[str]:
     """Return the values of `numerics`, which the schema leaves open."""
-    from kcdsl.model import presets
+    from kcdsl.model import preset_table, presets
     from kcdsl.model.formats import FORMATS
 
     choices: dict[tuple[str, str], Iterable[str]] = {
-        ("numerics", "preset"): presets.PRESETS,
+        ("numerics", "preset"): preset_table.PRESETS,
         ("numerics", "compute"): presets.COMPUTE_FORMATS,
         ("numerics", "accumulate"): presets.ACCUMULATORS,
         ("numerics", "casts"): presets.CASTS,
@@ -285,7 +285,7 @@ def _numerics(parent: str, name: str) -> list[str]:
         ("attention", "style"): presets.STYLES,
         ("attention", "probabilities"): ("compute", "accumulate", *FORMATS),
         ("attention", "scores"): ("compute", "accumulate", *FORMATS),
-        ("numerics", "tensor_core"): ("none", *presets.TENSOR_CORES),
+        ("numerics", "tensor_core"): ("none", *preset_table.TENSOR_CORES),
         **{("results", key): ("compute", "accumulate", *FORMATS) for key in presets.RESULTS},
     }
     return list(choices.get((parent, name), ()))

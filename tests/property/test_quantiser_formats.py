@@ -15,11 +15,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics import Activations
-from kcdsl.model.presets import (
-    ACTIVATION_SCALES,
-    WEIGHT_SCALES,
-    resolve,
-)
+from kcdsl.model.presets import ACTIVATION_SCALES, WEIGHT_SCALES, resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.attack.quantiser import to_nearest
 from kcdsl_backends.drift.boxes.box import Box, NoBound

@@ -15,7 +15,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS, NO_PACKAGE
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.presets import ADAPTER_PRESETS, resolve
+from kcdsl.model.preset_table import ADAPTER_PRESETS
+from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.empirical.sources.kernels import programs

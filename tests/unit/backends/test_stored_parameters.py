@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kcdsl.model.graph import Node
-from kcdsl.model.presets import PRESETS, resolve
+from kcdsl.model.preset_table import PRESETS
+from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes.parameters import StoredParameters
 from kcdsl_backends.drift.boxes.state import Kernels
 

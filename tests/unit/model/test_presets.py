@@ -16,7 +16,8 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.model.formats import CASTS
 from kcdsl.model.numerics import Activations, Attention, Weights
-from kcdsl.model.presets import ADAPTER_PRESETS, PRESETS, TENSOR_CORES, resolve
+from kcdsl.model.preset_table import ADAPTER_PRESETS, PRESETS, TENSOR_CORES
+from kcdsl.model.presets import resolve
 
 
 def kernel(run: str, **numerics: Any) -> KernelRef:

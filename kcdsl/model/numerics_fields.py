@@ -1,4 +1,4 @@
-"""Numbers that quantisers of activations are given: static scales, and limits of dynamic ones.
+"""Read single fields of numerics: choices, counts, static scales, limits of dynamic ones.
 
 Imports neither numpy nor torch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -33,32 +33,33 @@ def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[
     if scale != "static":
         for key in ("input_scale", "input_zero_point"):
             if key in section and not (nested and key == "input_scale"):
-                raise _refusal(f"activations have `{key}` and no `scale: static`")
+                raise refusal(f"activations have `{key}` and no `scale: static`")
         if not nested or "input_scale" not in section:
             return (), ()
     if "input_scale" not in section:
-        raise _refusal(
+        raise refusal(
             "static activations need `input_scale`",
-            "write the scales that were calibrated: input_scale: 0.02, or a mapping of linears",
+            help="write the scales that were calibrated: input_scale: 0.02, or a mapping of"
+            " linears",
         )
     scales = _by_name("input_scale", section["input_scale"])
     found = tuple((name, _scales(_place("input_scale", name), v)) for name, v in scales)
     if nested and any(len(given) != 1 for _, given in found):
-        raise _refusal("activations.input_scale of nvfp4 is one number for each linear")
+        raise refusal("activations.input_scale of nvfp4 is one number for each linear")
     if format != "uint8":
         if "input_zero_point" in section:
-            raise _refusal(f"{format} activations have no zero point", "uint8 activations have")
+            raise refusal(f"{format} activations have no zero point", help="uint8 activations have")
         return found, ()
     if "input_zero_point" not in section:
-        raise _refusal("static uint8 activations need `input_zero_point`")
+        raise refusal("static uint8 activations need `input_zero_point`")
     given = _by_name("input_zero_point", section["input_zero_point"])
     zeros = tuple((name, _zero_point(_place("input_zero_point", name), v)) for name, v in given)
     named, having = {name for name, _ in zeros}, {name for name, _ in found}
     for name in sorted(named - having - {"*"}):
-        raise _refusal(f"activations.input_scale has no scale of {name!r}, which has a zero point")
+        raise refusal(f"activations.input_scale has no scale of {name!r}, which has a zero point")
     for name, _ in found:
         if name not in named and "*" not in named:
-            raise _refusal(f"activations.input_zero_point has no zero point of {name!r}")
+            raise refusal(f"activations.input_zero_point has no zero point of {name!r}")
     return found, zeros
 
 
@@ -72,9 +73,9 @@ def cache_scales(section: Mapping[str, Any], scale: str) -> tuple[Scales, Scales
     for key in ("key_scale", "value_scale"):
         if (key in section) != (scale == "static"):
             there = "have no" if scale == "static" else "have a"
-            raise _refusal(
+            raise refusal(
                 f"the keys and values of kv_cache.scale {scale!r} {there} kv_cache.{key}",
-                "write `scale: static` with `key_scale` and `value_scale`",
+                help="write `scale: static` with `key_scale` and `value_scale`",
             )
         if scale == "static":
             given = _by_name(key, section[key], "kv_cache")
@@ -84,7 +85,7 @@ def cache_scales(section: Mapping[str, Any], scale: str) -> tuple[Scales, Scales
     least = 0.0
     if "least_scale" in section:
         if scale in ("none", "static"):
-            raise _refusal(f"kv_cache has `least_scale` and the scale {scale!r}")
+            raise refusal(f"kv_cache has `least_scale` and the scale {scale!r}")
         least = _scale("kv_cache.least_scale", section["least_scale"])
     return (found[0], found[1], least) if found else ((), (), least)
 
@@ -105,12 +106,12 @@ def dynamic_limits(
         if key not in section:
             continue
         if not able or (key == "batch_amax" and scale != "per_batch"):
-            raise _refusal(f"activations have `{key}` and the scale {scale!r} of {format}")
+            raise refusal(f"activations have `{key}` and the scale {scale!r} of {format}")
         found[key] = _scale(f"activations.{key}", section[key])
     if scale == "per_batch" and not found["batch_amax"]:
-        raise _refusal(
+        raise refusal(
             "activations of scale 'per_batch' need `batch_amax`",
-            "write the largest magnitude that any batch may hold: batch_amax: 100",
+            help="write the largest magnitude that any batch may hold: batch_amax: 100",
         )
     return found["least_scale"], found["amax_limit"], found["batch_amax"]
 
@@ -119,7 +120,7 @@ def _by_name(key: str, value: object, section: str = "activations") -> list[tupl
     if not isinstance(value, Mapping):
         return [("*", value)]
     if not value or not all(isinstance(name, str) and name for name in value):
-        raise _refusal(f"{section}.{key} names no linear", "name one, or write `*` for all")
+        raise refusal(f"{section}.{key} names no linear", help="name one, or write `*` for all")
     return sorted(value.items())
 
 
@@ -131,7 +132,7 @@ def _scales(place: str, value: object) -> tuple[float, ...]:
     value = value.split() if isinstance(value, str) else value
     values = list(value) if isinstance(value, list | tuple) else [value]
     if not values:
-        raise _refusal(f"{place} is an empty list; it must be a scale or one for each channel")
+        raise refusal(f"{place} is an empty list; it must be a scale or one for each channel")
     return tuple(_scale(place, item) for item in values)
 
 
@@ -139,7 +140,7 @@ def _scale(place: str, value: object) -> float:
     number = _number(value)
     if not LEAST_STATIC <= number <= LARGEST_STATIC:
         shown = value if isinstance(value, str) else repr(value)
-        raise _refusal(f"{place} is {shown}; it must be a number from 2^-100 to 2^24")
+        raise refusal(f"{place} is {shown}; it must be a number from 2^-100 to 2^24")
     single: float = struct.unpack("<f", struct.pack("<f", number))[0]
     return single
 
@@ -148,7 +149,7 @@ def _zero_point(place: str, value: object) -> int:
     number = _number(value)
     if not 0 <= number <= 255 or number != int(number):
         shown = value if isinstance(value, str) else repr(value)
-        raise _refusal(f"{place} is {shown}; it must be an integer from 0 to 255")
+        raise refusal(f"{place} is {shown}; it must be an integer from 0 to 255")
     return int(number)
 
 
@@ -173,5 +174,85 @@ def _finite(read: Any) -> float:
     return found
 
 
-def _refusal(message: str, help: str | None = None) -> Refusal:
-    return refuse(codes.NUMERICS, message, help=help)
+def as_dictionaries(value: Any) -> dict[str, Any]:
+    """Return nested mappings, or sorted pairs that stand for them, as dictionaries."""
+    items = value.items() if isinstance(value, Mapping) else value
+    return {str(k): _plain_value(v) for k, v in items}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return as_dictionaries(value)
+    pairs = isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
+    return as_dictionaries(value) if pairs else value
+
+
+def section_of(base: Mapping[str, Any], given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a nested mapping; one that names a format replaces that of the preset."""
+    mine = mapping_of(key, given.get(key, {}))
+    return mine if "format" in mine else {**base.get(key, {}), **mine}
+
+
+def mapping_of(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refusal(f"{name} must be a mapping, not {value!r}")
+    return value
+
+
+def refuse_unknown(raw: Mapping[str, Any], name: str, known: Iterable[str]) -> None:
+    known = tuple(known)
+    for key in raw:
+        if key not in known:
+            raise refusal(f"{name} has no key {key!r}", known, key)
+
+
+def choice_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    options = tuple(allowed)
+    if not isinstance(value, str) or value not in options:
+        raise refusal(f"{name} is {value!r}", options, value)
+    return value
+
+
+def count_of(name: str, value: Any, largest: int) -> int:
+    number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
+    if not number or not 1 <= value <= largest or value != int(value):
+        raise refusal(f"{name} is {value!r}; it must be an integer from 1 to {largest}")
+    return int(value)
+
+
+_OTHER_NAMES = {
+    "fp64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "single": "float32",
+    "float": "float32",
+    "tf32": "tfloat32",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "fp8_e4m3",
+    "e4m3": "fp8_e4m3",
+    "e5m2": "fp8_e5m2",
+    "channel": "per_channel",
+    "tensor": "per_tensor",
+}
+"""What people call formats and scales that have another name here."""
+
+
+def refusal(
+    message: str,
+    allowed: Iterable[str] = (),
+    tried: object = None,
+    near: Iterable[str] = (),
+    help: str | None = None,
+) -> Refusal:
+    """Return a refusal with what is allowed; `near`: names among which one may have been meant."""
+    import difflib
+
+    options = tuple(allowed)
+    among = (*options, *near)
+    near = difflib.get_close_matches(str(tried), among, n=1) if tried is not None else []
+    near = [name for name in (_OTHER_NAMES.get(str(tried).lower()),) if name in options] or near
+    shown = f"; allowed: {', '.join(options)}" if options else ""
+    return refuse(
+        codes.NUMERICS, message + shown, help=f"did you mean {near[0]!r}?" if near else help
+    )
