@@ -23,13 +23,13 @@ from typing import Literal, assert_never
 from kcdsl.ir import terms as ir
 from kcdsl.ir.algebra import Side, Terms, other
 from kcdsl.ir.axioms import has_two_sides
+from kcdsl.ir.canonical import normal_formula
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.predicates import Inside
 from kcdsl.ir.printer import formula_text, region_text, term_text
 from kcdsl.ir.relations import canonical
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.text import WRITTEN, Symbols
-from kcdsl.ir.store import Store, postorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,6 @@ class Theory:
     inside: Inside
     by_request: frozenset[str] = frozenset()
     """The metrics of the user with one value per request."""
-    store: Store = field(default_factory=Store)
     symbols: Symbols = field(default_factory=Symbols)
     constants: dict[Constant, str] = field(default_factory=dict)
     flags: dict[Hashable, str] = field(default_factory=dict)
@@ -125,7 +124,7 @@ class Theory:
 
     def holds(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
         """Return that a requirement is true of a slice, or of one unit of it."""
-        return _Translation(self, slice_name, unit).holds(self.store.formula(formula), {})
+        return _Translation(self, slice_name, unit).holds(normal_formula(formula), {})
 
     def fails(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
         """Return that a requirement is not true of a slice, or of one unit of it."""
@@ -254,10 +253,10 @@ class _Translation:
         return self.theory.real(quantity, self._here(words))
 
     def _of(self, term: ir.Metric | ir.Statistic, side: Side) -> Quantity:
-        stored = self.theory.store.term(_plain(term))
-        assert isinstance(stored, ir.Metric | ir.Statistic)
-        two = has_two_sides(stored, self.theory.by_request)
-        return Quantity(self.unit, self.slice, stored, side if two else "")
+        plain = _plain(term)
+        assert isinstance(plain, ir.Metric | ir.Statistic)
+        two = has_two_sides(plain, self.theory.by_request)
+        return Quantity(self.unit, self.slice, plain, side if two else "")
 
     def _note(self, left: ir.Term, right: ir.Term, side: Side) -> None:
         """Remember which numbers a measured term is compared with."""
@@ -354,7 +353,7 @@ def _only_observed(formula: ir.Quantified) -> bool:
     parts = list(walk(formula.body))
     if any(isinstance(part, ir.Quantified | ir.NoFlip) for part in parts):
         return False
-    norms = [node for node in postorder(formula) if isinstance(node, ir.Norm)]
+    norms = [term for term in terms_of(formula) if isinstance(term, ir.Norm)]
     return all(norm.of.measured and norm.of.variable == formula.variable for norm in norms)
 
 

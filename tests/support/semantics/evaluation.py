@@ -22,11 +22,11 @@ from functools import partial
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import terms_of
 from kcdsl.ir.predicates import holds, tests_of
-from kcdsl.ir.store import Store
 from kcdsl.ir.tables import expand_tables, gaps
 from tests.support.semantics.formulas import Scope, is_timed
 from tests.support.semantics.interpretations import Unit, World
 from tests.support.semantics.norms import Undefined
+from tests.support.semantics.store import Store
 
 
 class Truth(Enum):

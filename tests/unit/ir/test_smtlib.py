@@ -19,8 +19,8 @@ from kcdsl.ir.smtlib.assumptions import assumptions
 from kcdsl.ir.smtlib.script import claims_of
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.smtlib.theory import Quantity, Theory
-from kcdsl.ir.store import Store
 from tests.support import contracts as made
+from tests.support.semantics.store import Store
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

@@ -15,7 +15,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest
-from kcdsl.ir.store import Store, clause_digest, fold, postorder
+from tests.support.semantics.store import Store, clause_digest, fold, postorder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ACCEPTED = sorted((REPOSITORY / "grammar" / "corpus" / "accepted").glob("*.kc.yaml"))

@@ -18,7 +18,7 @@ from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
 from kcdsl.ir.printer import formula_text, predicate_text, region_text, term_text
-from kcdsl.ir.store import Store
+from tests.support.semantics.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONTRACTS = sorted(
