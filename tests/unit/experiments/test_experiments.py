@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -24,7 +23,7 @@ from kcdsl.verdict.html.experiment import experiment_page, maps
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.backend import BACKEND
-from kcdsl_backends.empirical.questions.cells import Cells, manifest
+from kcdsl_backends.empirical.questions.cells import CHECKPOINT, cells_in, manifest
 from kcdsl_backends.empirical.questions.conditions import Axes, run_grid
 from kcdsl_backends.empirical.questions.variants import run_single, variants
 
@@ -129,9 +128,7 @@ def test_pass_rates_have_exact_limits(grid: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_cells_are_remembered_until_what_they_are_of_changes(
-    grid: dict[str, Any], folder: Path, follows: Callable[[Any], None]
-) -> None:
+def test_cells_are_remembered_until_what_they_are_of_changes(folder: Path) -> None:
     program = load_program(folder / "contract.yaml")
 
     def again(**how: Any) -> tuple[dict[str, Any], int]:
@@ -148,12 +145,10 @@ def test_cells_are_remembered_until_what_they_are_of_changes(
 
     first, loaded = again()
     assert loaded == 1
-    kept = sorted((folder / "again" / "cells").iterdir())
-    assert [file.name for file in kept] == ["cpu-8-1-1.json", "cpu-8-3-1.json"]
-    follows(json.loads(kept[0].read_text()))
+    kept = folder / "again" / CHECKPOINT
     second, loaded = again()
     assert (second, loaded) == (first, 0)
-    kept[0].write_text(kept[0].read_text()[:-40])  # a file that was damaged is measured again
+    kept.write_bytes(kept.read_bytes()[:-40])  # a cell that was damaged is measured again
     assert again() == (first, 1)
     assert again(seed=1)[1] == 1
     assert again(seed=1, fresh=True)[1] == 1
@@ -162,53 +157,45 @@ def test_cells_are_remembered_until_what_they_are_of_changes(
 def test_a_refusal_is_a_cell_that_is_tried_again(tmp_path: Path) -> None:
     from kcdsl.diagnostics import codes, refuse
 
-    cells = Cells(tmp_path, {"of": "this"})
-
     def fails() -> dict[str, Any]:
         raise refuse(codes.EXPERIMENT, "not here")
 
-    assert cells.cell("a", {"n": 1}, fails) == {
-        "n": 1,
-        "status": "not_run",
-        "reason": "KC683: not here",
-    }
-    assert cells.cell("a", {"n": 1}, lambda: {"rows": []})["status"] == "ran"
-    assert cells.cell("a", {"n": 2}, fails)["status"] == "not_run"
+    with cells_in(tmp_path, {"of": "this"}) as cells:
+        assert cells.cell("a", {"n": 1}, fails) == {
+            "n": 1,
+            "status": "not_run",
+            "reason": "KC683: not here",
+        }
+    with cells_in(tmp_path, {"of": "this"}) as cells:
+        assert cells.cell("a", {"n": 1}, lambda: {"rows": []})["status"] == "ran"
+    with cells_in(tmp_path, {"of": "this"}) as cells:
+        assert cells.cell("a", {"n": 1}, fails)["status"] == "ran"
+        assert cells.cell("a", {"n": 2}, fails)["status"] == "not_run"
 
 
-def _flip(text: str) -> str:
-    return text.replace('"rows": []', '"rows": [{"value": 0.0}]')
-
-
-def _forged(text: str) -> str:
-    document = json.loads(_flip(text))
-    parts = json.dumps({k: v for k, v in document.items() if k != "seal"}, sort_keys=True)
-    return json.dumps({**document, "seal": hashlib.sha256(parts.encode()).hexdigest()})
-
-
-def _without_seal(text: str) -> str:
-    return json.dumps({k: v for k, v in json.loads(_flip(text)).items() if k != "seal"})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("change", [_flip, _forged, _without_seal], ids=lambda f: f.__name__)
-def test_a_changed_cell_is_measured_again(tmp_path: Path, change: Callable[[str], str]) -> None:
-    cells, measured = Cells(tmp_path, {"of": "this"}), []
+@pytest.mark.parametrize("to", [b'"rows": [2]', b'"rows": []', b""], ids=["changed", "torn", "cut"])
+def test_a_changed_cell_is_measured_again(tmp_path: Path, to: bytes) -> None:
+    measured: list[int] = []
 
     def measure() -> dict[str, Any]:
         measured.append(1)
-        return {"rows": []}
+        return {"rows": [1]}
 
-    first = cells.cell("a", {"n": 1}, measure)
-    assert cells.cell("a", {"n": 1}, measure) == first
+    def again(of: str = "this", name: str = "a") -> dict[str, Any]:
+        with cells_in(tmp_path, {"of": of}) as cells:
+            return cells.cell(name, {"n": 1}, measure)
+
+    first = again()
+    assert again() == first
     assert len(measured) == 1
-    file = tmp_path / "a.json"
-    file.write_text(change(file.read_text()))
-    assert cells.cell("a", {"n": 1}, measure) == first
+    file = tmp_path / CHECKPOINT
+    assert b'"rows": [1]' in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(b'"rows": [1]', to))
+    assert again() == first
     assert len(measured) == 2
-    (tmp_path / "b.json").write_bytes(file.read_bytes())
-    cells.cell("b", {"n": 1}, measure)
-    assert len(measured) == 3
+    again(name="b")
+    again(of="that")
+    assert len(measured) == 4
 
 
 @pytest.mark.full
@@ -219,18 +206,22 @@ def test_a_cell_is_measured_again_once_own_code_changed(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     own_code.watch("lately_imported", tmp_path / "lately_imported.py", tmp_path)
-    cells, measured = Cells(tmp_path / "cells", {"of": "this"}, base=tmp_path), []
+    measured: list[int] = []
 
     def measure() -> dict[str, Any]:
         import_module("lately_imported")
         measured.append(1)
         return {"rows": []}
 
-    for _ in range(2):
-        cells.cell("a", {"n": 1}, measure)
+    def again() -> None:
+        with cells_in(tmp_path / "out", {"of": "this"}, base=tmp_path) as cells:
+            cells.cell("a", {"n": 1}, measure)
+
+    again()
+    again()
     assert len(measured) == 1
     (tmp_path / "lately_imported.py").write_text("VALUE = 2\n")
-    cells.cell("a", {"n": 1}, measure)
+    again()
     assert len(measured) == 2
 
 
@@ -336,7 +327,7 @@ def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -
         "N-KL-all.svg",
         "N-KL-safety.svg",
         "N-LINF-all.svg",
-        "cells",
+        "cells.journal",
         "e2.html",
         "e2.json",
     ]

@@ -1,8 +1,8 @@
-"""Cells of an experiment: what each came to, remembered in a folder.
+"""Cells of an experiment: what each came to, kept in a run checkpoint in its folder.
 
-A cell is one JSON file, written whole. It belongs to what it was measured of: the digests of
-contract, weights, data and the files that belong to them, the seed, the versions and the processor.
-Another of these, and it is measured again.
+A checkpoint belongs to what its cells were measured of: the digests of contract, weights, data and
+the files that belong to them, the seed, the axes, the versions and the processor. With another of
+these, and with own code of the contract that is another now, every cell is measured again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hmac import compare_digest
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,14 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts, file_digest
-from kcdsl.model.own_code import imported_code
 from kcdsl.release.artefacts import companions, data_digests
-from kcdsl.source.files import is_file, read_bytes
-from kcdsl.source.writing import write_bytes
-from kcdsl_backends.secret import sealed
+from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
+from kcdsl_backends.empirical.table.checkpoint import Journal
 
 Prepare = Callable[..., Any]
 """Loads a contract: `EmpiricalBackend.prepare`."""
-CELL_SCHEMA = "kcdsl.cell/2"
+CHECKPOINT = "cells.journal"
+"""The name of the file that keeps the cells of an experiment."""
 
 
 def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, Any]:
@@ -93,79 +91,50 @@ def _libraries() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The cells of one experiment in a folder; `fresh` measures all of them again.
+    """The cells of one experiment that are kept so far."""
 
-    A cell carries an authentication code under the secret of the user (`kcdsl_backends.secret`):
-    one that anybody changed, wrote or moved who cannot read the secret is measured again. So is one
-    for which own code of the contract was imported that is another now.
-    """
-
-    folder: Path
-    of: Mapping[str, Any]
-    fresh: bool = False
-    base: Path = Path()
-    """The folder of the contract."""
+    journal: Journal
+    code: OwnCode
 
     def cell(
         self, name: str, spec: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return a cell: as it was remembered, or as it is measured now.
+        """Return a cell: as it was kept, or as it is measured now.
 
         A refusal is what a cell came to, with its reason; so nothing is silently absent. It is not
-        remembered: what is missing now may be there next time.
+        kept: what is missing now may be there next time.
         """
-        key = _key({"of": self.of, "spec": spec})
-        known = None if self.fresh else self._known(name, key)
+        place = json.dumps([name, spec], sort_keys=True)
+        known = self.journal.note(place)
         if known is not None:
-            return known
+            found: dict[str, Any] = json.loads(known)
+            return found
         try:
             cell = {**spec, "status": "ran", "reason": None, **measure()}
         except Refusal as error:
             first = error.diagnostics[0]
             return {**spec, "status": "not_run", "reason": f"{first.code}: {first.message}"}
-        code = {str(path): digest for path, (_, digest) in self._code().items()}
-        document = {"schema": CELL_SCHEMA, "key": key, "code": code, "cell": cell}
-        document["seal"] = _seal(name, document)
-        text = json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-        write_bytes(self._file(name), text.encode(), own_name=True)
+        self.code.keep()
+        self.journal.keep_note(place, json.dumps(cell, allow_nan=False).encode())
         return cell
 
-    def _known(self, name: str, key: str) -> dict[str, Any] | None:
-        try:
-            document = json.loads(read_bytes(self._file(name)))
-        except (Refusal, ValueError):
-            return None
-        if not isinstance(document, dict) or document.get("key") != key:
-            return None
-        seal = document.pop("seal", None)
-        if not isinstance(seal, str) or not compare_digest(
-            seal.encode(), _seal(name, document).encode()
-        ):
-            return None
-        if any(not _is_still(Path(path), digest) for path, digest in document["code"].items()):
-            return None
-        cell: dict[str, Any] = document["cell"]
-        return cell
 
-    def _code(self) -> Mapping[Path, tuple[str, str]]:
-        return imported_code(Artefacts.of(self.base))
-
-    def _file(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
-
-
-def _is_still(path: Path, digest: str) -> bool:
-    return is_file(path) and file_digest(path) == digest
-
-
-def _seal(name: str, document: Mapping[str, Any]) -> str:
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return sealed(b"cell", name.encode(), text.encode()).hex()
-
-
-def _key(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+@contextmanager
+def cells_in(
+    folder: Path, of: Mapping[str, Any], *, fresh: bool = False, base: Path = Path()
+) -> Iterator[Cells]:
+    """Open the cells of an experiment with the manifest `of`, of a contract in the folder `base`;
+    `fresh` measures all of them again. Raises Refusal where the checkpoint cannot be written."""
+    text = json.dumps(of, sort_keys=True, separators=(",", ":"), default=str)
+    key = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    journal, files = Journal(folder / CHECKPOINT, fresh), Artefacts.of(base)
+    journal.open(key)
+    try:
+        if not taken_over_code(journal, files):
+            journal.restart(key, "own code that was imported then has changed since")
+        yield Cells(journal, OwnCode(files, journal))
+    finally:
+        journal.close()
 
 
 def failed_checks(prechecks: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:

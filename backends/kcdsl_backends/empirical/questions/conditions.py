@@ -39,8 +39,8 @@ from kcdsl_backends.empirical.decide.report import why_blocked
 from kcdsl_backends.empirical.decide.results import Case, decide_all
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.questions.cells import (
-    Cells,
     Prepare,
+    cells_in,
     failed_checks,
     manifest,
     pass_record,
@@ -124,7 +124,6 @@ def run_grid(
     Raises Refusal where not one could run.
     """
     of = manifest(program, base, seed, axes=axes.to_json())
-    cells = Cells(folder / "cells", of, fresh, base)
     clauses, deferred = _clauses(program)
     loaded: dict[str, KernelContext | Refusal] = {}
 
@@ -138,14 +137,17 @@ def run_grid(
 
     found = []
     specs = list(_specs(axes))
-    for done, spec in enumerate(specs):
-        progress("cells", done, len(specs))
-        name = "-".join(str(spec[axis]) for axis in ("device", "length", "batch", "concurrency"))
+    with cells_in(folder, of, fresh=fresh, base=base) as cells:
+        for done, spec in enumerate(specs):
+            progress("cells", done, len(specs))
+            name = "-".join(
+                str(spec[axis]) for axis in ("device", "length", "batch", "concurrency")
+            )
 
-        def measure(spec: Mapping[str, Any] = spec) -> dict[str, Any]:
-            return _measure(setting_on(spec["device"]), clauses, spec)
+            def measure(spec: Mapping[str, Any] = spec) -> dict[str, Any]:
+                return _measure(setting_on(spec["device"]), clauses, spec)
 
-        found.append(cells.cell(name, spec, measure))
+            found.append(cells.cell(name, spec, measure))
     progress("cells", len(specs), len(specs))
     if not any(cell["status"] == "ran" for cell in found):
         reasons = dict.fromkeys(str(cell["reason"]) for cell in found)

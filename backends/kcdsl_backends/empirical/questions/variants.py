@@ -19,8 +19,8 @@ from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.cells import (
-    Cells,
     Prepare,
+    cells_in,
     failed_checks,
     manifest,
     pass_record,
@@ -46,26 +46,25 @@ def run_single(
     """
     chosen = _chosen(variants(program.infer), only)
     of = manifest(program, base, seed, device=device, seconds=seconds)
-    cells = Cells(folder / "cells", of, fresh, base)
     found = []
-    for done, variant in enumerate(chosen):
-        progress("variants", done, len(chosen))
-        changed = replace(program, infer=variant.kernel)
+    with cells_in(folder, of, fresh=fresh, base=base) as cells:
+        for done, variant in enumerate(chosen):
+            progress("variants", done, len(chosen))
+            changed = replace(program, infer=variant.kernel)
 
-        def measure(changed: Program = changed) -> Mapping[str, Any]:
-            setting = prepare(
-                changed, base, device=device, seed=seed, seconds=seconds, crosscheck=False
-            )
-            if not isinstance(setting, KernelContext):
-                raise refuse(
-                    codes.EXPERIMENT,
-                    "the contract's kernels are recorded, and a recording has no variants",
-                    help="name kernels that run here",
+            def measure(changed: Program = changed) -> Mapping[str, Any]:
+                context = prepare(
+                    changed, base, device=device, seed=seed, seconds=seconds, crosscheck=False
                 )
-            report = conclude(collect(setting)).to_json()
-            return _cell(report)
+                if not isinstance(context, KernelContext):
+                    raise refuse(
+                        codes.EXPERIMENT,
+                        "the contract's kernels are recorded, and a recording has no variants",
+                        help="name kernels that run here",
+                    )
+                return _cell(conclude(collect(context)).to_json())
 
-        found.append(cells.cell(variant.name, _spec(variant), measure))
+            found.append(cells.cell(variant.name, _spec(variant), measure))
     progress("variants", len(chosen), len(chosen))
     if not any(cell["status"] == "ran" for cell in found):
         raise refuse(
