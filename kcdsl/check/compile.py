@@ -55,22 +55,6 @@ from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 _SUPPRESSION = re.compile(r"#\s*kcdsl\s*:\s*[A-Za-z]")
 
 
-def compile_contract(path: Path) -> tuple[ir.Program | None, Sink]:
-    """Compile a contract file; the program is None where the sink holds an error, or the file is
-    a library.
-
-    Files that the contract names (checkpoint, data) are not read; their absence is noted.
-    """
-    sink = Sink()
-    try:
-        source = read_source(path)
-    except Refusal as refusal:
-        for diagnostic in refusal.diagnostics:
-            sink.add(diagnostic)
-        return None, sink
-    return compile_source(source, sink, path.parent), sink
-
-
 def load_program(path: Path) -> ir.Program:
     """Compile a contract file; raises Refusal with every error and warning where it does not."""
     return load_contract(path)[0]
@@ -216,10 +200,9 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
     )
     model = read_model(raw.model, reader)
     brought = {name: kernel for item in imports for name, kernel in item.kernels}
-    train = brought.get("train") or read_kernel(raw.train, reporter)
-    infer = brought.get("infer") or read_kernel(raw.infer, reporter)
-    guard = brought.get("guard") or read_kernel(raw.guard, reporter)
-    fallback = brought.get("fallback") or read_kernel(raw.fallback, reporter)
+    train, infer, guard, fallback = (
+        brought.get(role) or read_kernel(raw.kernels.get(role), reporter) for role in ROLES
+    )
     clauses = tuple(check_clause(item, scope, reporter) for item in raw.clauses)
     escalation = read_escalation(raw.escalation, reader)
     check_actions(raw.clauses, clauses, escalation, reporter)

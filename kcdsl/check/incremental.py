@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.check.layout import Layout, blank, layout, stands_alone
+from kcdsl.check.layout import Layout, layout, reduced, stands_alone
 from kcdsl.check.sections.libraries import Texts
 from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Diagnostic, Sink
@@ -96,16 +96,13 @@ class Incremental:
         if not all(stands_alone(texts[i], found.names[i]) for i in kept):
             return None
         kept |= _witnesses(found.context, texts)
-        pieces = [source.text[: found.clauses[0].start]]
-        pieces += [t if i in kept else blank(t) for i, t in enumerate(texts)]
-        pieces.append(source.text[found.clauses[-1].end :])
-        reduced, sink = SourceFile(source.name, "".join(pieces)), Sink()
-        analysis = analyse(reduced, sink, folder, opened)
+        part, sink = SourceFile(source.name, reduced(source.text, found, kept)), Sink()
+        analysis = analyse(part, sink, folder, opened)
         if analysis.root is None or _observing(analysis, found) != self._observing:
             return None
         if any(d.code == UNCOVERED_TRACE for d in sink):
             return None
-        return _of(source, reduced, sink)
+        return _of(source, part, sink)
 
 
 def _observing(analysis: Analysis, found: Layout) -> set[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -75,6 +75,15 @@ def blank(text: str) -> str:
     return "\n".join([" " * len(line) for line in text.split("\n")])
 
 
+def reduced(text: str, found: Layout, kept: Container[int]) -> str:
+    """Return a text in which all but the kept clauses are blank."""
+    pieces = [text[: found.clauses[0].start]]
+    for number, span in enumerate(found.clauses):
+        piece = text[span.start : span.end]
+        pieces.append(piece if number in kept else blank(piece))
+    return "".join([*pieces, text[found.clauses[-1].end :]])
+
+
 def stands_alone(text: str, name: str) -> bool:
     """Say whether the text of a clause is YAML by itself, one entry of that name."""
     root = parse_yaml(SourceFile("", text), Sink())
@@ -110,9 +119,8 @@ def recover(source: SourceFile, first: Sink, check: Check) -> Sink:
         alone = SourceFile(source.name, blank(text[: span.start]) + text[span.start : span.end])
         _collect(parse_errors(alone), source, errors)
     if len(broken) < len(pieces):
-        kept = [blank(piece) if i in broken else piece for i, piece in enumerate(pieces)]
-        begin, end = found.clauses[0].start, found.clauses[-1].end
-        rest, others = SourceFile(source.name, text[:begin] + "".join(kept) + text[end:]), Sink()
+        good = set(range(len(pieces))).difference(broken)
+        rest, others = SourceFile(source.name, reduced(text, found, good)), Sink()
         if check(rest, others) is None:
             return first
         _collect(others, source, errors)

@@ -29,11 +29,12 @@ class Reporter:
         labels: tuple[Label, ...] = (),
         notes: tuple[str, ...] = (),
         fix: Fix | None = None,
+        severity: Severity = Severity.ERROR,
     ) -> None:
         """Report an error at a place; a name suggested as `help` is a fix of the place too."""
         fix = fix or _suggested(self.source, help, span)
         self.sink.add(
-            Diagnostic(code, message, self.source, span, labels, notes, help, Severity.ERROR, fix)
+            Diagnostic(code, message, self.source, span, labels, notes, help, severity, fix)
         )
 
     def warning(
@@ -45,19 +46,12 @@ class Reporter:
         labels: tuple[Label, ...] = (),
         fix: Fix | None = None,
     ) -> None:
-        """Report a warning at a place; a name suggested as `help` is a fix of the place too."""
-        fix = fix or _suggested(self.source, help, span)
-        self.sink.add(
-            Diagnostic(code, message, self.source, span, labels, (), help, Severity.WARNING, fix)
-        )
+        """Report a warning as `error` does."""
+        self.error(code, message, span, help, labels, fix=fix, severity=Severity.WARNING)
 
-    def note(
-        self, code: Code, message: str, span: Span, help: str | None = None, fix: Fix | None = None
-    ) -> None:
+    def note(self, code: Code, message: str, span: Span, help: str | None = None) -> None:
         """Report a note at a place."""
-        self.sink.add(
-            Diagnostic(code, message, self.source, span, (), (), help, Severity.NOTE, fix)
-        )
+        self.sink.add(Diagnostic(code, message, self.source, span, (), (), help, Severity.NOTE))
 
 
 def replacement(span: Span, text: str, safe: bool = False) -> Fix:

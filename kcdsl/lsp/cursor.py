@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kcdsl.check.expressions.functions import Function, find_function
-from kcdsl.check.layout import blank, layout, stands_alone
+from kcdsl.check.layout import blank, layout, reduced, stands_alone
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -91,11 +91,7 @@ def _local(text: str, offset: int) -> tuple[str, int]:
     if not near:
         # The first clause stays, so that the section is still a mapping.
         near = [0]
-    pieces = [text[: found.clauses[0].start]]
-    for number, span in enumerate(found.clauses):
-        piece = text[span.start : span.end]
-        pieces.append(piece if number in near else blank(piece))
-    return "".join(pieces) + text[found.clauses[-1].end :], offset
+    return reduced(text, found, near), offset
 
 
 def _candidates(text: str, offset: int, marker: str) -> Iterator[str]:
@@ -243,12 +239,12 @@ def _without_broken_clauses(text: str) -> str:
     found = layout(text)
     if found is None:
         return text
-    pieces = [text[span.start : span.end] for span in found.clauses]
-    kept = [
-        piece if stands_alone(piece, name) else blank(piece)
-        for piece, name in zip(pieces, found.names, strict=True)
-    ]
-    return text[: found.clauses[0].start] + "".join(kept) + text[found.clauses[-1].end :]
+    kept = {
+        number
+        for number, (span, name) in enumerate(zip(found.clauses, found.names, strict=True))
+        if stands_alone(text[span.start : span.end], name)
+    }
+    return reduced(text, found, kept)
 
 
 def _suspects(text: str, error: Diagnostic) -> list[int]:

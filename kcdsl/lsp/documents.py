@@ -16,7 +16,7 @@ from urllib.request import url2pathname
 
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.incremental import Incremental
-from kcdsl.check.layout import blank, layout
+from kcdsl.check.layout import layout, reduced
 from kcdsl.check.sections.libraries import Texts as Texts
 from kcdsl.diagnostics.codes import INTERNAL, TOO_LARGE
 from kcdsl.diagnostics.model import Diagnostic, Sink
@@ -135,14 +135,13 @@ class Snapshot:
         found = layout(self.source.text)
         if found is None:
             return self
-        pieces = [self.source.text[: found.clauses[0].start]]
-        for clause in found.clauses:
-            piece = self.source.text[clause.start : clause.end]
-            near = clause.start <= span.end and span.start <= clause.end
-            pieces.append(piece if near else blank(piece))
-        pieces.append(self.source.text[found.clauses[-1].end :])
-        reduced = SourceFile(self.source.name, "".join(pieces))
-        return replace(self._of(reduced), whole=False)
+        near = {
+            number
+            for number, clause in enumerate(found.clauses)
+            if clause.start <= span.end and span.start <= clause.end
+        }
+        part = SourceFile(self.source.name, reduced(self.source.text, found, near))
+        return replace(self._of(part), whole=False)
 
     def _of(self, source: SourceFile) -> Snapshot:
         """Return a snapshot of a text that has the same places."""

@@ -17,11 +17,11 @@ from functools import cache
 from lark import Lark
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
+import kcdsl_grammar
 from kcdsl.diagnostics.codes import EXPRESSION_SYNTAX
 from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.source.scalar_map import ScalarMap
 from kcdsl.source.yaml_nodes import Scalar
-from kcdsl.syntax.tables import build_lark
 
 _MOST = 10
 """Errors of one expression that are reported."""
@@ -35,10 +35,20 @@ _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TOKEN = re.compile(r"\w+|[<>=!]=|[^\s\w]")
 
 
+STARTS = ("requirement", "predicate", "budget", "quantity")
+
+
 @cache
-def grammar() -> Lark:
-    """Return Lark's parser of the grammar; building it takes some 70 ms."""
-    return build_lark()
+def build_lark() -> Lark:
+    """Return Lark's parser of the expression grammar; building it takes some 70 ms."""
+    return Lark(
+        kcdsl_grammar.text("expression.lark"),
+        parser="lalr",
+        start=list(STARTS),
+        propagate_positions=True,
+        maybe_placeholders=False,
+        keep_all_tokens=True,
+    )
 
 
 def explain(text: str, start: str, report: Callable[..., None]) -> None:
@@ -60,7 +70,7 @@ def explain(text: str, start: str, report: Callable[..., None]) -> None:
         return found < _MOST and dropped < _MOST_DROPPED and not lost
 
     try:
-        grammar().parse(text, start=start, on_error=on_error)
+        build_lark().parse(text, start=start, on_error=on_error)
     except UnexpectedInput:
         return
     if last is None:

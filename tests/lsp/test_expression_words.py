@@ -18,8 +18,8 @@ from kcdsl.metrics import BUILT_IN
 from kcdsl.source.files import read_source
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml
 from kcdsl.syntax import ast
+from kcdsl.syntax.errors import build_lark
 from kcdsl.syntax.parser import parse_expression
-from kcdsl.syntax.tables import build_lark
 
 CORPUS = Path(__file__).parents[2] / "grammar" / "corpus"
 METRIC = lambda name: BUILT_IN.find(name) is not None  # noqa: E731

@@ -246,14 +246,15 @@ def check_together(
         reporter.error(
             NOT_ALLOWED,
             f"`{train.run}` cannot be the training kernel: it does not score given tokens exactly",
-            raw.train.run.span if raw.train is not None else raw.span,
+            raw.kernels["train"].run.span if "train" in raw.kernels else raw.span,
             "let a kernel on this machine be `train`, such as `run: torch.eager`",
         )
     if infer.service is None:
         return
     drawn = infer.service.logprobs.temperature
     if drawn != constants.temperature:
-        node = raw.infer.node.get("logprobs") if raw.infer is not None else raw.constants
+        stated_by = raw.kernels.get("infer")
+        node = raw.constants if stated_by is None else stated_by.node.get("logprobs")
         stated = node.get("temperature") if isinstance(node, Mapping) else None
         place = stated or node
         reporter.error(
@@ -346,7 +347,7 @@ def check_recorded(
     train: KernelRef, infer: KernelRef, raw: RawContract, reporter: Reporter
 ) -> None:
     """Report kernels that no recording can stand for beside each other."""
-    place = raw.train.run.span if raw.train is not None else raw.span
+    place = raw.kernels["train"].run.span if "train" in raw.kernels else raw.span
     if train.recording is None or train.recording.format == LOGITS:
         if infer.recording is not None and infer.recording.format != LOGITS and train.recording:
             reporter.error(

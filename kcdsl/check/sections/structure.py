@@ -6,6 +6,7 @@ can point at it.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -111,10 +112,8 @@ class RawContract:
     name: Scalar | None
     version: Scalar | None
     model: Mapping | None
-    train: RawKernel | None
-    infer: RawKernel | None
-    guard: RawKernel | None
-    fallback: RawKernel | None
+    kernels: abc.Mapping[str, RawKernel]
+    """The kernels that could be read, by their roles."""
     data: Scalar | None
     slices: tuple[RawSlice, ...]
     clauses: tuple[RawClause, ...]
@@ -208,15 +207,13 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
     required = [name for name in _REQUIRED_SECTIONS if name not in imported]
     reader.fields(root, "a contract", SECTIONS, required, _SKELETONS)
     kernels = reader.mapping(root, "kernels", ROLES, own)
+    found = [(role, read_kernel_fields(reader, kernels, role)) for role in ROLES]
     model = reader.mapping(root, "model", _MODEL_FIELDS, ("checkpoint",))
     return RawContract(
         name=identifier(reader, reader.text(root, "contract"), CLAUSE_ID, "contract"),
         version=reader.text(root, "version", numbers=True),
         model=model,
-        train=read_kernel_fields(reader, kernels, "train"),
-        infer=read_kernel_fields(reader, kernels, "infer"),
-        guard=read_kernel_fields(reader, kernels, "guard"),
-        fallback=read_kernel_fields(reader, kernels, "fallback"),
+        kernels={role: kernel for role, kernel in found if kernel is not None},
         data=reader.text(root, "data"),
         slices=read_slices(reader, root),
         clauses=_clauses(reader, root),

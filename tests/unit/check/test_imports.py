@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.check.compile import analyse, compile_contract, load_program
+from kcdsl.check.compile import analyse, load_program
 from kcdsl.check.sections.libraries import DEPTH_LIMIT, path_problem, rebase
 from kcdsl.diagnostics import Diagnostic, Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
@@ -18,6 +18,7 @@ from kcdsl.ir.canonical import digest, document, library_digest
 from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import ImportedFrom, Library, Program
 from kcdsl.source.files import read_source
+from tests.support.compiling import compile_contract
 
 LIBRARY = """\
 kcdsl: 1

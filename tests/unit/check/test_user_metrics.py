@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.check.compile import compile_contract
 from kcdsl.check.metric_files import read_declarations
 from kcdsl.check.user_metrics import declarations, read_registry
 from kcdsl.diagnostics import Sink
@@ -22,6 +21,7 @@ from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.load import load_bytes
 from kcdsl.metrics import registry_of
 from kcdsl.source.modules import find_module
+from tests.support.compiling import compile_contract
 
 CONTRACT = """kcdsl: 1
 contract: c

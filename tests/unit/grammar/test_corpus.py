@@ -10,13 +10,13 @@ import jsonschema
 import pytest
 import yaml
 
-from kcdsl.check.compile import compile_contract
 from kcdsl.diagnostics import Severity
 from kcdsl.diagnostics.codes import all_codes
 from kcdsl.ir.canonical import digest, document, to_json
 from kcdsl.ir.load import load_bytes
 from kcdsl.route.router import route
 from kcdsl_grammar import text
+from tests.support.compiling import compile_contract
 
 CORPUS = Path(__file__).resolve().parents[3] / "grammar" / "corpus"
 ACCEPTED = sorted(CORPUS.glob("accepted/*.kc.yaml"))

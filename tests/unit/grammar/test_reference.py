@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kcdsl.check.compile import Analysis, analyse, compile_contract
+from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.expressions.functions import FUNCTIONS, PERCENTILE
 from kcdsl.check.expressions.predicates import predicate
 from kcdsl.check.expressions.sorts import sort_of
@@ -28,6 +28,7 @@ from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression
 from kcdsl.units import UNITS
+from tests.support.compiling import compile_contract
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

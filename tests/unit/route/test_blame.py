@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.check.compile import compile_contract
 from kcdsl.diagnostics.model import Sink
 from kcdsl.ir.terms import Clause
 from kcdsl.route.catalogue import Fragment, catalogue
 from kcdsl.route.fragments import fragment_of, why_outside, why_uncovered
+from tests.support.compiling import compile_contract
 
 
 def clauses(repository: Path) -> list[Clause]:

@@ -14,9 +14,9 @@ from lark.exceptions import UnexpectedInput
 
 import kcdsl_grammar
 from kcdsl.syntax import lalr
-from kcdsl.syntax.errors import grammar
-from kcdsl.syntax.tables import STARTS, table_module
+from kcdsl.syntax.errors import STARTS, build_lark
 from kcdsl_grammar.expression_table import STATES
+from tests.support.expression_tables import table_module
 
 PIECES = [
     "forall x in points(all): ",
@@ -104,7 +104,7 @@ def as_ours(node: lalr.Node | lalr.Token) -> Any:
 
 def by_lark(text: str, start: str) -> Any:
     try:
-        tree = grammar().parse(text, start=start)
+        tree = build_lark().parse(text, start=start)
     except UnexpectedInput:
         return None
     assert isinstance(tree, Tree)

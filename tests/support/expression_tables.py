@@ -1,4 +1,4 @@
-"""Write the parse table of the expression grammar: `python -m kcdsl.syntax.tables`.
+"""Write the parse table of the expression grammar: `python -m tests.support.expression_tables`.
 
 Lark reads `expression.lark` and builds the LALR(1) table; that takes longer than linting a whole
 contract. So the finished table is kept as a module of `kcdsl_grammar`, which `kcdsl.syntax.lalr`
@@ -10,24 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lark import Lark
-
 import kcdsl_grammar
 from kcdsl.source.writing import write_bytes
-
-STARTS = ("requirement", "predicate", "budget", "quantity")
-
-
-def build_lark() -> Lark:
-    """Return Lark's parser of the expression grammar."""
-    return Lark(
-        kcdsl_grammar.text("expression.lark"),
-        parser="lalr",
-        start=list(STARTS),
-        propagate_positions=True,
-        maybe_placeholders=False,
-        keep_all_tokens=True,
-    )
+from kcdsl.syntax.errors import build_lark
 
 
 def table_module() -> str:
