@@ -1,22 +1,37 @@
 """What identifies a kernel: adapter, numerics, and the build, machine and switches it runs with.
 
-Imports no torch for a kernel on the processor: the rest is told by the installed distributions, the
-system and the environment. See docs/certificate-fields.md for the parts and what a checker may
-relax.
+Nothing is imported that computes; torch is asked only where it has been imported, and where the
+device is a GPU. The rest is told by the installed distributions, the system and the environment.
+Every probe can be replaced, so that another machine can be described. docs/certificate-fields.md
+lists the parts and what a checker may relax.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
-from collections.abc import Mapping
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from pathlib import Path
 from typing import Any
 
 import rfc8785
 
+from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import service_json
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.machine import Machine, here
 from kcdsl.model.presets import resolve
+from kcdsl.source.files import open_regular, user_place
+from kcdsl.source.writing import write_bytes
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/2"
 LIBRARIES = {"torchao": "torchao", "onnxruntime": "onnxruntime", "hf": "transformers"}
@@ -82,3 +97,285 @@ def _plain(library: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
     """Return the sha256 (hex) of the canonical JSON of a fingerprint."""
     return hashlib.sha256(rfc8785.dumps(fingerprint)).hexdigest()
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+_CODE = re.compile(r"\.(py|pyd|dll|dylib|so)(\.[0-9]+)*$")
+"""Files of a distribution that can change what a kernel computes."""
+_INSTRUCTIONS = re.compile(
+    r"avx|fma|f16c|amx|sse4|vnni|bf16|fp16|asimd|neon|sve|sme2?$|i8mm|dotprod|altivec|vsx|rvv"
+)
+"""Instruction sets between which libraries choose their programs."""
+_SWITCHES = re.compile(
+    r"ATEN_CPU_CAPABILITY|LD_PRELOAD|LD_LIBRARY_PATH|NVIDIA_TF32_OVERRIDE|CUDA_LAUNCH_BLOCKING"
+    r"|CUDA_MODULE_LOADING|TORCH_(ALLOW|BLAS|CUDNN|DISABLE|FORCE|LINALG|NCCL|ROCM)_\w+"
+    r"|PYTORCH_(TUNABLEOP|NO|MPS)_\w+|TORCHDYNAMO_\w+|TORCHINDUCTOR_(?!CACHE_DIR)\w+"
+    r"|(OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|DNNL|ONEDNN|VECLIB|NUMEXPR)_\w+"
+    r"|(CUBLAS|CUBLASLT|CUDNN|CUTLASS|FLASH_ATTENTION|XFORMERS|VLLM|SGL|SGLANG|ORT|NCCL)_\w+"
+    r"|(HSA|HIP|HIPBLASLT|ROCBLAS|MIOPEN)_\w+|TRITON_(?!CACHE_DIR)\w+"
+)
+_PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|CACHE|HOME|LOG|DEBUG|TRACE|PATH$|DIR$")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The probes of one machine; each returns plain data without floats."""
+
+    library: Callable[[str], Mapping[str, Any] | None]
+    """What is installed under the name of a distribution: None where nothing is."""
+    libraries: Callable[[], tuple[str, ...]]
+    """The names of all distributions."""
+    processor: Callable[[], Mapping[str, Any]]
+    host: Callable[[], Mapping[str, Any]]
+    """Cores and memory, which times depend on and numbers do not."""
+    device: Callable[[], Mapping[str, Any]]
+    """The GPU that is in use, and its driver."""
+    compiler: Callable[[], str | None]
+    """The C++ compiler that compiled kernels are made with."""
+    flags: Callable[[], Mapping[str, Any]]
+    """The settings of torch that are not as it comes."""
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def switches(self) -> dict[str, str]:
+        """Return the variables of the environment that can change what a kernel computes."""
+        return {
+            name: value
+            for name, value in sorted(self.environment.items())
+            if _SWITCHES.fullmatch(name)
+            and (name == "LD_LIBRARY_PATH" or not _PRIVATE.search(name))
+        }
+
+
+def here() -> Machine:
+    """Return the machine that this process runs on."""
+    return Machine(installed, installed_names, processor, host, gpu, compiler, torch_flags)
+
+
+# --- installed libraries -------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def installed(name: str) -> Mapping[str, Any] | None:
+    """Return what `described` says of a distribution; None where it is not installed."""
+    try:
+        return described(name, distribution(name))
+    except PackageNotFoundError:
+        return None
+
+
+def described(name: str, found: Distribution) -> Mapping[str, Any]:
+    """Return version (local part included) and digests of an installed distribution.
+
+    `record` is the sha256 of its file RECORD, which lists every file with its digest; `code` is
+    that of the list of its programs, hashed as they lie there, so that a file that was changed in
+    place shows. What was hashed before and was not written to since is taken from a cache.
+    """
+    record = found.read_text("RECORD")
+    return {
+        "version": found.version,
+        "record": None if record is None else hashlib.sha256(record.encode()).hexdigest(),
+        "code": _code_digest(name, found, record),
+        **_built(found),
+    }
+
+
+def installed_names() -> tuple[str, ...]:
+    """Return the names of the distributions that are installed."""
+    names = {
+        str(found.metadata["Name"] or "").lower().replace("_", "-") for found in distributions()
+    }
+    return tuple(sorted(names - {""}))
+
+
+def _built(found: Distribution) -> dict[str, str]:
+    """Return what torch says of its build: the commit, and the CUDA or ROCm that it is made for."""
+    text = ""
+    with suppress(OSError):
+        path = Path(str(found.locate_file("torch/version.py")))
+        text = path.read_text(encoding="utf-8") if found.metadata["Name"] == "torch" else ""
+    pairs = re.findall(r"^(git_version|cuda|hip|rocm)\b[^=\n]*= '([^'\n]*)'", text, re.MULTILINE)
+    return dict(pairs)
+
+
+def _code_digest(name: str, found: Distribution, record: str | None) -> str | None:
+    """Return the sha256 over the names and digests of a distribution's programs."""
+    paths = sorted(set(_listed(record)))
+    if not paths:
+        return None
+    known = _Known.of(name)
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path} {known.digest(Path(str(found.locate_file(path))))}\n".encode())
+    known.keep()
+    return digest.hexdigest()
+
+
+def _listed(record: str | None) -> Iterator[str]:
+    for row in csv.reader((record or "").splitlines()):
+        if row and _CODE.search(row[0]):
+            yield row[0]
+
+
+@dataclass(slots=True)
+class _Known:
+    """Digests of files by what the system says of them; kept for the next process.
+
+    A file that was written to has another time of change, which no program sets.
+    """
+
+    place: Path | None
+    """None where the user has no folder for it: nothing is kept then."""
+    before: Mapping[str, Any]
+    now: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str) -> _Known:
+        base = user_place("XDG_CACHE_HOME", ".cache")
+        if base is None:
+            return cls(None, {})
+        place = base / "kcdsl" / "libraries" / f"{re.sub(r'[^a-z0-9.-]', '_', name)}.json"
+        try:
+            with open_regular(place) as stream:
+                before = json.loads(stream.read())
+        except (OSError, ValueError, RecursionError):
+            before = {}
+        return cls(place, before if isinstance(before, dict) else {})
+
+    def digest(self, path: Path) -> str:
+        try:
+            with open_regular(path) as stream:
+                about = os.fstat(stream.fileno())
+                stamp = f"{about.st_dev} {about.st_ino} {about.st_size} {about.st_ctime_ns}"
+                held = self.now.get(str(path)) or self.before.get(str(path))
+                if not isinstance(held, list | tuple) or held[0] != stamp:
+                    held = (stamp, hashlib.file_digest(stream, "sha256").hexdigest())
+                self.now[str(path)] = (str(held[0]), str(held[1]))
+                return str(held[1])
+        except OSError:
+            return "missing"
+
+    def keep(self) -> None:
+        after = {path: list(held) for path, held in self.now.items()}
+        if self.place is None or after == self.before:
+            return
+        self.before = after
+        with suppress(OSError, Refusal):
+            self.place.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(self.place, json.dumps(after).encode())
+
+
+# --- processor, device, compiler -----------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def processor() -> Mapping[str, Any]:
+    """Return the model of the processor and its instruction sets that libraries choose by."""
+    text = ""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    lines = dict(_fields(text))
+    names = lines.get("flags") or lines.get("Features") or ""
+    model = lines.get("model name") or lines.get("CPU part") or platform.processor()
+    return {
+        "machine": platform.machine(),
+        "model": " ".join(model.split()),
+        "instructions": sorted({n for n in names.split() if _INSTRUCTIONS.match(n)}),
+    }
+
+
+def host() -> Mapping[str, Any]:
+    """Return how many cores this process may use, and the memory of the machine in GiB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = 0
+    with suppress(OSError, ValueError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return {"cores": cores or 1, "memory": memory}
+
+
+def _fields(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the fields of the first processor."""
+    for line in text.partition("\n\n")[0].splitlines():
+        name, _, value = line.partition(":")
+        yield name.strip(), value.strip()
+
+
+def gpu() -> Mapping[str, Any]:
+    """Return model, capability, memory and driver of the GPU in use, by torch and the driver."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"model": None}
+    about = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "model": about.name,
+        "capability": f"{about.major}.{about.minor}",
+        "architecture": str(getattr(about, "gcnArchName", "") or ""),
+        "processors": int(about.multi_processor_count),
+        "memory": int(about.total_memory),
+        "driver": driver(),
+    }
+
+
+def driver() -> str | None:
+    """Return the version of the GPU's driver, None where nothing says it."""
+    for place in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        with suppress(OSError):
+            text = Path(place).read_text(encoding="utf-8", errors="replace")
+            found = re.search(r"\b[0-9]+\.[0-9]+(\.[0-9]+)*\b", text)
+            if found is not None:
+                return found.group()
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return run.stdout.strip().splitlines()[0]
+    return None
+
+
+@lru_cache(maxsize=1)
+def compiler() -> str | None:
+    """Return what the C++ compiler calls itself."""
+    command = [os.environ.get("CXX", "").split(" ")[0] or "g++", "--version"]
+    with suppress(OSError, subprocess.SubprocessError, IndexError):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return run.stdout.splitlines()[0].strip()
+    return None
+
+
+_FLAGS: tuple[tuple[str, str, Any], ...] = (
+    ("float32_matmul_precision", "get_float32_matmul_precision", "highest"),
+    ("deterministic_algorithms", "are_deterministic_algorithms_enabled", False),
+    ("deterministic_warn_only", "is_deterministic_algorithms_warn_only_enabled", False),
+    ("default_dtype", "get_default_dtype", "torch.float32"),
+    ("flush_denormal", "_C._get_flush_denormal", False),
+    ("matmul.allow_tf32", "backends.cuda.matmul.allow_tf32", False),
+    ("matmul.fp16_reduction", "backends.cuda.matmul.allow_fp16_reduced_precision_reduction", True),
+    ("matmul.bf16_reduction", "backends.cuda.matmul.allow_bf16_reduced_precision_reduction", True),
+    ("cudnn.allow_tf32", "backends.cudnn.allow_tf32", True),
+    ("cudnn.benchmark", "backends.cudnn.benchmark", False),
+    ("cudnn.deterministic", "backends.cudnn.deterministic", False),
+    ("mkldnn.enabled", "backends.mkldnn.enabled", True),
+    ("sdp.flash", "backends.cuda.flash_sdp_enabled", True),
+    ("sdp.math", "backends.cuda.math_sdp_enabled", True),
+    ("sdp.efficient", "backends.cuda.mem_efficient_sdp_enabled", True),
+    ("sdp.cudnn", "backends.cuda.cudnn_sdp_enabled", True),
+)
+"""Settings of torch: how they are called here, where they are, and what they are as it comes."""
+
+
+def torch_flags() -> Mapping[str, Any]:
+    """Return the settings of torch that are not as it comes; none where it was not imported."""
+    torch = sys.modules.get("torch")
+    found: dict[str, Any] = {}
+    for name, place, usual in _FLAGS if torch is not None else ():
+        value: Any = torch
+        try:
+            for part in place.split("."):
+                value = getattr(value, part)
+            value = value() if callable(value) else value
+        except (AttributeError, RuntimeError):
+            continue
+        value = value if isinstance(value, bool | str) else str(value)
+        if value != usual:
+            found[name] = value
+    return found

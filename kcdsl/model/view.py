@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kcdsl.model.drafts import Draft
     from kcdsl.model.graph import Node
+    from kcdsl.model.lowering.drafts import Draft
 
 Range = tuple[int, int, int]
 """Start, stop and step along one dimension."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kcdsl.model.evaluate_graph import run_graph
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.lowering.evaluate import run_graph
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem

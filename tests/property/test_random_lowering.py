@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.lowering import LARGEST_RATIO, Campaign, apart
-from kcdsl.model.export import block_graph
+from kcdsl.model.lowering import block_graph
 from tests.support.random_modules import STEPS, random_module
 
 SEEDS = (10085, 10223, 10268, 10381, 10480, 10593, *range(5000, 5018))

@@ -14,8 +14,8 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
-from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph
+from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem, claim_margin

@@ -37,7 +37,7 @@ def _remembered(
     tokens: Sequence[int] | Tensor | None = None,
     formats: Iterable[str] = (),
 ) -> BlockGraph:
-    from kcdsl.model.export import block_graph
+    from kcdsl.model.lowering import block_graph
 
     if not model.built_in:
         return block_graph(model, block, length, tokens, formats)

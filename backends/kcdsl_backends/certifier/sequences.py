@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.architecture import Model
-from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.weights import stored_constant
 from kcdsl_backends.drift.boxes.any_length import SHOWN, Axes, FixedLength, attrs_at, row_axes

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.model.export import block_graph
+from kcdsl.model.lowering import block_graph
 from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence

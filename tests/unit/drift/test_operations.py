@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kcdsl.model.drafts import LEAVES
-from kcdsl.model.drafts import OPERATIONS as GRAPH
 from kcdsl.model.graph import Node
+from kcdsl.model.lowering.drafts import LEAVES
+from kcdsl.model.lowering.drafts import OPERATIONS as GRAPH
 from kcdsl_backends.drift.ops import OPERATIONS, operation_of
 from kcdsl_certs.recheck.ops.table import OPERATIONS as CHECKED
 

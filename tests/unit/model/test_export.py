@@ -17,10 +17,10 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import EXPORT_FAILED, OPERATION_UNSUPPORTED, SEQUENCE, UNKNOWN_BLOCK
 from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint import Checkpoint
-from kcdsl.model.drafts import OPERATIONS
-from kcdsl.model.evaluate_graph import run_graph
-from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph
+from kcdsl.model.lowering import block_graph
+from kcdsl.model.lowering.drafts import OPERATIONS
+from kcdsl.model.lowering.evaluate import run_graph
 
 IDS = [3, 1, 4, 1, 5, 9, 2]
 MODELS: dict[str, tuple[str, ...]] = {

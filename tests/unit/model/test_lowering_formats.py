@@ -21,9 +21,9 @@ from kcdsl.diagnostics.codes import (
     Code,
 )
 from kcdsl.model.architecture import Model
-from kcdsl.model.evaluate_graph import graph_output, run_graph
-from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph
+from kcdsl.model.lowering import block_graph
+from kcdsl.model.lowering.evaluate import graph_output, run_graph
 from tests.support.random_modules import random_module
 from tests.unit.model.test_export import wrap
 

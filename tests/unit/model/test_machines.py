@@ -15,8 +15,13 @@ import pytest
 import rfc8785
 
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
-from kcdsl.model.machine import Machine, described, torch_flags
+from kcdsl.model.fingerprint import (
+    Machine,
+    described,
+    fingerprint_digest,
+    kernel_fingerprint,
+    torch_flags,
+)
 
 H200 = {
     "model": "NVIDIA H100 80GB HBM3", "capability": "9.0", "architecture": "", "processors": 132,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.model.machine import _Known
+from kcdsl.model.fingerprint import _Known
 from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source, user_place
 from kcdsl.source.numbers import exact, spell
 from kcdsl.source.writing import NewFile, write_bytes, write_together

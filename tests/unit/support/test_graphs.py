@@ -53,7 +53,7 @@ def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_it_is_what_would_have_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kcdsl.model.export import block_graph
+    from kcdsl.model.lowering import block_graph
 
     remember_graphs()
     for tokens in ((1, 2), (5, 6, 7), (1, 2)):

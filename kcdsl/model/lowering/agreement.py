@@ -24,12 +24,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.architecture import unchanged
 from kcdsl.model.attention import composed_attention
-from kcdsl.model.evaluate_graph import UNROUNDED, graph_output, round_to
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.state import unchanged
-from kcdsl.model.stored import NAMES, TYPES
+from kcdsl.model.lowering.drafts import NAMES, TYPES
+from kcdsl.model.lowering.evaluate import UNROUNDED, graph_output, round_to
 
 Array = NDArray[Any]
 SCALES = (1.0, 2.0**-60, 2.0**12, 0.0)

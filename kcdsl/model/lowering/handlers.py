@@ -1,4 +1,4 @@
-"""What each aten operation becomes; see `lowering.py`.
+"""What each aten operation becomes; see `calls.py`.
 
 A handler gets the state and the arguments by their names in the operator's schema, of which at
 least one is a `Ref`, and returns a `Ref` or a list of them. It reads every argument that counts:
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kcdsl.model.drafts import LEAVES
-from kcdsl.model.lowering_state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
+from kcdsl.model.lowering.drafts import LEAVES
+from kcdsl.model.lowering.state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
 from kcdsl.model.view import View
 
 Handler = Callable[[Lowering, Arguments], Any]

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kcdsl.model.drafts import Drafts, as_constant, unsupported
-from kcdsl.model.stored import HALF, OWN, TYPES, stored_name, stored_type
+from kcdsl.model.lowering.drafts import (
+    HALF,
+    OWN,
+    TYPES,
+    Drafts,
+    as_constant,
+    stored_name,
+    stored_type,
+    unsupported,
+)
 
 MASKED = -1e30
 """A score at or below this is masked out: its exp is exactly zero beside any ordinary score."""
@@ -106,7 +114,7 @@ class Lowering:
     """The state of one lowering: the drafts so far, and the current operation.
 
     `formats` are those in which the program was traced. `out_format` is where the current operation
-    stores its result, one of `stored.stored_name`.
+    stores its result, one of `drafts.stored_name`.
     """
 
     def __init__(self, formats: tuple[str, ...]) -> None:

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.agreement import MOST, refuse_other_program
 from kcdsl.model.architecture import Model
-from kcdsl.model.drafts import Drafts, finish, remove_dead
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.lowering import Traced, lower
-from kcdsl.model.rewrites import RULES, joined_views
-from kcdsl.model.roles import mark_attention
-from kcdsl.model.stored import NAMES, TYPES, traced_format
+from kcdsl.model.lowering.agreement import MOST, refuse_other_program
+from kcdsl.model.lowering.calls import Traced, lower
+from kcdsl.model.lowering.drafts import NAMES, TYPES, Drafts, finish, remove_dead, traced_format
+from kcdsl.model.lowering.rewrites import RULES, joined_views, mark_attention
 
 _FAKE = "torch._subclasses.fake_tensor"
 _HARMLESS = frozenset({"aten::detach_"})

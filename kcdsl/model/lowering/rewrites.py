@@ -1,4 +1,5 @@
-"""Rewrites of drafts: patterns that users write out by hand become single operations."""
+"""Rewrites of drafts: patterns that are written out by hand become single operations, and the nodes
+of an attention get their roles."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.model.drafts import UNROUNDED, Draft, Drafts, Rule
+from kcdsl.model.lowering.drafts import UNROUNDED, Draft, Drafts, Rule
 from kcdsl.model.view import View
 
 
@@ -258,3 +259,72 @@ def _is_half_turn(drafts: Drafts, name: str, x: str, half: int) -> bool:
 
 def _same(drafts: Drafts, x: str, node: Draft) -> bool:
     return drafts.nodes[x].shape == node.shape
+
+
+# --- roles: which nodes belong to an attention that is written out -------------------------------
+#
+# They are found by dataflow from each softmax. Those of a call of `scaled_dot_product_attention`
+# have their roles from that call.
+
+BETWEEN = frozenset({"scale", "divide", "shift", "add", "sub", "mul", "neg", "tanh", "cast"})
+FIXED = frozenset({"constant", "param"})
+
+
+def mark_attention(drafts: Drafts) -> None:
+    """Set the roles of every softmax(q·kᵀ …)·v; a softmax without both products gets none."""
+    for name in [n.name for n in drafts.nodes.values() if n.op == "softmax" and not n.role]:
+        scores = _scores(drafts, name)
+        context = _context(drafts, name)
+        if scores and context:
+            _mark(drafts, scores, "scores")
+            _mark(drafts, [name], "probabilities")
+            _mark(drafts, context, "context")
+
+
+def _mark(drafts: Drafts, names: list[str], role: str) -> None:
+    for name in names:
+        drafts.nodes[name] = replace(drafts.nodes[name], role=role)
+
+
+def _scores(drafts: Drafts, softmax: str) -> list[str]:
+    """Return the product of two activations before a softmax and everything between them."""
+    path: list[str] = []
+    name = drafts.nodes[softmax].inputs[0]
+    while True:
+        node = drafts.nodes[name]
+        path.append(name)
+        if node.op == "matmul":
+            return path
+        moving = [i for i in node.inputs if drafts.nodes[i].op not in FIXED]
+        if not (node.op in BETWEEN or _keeps_all(node)) or len(moving) != 1:
+            return []
+        name = moving[0]
+
+
+def _context(drafts: Drafts, softmax: str) -> list[str]:
+    """Return the products with the values: those with the probabilities on the left.
+
+    Empty where the probabilities, apart from changes of layout, are read by anything else.
+    """
+    found: list[str] = []
+    waiting = [softmax]
+    while waiting:
+        name = waiting.pop()
+        if name == drafts.output:
+            return []
+        for user in drafts.users(name):
+            if _keeps_all(user):
+                waiting.append(user.name)
+            elif _multiplies_values(user, name):
+                found.append(user.name)
+            else:
+                return []
+    return found
+
+
+def _keeps_all(node: Draft) -> bool:
+    return node.op == "view" and "ranges" not in node.attrs
+
+
+def _multiplies_values(user: Draft, probabilities: str) -> bool:
+    return user.op == "matmul" and user.inputs[0] == probabilities != user.inputs[1]

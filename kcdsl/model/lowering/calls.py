@@ -17,10 +17,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.drafts import Drafts
-from kcdsl.model.handlers import HANDLERS
-from kcdsl.model.lowering_state import Arguments, Lowering, Plain, Ref, Varied
-from kcdsl.model.stored import TYPES
+from kcdsl.model.lowering.drafts import TYPES, Drafts
+from kcdsl.model.lowering.handlers import HANDLERS
+from kcdsl.model.lowering.state import Arguments, Lowering, Plain, Ref, Varied
 
 _NO_CHANCE = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,)}
 """Arguments, and values of each, with which an operation draws no random numbers."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.special import erf, expit
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.stored import TYPES
+from kcdsl.model.lowering.drafts import TYPES
 from kcdsl.model.view import View
 
 Array = NDArray[Any]
@@ -28,7 +28,7 @@ def run_graph(
     """Return the value of every node, float64 (masks: bool).
 
     `params` holds the checkpoint tensors by key; `x` is the block input [T, D], None for a graph on
-    token ids. With `compute`, a format of `stored.TYPES`, every result is formed in float64 and
+    token ids. With `compute`, a format of `drafts.TYPES`, every result is formed in float64 and
     rounded to its format, as it is by a kernel that computes in it; else nothing is rounded.
     Raises ValueError where an array has another shape than its node.
     """
@@ -84,7 +84,7 @@ def _run(
 
 
 def round_to(value: Array, format: str) -> Array:
-    """Return a float64 array, rounded to nearest even in a format of `stored.TYPES`; what is beyond
+    """Return a float64 array, rounded to nearest even in a format of `drafts.TYPES`; what is beyond
     its largest number becomes infinite."""
     narrow = torch.from_numpy(np.array(value, dtype=np.float64, order="C")).to(TYPES[format])
     return np.asarray(narrow.to(torch.float64).numpy())
