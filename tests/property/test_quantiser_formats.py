@@ -27,7 +27,7 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.interval.parameters import Tensor as Stored
 from kcdsl_certs.recheck.interval.quantisers import _ladder, quantised
-from kcdsl_certs.recheck.numerics.formats import GRIDS
+from kcdsl_certs.recheck.numerics.formats import CODES
 from kcdsl_certs.recheck.numerics.formats import nearest as rounded
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
@@ -91,7 +91,7 @@ def codes_of(format: str) -> NDArray[np.float64]:
 @pytest.mark.parametrize("format", OTHERS)
 def test_the_grids_are_those_of_another_library(format: str) -> None:
     """Every code, and the rounding of every float16 number within the last code."""
-    form, theirs = CODE_FORMATS[format], GRIDS[format]
+    form, theirs = CODE_FORMATS[format], CODES[format].form
     grid = codes_of(format)
     assert grid[-1] == form.grid.largest == theirs.largest
     assert (form.grid.precision, form.grid.min_exponent) == (theirs.precision, theirs.least)

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from kcdsl_certs.recheck.graphs.graph import Node
-from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
-    GRIDS,
-    LEAST_POWER,
-    NESTED,
-    TOP_EXPONENT,
-    Format,
-)
+from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS, LEAST_POWER, NESTED, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
@@ -248,17 +240,17 @@ def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     pairs = list(zip(x.mags, quantisers(kernel, x, key), strict=True))
     if kernel.activations[0] in INTEGERS:
         return [(min(m, q.scale[1] / 2) + m * _SMALL) * (1 + _SMALL) for m, q in pairs]
-    return [_cast(GRIDS[q.kind], m, q.scale[1]) for m, q in pairs]
+    return [_cast(CODES[q.kind].form, m, q.scale[1]) for m, q in pairs]
 
 
 def _coded(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     kind, scale = kernel.activations
     sizes = x.mags
     if scale == "none":
-        if max(sizes) > Fraction(CODE_LARGEST[kind]):
+        if max(sizes) > Fraction(CODES[kind].last):
             element = sizes.index(max(sizes))
             raise Rejected("bound/overflow", f"element {element} of an input may overflow {kind}")
-        return [_cast(GRIDS[kind], size, Fraction(1)) for size in sizes]
+        return [_cast(CODES[kind].form, size, Fraction(1)) for size in sizes]
     if scale == "nvfp4":
         return _nested(kernel, x, key)
     if kind == "uint8":
@@ -279,8 +271,8 @@ def _rounded(kernel: Kernel, size: Fraction, most: Fraction) -> Fraction:
     kind, scale = kernel.activations
     full, limited = kind == "int8_full", kernel.amax_limit < math.inf
     limit = Fraction(kernel.amax_limit) if limited else most
-    step = min(most, limit) / (Fraction(255, 2) if full else Fraction(CODE_LARGEST[kind]))
-    if scale in CEILED:
+    step = min(most, limit) / (Fraction(255, 2) if full else Fraction(CODES[kind].last))
+    if LAYOUTS[scale].ceiled:
         step = max(2 * step, Fraction(2) ** LEAST_POWER)
     step = max(step, Fraction(kernel.least_scale), Fraction(1, 2**23) if full else ZERO)
     if kind == "int8":
@@ -288,7 +280,7 @@ def _rounded(kernel: Kernel, size: Fraction, most: Fraction) -> Fraction:
     elif full:
         found = (min(size, step / 2) + size * _SMALL) * (1 + _SMALL)
     else:
-        found = _cast(GRIDS[kind], size, step)
+        found = _cast(CODES[kind].form, size, step)
     if not limited:
         return found
     last = limit * (Fraction(254, 255) if full else 1) * (1 - _SMALL)
@@ -297,12 +289,12 @@ def _rounded(kernel: Kernel, size: Fraction, most: Fraction) -> Fraction:
 
 def _shifted(kind: str, x: Cells, most: Sequence[Fraction]) -> list[Fraction]:
     """Return Q of scales of mx."""
-    step = Fraction(1, 2 ** TOP_EXPONENT[kind])
-    kept = Fraction(CODE_LARGEST[kind]) * step / 2
+    step = Fraction(1, 2 ** CODES[kind].exponent)
+    kept = Fraction(CODES[kind].last) * step / 2
     least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, "mx")
     return [
         max(
-            _cast(GRIDS[kind], s, max(m * step, Fraction(2) ** LEAST_POWER)),
+            _cast(CODES[kind].form, s, max(m * step, Fraction(2) ** LEAST_POWER)),
             min(s * (1 - kept), max(s - kept * low * (1 - _SMALL), ZERO)) + s * _SMALL,
         )
         for s, m, low in zip(x.mags, most, least, strict=True)
@@ -312,7 +304,7 @@ def _shifted(kind: str, x: Cells, most: Sequence[Fraction]) -> list[Fraction]:
 def _nested(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     """Return Q of scales that are multiples of one for the tensor."""
     kind, found = kernel.activations[0], []
-    top, kept = Fraction(CODE_LARGEST[kind]), Fraction(15, 16) * (1 - _SMALL)
+    top, kept = Fraction(CODES[kind].last), Fraction(15, 16) * (1 - _SMALL)
     least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, "nvfp4")
     scales = zip(*nested(kernel, x, key), strict=True)
     for size, low, (tensor, step) in zip(x.mags, least, scales, strict=True):
@@ -321,7 +313,7 @@ def _nested(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
             min(size, tensor * top / 1024 * (1 + _SMALL)),
             size - tensor * top * Fraction(NESTED[1]) * (1 - _SMALL),
         )
-        found.append(max(_cast(GRIDS[kind], size, step), cut + size * _SMALL))
+        found.append(max(_cast(CODES[kind].form, size, step), cut + size * _SMALL))
     subnormal = Fraction(1, 2**113) if kernel.static is None else ZERO
     return [error + subnormal for error in found]
 

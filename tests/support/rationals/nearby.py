@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
-    FLOAT32,
-    FORMATS,
-    TILES,
-    TOP_EXPONENT,
-    Format,
-)
+from kcdsl_certs.recheck.numerics.formats import CODES, FLOAT32, FORMATS, LAYOUTS, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
@@ -137,10 +129,10 @@ def _cast(v: Pair, held: _Held, form: Format, kernel: Kernel) -> _Held:
 
 def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[_Held]:
     able = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
-    if kind not in able or scale in (*CEILED, "nvfp4"):
+    if kind not in able or LAYOUTS[scale].ceiled or scale == "nvfp4":
         raise Rejected("parameter/scale", f"no region around weights stored as {kind} {scale}")
     rows, columns = shape
-    height, width = TILES[scale]
+    height, width = LAYOUTS[scale].tile
     height, width = height or rows, width or columns
     places = [(at // columns // height, at % columns // width) for at in range(len(around))]
     near: dict[tuple[int, int], Fraction] = {}
@@ -165,10 +157,10 @@ def _scale(amax: Fraction, kind: str, scale: str) -> Fraction:
     if amax == 0:
         return Fraction(1)
     if scale == "mx":
-        return Fraction(2) ** min(max(exponent(amax) - TOP_EXPONENT[kind], -127), 127)
+        return Fraction(2) ** min(max(exponent(amax) - CODES[kind].exponent, -127), 127)
     if kind == "int8_full":
         return max(rounded(amax * 2 / 255, FLOAT32), Fraction(1, 2**23))
-    return rounded(amax / Fraction(CODE_LARGEST[kind]), FLOAT32)
+    return rounded(amax / Fraction(CODES[kind].last), FLOAT32)
 
 
 def _farthest(size: Fraction, scale: Fraction, kind: str, how: str) -> Fraction:
@@ -181,7 +173,7 @@ def _farthest(size: Fraction, scale: Fraction, kind: str, how: str) -> Fraction:
     rounding = (Fraction(form.u) * size + scale * tiny) * (1 + _SMALL)
     if how != "mx":
         return rounding
-    kept = Fraction(CODE_LARGEST[kind]) * Fraction(1, 2 ** (TOP_EXPONENT[kind] + 1))
+    kept = Fraction(CODES[kind].last) * Fraction(1, 2 ** (CODES[kind].exponent + 1))
     return max(rounding, size * (1 - kept) + size * _SMALL)
 
 

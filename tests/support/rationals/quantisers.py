@@ -10,15 +10,12 @@ from fractions import Fraction
 from functools import cache
 
 from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
+    CODES,
     FLOAT32,
-    GRIDS,
+    LAYOUTS,
     LEAST_POWER,
     MOST_POWER,
     NESTED,
-    TILES,
-    TOP_EXPONENT,
 )
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
@@ -57,7 +54,7 @@ def _codes(kind: str) -> tuple[Fraction, ...]:
     """Return the non-negative codes in order."""
     if kind in INTEGERS:
         return tuple(Fraction(n) for n in range(256))
-    form, found, top = GRIDS[kind], [ZERO], CODE_LARGEST[kind]
+    form, found, top = CODES[kind].form, [ZERO], CODES[kind].last
     while found[-1] < top:
         place = max(exponent(found[-1]) if found[-1] else form.least, form.least)
         found.append(found[-1] + Fraction(2) ** (place - form.precision + 1))
@@ -67,7 +64,7 @@ def _codes(kind: str) -> tuple[Fraction, ...]:
 def largest(sizes: Sequence[Fraction], shape: Shape, scale: str) -> list[Fraction]:
     """Return the maximum of the group of every element."""
     n = shape[-1]
-    height, width = TILES[scale]
+    height, width = LAYOUTS[scale].tile
     length = n if height else len(sizes)
     width = width or length
     found: list[Fraction] = []
@@ -133,7 +130,7 @@ def nested(kernel: Kernel, x: Cells, key: str) -> tuple[list[Fraction], list[Fra
         Rejected: "rule/static-scale".
     """
     kind = kernel.activations[0]
-    top, (least, most) = Fraction(CODE_LARGEST[kind]), map(Fraction, NESTED)
+    top, (least, most) = Fraction(CODES[kind].last), map(Fraction, NESTED)
     if kernel.static is None:
         tensor = max(x.mags) / (top * most)
     else:
@@ -144,7 +141,7 @@ def nested(kernel: Kernel, x: Cells, key: str) -> tuple[list[Fraction], list[Fra
 
 def plain(kind: str, scale: Pair) -> Quantiser:
     """Return the quantiser of a format without zero point, with a scale between two numbers."""
-    above, below = (127.0, 128.0) if kind == "int8_full" else (CODE_LARGEST[kind],) * 2
+    above, below = (127.0, 128.0) if kind == "int8_full" else (CODES[kind].last,) * 2
     tops = (Fraction(above),) * 2, (Fraction(below),) * 2
     return Quantiser(kind, scale, *tops, "times" if kind == "int8_full" else "over")
 
@@ -155,9 +152,9 @@ def _scale(kernel: Kernel, amax: Fraction) -> Fraction:
     if kind == "int8_full":
         return max(rounded(amax * 2 / 255, FLOAT32), _LEAST_FULL, Fraction(kernel.least_scale))
     if scale == "mx":
-        return power(exponent(amax) - TOP_EXPONENT[kind]) if amax else ZERO
-    found = rounded(amax / Fraction(CODE_LARGEST[kind]), FLOAT32)
-    if scale in CEILED:
+        return power(exponent(amax) - CODES[kind].exponent) if amax else ZERO
+    found = rounded(amax / Fraction(CODES[kind].last), FLOAT32)
+    if LAYOUTS[scale].ceiled:
         return power_above(found) if found else ZERO
     return max(found, Fraction(kernel.least_scale))
 
@@ -231,7 +228,7 @@ def _rank(by: Quantiser, v: Fraction, s: Fraction, top: Fraction, up: bool) -> i
         case _:
             ratio = v / s * (1 + _OFF if up else 1 - _OFF)
     ratio = min(ratio, top)
-    code = Fraction(round(ratio)) if by.kind in INTEGERS else rounded(ratio, GRIDS[by.kind])
+    code = Fraction(round(ratio)) if by.kind in INTEGERS else rounded(ratio, CODES[by.kind].form)
     return bisect_left(_codes(by.kind), code)
 
 

@@ -10,17 +10,12 @@ from fractions import Fraction
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval.parameters import FLOATS, Tensor
 from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
+    CODES,
     FLOAT32,
     FORMATS,
-    FULL_RANGE,
-    GRIDS,
+    LAYOUTS,
     LEAST_RANGE,
     NESTED,
-    NIBBLES,
-    TILES,
-    TOP_EXPONENT,
     Format,
 )
 from kcdsl_certs.recheck.numerics.kernel import Kernel
@@ -116,7 +111,7 @@ def _singles(tensor: Tensor, key: str) -> list[float]:
 def _quantised(values: list[Fraction], shape: Shape, kernel: Kernel, key: str) -> list[Fraction]:
     rows, columns = shape
     kind, scale = kernel.weights
-    height, width = TILES[scale]
+    height, width = LAYOUTS[scale].tile
     height, width = height or rows, width or columns
     places = [(at // columns // height, at % columns // width) for at in range(len(values))]
     high: dict[tuple[int, int], Fraction] = {}
@@ -137,9 +132,10 @@ def _quantised(values: list[Fraction], shape: Shape, kernel: Kernel, key: str) -
     for value, place in zip(values, places, strict=True):
         step = scales[place]
         by = step or Fraction(1)
-        if kind in FULL_RANGE:
+        if CODES[kind].full:
             ratio = rounded(value * rounded(1 / by, FLOAT32), FLOAT32)
-            code = Fraction(max(-FULL_RANGE[kind], min(FULL_RANGE[kind] - 1, round(ratio))))
+            most = int(CODES[kind].below)
+            code = Fraction(max(-most, min(most - 1, round(ratio))))
         else:
             code = _code(rounded(value / by, FLOAT32), kind)
         found.append(nearest(code * step, FLOAT32))
@@ -157,19 +153,20 @@ def _kept(scale: Fraction, kernel: Kernel, key: str) -> Fraction:
 def _from_zero(
     value: Fraction, low: Fraction, high: Fraction, kernel: Kernel, key: str
 ) -> Fraction:
-    wide = max(nearest(high - low, FLOAT32), Fraction(LEAST_RANGE))
-    step = _kept(rounded(wide / NIBBLES, FLOAT32), kernel, key)
-    zero = max(0, min(NIBBLES, -round(rounded(low / step, FLOAT32))))
-    code = max(0, min(NIBBLES, round(rounded(value / step, FLOAT32)) + zero))
+    wide, last = max(nearest(high - low, FLOAT32), Fraction(LEAST_RANGE)), int(CODES["uint4"].last)
+    step = _kept(rounded(wide / last, FLOAT32), kernel, key)
+    zero = max(0, min(last, -round(rounded(low / step, FLOAT32))))
+    code = max(0, min(last, round(rounded(value / step, FLOAT32)) + zero))
     return nearest((code - zero) * step, FLOAT32)
 
 
 def _nested(value: Fraction, most: Fraction, top: Fraction, kind: str) -> Fraction:
     """Return code times scale of a number, by the largest of its group and of the tensor."""
-    last = Fraction(CODE_LARGEST[kind])
+    last = Fraction(CODES[kind].last)
     whole = rounded(top / (last * Fraction(NESTED[1])), FLOAT32) or Fraction(1)
     share = rounded(rounded(most / last, FLOAT32) / whole, FLOAT32)
-    multiple = rounded(max(Fraction(NESTED[0]), min(Fraction(NESTED[1]), share)), GRIDS["fp8_e4m3"])
+    inside = max(Fraction(NESTED[0]), min(Fraction(NESTED[1]), share))
+    multiple = rounded(inside, CODES["fp8_e4m3"].form)
     inverse = nearest(nearest(1 / whole, FLOAT32) / multiple, FLOAT32)
     code = _code(rounded(value * inverse, FLOAT32), kind)
     return nearest(code * rounded(multiple * whole, FLOAT32), FLOAT32)
@@ -178,18 +175,18 @@ def _nested(value: Fraction, most: Fraction, top: Fraction, kind: str) -> Fracti
 def _scale(most: Fraction, kind: str, scale: str) -> Fraction:
     """Return the scale of a group with this largest magnitude; 1 where it would be 0."""
     if scale == "mx":
-        return power(exponent(most) - TOP_EXPONENT[kind]) if most else Fraction(1)
-    if kind in FULL_RANGE:
-        found = rounded(most * 2 / (2 * FULL_RANGE[kind] - 1), FLOAT32)
+        return power(exponent(most) - CODES[kind].exponent) if most else Fraction(1)
+    if CODES[kind].full:
+        found = rounded(most * 2 / (2 * int(CODES[kind].below) - 1), FLOAT32)
         return max(found, Fraction(1, 2**23)) if most else Fraction(1)
-    found = rounded(most / Fraction(CODE_LARGEST[kind]), FLOAT32)
-    if scale in CEILED and found:
+    found = rounded(most / Fraction(CODES[kind].last), FLOAT32)
+    if LAYOUTS[scale].ceiled and found:
         return power_above(found)
     return found or Fraction(1)
 
 
 def _code(ratio: Fraction, kind: str) -> Fraction:
-    largest = Fraction(CODE_LARGEST[kind])
+    largest = Fraction(CODES[kind].last)
     ratio = max(-largest, min(largest, ratio))
-    code = Fraction(round(ratio)) if kind == "int8" else rounded(ratio, GRIDS[kind])
+    code = Fraction(round(ratio)) if kind == "int8" else rounded(ratio, CODES[kind].form)
     return max(-largest, min(largest, code))

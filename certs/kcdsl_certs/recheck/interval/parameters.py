@@ -16,19 +16,15 @@ from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
+    CODES,
     FLOAT32,
     FORMATS,
-    FULL_RANGE,
-    GRIDS,
+    LAYOUTS,
     LEAST_POWER,
     LEAST_RANGE,
     MOST_POWER,
     NESTED,
-    NIBBLES,
-    TILES,
-    TOP_EXPONENT,
+    Code,
     Floats,
     Format,
     cut,
@@ -235,17 +231,14 @@ def quantised(
         return plain(weight.astype(np.float64), FORMATS[kind], name, inward).astype(np.float32)
     if kind == "uint4":
         return _from_zero(weight, scale, name, stored)
-    if kind in FULL_RANGE:
-        return _full_range(weight, scale, name, FULL_RANGE[kind], stored)
+    if CODES[kind].full:
+        return _full_range(weight, scale, name, CODES[kind], stored)
     if scale == "nvfp4":
         return _nested(weight, kind, scale)
     scales = _kept(_scales(weight, kind, scale), stored, name)
     ratio = (weight / np.where(scales == 0, np.float32(1), scales)).astype(np.float64)
-    largest = CODE_LARGEST[kind]
-    if kind == "int8":
-        code = np.clip(np.rint(ratio), -largest, largest)
-    else:
-        code = np.clip(nearest(np.clip(ratio, -largest, largest), GRIDS[kind]), -largest, largest)
+    last = CODES[kind].last
+    code = np.clip(CODES[kind].rounded(np.clip(ratio, -last, last)), -last, last)
     return np.asarray(code.astype(np.float32) * scales, dtype=np.float32)
 
 
@@ -262,19 +255,20 @@ def _from_zero(weight: Singles, scale: str, name: str, stored: Format) -> Single
     high, low = _tops(weight, scale), -_tops(-weight, scale)
     with np.errstate(over="ignore"):
         wide = np.maximum(high - low, np.float32(LEAST_RANGE))
-    scales = _kept(wide / np.float32(NIBBLES), stored, name)
-    zero = np.clip(-np.rint(low / scales), 0, NIBBLES)
-    code = np.clip(np.rint(weight / scales) + zero, 0, NIBBLES)
+    last = CODES["uint4"].last
+    scales = _kept(wide / np.float32(last), stored, name)
+    zero = np.clip(-np.rint(low / scales), 0, last)
+    code = np.clip(np.rint(weight / scales) + zero, 0, last)
     return np.asarray((code - zero) * scales, dtype=np.float32)
 
 
-def _full_range(weight: Singles, scale: str, name: str, most: int, stored: Format) -> Singles:
+def _full_range(weight: Singles, scale: str, name: str, of: Code, stored: Format) -> Singles:
     """Return codes in -n … n-1 of w·(1/s) times s = max(amax/(n - 1/2), 2^-23), all in float32."""
-    scales = np.maximum(_amax(weight, scale) / np.float32(most - 0.5), np.float32(2.0**-23))
+    scales = np.maximum(_amax(weight, scale) / np.float32(of.divisor), np.float32(2.0**-23))
     scales = _kept(np.where(_amax(weight, scale) == 0, np.float32(1), scales), stored, name)
     with np.errstate(divide="ignore"):
         inverse = np.where(scales == 0, np.float32(1), np.float32(1) / scales)
-    code = np.clip(np.rint(weight * inverse), -most, most - 1)
+    code = np.clip(np.rint(weight * inverse), -of.below, of.last)
     return np.asarray(code * scales, dtype=np.float32)
 
 
@@ -285,7 +279,7 @@ def _amax(weight: Singles, scale: str) -> Singles:
 
 def _tops(values: Singles, scale: str) -> Singles:
     """Return the largest number of the group of every element."""
-    height, width = TILES[scale]
+    height, width = LAYOUTS[scale].tile
     return _spread(values, height or values.shape[0], width or values.shape[1])
 
 
@@ -294,11 +288,11 @@ def _scales(weight: Singles, kind: str, scale: str) -> Singles:
     amax = _amax(weight, scale)
     if scale == "mx":
         _, exponent = np.frexp(amax.astype(np.float64))
-        found = _power(exponent - 1 - TOP_EXPONENT[kind])
+        found = _power(exponent - 1 - CODES[kind].exponent)
         return np.where(amax == 0, np.float32(1), found).astype(np.float32)
-    found = amax / np.float32(CODE_LARGEST[kind])  # one division rounded to float32
+    found = amax / np.float32(CODES[kind].divisor)  # one division rounded to float32
     found = np.where(found == 0, np.float32(1), found).astype(np.float32)
-    if scale in CEILED:
+    if LAYOUTS[scale].ceiled:
         fraction, exponent = np.frexp(found.astype(np.float64))
         whole = _power(np.where(fraction == 0.5, exponent - 1, exponent))
         return np.where(amax == 0, np.float32(1), whole).astype(np.float32)
@@ -311,13 +305,15 @@ def _power(exponent: NDArray[np.int32]) -> Singles:
 
 def _nested(weight: Singles, kind: str, scale: str) -> Singles:
     """Return codes times float8 multiples of one scale of the tensor."""
-    top = np.float32(CODE_LARGEST[kind])
-    whole = np.abs(weight).max() / np.float32(CODE_LARGEST[kind] * NESTED[1])
+    top = np.float32(CODES[kind].last)
+    whole = np.abs(weight).max() / np.float32(CODES[kind].last * NESTED[1])
     whole = np.float32(1) if whole == 0 else whole
     share = (_amax(weight, scale) / top / whole).astype(np.float64)
-    multiple = nearest(np.clip(share, *NESTED), GRIDS["fp8_e4m3"]).astype(np.float32)
+    multiple = nearest(np.clip(share, *NESTED), CODES["fp8_e4m3"].form).astype(np.float32)
     ratio = weight * ((np.float32(1) / whole) / multiple)
-    code = nearest(np.clip(ratio.astype(np.float64), -top, top), GRIDS[kind]).astype(np.float32)
+    code = nearest(np.clip(ratio.astype(np.float64), -top, top), CODES[kind].form).astype(
+        np.float32
+    )
     return np.asarray(code * (multiple * whole), dtype=np.float32)
 
 

@@ -16,15 +16,11 @@ from numpy.typing import NDArray
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats
 from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
-    GRIDS,
+    CODES,
+    LAYOUTS,
     LEAST_POWER,
     MOST_POWER,
     NESTED,
-    TILES,
-    TOP_EXPONENT,
-    nearest,
 )
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
@@ -33,8 +29,6 @@ UNIT = 2.0**-24
 _OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
 LEAST_SCALE = 2.0**-100  # below it products with codes may be subnormal, and lose more than that
 LEAST_FULL = 2.0**-23  # the least scale of int8_full
-INTEGERS = ("int8", "int8_full", "uint8")
-QMAX = {**CODE_LARGEST, "int8_full": 127.5, "uint8": 255}
 Ranks = NDArray[np.int64]
 
 
@@ -63,10 +57,10 @@ class Steps:
 
 @cache
 def _ladder(kind: str) -> _Ladder:
-    if kind in INTEGERS:
+    if CODES[kind].grid is None:
         codes = np.arange(256.0)
     else:
-        form, top = GRIDS[kind], CODE_LARGEST[kind]
+        form, top = CODES[kind].form, CODES[kind].last
         grid = [0.0, 2.0 ** (form.least - form.precision + 1)]
         while grid[-1] < top:
             exponent = max(int(np.frexp(grid[-1])[1]) - 1, form.least)
@@ -86,7 +80,7 @@ def _ladder(kind: str) -> _Ladder:
 
 def largest(size: Floats, scale: str) -> Floats:
     """Return the maximum over the tensor, the row or the block of a row, at every element."""
-    height, width = TILES.get(scale, (0, 0))
+    height, width = LAYOUTS[scale].tile if scale in LAYOUTS else (0, 0)
     if height == 0:
         return np.broadcast_to(size.max(), size.shape)
     if width == 0:
@@ -151,9 +145,9 @@ def within_batch(kernel: Kernel, x: Box) -> None:
 
 def plain(kind: str, scale: Box) -> Steps:
     """Return the quantisers of a format without a zero point, with scales in a box."""
-    tops = (127, 128) if kind == "int8_full" else (QMAX[kind], QMAX[kind])
-    above, below = (box.exact(np.full(scale.shape, float(top))) for top in tops)
-    return Steps(kind, scale, above, below, "times" if kind == "int8_full" else "over")
+    code = CODES[kind]
+    above, below = (box.exact(np.full(scale.shape, top)) for top in (code.last, code.below))
+    return Steps(kind, scale, above, below, "times" if code.full else "over")
 
 
 def _asymmetric(x: Box, scale: str) -> Steps:
@@ -185,7 +179,7 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
     above, below = by.above.lo, by.below.lo
     if kind == "uint8":
         above, below = np.full(x.shape, 255.0 - zero), np.full(x.shape, float(zero))
-    more = 0.5 if kind in INTEGERS else 0.0
+    more = 0.5 if CODES[kind].grid is None else 0.0
     inside = (x.hi <= (above + more) * scale * (1 + _OFF)) & (
         -x.lo <= (below + more) * scale * (1 + _OFF)
     )
@@ -202,7 +196,7 @@ def nested(kernel: Kernel, x: Box, key: str) -> tuple[Floats, Floats]:
         Rejected: "rule/static-scale".
     """
     kind, size = kernel.activations[0], box.mag(x)
-    top, (least, most) = QMAX[kind], NESTED
+    top, (least, most) = CODES[kind].divisor, NESTED
     if kernel.static is not None:
         tensor = given(kernel, key, x.shape)[0]
     else:
@@ -219,12 +213,12 @@ def scales(kernel: Kernel, x: Box) -> Box:
     least = largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
     most = np.maximum(largest(box.magnitude(x), scale), kernel.batch_amax)
     if scale == "mx":
-        powers = [_power(np.frexp(m)[1] - 1 - TOP_EXPONENT[kind]) for m in (least, most)]
+        powers = [_power(np.frexp(m)[1] - 1 - CODES[kind].exponent) for m in (least, most)]
         return Box(np.where(least > 0, powers[0], 0.0), powers[1])
     least, most = (np.minimum(end, kernel.amax_limit) for end in (least, most))
-    top = np.float64(QMAX[kind])
+    top = np.float64(CODES[kind].divisor)
     low, high = _ratio(least, top, "over", False), _ratio(most, top, "over", True)
-    if scale in CEILED:
+    if LAYOUTS[scale].ceiled:
         return Box(np.where(low > 0, _ceiling(low), 0.0), _ceiling(high))
     bottom = least_scale(kernel)
     return Box(np.maximum(low, bottom), np.maximum(high, bottom))
@@ -232,7 +226,7 @@ def scales(kernel: Kernel, x: Box) -> Box:
 
 def least_scale(kernel: Kernel) -> float:
     """Return what no dynamic scale is below."""
-    return max(kernel.least_scale, LEAST_FULL if kernel.activations[0] == "int8_full" else 0.0)
+    return max(kernel.least_scale, LEAST_FULL if CODES[kernel.activations[0]].full else 0.0)
 
 
 def _power(exponent: NDArray[np.int32]) -> Floats:
@@ -266,15 +260,14 @@ def _ratio(values: Floats, by: Floats | np.float64, how: str, upward: bool) -> F
 def _rank(by: Steps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
     """Return the rank of the code of values/scale (values ≥ 0), or a bound of it."""
     ratio = np.minimum(_ratio(values, scale, by.ratio, upward), top)
-    code = np.rint(ratio) if by.kind in INTEGERS else nearest(ratio, GRIDS[by.kind])
-    return np.searchsorted(_ladder(by.kind).codes, code)
+    return np.searchsorted(_ladder(by.kind).codes, CODES[by.kind].rounded(ratio))
 
 
 def half_step(kind: str, code: Floats) -> Floats:
     """Return half the distance of codes up to this one: what a ratio is off by."""
-    if kind in INTEGERS:
+    if CODES[kind].grid is None:
         return np.full(code.shape, 0.5)
-    form = GRIDS[kind]
+    form = CODES[kind].form
     return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(code)[1] - 1, form.least) - form.precision))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import Box, Floats
-from kcdsl_certs.recheck.numerics.formats import CEILED, GRIDS, TILES, TOP_EXPONENT
+from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS
 from kcdsl_certs.recheck.numerics.kernel import Kernel, Unit
 from kcdsl_certs.rejected import Rejected
 
@@ -247,24 +247,29 @@ def _least(
         return plain, plain
     (kind, scale), (stored, shared) = kernel.activations, kernel.weights
     first: Floats | float = plain
-    if kind in GRIDS:
-        first = 2.0 ** GRIDS[kind].least
+    if _has_grid(kind):
+        first = 2.0 ** CODES[kind].form.least
         if scale == "static":
             first = first * float(quantisers.given(kernel, key, left.shape)[0].max())
         elif scale != "none":
-            name = "per_tensor" if TILES[scale][0] != 1 else "per_token"
+            name = "per_tensor" if LAYOUTS[scale].tile[0] != 1 else "per_token"
             top = np.maximum(quantisers.largest(left, name)[..., :1], kernel.batch_amax)
             first = first * np.maximum(_scale(kind, scale) * top, kernel.least_scale)
     second: Floats | float = plain
-    if stored in GRIDS:
-        second = 2.0 ** GRIDS[stored].least
+    if _has_grid(stored):
+        second = 2.0 ** CODES[stored].form.least
         if shared != "none":
             second = second * _scale(stored, shared) * float(right.max())
     return first, second
 
 
+def _has_grid(kind: str) -> bool:
+    """Say whether a format is of codes that are no integers."""
+    return kind in CODES and CODES[kind].grid is not None
+
+
 def _scale(kind: str, scale: str) -> float:
     """Return a bound of a scale over the largest number after quantisation; that has a code of at
     least 2^emax, or of half of it where scales are rounded up or are nested."""
-    twice = 2.0 if scale in (*CEILED, "nvfp4") else 1.0
-    return twice * 2.0 ** -TOP_EXPONENT[kind] * _LOOSE
+    twice = 2.0 if LAYOUTS[scale].ceiled or scale == "nvfp4" else 1.0
+    return twice * 2.0 ** -CODES[kind].exponent * _LOOSE

@@ -18,12 +18,10 @@ from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import Box, Floats, above, down
 from kcdsl_certs.recheck.interval.parameters import Tensor, as_float32
 from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
+    CODES,
     FLOAT32,
     FORMATS,
-    TILES,
-    TOP_EXPONENT,
+    LAYOUTS,
     Format,
     cut,
     nearest,
@@ -143,7 +141,7 @@ def _cast(v: Box, found: Stored, form: Format, kernel: Kernel, name: str) -> Sto
 def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
     """Return codes times scales: the largest magnitude of a group lies in an interval as well."""
     kind, scale = kernel.weights
-    plain = scale not in (*CEILED, "nvfp4") and kernel.scale_format == FLOAT32
+    plain = not LAYOUTS[scale].ceiled and scale != "nvfp4" and kernel.scale_format == FLOAT32
     if kind not in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full") or not plain:
         raise Rejected("parameter/scale", f"no region around {name!r}, stored as {kind} {scale}")
     near, far = np.minimum(np.abs(v.lo), np.abs(v.hi)), box.magnitude(v)
@@ -152,7 +150,7 @@ def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
         raise Rejected("parameter/scale", f"{name!r} may have a scale that is too small")
     scales = Box(ends[0], ends[1])
     most = _farthest(far, ends[1], kind, scale)
-    if kind == "int8_full":
+    if CODES[kind].full:
         value = _full_range(v, scales)
     else:
         value = quantisers.hull(quantisers.plain(kind, scales), v)
@@ -162,7 +160,8 @@ def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
 
 def _group(size: Floats, scale: str) -> Floats:
     rows, columns = size.shape
-    height, width = (part or whole for part, whole in zip(TILES[scale], size.shape, strict=True))
+    tile = LAYOUTS[scale].tile
+    height, width = (part or whole for part, whole in zip(tile, size.shape, strict=True))
     tops = np.maximum.reduceat(size, np.arange(0, rows, height), axis=0)
     tiles = np.maximum.reduceat(tops, np.arange(0, columns, width), axis=1)
     return np.repeat(np.repeat(tiles, height, axis=0)[:rows], width, axis=1)[:, :columns]
@@ -172,25 +171,24 @@ def _scale(amax: Floats, kind: str, scale: str) -> Floats:
     """Return the scale for a largest magnitude (float32 numbers); 1 where that is 0."""
     singles = amax.astype(np.float32)
     if scale == "mx":
-        found = np.ldexp(1.0, np.clip(np.frexp(amax)[1] - 1 - TOP_EXPONENT[kind], -127, 127))
-    elif kind == "int8_full":
-        found = np.maximum(singles / np.float32(127.5), np.float32(2.0**-23)).astype(np.float64)
+        found = np.ldexp(1.0, np.clip(np.frexp(amax)[1] - 1 - CODES[kind].exponent, -127, 127))
     else:
-        found = (singles / np.float32(CODE_LARGEST[kind])).astype(np.float64)
+        found = (singles / np.float32(CODES[kind].divisor)).astype(np.float64)
+        found = np.maximum(found, quantisers.LEAST_FULL) if CODES[kind].full else found
     return np.where(amax == 0, 1.0, found)
 
 
 def _farthest(size: Floats, scale: Floats, kind: str, how: str) -> Floats:
     """Return how far a stored number may be from one of at most this size."""
-    if kind == "int8":
-        return box.up((scale / 2 + size * _SMALL) * (1 + _SMALL))
-    if kind == "int8_full":
-        return box.up((np.minimum(size, scale / 2) + size * _SMALL) * (1 + _SMALL))
-    form = FORMATS[kind]
+    code = CODES[kind]
+    if code.grid is None:
+        most = np.minimum(size, scale / 2) if code.full else scale / 2
+        return box.up((most + size * _SMALL) * (1 + _SMALL))
+    form = code.grid
     rounded = box.up((form.u * size + scale * form.eta) * (1 + _SMALL))
     if how != "mx":
         return rounded
-    kept = CODE_LARGEST[kind] * 2.0 ** -(TOP_EXPONENT[kind] + 1)
+    kept = code.last * 2.0 ** -(code.exponent + 1)
     return np.maximum(rounded, box.up(size * (1 - kept) + size * _SMALL))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,59 +48,9 @@ FORMATS = {f.name: f for f in _FORMATS}
 FLOAT32 = FORMATS["float32"]
 FLOAT64 = FORMATS["float64"]
 
-# Grids of codes that are no integers.
-GRIDS = {
-    "fp8_e4m3": FORMATS["fp8_e4m3"],
-    "fp8_e5m2": FORMATS["fp8_e5m2"],
-    "fp8_e4m3fnuz": Format("fp8_e4m3fnuz", 4, -7, 240.0),
-    "fp8_e5m2fnuz": Format("fp8_e5m2fnuz", 3, -15, 57344.0),
-    "fp6_e2m3": Format("fp6_e2m3", 4, 0, 7.5),
-    "fp6_e3m2": Format("fp6_e3m2", 3, -2, 28.0),
-    "fp4_e2m1": Format("fp4_e2m1", 2, 0, 6.0),
-}
-
-# The last code of a format, and what amax is divided by; 224 for fnuz, as AMD's kernels have it.
-CODE_LARGEST = {
-    "fp8_e4m3": 448.0,
-    "fp8_e5m2": 57344.0,
-    "fp8_e4m3fnuz": 224.0,
-    "fp8_e5m2fnuz": 57344.0,
-    "fp6_e2m3": 7.5,
-    "fp6_e3m2": 28.0,
-    "fp4_e2m1": 6.0,
-    "int8": 127.0,
-}
-TOP_EXPONENT = {
-    "fp8_e4m3": 8,
-    "fp8_e5m2": 15,
-    "fp8_e4m3fnuz": 7,
-    "fp8_e5m2fnuz": 15,
-    "fp6_e2m3": 2,
-    "fp6_e3m2": 4,
-    "fp4_e2m1": 2,
-}
-INTEGERS = ("int8", "int8_full", "int4_full", "uint4")
-FULL_RANGE = {"int8_full": 128, "int4_full": 8}  # codes from -n to n - 1, the scale amax/(n - 1/2)
-NIBBLES = 15  # codes of uint4 reach from 0 to this
 LEAST_RANGE = float.fromhex("0x1.4f8b58p-17")  # of uint4: float32(1e-5)
 NESTED = 2.0**-6, 448.0  # between which multiples of a tensor's scale a nested one is
 
-# How many rows and columns share a scale (0: all there are).
-TILES = {
-    "per_tensor": (0, 0),
-    "per_batch": (0, 0),
-    "per_channel": (1, 0),
-    "per_token": (1, 0),
-    "block_128": (128, 128),
-    "block_128_e8m0": (128, 128),
-    "group_128_e8m0": (1, 128),
-    "group_32": (1, 32),
-    "group_64": (1, 64),
-    "group_128": (1, 128),
-    "mx": (1, 32),
-    "nvfp4": (1, 16),
-}
-CEILED = ("block_128_e8m0", "group_128_e8m0")  # scales are powers of two, not below amax/qmax
 LEAST_POWER, MOST_POWER = -127, 127
 
 Floats = NDArray[np.float64]
@@ -135,6 +86,104 @@ def _on_grid(values: Floats, target: Format, whole: Callable[[Floats], Floats]) 
     return np.where(beyond, np.copysign(np.inf, values), rounded)
 
 
-def saturated(values: Floats, target: Format) -> Floats:
-    """Return the nearest numbers of `target`, the largest one in place of anything beyond it."""
-    return np.clip(nearest(values, target), -target.largest, target.largest)
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which numbers share a scale: so many rows and columns (0: all there are).
+
+    `ceiled`: scales are powers of two, not below amax over the divisor.
+    """
+
+    height: int
+    width: int
+    ceiled: bool = False
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Return rows and columns."""
+        return self.height, self.width
+
+
+LAYOUTS = {
+    "per_tensor": Layout(0, 0),
+    "per_batch": Layout(0, 0),
+    "per_channel": Layout(1, 0),
+    "per_token": Layout(1, 0),
+    "block_128": Layout(128, 128),
+    "block_128_e8m0": Layout(128, 128, ceiled=True),
+    "group_128_e8m0": Layout(1, 128, ceiled=True),
+    "group_32": Layout(1, 32),
+    "group_64": Layout(1, 64),
+    "group_128": Layout(1, 128),
+    "mx": Layout(1, 32),
+    "nvfp4": Layout(1, 16),
+}
+PLAIN_WEIGHTS = ("per_tensor", "per_channel", "block_128", "group_32", "group_64", "group_128")
+PLAIN_INPUTS = ("per_tensor", "per_token", "group_32", "group_64", "group_128")
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A format of codes that count a scale, with the layouts of scales that it may have in weights,
+    activations, and caches of keys and values.
+
+    Codes reach from -`below` to `last`, and a scale is amax over `divisor`. `grid` holds those that
+    are no integers.
+    """
+
+    name: str
+    grid: Format | None
+    last: float
+    below: float
+    divisor: float
+    weights: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> Format:
+        """Return the grid of codes that are no integers."""
+        assert self.grid is not None
+        return self.grid
+
+    @property
+    def exponent(self) -> int:
+        """Return the exponent of the last code."""
+        return math.frexp(self.last)[1] - 1
+
+    @property
+    def full(self) -> bool:
+        """Return whether there is one code more below zero than over it."""
+        return self.below > self.last
+
+    def rounded(self, values: Floats) -> Floats:
+        """Return the nearest codes, ties to even, as if there were no last one."""
+        return np.rint(values) if self.grid is None else nearest(values, self.grid)
+
+
+def _floating(form: Format, last: float, *layouts: tuple[str, ...]) -> Code:
+    return Code(form.name, form, last, last, last, *layouts)
+
+
+_CACHES = ("per_tensor", "per_head", "per_token_head", "static")
+_SIMPLE = PLAIN_WEIGHTS, (*PLAIN_INPUTS, "per_batch", "static"), _CACHES
+_FP8 = (
+    ("none", *PLAIN_WEIGHTS, "block_128_e8m0", "group_128_e8m0", "mx"),
+    ("none", *PLAIN_INPUTS, "group_128_e8m0", "per_batch", "mx", "static"),
+    ("none", *_CACHES),
+)
+_CODES = (
+    _floating(FORMATS["fp8_e4m3"], 448.0, *_FP8),
+    _floating(FORMATS["fp8_e5m2"], 57344.0, *_FP8),
+    # The last code is 224, as AMD's kernels have it.
+    _floating(Format("fp8_e4m3fnuz", 4, -7, 240.0), 224.0, *_SIMPLE),
+    _floating(Format("fp8_e5m2fnuz", 3, -15, 57344.0), 57344.0, *_SIMPLE),
+    _floating(Format("fp6_e2m3", 4, 0, 7.5), 7.5, ("mx",), ("mx",)),
+    _floating(Format("fp6_e3m2", 3, -2, 28.0), 28.0, ("mx",), ("mx",)),
+    _floating(Format("fp4_e2m1", 2, 0, 6.0), 6.0, ("mx", "nvfp4"), ("mx", "nvfp4")),
+    Code("int8", None, 127.0, 127.0, 127.0, *_SIMPLE),
+    Code("int8_full", None, 127.0, 128.0, 127.5, *_SIMPLE),
+    Code("int4_full", None, 7.0, 8.0, 7.5, PLAIN_WEIGHTS),
+    Code("uint4", None, 15.0, 15.0, 15.0, PLAIN_WEIGHTS),
+    Code("uint8", None, 255.0, 255.0, 255.0, (), (*PLAIN_INPUTS, "static")),
+)
+CODES = {code.name: code for code in _CODES}

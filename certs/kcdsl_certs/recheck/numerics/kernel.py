@@ -9,12 +9,10 @@ from fractions import Fraction
 
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.numerics.formats import (
-    CODE_LARGEST,
+    CODES,
     FLOAT32,
     FLOAT64,
     FORMATS,
-    FULL_RANGE,
-    NIBBLES,
     Floats,
     Format,
     cut,
@@ -164,10 +162,8 @@ class Kernel:
     @property
     def most_code(self) -> float:
         """Return the largest code of the weights, less its zero point."""
-        kind = self.weights[0]
-        if kind == "uint4":
-            return float(NIBBLES)
-        return float(FULL_RANGE[kind]) if kind in FULL_RANGE else CODE_LARGEST[kind]
+        code = CODES[self.weights[0]]
+        return max(code.last, code.below)
 
     @property
     def own(self) -> Kernel:

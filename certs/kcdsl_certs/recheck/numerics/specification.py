@@ -7,34 +7,25 @@ import struct
 from dataclasses import replace
 
 from kcdsl_certs.recheck.graphs.reading import Reader, integer, real
-from kcdsl_certs.recheck.numerics.formats import CEILED, FLOAT32, FORMATS, INTEGERS, Format
+from kcdsl_certs.recheck.numerics.formats import (
+    CODES,
+    FLOAT32,
+    FORMATS,
+    PLAIN_INPUTS,
+    PLAIN_WEIGHTS,
+    Format,
+)
 from kcdsl_certs.recheck.numerics.kernel import Cache, Kernel, Static, Unit
 from kcdsl_certs.rejected import Rejected
 
-_FLOATS = ("fp8_e4m3", "fp8_e5m2")
-_PLAIN_WEIGHTS = ("per_tensor", "per_channel", "block_128", "group_32", "group_64", "group_128")
-_PLAIN_INPUTS = ("per_tensor", "per_token", "group_32", "group_64", "group_128")
 _WEIGHTS = {
     **dict.fromkeys(FORMATS, ("none",)),
-    **dict.fromkeys(_FLOATS, ("none", *_PLAIN_WEIGHTS, *CEILED, "mx")),
-    **dict.fromkeys(("fp8_e4m3fnuz", "fp8_e5m2fnuz", *INTEGERS), _PLAIN_WEIGHTS),
-    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2"), ("mx",)),
-    "fp4_e2m1": ("mx", "nvfp4"),
+    **{name: code.weights for name, code in CODES.items() if code.weights},
 }
 _ACTIVATIONS = {
     "none": ("none",),
-    **dict.fromkeys(
-        _FLOATS, ("none", *_PLAIN_INPUTS, "group_128_e8m0", "per_batch", "mx", "static")
-    ),
-    **dict.fromkeys(
-        ("fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8_full"),
-        (*_PLAIN_INPUTS, "per_batch", "static"),
-    ),
-    "uint8": (*_PLAIN_INPUTS, "static"),
-    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2"), ("mx",)),
-    "fp4_e2m1": ("mx", "nvfp4"),
+    **{name: code.activations for name, code in CODES.items() if code.activations},
 }
-
 # Casts: whether each is a step of a known function, whether it only goes toward zero, and how many
 # unit roundoffs and halves of the smallest subnormal it may be.
 _CASTS = {
@@ -163,13 +154,7 @@ def _others(record: Reader, kernel: Kernel, pairs: bool) -> tuple[tuple[str, Ker
     return tuple(found)
 
 
-_CACHES = {
-    **dict.fromkeys(_FLOATS, ("none", "per_tensor", "per_head", "per_token_head", "static")),
-    **dict.fromkeys(
-        ("fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8_full"),
-        ("per_tensor", "per_head", "per_token_head", "static"),
-    ),
-}
+_CACHES = {name: code.caches for name, code in CODES.items() if code.caches}
 
 
 def _cache(record: Reader) -> Cache:
@@ -221,7 +206,7 @@ def _shards(record: Reader) -> int:
 def _scale_format(record: Reader) -> Format:
     if not record.has("scale_format"):
         return FLOAT32
-    if record.text("scale") not in _PLAIN_WEIGHTS:
+    if record.text("scale") not in PLAIN_WEIGHTS:
         raise Rejected("document/numerics", "these scales of weights are not rounded")
     return FORMATS[record.choice("scale_format", ("float16", "bfloat16"))]
 
@@ -243,7 +228,7 @@ def _limits(record: Reader) -> tuple[float, float, float]:
     """Read what dynamic scales are limited to, float32 numbers by float.hex()."""
     kind, scale = record.text("format"), record.text("scale")
     wrong = Rejected("document/numerics", "a limit of dynamic scales where it has no meaning")
-    able = scale in (*_PLAIN_INPUTS, "per_batch") and kind != "uint8"
+    able = scale in (*PLAIN_INPUTS, "per_batch") and kind != "uint8"
     found = []
     for name, default in (("least_scale", 0.0), ("amax_limit", math.inf), ("batch_amax", 0.0)):
         if not record.has(name):

@@ -16,16 +16,7 @@ from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, rai
 from kcdsl_certs.recheck.interval.quantisers import Ranks, Steps
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.interval.sums import FAINT_SCALE, SMALL
-from kcdsl_certs.recheck.numerics.formats import (
-    CEILED,
-    CODE_LARGEST,
-    GRIDS,
-    LEAST_POWER,
-    NESTED,
-    TILES,
-    TOP_EXPONENT,
-    Format,
-)
+from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS, LEAST_POWER, NESTED, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.rejected import Rejected
 
@@ -53,20 +44,20 @@ def quantisation(kernel: Kernel, x: Box, key: str = "") -> Floats:
 def _calibrated(kernel: Kernel, x: Box, key: str) -> Floats:
     size, scale = box.mag(x), quantisers.steps(kernel, x, key).scale.hi
     kind = kernel.activations[0]
-    if kind in quantisers.INTEGERS:
+    if CODES[kind].grid is None:
         return box.up((np.minimum(size, scale / 2) + size * SMALL) * (1 + SMALL))
-    return _cast(GRIDS[kind], size, scale)
+    return _cast(CODES[kind].form, size, scale)
 
 
 def _coded(kernel: Kernel, x: Box, key: str) -> Floats:
     kind, scale = kernel.activations
     size = box.mag(x)
     if scale == "none":
-        over = np.argwhere(~(size <= CODE_LARGEST[kind]))
+        over = np.argwhere(~(size <= CODES[kind].last))
         if len(over):
             element = [int(i) for i in over[0]]
             raise Rejected("bound/overflow", f"element {element} of an input may overflow {kind}")
-        return _cast(GRIDS[kind], size, np.ones(()))
+        return _cast(CODES[kind].form, size, np.ones(()))
     if scale == "nvfp4":
         return _nested(kernel, x, key)
     quantisers.within_batch(kernel, x)
@@ -77,30 +68,29 @@ def _coded(kernel: Kernel, x: Box, key: str) -> Floats:
         above, below = quantisers.extent(x, scale)
         step = box.lifted(above.hi + below.hi) / 255
         return box.up((step * (0.5 + 2.0**-14) + size * SMALL) * (1 + SMALL))
-    step = np.minimum(most, kernel.amax_limit) / quantisers.QMAX[kind]
-    if scale in CEILED:
+    step = np.minimum(most, kernel.amax_limit) / CODES[kind].divisor
+    if LAYOUTS[scale].ceiled:
         step = np.maximum(2 * box.up(step), 2.0**LEAST_POWER)
     step = np.maximum(box.up(step), quantisers.least_scale(kernel))
-    match kind:
-        case "int8":
-            rounding = box.up((step / 2 + size * SMALL) * (1 + SMALL))
-        case "int8_full":
-            rounding = box.up((np.minimum(size, step / 2) + size * SMALL) * (1 + SMALL))
-        case _:
-            rounding = _cast(GRIDS[kind], size, step)
+    code = CODES[kind]
+    if code.grid is not None:
+        rounding = _cast(code.grid, size, step)
+    else:
+        most = np.minimum(size, step / 2) if code.full else step / 2
+        rounding = box.up((most + size * SMALL) * (1 + SMALL))
     if kernel.amax_limit == math.inf:
         return rounding
-    last = kernel.amax_limit * (127 / 127.5 if kind == "int8_full" else 1.0) * (1 - SMALL)
+    last = kernel.amax_limit * (code.last / code.divisor) * (1 - SMALL)
     return np.maximum(rounding, box.up(np.maximum(size - last, 0.0) + size * SMALL))
 
 
 def _shifted(kind: str, x: Box, size: Floats, most: Floats) -> Floats:
     """Return Q of an mx scale, which keeps `kept` of the largest number of its block at least."""
-    kept = CODE_LARGEST[kind] * 2.0 ** -(TOP_EXPONENT[kind] + 1)
+    kept = CODES[kind].last * 2.0 ** -(CODES[kind].exponent + 1)
     least = quantisers.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), "mx")
     cut = np.minimum(size * (1 - kept), np.maximum(size - kept * least * (1 - SMALL), 0.0))
-    step = np.maximum(most * 2.0 ** -TOP_EXPONENT[kind], 2.0**LEAST_POWER)
-    return np.maximum(_cast(GRIDS[kind], size, step), box.up(cut + size * SMALL))
+    step = np.maximum(most * 2.0 ** -CODES[kind].exponent, 2.0**LEAST_POWER)
+    return np.maximum(_cast(CODES[kind].form, size, step), box.up(cut + size * SMALL))
 
 
 def _nested(kernel: Kernel, x: Box, key: str) -> Floats:
@@ -108,13 +98,13 @@ def _nested(kernel: Kernel, x: Box, key: str) -> Floats:
     least, for all of it but 6·2^-10 of the tensor's scale, or for 6·448 of that scale."""
     kind, size = kernel.activations[0], box.mag(x)
     tensor, step = quantisers.nested(kernel, x, key)
-    top = CODE_LARGEST[kind]
+    top = CODES[kind].last
     sure = quantisers.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), "nvfp4")
     share = np.minimum(size / 16, np.maximum(size - sure * (15 / 16) * (1 - SMALL), 0.0))
     small = np.minimum(size, tensor * (top * 2.0**-10) * (1 + SMALL))
     beyond = np.maximum(size - tensor * (top * NESTED[1]) * (1 - SMALL), 0.0)
     cut = np.maximum(np.maximum(share, small), beyond)
-    found = np.maximum(_cast(GRIDS[kind], size, step), box.up(cut + size * SMALL))
+    found = np.maximum(_cast(CODES[kind].form, size, step), box.up(cut + size * SMALL))
     return found if kernel.static is not None else box.up(found + _FAINT_TENSOR)
 
 
@@ -229,7 +219,7 @@ def _gathered(weights: Floats, scale: str) -> Pull:
 
 def _wide(shape: tuple[int, ...], scale: str) -> int:
     """Return how many elements of a row share a scale."""
-    return TILES[scale][1] or shape[-1]
+    return LAYOUTS[scale].tile[1] or shape[-1]
 
 
 def _given_back(adjoint: Adjoint, picked: Floats, scale: str) -> Adjoint:
@@ -304,7 +294,7 @@ def _shared(walk: Walk, x: Form, around: Box, by: Steps) -> _Shared:
     mid, wide, low, top = (_groups(part, name, 0.0)[:, 0] for part in parts)
     leads = _leads(by.kind, around, x, name)
     certain = np.logical_and.reduce([lead.certain for lead, _ in leads])
-    qmax = float(quantisers.QMAX[by.kind])
+    qmax = float(CODES[by.kind].divisor)
     bottom = quantisers.least_scale(walk.kernel)
     if bottom:
         certain = certain & (low > bottom)
