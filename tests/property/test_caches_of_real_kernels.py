@@ -22,7 +22,7 @@ from kcdsl.model.caching import with_caches
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
-from kcdsl_backends.attack.quantiser import cached
+from kcdsl_backends.attack.quantized_inputs import cached
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding

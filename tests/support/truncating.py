@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl_backends.attack.moves import MOVES, moved
+from kcdsl_backends.attack.operations import MOVES, moved
 from kcdsl_backends.attack.simulation import STORED
 
 UPPER_HALF = -0x10000

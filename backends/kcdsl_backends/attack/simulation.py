@@ -9,7 +9,7 @@ A run is admitted by a specification if every stored result obeys its error mode
   norm normalised before its gain, and the products of a rope before their sum;
 - scalar: a Python number that is rounded to the format of the result before it is used;
 - inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
-  probabilities before they are stored (intermediate_rounding.py);
+  probabilities before they are stored (operations.py);
 - versions: where casts are free, readers of a result see it in versions of their own
   (versions.py), which have the symbols for what is not computed once - scalar, inside, early and
   cast - under names of their own;
@@ -29,34 +29,27 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kcdsl.model.caching import uncached
 from kcdsl.model.formats import FORMATS, LAYOUTS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics, held_formats
 from kcdsl_backends.attack.accumulation_order import ordered_product, straight, sum_error
-from kcdsl_backends.attack.intermediate_rounding import (
+from kcdsl_backends.attack.operations import (
     ELEMENTWISE,
     NORMS,
-    element_error,
-    mean_error,
-    normalised,
-    probabilities,
-    probability_error,
-    root_error,
-    turned_sizes,
-    written_error,
+    exact,
+    factors,
+    rounded_inside,
+    side_by_side,
 )
-from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
-from kcdsl_backends.attack.quantiser import Exceeded, cached, moved_by, to_nearest
+from kcdsl_backends.attack.quantized_inputs import Exceeded, cached, moved_by, to_nearest
 from kcdsl_backends.attack.versions import Version, versions
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.drift.boxes.parameters import StoredParameters
 from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
 from kcdsl_backends.drift.boxes.sums import summation_error
 from kcdsl_backends.drift.ops.arithmetic import scalar_of
-from kcdsl_backends.drift.ops.norms.interval import parts_of
 
 SIMULATED = 53
 """Precision of the arithmetic of the simulation: float64."""
@@ -276,7 +269,7 @@ class Simulator:
                 elif orders and node.name in orders:
                     value = self._ordered(node, orders[node.name], operands)
                 else:
-                    value = self._exact(node, operands, rows)
+                    value = exact(self.graph, node, operands, rows)
                     value = self._accumulated(node, value, symbols, operands)
                 formed[node.name] = value, operands, rows
             value, operands, rows = formed[node.name]
@@ -299,7 +292,7 @@ class Simulator:
         return found
 
     def _ordered(self, node: Node, order: str, operands: Sequence[Tensor]) -> Tensor:
-        left, right, bias = _factors(node, operands)
+        left, right, bias = factors(node, operands)
         return ordered_product(left, right, bias, self._at(node).accumulate, order)
 
     def _accumulated(
@@ -314,7 +307,7 @@ class Simulator:
         if symbol is None:
             return exact
         numerics = self._at(node)
-        left, right, bias = _factors(node, operands)
+        left, right, bias = factors(node, operands)
         total = left.abs() @ right.abs()
         if bias is not None:
             total = total + bias.abs()
@@ -355,41 +348,10 @@ class Simulator:
                 named[kind] = WITHIN * symbol
         if not named:
             return value
-        numerics = self._at(node)
-        biased = node.op in (*NORMS, "linear") and len(operands) > 2
-        bias = operands[2] if biased else torch.zeros_like(value[..., :1])
         if "scalar" in named:
-            value = value + self._moved_scalar(node, operands[0], named["scalar"])
-        exact = value
-        if parts_of(node):
-            nothing = torch.zeros_like(operands[0][..., :1])
-            named.pop("inside", None)  # counted with the parts
-            moved = tuple(named.pop(kind, nothing) for kind in ("early", "mean", "root"))
-            kernel, x = Rounding(numerics, self.numerics), operands[0]
-            gain = operands[1] if len(operands) > 1 else 1.0
-            shifts = moved[0], moved[1], moved[2]
-            value = value + gain * written_error(node, x, rows, kernel, shifts)
-        if "mean" in named:
-            gain = operands[1] if len(operands) > 1 else 1.0
-            value = value + named["mean"] * mean_error(node, rows, numerics) * gain
-        if "root" in named:
-            theta = root_error(node, rows, numerics)
-            value = value + named["root"] * theta * (value - bias)
-        if "inside" in named and node.op == "softmax":
-            theta = probability_error(_masked(rows, operands), numerics)
-            value = value + named["inside"] * theta * value
-        elif "inside" in named:
-            size = element_error(node, exact, operands, rows).detach()
-            value = value + named["inside"] * numerics.function_format.unit_roundoff * size
-        if "early" in named:
-            stored = turned_sizes(operands) if node.op == "rope" else value - bias
-            form = self._format(node) if node.op == "silu" else FORMATS[numerics.compute]
-            roundoff = form.unit_roundoff
-            if self.numerics.cast.toward_zero:  # both products of a rope lose the same share
-                value = value - roundoff * (1 + named["early"]) * (value - bias)
-            else:
-                value = value + self.numerics.cast.units * roundoff * named["early"] * stored
-        return value
+            value = value + self._moved_scalar(node, operands[0], named.pop("scalar"))
+        kernel = Rounding(self._at(node), self.numerics)
+        return rounded_inside(node, value, named, operands, rows, kernel, self._format(node))
 
     def _moved_scalar(self, node: Node, x: Tensor, symbol: Tensor) -> Tensor:
         """Return what it adds to take another number in place of that of the operation."""
@@ -473,49 +435,6 @@ class Simulator:
             raise Overflowed(f"{node.name} leaves {format.name}")
         return value
 
-    def _exact(self, node: Node, operands: Sequence[Tensor], rows: Tensor) -> Tensor:
-        attrs, count = node.attrs, len(node.inputs)
-        match node.op:
-            case "linear":
-                y = operands[0] @ operands[1].T
-                return y + operands[2] if count > 2 else y
-            case "matmul":
-                return operands[0] @ operands[1]
-            case "add":
-                return operands[0] + operands[1]
-            case "sub":
-                return operands[0] - operands[1]
-            case "mul":
-                return operands[0] * operands[1]
-            case "scale":
-                return operands[0] * float(attrs["factor"])
-            case "divide":
-                return operands[0] / float(attrs["divisor"])
-            case "shift":
-                return operands[0] + float(attrs["offset"])
-            case "cast":
-                return operands[0]
-            case "softmax":
-                return probabilities(_masked(operands[0], operands), _masked(rows, operands))
-            case "rms_norm" | "layer_norm":
-                y = normalised(node, operands[0], rows)
-                y = y * operands[1] if count > 1 else y
-                return y + operands[2] if count > 2 else y
-            case "silu":
-                return operands[0] * torch.sigmoid(rows)
-            case "rope":
-                x, half = operands[0], node.shape[-1] // 2
-                turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-                return x * operands[1] + turned * operands[2]
-            case "embedding":
-                ids = torch.tensor(attrs["ids"], device=operands[0].device)
-                return operands[0][ids].reshape(node.shape)
-            case op if op in MOVES:
-                sources = [self.graph.node(name) for name in node.inputs]
-                return moved(node, operands, sources)
-            case _:
-                return _UNARY[node.op](operands[0], node)
-
     def _weight(self, node: Node) -> str:
         """Return the name of the weight of a linear; nothing for other operations."""
         return str(self.graph.node(node.inputs[1]).attrs["key"]) if node.op == "linear" else ""
@@ -541,26 +460,6 @@ class Simulator:
             raise Overflowed(f"{node.name}: {reason}") from None
 
 
-def _factors(node: Node, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what a sum multiplies, and the bias of a linear."""
-    if node.op == "matmul":
-        return operands[0], operands[1], None
-    return operands[0], operands[1].T, operands[2] if len(operands) > 2 else None
-
-
-def _masked(scores: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """Return scores with -inf where the mask of a softmax forbids a column."""
-    return scores if len(operands) < 2 else scores.masked_fill(~operands[1], -torch.inf)
-
-
 def _entering(node: Node) -> str:
     """Return under which name the quantised input of a linear is kept."""
     return f"{node.name}/input"
-
-
-_UNARY: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
-    "neg": lambda x, node: -x,
-    "relu": lambda x, node: torch.relu(x),
-    "tanh": lambda x, node: torch.tanh(x),
-    "gelu": lambda x, node: F.gelu(x, approximate=node.attrs.get("approximate", "none")),
-}

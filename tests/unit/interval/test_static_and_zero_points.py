@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
-from kcdsl_backends.attack.quantiser import Exceeded, moved_by, to_nearest
+from kcdsl_backends.attack.quantized_inputs import Exceeded, moved_by, to_nearest
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import codes, quantized_hull, quantizer, quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding

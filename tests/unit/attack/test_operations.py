@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.view import View
-from kcdsl_backends.attack.moves import moved, side_by_side
+from kcdsl_backends.attack.operations import moved, side_by_side
 
 SHAPE = (2, 3, 4)
 CASES: dict[str, tuple[View, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
