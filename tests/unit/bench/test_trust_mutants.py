@@ -52,7 +52,7 @@ HOLES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 def test_a_planted_hole_is_found(kind: str, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checker that leaves one step out accepts what it must not."""
     HOLES[kind](monkeypatch)
-    found = (run() for run in islice(GENERATORS[kind](scene, random.Random(3)), 400))
+    found = (run() for run in islice(GENERATORS[kind](scene, random.Random(3)), 3000))
     assert any(one.wrong for one in found)
     scene.restore()
 
