@@ -29,7 +29,9 @@ def test_a_module_without_code_to_run_gives_none() -> None:
         assert list(mutants_of(path)) == []
 
 
-@pytest.mark.parametrize("name", ["linear_bounds/tape.py", "documents/hints.py", "affine/curves.py"])
+@pytest.mark.parametrize(
+    "name", ["linear_bounds/tape.py", "documents/hints.py", "affine/curves.py"]
+)
 def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
     plain = PLANTED[name].read_text(encoding="utf-8")
     found = list(mutants_of(PLANTED[name]))
@@ -72,7 +74,8 @@ from bench.mutants_tests import CHECKER, FIRST, SECOND
 found = known("tests/unit/certs/test_recheck_formats.py")
 assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
 print(repr(found.failed), len(found.tests) > 0, any(calls for _, calls in found.tests.values()))
-some = [m for m in mutants_of(CHECKER / "numerics" / "formats.py") if m.kind in ("extreme", "sign")][:2]
+mutants = mutants_of(CHECKER / "numerics" / "formats.py")
+some = [m for m in mutants if m.kind in ("extreme", "sign")][:2]
 print(len(some), {outcome(trial(m, found)).partition("::")[0] for m in some})
 print(repr(outcome(trial(next(mutants_of(CHECKER / "documents" / "hints.py")), found))))
 print(known("tests/unit/certs/test_that_is_not_there.py").failed != "")
