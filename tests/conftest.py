@@ -98,7 +98,7 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def schemas(repository: Path) -> dict[str, dict[str, Any]]:
-    """Return the published JSON schemas by their names, such as "kcdsl.verify/1"."""
+    """Return the published JSON schemas by their names, such as "kcdsl.verify/2"."""
     places = ("kcdsl", "grammar", "backends", "certs", "bench")
     files = [
         file

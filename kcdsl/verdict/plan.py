@@ -1,6 +1,6 @@
 """How many units the clauses of a contract need: the document of `kcdsl plan`.
 
-Plain frozen data, JSON with the schema "kcdsl.plan/1" (`plan.schema.json`) and nothing heavy.
+Plain frozen data, JSON with the schema "kcdsl.plan/2" (`plan.schema.json`) and nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kcdsl.diagnostics.render.terminal import json_for_terminals
 
-PLAN_SCHEMA = "kcdsl.plan/1"
+PLAN_SCHEMA = "kcdsl.plan/2"
 State = Literal["enough", "too_few", "unknown", "never", "census"]
 
 
@@ -55,6 +55,8 @@ class PlanRow:
     exceeded if none is.
     """
 
+    obligation: str
+    """Its identifier: clause, slice and the number of the part."""
     clause: str
     slice: str
     requirement: str
@@ -74,6 +76,7 @@ class PlanRow:
     def to_json(self) -> dict[str, Any]:
         """Return plain data; the allowed share as an exact text `p/q`."""
         return {
+            "obligation": self.obligation,
             "clause": self.clause,
             "slice": self.slice,
             "requirement": self.requirement,
@@ -106,7 +109,7 @@ class Plan:
     """Clauses that measuring does not decide, each with the reason."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.plan/1"."""
+        """Return the document "kcdsl.plan/2"."""
         return {
             "schema": PLAN_SCHEMA,
             "contract": dict(self.contract),

@@ -17,7 +17,7 @@ from kcdsl_certs.reals import real_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-VERIFY_SCHEMA = "kcdsl.verify/1"
+VERIFY_SCHEMA = "kcdsl.verify/2"
 _SHOWN = {
     "held": ("✓ held", "green"),
     "violated": ("✗ violated", "red"),
@@ -46,6 +46,7 @@ def goal_json(
     reason = verdict.reason if isinstance(verdict, Inconclusive | InvalidEvidence) else None
     threshold = None if goal.threshold is None else float(goal.threshold)
     return {
+        "obligation": goal.obligation.id,
         "clause": goal.clause.id,
         "holdout": goal.clause.holdout,
         "block": goal.block,
@@ -57,6 +58,7 @@ def goal_json(
         "numerics": {side: spec.to_json() for side, spec in numerics.items()},
         "functional": functional_text(outcome),
         "threshold": threshold,
+        "exact": {"threshold": None if goal.threshold is None else real_text(goal.threshold)},
         **outcome.numbers(),
         **({"margin": _finite(outcome.margin)} if goal.functional == "no_flip" else {}),
         "verdict": verdict_name(verdict),

@@ -70,7 +70,7 @@ def write(folder: Path) -> Write:
 
 def goals(stdout: str) -> list[dict[str, Any]]:
     document = json.loads(stdout)
-    assert document["schema"] == "kcdsl.verify/1"
+    assert document["schema"] == "kcdsl.verify/2"
     jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
     found = document["goals"]
     assert isinstance(found, list)

@@ -118,7 +118,7 @@ WITHOUT = {
 }
 WITH = {
     "right": lambda found: found,
-    "prints": lambda found: print('{"schema": "kcdsl.verify/1"}') or found,
+    "prints": lambda found: print('{"schema": "kcdsl.verify/2"}') or found,
     "one case": lambda found: edited(found[0], lambda d: d["cases"].pop()),
     "one case, said": lambda found: [
         replace(edited(found[0], lambda d: d["cases"].pop())[0], cases=found[0].cases[:1])

@@ -143,6 +143,7 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
     part, allowed = case.obligation.part, allowed_rate(case.obligation.part)
     needs = _needs(part, program)
     bare = PlanRow(
+        obligation=case.obligation.id,
         clause=part.id,
         slice=case.slice,
         requirement=requirement_text(part, case.obligation.clause),
