@@ -86,7 +86,7 @@ def shown(figures: list[Figure]) -> list[Figure]:
 def measured(line: Line) -> list[Figure]:
     """Return the figures of one line."""
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.certifier.composition import CompositionTask, Plan
+    from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
     from kcdsl_backends.certifier.problems import claim_margin
     from kcdsl_backends.drift.functionals import functional_bound
 
@@ -109,7 +109,7 @@ def measured(line: Line) -> list[Figure]:
     ]
     for count, ellipsoids in line.plans:
         started = time.perf_counter()
-        plan = Plan(count, ellipsoids)
+        plan = StagePlan(count, ellipsoids)
         outcome = CompositionTask(goal, region, plan).run(context)[0].bounded.outcome
         seconds = time.perf_counter() - started
         if outcome.bound < run:
@@ -131,7 +131,7 @@ def measured(line: Line) -> list[Figure]:
 def after_a_step() -> list[Figure]:
     """Return what the tiny model's layer costs again after its second half changed, and its first
     by little: the links that are known, and the seconds."""
-    from kcdsl_backends.certifier.composition import CompositionTask, Plan
+    from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
 
     figures = []
     prompt = no_flip.prompts(1)[0][:PROMPT]
@@ -146,7 +146,7 @@ def after_a_step() -> list[Figure]:
             context, goal, region = _stand(factory, "layer_1", prompt, 1e-3, folder / "cache")
             started = time.perf_counter()
             outcome = (
-                CompositionTask(goal, region, Plan(2, ellipsoids=False))
+                CompositionTask(goal, region, StagePlan(2, ellipsoids=False))
                 .run(context)[0]
                 .bounded.outcome
             )

@@ -278,7 +278,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class MatrixUnit:
     """A matrix unit (docs/relational-interval.md, section 3).
 
     One instruction adds up to `chunk` exact products to an accumulator. Every term and the
@@ -307,8 +307,8 @@ class TensorCore:
     """What forms sums of products: `linears` those of linears whose inputs are quantised, `others`
     all other products of matrices."""
 
-    linears: Unit
-    others: Unit
+    linears: MatrixUnit
+    others: MatrixUnit
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """Return the record of both units."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kcdsl.model.numerics import TensorCore, Unit
+from kcdsl.model.numerics import MatrixUnit, TensorCore
 
 COMPOSED_EXP_ULPS = 4
 FUSED_EXP_ULPS = 32
@@ -120,14 +120,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-_HOPPER_16 = Unit(fraction_bits=25, chunk=16, result_bits=23)
-_BLACKWELL_8 = Unit(fraction_bits=25, chunk=32, result_bits=23)
-_AMPERE_16 = Unit(fraction_bits=24, chunk=8, result_bits=23)
+_HOPPER_16 = MatrixUnit(fraction_bits=25, chunk=16, result_bits=23)
+_BLACKWELL_8 = MatrixUnit(fraction_bits=25, chunk=32, result_bits=23)
+_AMPERE_16 = MatrixUnit(fraction_bits=24, chunk=8, result_bits=23)
 TENSOR_CORES = {
-    "hopper_fp8": TensorCore(Unit(13, 32, 13), _HOPPER_16),
-    "hopper_fp8_promoted": TensorCore(Unit(13, 32, 13, promote=128), _HOPPER_16),
+    "hopper_fp8": TensorCore(MatrixUnit(13, 32, 13), _HOPPER_16),
+    "hopper_fp8_promoted": TensorCore(MatrixUnit(13, 32, 13, promote=128), _HOPPER_16),
     "hopper_16": TensorCore(_HOPPER_16, _HOPPER_16),
-    "ada_fp8": TensorCore(Unit(13, 16, 13), _AMPERE_16),
+    "ada_fp8": TensorCore(MatrixUnit(13, 16, 13), _AMPERE_16),
     "ampere_16": TensorCore(_AMPERE_16, _AMPERE_16),
     "blackwell_fp8": TensorCore(_BLACKWELL_8, _HOPPER_16),
 }

@@ -23,10 +23,10 @@ from kcdsl.model.numerics import (
     Activations,
     Attention,
     KvCache,
+    MatrixUnit,
     Numerics,
     Override,
     TensorCore,
-    Unit,
     Weights,
     linear_name,
     sums_of_bytes,
@@ -354,9 +354,9 @@ def _tensor_core(
     return core
 
 
-def _unit(name: str, section: dict[str, Any]) -> Unit:
+def _unit(name: str, section: dict[str, Any]) -> MatrixUnit:
     raw = mapping_of(f"tensor_core.{name}", section.get(name, {}))
-    refuse_unknown(raw, f"tensor_core.{name}", Unit.__dataclass_fields__)
+    refuse_unknown(raw, f"tensor_core.{name}", MatrixUnit.__dataclass_fields__)
     number = {
         key: count_of(f"tensor_core.{name}.{key}", raw.get(key), UNIT_LIMITS[key])
         for key in ("fraction_bits", "chunk", "result_bits")
@@ -368,7 +368,7 @@ def _unit(name: str, section: dict[str, Any]) -> Unit:
             raise refusal(
                 f"tensor_core.{name}.promote is {promote!r}; it must be an integer number of chunks"
             )
-    return Unit(**number, promote=int(promote))
+    return MatrixUnit(**number, promote=int(promote))
 
 
 def _weights(raw: dict[str, Any], compute: str) -> Weights:

@@ -31,9 +31,9 @@ from tests.support.prover import block, parameters
 Floats = np.ndarray
 RECORD = proofs.numerics("float64", "nearest", accumulate="float64", exp_ulps=0)
 BATCH = 6
-Bounded = tuple[Floats, Floats, Floats | None]
+CaseBound = tuple[Floats, Floats, Floats | None]
 """Of functionals [B]: bounds from below and above, and the functionals of the input [B, T, D]."""
-Side = tuple[dict[str, Floats], Callable[[str, tuple[int, ...], Floats], Bounded]]
+Side = tuple[dict[str, Floats], Callable[[str, tuple[int, ...], Floats], CaseBound]]
 """The reference of every node, and bounds of functionals [B, n] of one of its rows."""
 
 
@@ -122,7 +122,7 @@ def prover(setting: Setting, _: Path) -> Side:
     side, x = parameters(setting.graph, RECORD), torch.from_numpy(setting.centre)
     run = affine_run(block(setting.graph), side, x, radius, 0.0)
 
-    def bound(name: str, row: tuple[int, ...], values: Floats) -> Bounded:
+    def bound(name: str, row: tuple[int, ...], values: Floats) -> CaseBound:
         index = run.computed[name]
         window = (*((i, i + 1) for i in row), (0, values.shape[-1]))
         shape = tuple(run.tape.entries[index].shape)
@@ -144,7 +144,7 @@ def checker(setting: Setting, folder: Path) -> Side:
         if isinstance(form, Form) and form.place is not None
     }
 
-    def bound(name: str, row: tuple[int, ...], values: Floats) -> Bounded:
+    def bound(name: str, row: tuple[int, ...], values: Floats) -> CaseBound:
         place = forms[name].place
         assert place is not None
         each = values.reshape(len(values), *(1 for _ in row), -1)

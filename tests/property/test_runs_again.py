@@ -19,7 +19,14 @@ from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.accumulation_order import ORDERS
-from kcdsl_backends.attack.runs import Run, Unusable, attack_of, functional, record_run, run_of
+from kcdsl_backends.attack.runs import (
+    InvalidRecord,
+    RunPair,
+    attack_of,
+    functional,
+    record_run,
+    run_of,
+)
 from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
@@ -77,7 +84,7 @@ def problem_of(model: Model, block: str, infer: str) -> tuple[BlockProblem, torc
     return factory.problem(block, TOKENS), centre
 
 
-def again(run: Run, simulators: tuple[Simulator, Simulator]) -> Run:
+def again(run: RunPair, simulators: tuple[Simulator, Simulator]) -> RunPair:
     """Return a run that went through JSON."""
     record = json.loads(json.dumps(record_run(run)))
     return run_of(record, dict(zip(("train", "infer"), simulators, strict=True)))
@@ -142,7 +149,7 @@ def test_true_orders_stay_below_the_attack_and_the_bounds(
     exact = train.run(centre, {}), simulated.run(centre, {})
     largest = 0.0
     for order in ORDERS:
-        run = Run(centre, {}, {"infer": dict.fromkeys(simulated.ordered, order)})
+        run = RunPair(centre, {}, {"infer": dict.fromkeys(simulated.ordered, order)})
         out_train, out_infer = run.outputs(train, simulated)
         drift = out_infer - out_train
         assert not torch.equal(out_infer, exact[1])
@@ -181,13 +188,13 @@ def test_a_value_beyond_its_format_is_no_run(model: Model) -> None:
     x = torch.full((len(TOKENS), 16), 1e6, dtype=torch.float64)
     with pytest.raises(Overflowed, match="float16"):
         train.run(x, {})
-    assert attack_of(Run(x, {}), train, infer, "inf") is None
+    assert attack_of(RunPair(x, {}), train, infer, "inf") is None
 
 
 def test_what_is_no_admitted_run_is_refused(model: Model) -> None:
     problem, centre = problem_of(model, "attn_0", "bfloat16 any")
     simulators = dict(zip(("train", "infer"), problem.simulators(), strict=True))
-    good = record_run(Run(centre, {}))
+    good = record_run(RunPair(centre, {}))
     shape = simulators["infer"].symbol_shapes()
     name = next(n for n in shape if n.startswith("sum "))
     beyond = torch.zeros(shape[name], dtype=torch.float64)
@@ -200,7 +207,7 @@ def test_what_is_no_admitted_run_is_refused(model: Model) -> None:
     def symbols(**infer: Any) -> dict[str, Any]:
         return {"train": {}, "infer": infer}
 
-    packed = record_run(Run(centre, {"infer": {name: beyond}}))["symbols"]["infer"][name]
+    packed = record_run(RunPair(centre, {"infer": {name: beyond}}))["symbols"]["infer"][name]
     run_of(good, simulators)
     for wrong, why in (
         (changed(symbols=symbols(**{name: packed})), "leaves"),
@@ -213,5 +220,5 @@ def test_what_is_no_admitted_run_is_refused(model: Model) -> None:
         (changed(orders={"train": {}, "infer": {"x": "forward"}}), "no sum"),
         (changed(input=None), "does not fit"),
     ):
-        with pytest.raises(Unusable, match=why):
+        with pytest.raises(InvalidRecord, match=why):
             run_of(wrong, simulators)

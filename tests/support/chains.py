@@ -20,7 +20,7 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.composition import CompositionTask, Plan
+from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
 from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.certifier.stages import partitions, stages_of, until
 from kcdsl_backends.certifier.tasks import BoundedCase
@@ -154,7 +154,7 @@ def chained(
     links = stages_of(model, whole)
     if count is not None:
         links = next(some for some in partitions(whole, links) if len(some) == count)
-    plan = Plan(len(links), ellipsoids) if len(links) > 1 else None
+    plan = StagePlan(len(links), ellipsoids) if len(links) > 1 else None
     found, _ = CompositionTask(goal, case, plan).run(context)
     return Chained(context, goal, case, whole, links, found)
 

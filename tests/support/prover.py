@@ -12,10 +12,10 @@ from kcdsl.model.numerics import (
     Activations,
     Attention,
     KvCache,
+    MatrixUnit,
     Numerics,
     Override,
     TensorCore,
-    Unit,
     Weights,
 )
 from kcdsl_backends.drift.boxes.parameters import StoredParameters
@@ -68,7 +68,7 @@ def _cache(record: Any) -> KvCache | None:
 
 
 def _core(record: Any) -> TensorCore | None:
-    return record and TensorCore(Unit(**record["linears"]), Unit(**record["others"]))
+    return record and TensorCore(MatrixUnit(**record["linears"]), MatrixUnit(**record["others"]))
 
 
 def block(graph: Any) -> BlockGraph:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kcdsl_backends.attack.runs import SIDES, STEPS, Attack, Run, functional, measured
+from kcdsl_backends.attack.runs import SIDES, STEPS, Attack, RunPair, functional, measured
 from kcdsl_backends.attack.simulation import WITHIN, Overflowed, Simulator
 
 Key = tuple[str, str]
@@ -184,7 +184,7 @@ class Ascent:
             return symbols
         return ends_of(symbols, gradient)
 
-    def run_of(self, symbols: Mapping[Key, Tensor]) -> Run:
+    def run_of(self, symbols: Mapping[Key, Tensor]) -> RunPair:
         """Return the run of these symbols; with one more dimension in front, of many runs."""
         x = self.centre
         if x is not None and ("x", "x") in symbols:
@@ -193,7 +193,7 @@ class Ascent:
             side: {name: value for (s, name), value in symbols.items() if s == side}
             for side in SIDES
         }
-        return Run(x, per_side)
+        return RunPair(x, per_side)
 
     def _gradient(self, symbols: Symbols, position: int, sign: float) -> Symbols | None:
         leaves = {key: value.clone().requires_grad_(True) for key, value in symbols.items()}

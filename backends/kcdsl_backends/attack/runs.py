@@ -26,7 +26,7 @@ _ROUNDED = 1 - 2.0**-30
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunPair:
     """What fixes a run of both kernels: both simulations follow from it.
 
     `x` [T, D] holds float32 numbers as float64, None for a block on token ids. `symbols` and
@@ -62,7 +62,7 @@ class Attack:
     column: int
     train_value: float
     infer_value: float
-    run: Run | None = field(default=None, repr=False, compare=False)
+    run: RunPair | None = field(default=None, repr=False, compare=False)
     record: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
@@ -79,7 +79,7 @@ def functional(drift: Tensor, kind: str) -> Tensor:
             raise ValueError(f"unknown functional {kind!r}")
 
 
-def attack_of(run: Run, train: Simulator, infer: Simulator, kind: str) -> Attack | None:
+def attack_of(run: RunPair, train: Simulator, infer: Simulator, kind: str) -> Attack | None:
     """Simulate a run and return what it attains; None where it overflows."""
     with torch.no_grad():
         try:
@@ -89,7 +89,7 @@ def attack_of(run: Run, train: Simulator, infer: Simulator, kind: str) -> Attack
         return measured(run, *outputs, kind)
 
 
-def measured(run: Run, out_train: Tensor, out_infer: Tensor, kind: str) -> Attack | None:
+def measured(run: RunPair, out_train: Tensor, out_infer: Tensor, kind: str) -> Attack | None:
     """Return what a run with these outputs attains; None where they are not finite."""
     drift = out_infer - out_train
     rows = functional(drift, kind)
@@ -111,11 +111,11 @@ def measured(run: Run, out_train: Tensor, out_infer: Tensor, kind: str) -> Attac
 _KINDS: Mapping[str, str] = {"float32": "<f4", "float64": "<f8", "sixty-fourths": "|i1"}
 
 
-class Unusable(ValueError):
+class InvalidRecord(ValueError):
     """A record that is no admitted run of these kernels."""
 
 
-def record_run(run: Run) -> dict[str, Any]:
+def record_run(run: RunPair) -> dict[str, Any]:
     """Return `input`, `symbols` and `orders` of a run as JSON data."""
     return {
         "input": None if run.x is None else pack(run.x, "float32"),
@@ -142,7 +142,7 @@ def attained(found: Attack) -> dict[str, Any]:
     }
 
 
-def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> Run:
+def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> RunPair:
     """Return the run of a record, on the device of the kernels' parameters.
 
     Raises:
@@ -154,8 +154,8 @@ def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> Ru
     device = simulators["train"].parameters.device
     x = record["input"]
     if (x is None) != (graph.input_shape is None):
-        raise Unusable("`input` does not fit the block")
-    return Run(
+        raise InvalidRecord("`input` does not fit the block")
+    return RunPair(
         None
         if x is None
         else _single(unpack(x, tuple(graph.input_shape or ()), "input")).to(device),
@@ -170,7 +170,7 @@ def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> Ru
 def _single(x: Tensor) -> Tensor:
     """Return an input; refuse one that no kernel can be given."""
     if not torch.equal(x, x.to(torch.float32).to(torch.float64)):
-        raise Unusable("`input` holds numbers that are not float32")
+        raise InvalidRecord("`input` holds numbers that are not float32")
     return x
 
 
@@ -178,10 +178,10 @@ def _symbols(record: Mapping[str, Any], side: str, simulator: Simulator) -> dict
     shapes, found = simulator.symbol_shapes(), {}
     for name, packed in record["symbols"][side].items():
         if name not in shapes:
-            raise Unusable(f"the {side} kernel has no rounding symbol {name!r}")
+            raise InvalidRecord(f"the {side} kernel has no rounding symbol {name!r}")
         value = unpack(packed, shapes[name], f"symbol {name!r} of the {side} kernel")
         if not bool((value.abs() <= 1).all()):
-            raise Unusable(f"symbol {name!r} of the {side} kernel leaves [-1, 1]")
+            raise InvalidRecord(f"symbol {name!r} of the {side} kernel leaves [-1, 1]")
         found[name] = value
     return found
 
@@ -190,11 +190,11 @@ def _orders(record: Mapping[str, Any], side: str, simulator: Simulator) -> dict[
     found: dict[str, str] = dict(record["orders"][side])
     for name, order in found.items():
         if name not in simulator.ordered:
-            raise Unusable(f"the {side} kernel has no sum {name!r} that may be ordered")
+            raise InvalidRecord(f"the {side} kernel has no sum {name!r} that may be ordered")
         if order not in ORDERS:
-            raise Unusable(f"there is no order {order!r}")
+            raise InvalidRecord(f"there is no order {order!r}")
         if f"sum {name}" in record["symbols"][side]:
-            raise Unusable(f"the sum {name!r} of the {side} kernel has an order and a symbol")
+            raise InvalidRecord(f"the sum {name!r} of the {side} kernel has an order and a symbol")
     return found
 
 
@@ -219,17 +219,17 @@ def unpack(packed: Mapping[str, Any], shape: tuple[int, ...], what: str) -> Tens
     """
     kind, dtype = packed["kind"], _KINDS.get(packed["kind"])
     if dtype is None or tuple(packed["shape"]) != shape:
-        raise Unusable(f"{what} has another kind or shape than {list(shape)}")
+        raise InvalidRecord(f"{what} has another kind or shape than {list(shape)}")
     expected = math.prod(shape) * np.dtype(dtype).itemsize
     try:
         raw = base64.b64decode(packed["data"], validate=True)
         decompressor = zlib.decompressobj()
         data = decompressor.decompress(raw, expected + 1)
     except (binascii.Error, zlib.error, ValueError) as error:
-        raise Unusable(f"{what} is damaged: {error}") from error
+        raise InvalidRecord(f"{what} is damaged: {error}") from error
     if len(data) != expected or decompressor.unused_data or not decompressor.eof:
-        raise Unusable(f"{what} is damaged: {len(data)} bytes or more, {expected} expected")
+        raise InvalidRecord(f"{what} is damaged: {len(data)} bytes or more, {expected} expected")
     array: NDArray[Any] = np.frombuffer(data, dtype).astype(np.float64).reshape(shape)
     if not np.isfinite(array).all():
-        raise Unusable(f"{what} holds numbers that are not finite")
+        raise InvalidRecord(f"{what} holds numbers that are not finite")
     return torch.from_numpy(array / STEPS if kind == "sixty-fourths" else array)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kcdsl_backends.attack.accumulation_order import ORDERS
 from kcdsl_backends.attack.batched_search import batched_ascent
 from kcdsl_backends.attack.gradient_ascent import Ascent, Symbols
-from kcdsl_backends.attack.runs import SIDES, Attack, Run, functional, measured
+from kcdsl_backends.attack.runs import SIDES, Attack, RunPair, functional, measured
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 
 _SAMPLES = 24
@@ -91,7 +91,7 @@ def attack(
     return ascent.best()
 
 
-def with_orders(run: Run, train: Simulator, infer: Simulator, kind: str) -> Attack | None:
+def with_orders(run: RunPair, train: Simulator, infer: Simulator, kind: str) -> Attack | None:
     """Return the strongest run in which every sum has a concrete order, the rest as in `run`.
 
     What such a run attains needs no worst case of rounding errors in sums. All sums of a kernel
@@ -107,7 +107,7 @@ def with_orders(run: Run, train: Simulator, infer: Simulator, kind: str) -> Atta
     ends = [_in_every_order(run.x, symbols[side], one) for side, one in simulators.items()]
     for orders_train, out_train in ends[0]:
         for orders_infer, out_infer in ends[1]:
-            both = Run(run.x, symbols, {"train": orders_train, "infer": orders_infer})
+            both = RunPair(run.x, symbols, {"train": orders_train, "infer": orders_infer})
             tried = measured(both, out_train, out_infer, kind)
             if tried is not None and (strongest is None or tried.value > strongest.value):
                 strongest = tried

@@ -24,7 +24,7 @@ from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.adapters import find_adapter, refuse_unserved
 from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.cases import (
-    Stated,
+    StatedCase,
     cases_of,
     problem_of,
     slice_rows,
@@ -171,7 +171,7 @@ class IntervalBackend:
         *,
         checkpoint: Path,
         device: str = "cpu",
-    ) -> tuple[tuple[Stated, ...], ...]:
+    ) -> tuple[tuple[StatedCase, ...], ...]:
         """Return the regions of each goal's cases with other weights than the contract names.
 
         Configuration and tokenizer are those of the contract; no bound is sought.

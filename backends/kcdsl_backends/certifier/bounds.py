@@ -20,7 +20,7 @@ from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
 from kcdsl_backends.certifier.problems import BlockProblem, Claims, ProblemFactory
 from kcdsl_backends.certifier.proof import ProofBuilder
-from kcdsl_backends.drift.affine_forms import AffineForms as Both
+from kcdsl_backends.drift.affine_forms import AffineForms
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.state import State
 from kcdsl_backends.drift.functionals import (
@@ -31,8 +31,7 @@ from kcdsl_backends.drift.functionals import (
 )
 from kcdsl_backends.drift.interval import Bounds
 from kcdsl_backends.drift.linear.search import Effort
-from kcdsl_backends.drift.linear_bounds import LinearFound as Planes
-from kcdsl_backends.drift.linear_bounds import cheap
+from kcdsl_backends.drift.linear_bounds import LinearFound, cheap
 from kcdsl_certs.reals import real_text
 
 _PLACES = 3
@@ -41,7 +40,7 @@ Witness = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
+class CaseBound:
     """What is proved of a case, and the places of the output where the bound is largest."""
 
     outcome: CaseOutcome
@@ -117,7 +116,9 @@ class Problem:
         value = claims.claim(drift_bound(drift, self.goal.functional), proof.witness)
         return Bound(value, proof, _places(drift))
 
-    def of_forms(self, forms: Both, drift: Box, proof: Proof | None = None) -> Iterator[Bound]:
+    def of_forms(
+        self, forms: AffineForms, drift: Box, proof: Proof | None = None
+    ) -> Iterator[Bound]:
         """Yield the bound of a functional by affine forms, on a box of the drift; nothing where
         there is none. The proof is that of the forms, unless another is given."""
         goal, witness = self.goal, forms.witness()
@@ -133,11 +134,11 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Found:
+class EarlierBounds:
     """What domains found of a problem so far, for later ones to meet."""
 
     boxes: Bounds | None = None
-    forms: Both | None = None
+    forms: AffineForms | None = None
     drift: Box | None = None
     """The box of the drift that `forms` give."""
     reason: str | None = None
@@ -155,18 +156,18 @@ class Domain(Protocol):
         """Return the name."""
         ...
 
-    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+    def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
         """Yield bounds, and keep in `found` what other domains may meet; nothing without one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Intervals:
+class IntervalDomain:
     """Boxes of both kernels and of their difference."""
 
     name: str = "interval"
 
-    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+    def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
         """Yield the bound of the boxes."""
         try:
             found.boxes = problem.block.bound(*problem.region)
@@ -177,14 +178,14 @@ class Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class AffineForms:
+class AffineDomain:
     """Affine forms of both kernels' errors; `likely`: roundings are independent, and bounds may
     fail with the probability that the goal admits."""
 
     likely: bool = False
     name: str = "affine"
 
-    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+    def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
         """Yield the bound of the forms, met with boxes."""
         alpha = problem.goal.alpha if self.likely else None
         if self.likely and alpha is None:
@@ -208,12 +209,12 @@ class AffineForms:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearBounds:
+class LinearDomain:
     """Planes on the difference graph."""
 
     name: str = "planes"
 
-    def bounds(self, problem: Problem, found: Found) -> Iterator[Bound]:
+    def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
         """Yield the bound of planes, and that of planes and affine forms together."""
         planes, forms = _planes(problem), found.forms
         if planes is None:
@@ -231,7 +232,12 @@ class LinearBounds:
             yield from problem.of_forms(forms, found.drift.meet(planes.box), proof)
 
 
-DOMAINS: tuple[Domain, ...] = (Intervals(), AffineForms(), LinearBounds(), AffineForms(likely=True))
+DOMAINS: tuple[Domain, ...] = (
+    IntervalDomain(),
+    AffineDomain(),
+    LinearDomain(),
+    AffineDomain(likely=True),
+)
 """All domains, the cheapest first."""
 
 
@@ -252,7 +258,7 @@ class Statement:
     region: Mapping[str, Any] = field(default_factory=dict)
 
 
-def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
+def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBuilder) -> CaseBound:
     """Bound a case by the interval domain, and by others where that is not enough."""
     block, region = problem_of(factory, goal, case), region_of(factory, goal, case)
     claims = Claims.of(factory.train, factory.infer, block.graph)
@@ -261,10 +267,10 @@ def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBu
     )
 
 
-def bound_stated(statement: Statement) -> Bounded:
+def bound_stated(statement: Statement) -> CaseBound:
     """Bound a problem by its domains in turn until one settles the goal; add the best bound to the
     proof."""
-    problem, best, found = statement.problem, None, Found()
+    problem, best, found = statement.problem, None, EarlierBounds()
     for bound in (b for domain in asked(problem) for b in domain.bounds(problem, found)):
         if best is None or _tighter(problem, bound, best):
             best = bound
@@ -274,9 +280,9 @@ def bound_stated(statement: Statement) -> Bounded:
     named = case.name, case.longest or len(case.tokens)
     if best is None:
         if problem.order:
-            return Bounded(CaseOutcome(*named, math.inf, reason=found.reason, stable=False))
+            return CaseBound(CaseOutcome(*named, math.inf, reason=found.reason, stable=False))
         reason = found.reason or "no domain that was asked has a bound"
-        return Bounded(CaseOutcome(*named, math.inf, reason=reason))
+        return CaseBound(CaseOutcome(*named, math.inf, reason=reason))
     proof = best.proof
     statement.builder.add(
         *(case.name, problem.block.graph, statement.region, best.value, proof.witness),
@@ -289,15 +295,15 @@ def bound_stated(statement: Statement) -> Bounded:
             margin=best.margin,
             alpha=best.alpha,
         )
-        return Bounded(outcome)
-    return Bounded(CaseOutcome(*named, best.value, alpha=best.alpha), best.places)
+        return CaseBound(outcome)
+    return CaseBound(CaseOutcome(*named, best.value, alpha=best.alpha), best.places)
 
 
 def _tighter(problem: Problem, one: Bound, other: Bound) -> bool:
     return one.margin > other.margin if problem.order else one.value < other.value
 
 
-def _forms(problem: Problem, alpha: Fraction | None) -> Both | None:
+def _forms(problem: Problem, alpha: Fraction | None) -> AffineForms | None:
     """Return the affine forms, None where there are none."""
     try:
         return problem.block.forms(*problem.region, alpha)
@@ -305,7 +311,7 @@ def _forms(problem: Problem, alpha: Fraction | None) -> Both | None:
         return None
 
 
-def _planes(problem: Problem) -> Planes | None:
+def _planes(problem: Problem) -> LinearFound | None:
     """Return what planes say, None where that is nothing."""
     goal, limit = problem.goal, None
     if goal.functional == "inf" and goal.threshold is not None:
@@ -316,18 +322,18 @@ def _planes(problem: Problem) -> Planes | None:
         return None
 
 
-def _proof_of_forms(forms: Both) -> Proof:
+def _proof_of_forms(forms: AffineForms) -> Proof:
     """Return how forms are derived again; with the chance of all that was bounded so far."""
     chance = None if forms.chance is None else forms.chance.to_json()
     return Proof(forms.witness(), "affine", forms.passes, chance=chance)
 
 
-def _alpha(forms: Both) -> str | None:
+def _alpha(forms: AffineForms) -> str | None:
     """Return with what probability bounds fail, None in the worst case."""
     return None if forms.chance is None else real_text(forms.chance.alpha)
 
 
-def _order_of_forms(problem: Problem, forms: Both, boxes: Bounds | None) -> Iterator[Bound]:
+def _order_of_forms(problem: Problem, forms: AffineForms, boxes: Bounds | None) -> Iterator[Bound]:
     """Yield the least margin of all rows by affine forms; nothing where there is none."""
     known, size, factor = None, math.inf, problem.claims.factor
     if boxes is not None:

@@ -43,7 +43,7 @@ DAMAGE = (
 """What reading a file that is not a whole entry may raise."""
 
 
-class Found(StrEnum):
+class Lookup(StrEnum):
     """What a look into the cache found."""
 
     HIT = "hit"
@@ -95,19 +95,19 @@ class Cache:
         """Return the file of a key."""
         return self.folder / key[:2] / f"{key}.json"
 
-    def read(self, key: str) -> tuple[Found, Any]:
+    def read(self, key: str) -> tuple[Lookup, Any]:
         """Return what stands under a key. Whatever is wrong with the file, it is `DAMAGED`."""
         try:
             with open_regular(self.path(key)) as stream:
                 data = stream.read(LARGEST_ENTRY + 1)
         except FileNotFoundError:
-            return Found.ABSENT, None
+            return Lookup.ABSENT, None
         except OSError:
-            return Found.DAMAGED, None
+            return Lookup.DAMAGED, None
         try:
-            return Found.HIT, _value_of(data, key)
+            return Lookup.HIT, _value_of(data, key)
         except DAMAGE:
-            return Found.DAMAGED, None
+            return Lookup.DAMAGED, None
 
     def write(self, key: str, value: Any) -> bool:
         """Keep a value of plain JSON data; say whether that was possible."""
@@ -128,13 +128,13 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """The place of one value in a cache; without a cache nothing is found and nothing is kept."""
 
     cache: Cache | None
     key: str = ""
 
-    def read(self, made: Callable[[Any], T | None]) -> tuple[T | None, Found | None]:
+    def read(self, made: Callable[[Any], T | None]) -> tuple[T | None, Lookup | None]:
         """Return what `made` makes of the value, and what the cache had; None without a cache.
 
         An entry of which `made` raises one of `DAMAGE` or makes nothing is damaged.
@@ -142,13 +142,13 @@ class Entry:
         if self.cache is None:
             return None, None
         found, value = self.cache.read(self.key)
-        if found is not Found.HIT:
+        if found is not Lookup.HIT:
             return None, found
         try:
             kept = made(value)
         except DAMAGE:
             kept = None
-        return kept, found if kept is not None else Found.DAMAGED
+        return kept, found if kept is not None else Lookup.DAMAGED
 
     def write(self, value: Any) -> None:
         """Keep a value, as `encode` takes it."""

@@ -127,7 +127,7 @@ def _of_inputs(factory: ProblemFactory, goal: Goal, case: Case) -> dict[str, Any
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class StatedCase:
     """A case as a proof states it: its name, the digest of its graph, and its region."""
 
     name: str
@@ -135,9 +135,9 @@ class Stated:
     region: Mapping[str, Any]
 
 
-def stated_case(factory: ProblemFactory, goal: Goal, case: Case) -> Stated:
+def stated_case(factory: ProblemFactory, goal: Goal, case: Case) -> StatedCase:
     """Return what a proof of a case would be about."""
-    return Stated(
+    return StatedCase(
         case.name, problem_of(factory, goal, case).graph.digest, region_of(factory, goal, case)
     )
 

@@ -12,8 +12,8 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
 from kcdsl_backends.attack.search import attack
-from kcdsl_backends.certifier.bounds import Bounded, Problem, Statement, bound_stated
-from kcdsl_backends.certifier.cache import ENTRY_SCHEMA, Entry, Found, decode, key_of
+from kcdsl_backends.certifier.bounds import CaseBound, Problem, Statement, bound_stated
+from kcdsl_backends.certifier.cache import ENTRY_SCHEMA, CacheEntry, Lookup, decode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
 from kcdsl_backends.certifier.interfaces import (
     BoundedStage,
@@ -38,12 +38,12 @@ from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.threads import threads_for
 
 T = TypeVar("T")
-_Last = tuple[Bounded, float, Mapping[str, Any] | None]
+_Last = tuple[CaseBound, float, Mapping[str, Any] | None]
 """The bound of the last stage, its claim, and what its proof states."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """How a chain is made: of how many links, and whether these hand on ellipsoids beside boxes.
 
     With ellipsoids the links behind any change are found anew.
@@ -59,9 +59,9 @@ class CompositionTask:
 
     goal: Goal
     case: Case
-    plan: Plan | None = None
+    plan: StagePlan | None = None
 
-    def run(self, context: WorkerContext) -> tuple[BoundedCase, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[BoundedCase, Lookup | None]:
         """Bound every link in order, or take what an earlier run found of it.
 
         Plans are tried in order; if none settles the goal, the chain with the least bound is what
@@ -76,33 +76,33 @@ class CompositionTask:
             links = stages_of(context.factory.model, whole)
             if len(links) < 2:
                 return _without(case, f"block {whole.block!r} does not fall apart into links"), None
-            best: tuple[BoundedCase, Found | None] | None = None
+            best: tuple[BoundedCase, Lookup | None] | None = None
             damaged = False
             for plan, some in _plans(whole, links):
                 if self.plan not in (None, plan):
                     continue
                 walk = _Walk(context, self.goal, case, whole, some, plan.ellipsoids)
                 answer, found = _walked(walk)
-                damaged |= found is Found.DAMAGED
+                damaged |= found is Lookup.DAMAGED
                 if best is None or _tighter(answer, best[0]):
                     best = answer, found
                 if _settled(self.goal, answer.bounded.outcome):
                     best = answer, found
                     break
             assert best is not None
-            return best[0], Found.DAMAGED if damaged else best[1]
+            return best[0], Lookup.DAMAGED if damaged else best[1]
 
 
 def _plans(
     whole: BlockGraph, links: tuple[BlockGraph, ...]
-) -> Iterator[tuple[Plan, tuple[BlockGraph, ...]]]:
+) -> Iterator[tuple[StagePlan, tuple[BlockGraph, ...]]]:
     """Yield plans, those first of which most is known again after a change, with their links."""
-    yield Plan(len(links), ellipsoids=False), links
+    yield StagePlan(len(links), ellipsoids=False), links
     for some in partitions(whole, links):
-        yield Plan(len(some), ellipsoids=True), some
+        yield StagePlan(len(some), ellipsoids=True), some
 
 
-def _walked(walk: _Walk) -> tuple[BoundedCase, Found | None]:
+def _walked(walk: _Walk) -> tuple[BoundedCase, Lookup | None]:
     """Bound a case, with tighter interfaces where those of before cost the goal."""
     answer = walk.walk()
     if walk.reused and not _settled(walk.goal, answer.bounded.outcome):
@@ -136,7 +136,7 @@ def _unchainable(goal: Goal, case: Case) -> str | None:
 
 def _without(case: Case, reason: str, links: tuple[LinkOutcome, ...] = ()) -> BoundedCase:
     outcome = CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason, links=links)
-    return BoundedCase(Bounded(outcome), None)
+    return BoundedCase(CaseBound(outcome), None)
 
 
 @dataclass(slots=True)
@@ -165,13 +165,13 @@ class _Walk:
         return self.context.builder(self.goal)
 
     @property
-    def found(self) -> Found | None:
+    def found(self) -> Lookup | None:
         """Return what the cache had: every link, or not; None where there is no cache."""
         if self.context.cache is None:
             return None
         if self.damaged:
-            return Found.DAMAGED
-        return Found.HIT if all(link.cached for link in self.outcomes) else Found.ABSENT
+            return Lookup.DAMAGED
+        return Lookup.HIT if all(link.cached for link in self.outcomes) else Lookup.ABSENT
 
     def walk(self) -> BoundedCase:
         """Return the bound of the last link, and the chain that proves it."""
@@ -191,7 +191,7 @@ class _Walk:
         links = tuple(self.outcomes)
         outcome = replace(bounded.outcome, name=self.case.name, links=links)
         if stated is None:
-            return BoundedCase(Bounded(outcome), None)
+            return BoundedCase(CaseBound(outcome), None)
         head = {"name": self.links[-1].block, "graph": self.links[-1].digest}
         self.records.append({**head, "region": entering.region(), **stated})
         return BoundedCase(replace(bounded, outcome=outcome), self._contents(claim))
@@ -217,7 +217,7 @@ class _Walk:
                 "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
             }
         )
-        entry = Entry(self.context.cache, key)
+        entry = CacheEntry(self.context.cache, key)
         if not self.afresh:
 
             def made(value: Any) -> tuple[Interface, bool]:
@@ -225,7 +225,7 @@ class _Walk:
                 return kept, output.fits(kept)
 
             kept, found = entry.read(made)
-            self.damaged |= found is Found.DAMAGED
+            self.damaged |= found is Lookup.DAMAGED
             if kept is not None and kept[1]:
                 self.reused |= kept[0].digest != fresh.digest
                 return kept[0]
@@ -278,15 +278,17 @@ class _Walk:
         builder.add_stated(self.case.name, self.whole, region, claim, {"links": self.records})
         return builder.contents()
 
-    def _entry(self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str]) -> Entry:
+    def _entry(
+        self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str]
+    ) -> CacheEntry:
         return self.context.entry(
             "link", self.goal, graph, interface=entering.digest, stated=dict(asked)
         )
 
-    def _kept(self, entry: Entry, made: Callable[[Any], T]) -> T | None:
+    def _kept(self, entry: CacheEntry, made: Callable[[Any], T]) -> T | None:
         """Return what an earlier run found of a stage; None if there is nothing to believe."""
         kept, found = entry.read(made)
-        self.damaged |= found is Found.DAMAGED
+        self.damaged |= found is Lookup.DAMAGED
         return kept
 
 
@@ -310,7 +312,7 @@ def _stage_of(value: Any, graph: BlockGraph) -> BoundedStage:
 
 def _last_of(value: Any, goal: Goal) -> _Last:
     """Return what an entry says of the last stage; see `_stage_of`."""
-    bounded, claim, stated = decode(value, (Bounded, CaseOutcome, LinkOutcome))
+    bounded, claim, stated = decode(value, (CaseBound, CaseOutcome, LinkOutcome))
     refuse_apart(goal, bounded, claim, stated)
     return bounded, claim, stated
 

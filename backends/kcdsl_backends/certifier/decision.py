@@ -11,8 +11,8 @@ from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.runs import Attack
-from kcdsl_backends.certifier.bounds import Bounded
-from kcdsl_backends.certifier.cache import Found
+from kcdsl_backends.certifier.bounds import CaseBound
+from kcdsl_backends.certifier.cache import Lookup
 from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTask
 from kcdsl_backends.certifier.proof import Contents
@@ -21,7 +21,7 @@ from kcdsl_backends.certifier.tasks import (
     Attained,
     BoundedCase,
     BoundTask,
-    Checked,
+    CheckResult,
     CheckTask,
     worth_attacking,
 )
@@ -38,7 +38,7 @@ class OpenGoal:
 
     goal: Goal
     cases: Sequence[Case]
-    bounded: list[Bounded] = field(default_factory=list)
+    bounded: list[CaseBound] = field(default_factory=list)
     contents: list[Contents | None] = field(default_factory=list)
     outcomes: list[CaseOutcome] = field(default_factory=list)
     strongest: Attack | None = None
@@ -56,7 +56,7 @@ class OpenGoal:
         """Count what an answer cost, and what the cache had of it."""
         self.seconds += answer.seconds
         self.peak_bytes = max(self.peak_bytes, answer.peak_bytes)
-        self.damaged += answer.found is Found.DAMAGED
+        self.damaged += answer.found is Lookup.DAMAGED
 
 
 def decide_batch(
@@ -113,7 +113,7 @@ def _bound(
             case BoundedCase(bounded, contents):
                 one.bounded.append(bounded)
                 one.contents.append(contents)
-                one.cached += answer.found is Found.HIT
+                one.cached += answer.found is Lookup.HIT
             case Unfinished(reason):
                 one.bounded.append(_unfinished(one.cases[index], reason))
                 one.contents.append(None)
@@ -122,8 +122,8 @@ def _bound(
         one.outcomes.append(one.bounded[-1].outcome)
 
 
-def _unfinished(case: Case, reason: str) -> Bounded:
-    return Bounded(CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason))
+def _unfinished(case: Case, reason: str) -> CaseBound:
+    return CaseBound(CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason))
 
 
 def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> None:
@@ -241,9 +241,9 @@ def _objection(answers: Sequence[Answer], parts: int) -> str | None:
     """Return why a proof is not confirmed; None only where every part was, and was confirmed."""
     for answer in answers:
         match answer.value:
-            case Checked(""):
+            case CheckResult(""):
                 pass
-            case Checked(reason):
+            case CheckResult(reason):
                 return f"the independent checker does not confirm the proof: {reason}"
             case Unfinished(reason):
                 return f"the independent checker did not finish: {reason}"

@@ -20,7 +20,15 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl.verdict.counterexample import Replayed
-from kcdsl_backends.attack.runs import Attack, Run, Unusable, attack_of, pack, run_of, unpack
+from kcdsl_backends.attack.runs import (
+    Attack,
+    InvalidRecord,
+    RunPair,
+    attack_of,
+    pack,
+    run_of,
+    unpack,
+)
 from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.threads import one_thread
@@ -117,7 +125,7 @@ def _run(problem: BlockProblem, goal: Goal, case: Case, document: Mapping[str, A
     try:
         run = run_of(document, {"train": train, "infer": infer})
         moved = _region_moved(run, case, document["region"])
-    except Unusable as error:
+    except InvalidRecord as error:
         raise _not_admitted(str(error)) from error
     with one_thread():
         found = attack_of(run, train, infer, goal.functional)
@@ -139,7 +147,7 @@ def _run(problem: BlockProblem, goal: Goal, case: Case, document: Mapping[str, A
     )
 
 
-def _region_moved(run: Run, case: Case, region: Mapping[str, Any]) -> float:
+def _region_moved(run: RunPair, case: Case, region: Mapping[str, Any]) -> float:
     """Return how far the region of a document is from that of its case.
 
     Raises:
@@ -148,22 +156,22 @@ def _region_moved(run: Run, case: Case, region: Mapping[str, Any]) -> float:
     packed = (region["centre"], region["radius"])
     if case.centre is None or run.x is None:
         if run.x is not None or packed != (None, None):
-            raise Unusable("token ids have no region but themselves")
+            raise InvalidRecord("token ids have no region but themselves")
         return 0.0
     if region["kind"] == "points":
         if packed != (None, None):
-            raise Unusable("a point has no radius")
+            raise InvalidRecord("a point has no radius")
         return _apart(run.x, case.centre, "the input")
     if None in packed:
-        raise Unusable("the region has no centre or no radius")
+        raise InvalidRecord("the region has no centre or no radius")
     shape = tuple(case.centre.shape)
     centre = unpack(region["centre"], shape, "the centre of the region").to(run.x.device)
     radius = unpack(region["radius"], tuple(case.radius.shape), "the radius of the region")
     radius = radius.to(run.x.device)
     if region["kind"] == "ball" and not torch.equal(radius, case.radius):
-        raise Unusable("the radius is not that of the clause")
+        raise InvalidRecord("the radius is not that of the clause")
     if not bool(((run.x - centre).abs() <= radius).all()):
-        raise Unusable("the input lies outside of the region")
+        raise InvalidRecord("the input lies outside of the region")
     return max(
         _apart(centre, case.centre, "the centre of the region"),
         _apart(radius, case.radius, "the radius of the region"),
@@ -174,7 +182,7 @@ def _apart(one: Tensor, two: Tensor, what: str) -> float:
     """Return the largest difference. Raises Unusable where it is no difference of machines."""
     apart = float((one - two).abs().amax())
     if not apart <= SAME_ACTIVATIONS * float(two.abs().amax()):
-        raise Unusable(f"{what} is {apart:.3g} away from that of the case")
+        raise InvalidRecord(f"{what} is {apart:.3g} away from that of the case")
     return apart
 
 

@@ -18,10 +18,10 @@ from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.runs import Attack, attack_of, attained, record_run, run_of
 from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.attack.simulation import Overflowed
-from kcdsl_backends.certifier.bounds import Bounded, bound_case
+from kcdsl_backends.certifier.bounds import CaseBound, bound_case
 from kcdsl_backends.certifier.cache import (
-    Entry,
-    Found,
+    CacheEntry,
+    Lookup,
     decode,
 )
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of
@@ -36,12 +36,12 @@ from kcdsl_certs.recheck import recheck
 class BoundedCase:
     """A bound and what it adds to the proof of its goal (None where there is no bound)."""
 
-    bounded: Bounded
+    bounded: CaseBound
     contents: Contents | None
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckResult:
     """What the independent checker says of a part of a proof; `reason` is empty if it agrees."""
 
     reason: str
@@ -61,14 +61,14 @@ class BoundTask:
     goal: Goal
     case: Case
 
-    def run(self, context: WorkerContext) -> tuple[BoundedCase, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[BoundedCase, Lookup | None]:
         """Bound the case, or take what an earlier run found."""
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
             graph = problem_of(context.factory, self.goal, case).graph
 
             def made(value: Any) -> BoundedCase:
-                bounded, claim, stated = decode(value, (Bounded, CaseOutcome))
+                bounded, claim, stated = decode(value, (CaseBound, CaseOutcome))
                 refuse_apart(self.goal, bounded, claim, stated)
                 named = replace(bounded, outcome=replace(bounded.outcome, name=case.name))
                 if stated is None:
@@ -99,9 +99,9 @@ class AttackTask:
 
     goal: Goal
     case: Case
-    bounded: Bounded
+    bounded: CaseBound
 
-    def run(self, context: WorkerContext) -> tuple[Attack, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[Attack, Lookup | None]:
         """Attack the case, or take what an earlier run found."""
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
@@ -144,14 +144,14 @@ class CheckTask:
     first: int = 0
     step: int = 1
 
-    def run(self, context: WorkerContext) -> tuple[Checked, None]:
+    def run(self, context: WorkerContext) -> tuple[CheckResult, None]:
         """Check the whole document and derive these cases."""
         path = context.factory.model.checkpoint.path
         outcome = recheck(self.proof, path, part=(self.first, self.step))
-        return Checked("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
+        return CheckResult("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
 
 
-def entry_of(context: WorkerContext, what: str, goal: Goal, case: Case, **more: Any) -> Entry:
+def entry_of(context: WorkerContext, what: str, goal: Goal, case: Case, **more: Any) -> CacheEntry:
     """Return where the cache keeps what was found of a case: by all that decides it."""
     factory = context.factory
     region: dict[str, Any] = {"kind": goal.region.kind.value, "box": case.digest}
@@ -179,7 +179,7 @@ def worth_attacking(goal: Goal, outcomes: Sequence[CaseOutcome]) -> list[int]:
     return list(dict.fromkeys([widest, *still_open]))
 
 
-def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: Bounded) -> Attack:
+def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBound) -> Attack:
     """Search for runs of one case with a large drift; the same case gives the same runs.
 
     The result is plain data. It has the record of its run only where it refutes the goal: then, if
@@ -246,7 +246,7 @@ def refuse_subject(stated: Any) -> None:
 
 def refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
     """Raise ValueError unless what is said of a case has its form, and is what its proof claims."""
-    if not isinstance(bounded, Bounded) or not _plain(bounded):
+    if not isinstance(bounded, CaseBound) or not _plain(bounded):
         raise ValueError("no bound")
     outcome = bounded.outcome
     if stated is None:
@@ -261,7 +261,7 @@ def refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
         raise ValueError("the proof leaves something else to chance")
 
 
-def _plain(bounded: Bounded) -> bool:
+def _plain(bounded: CaseBound) -> bool:
     """Say whether every field of a bound has its type; runs and links are not kept with it."""
     outcome, places = bounded.outcome, bounded.places
     return (

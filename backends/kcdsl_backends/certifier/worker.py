@@ -29,8 +29,8 @@ from kcdsl.route.goals import Goal
 from kcdsl_backends.certifier.cache import (
     ENTRY_SCHEMA,
     Cache,
-    Entry,
-    Found,
+    CacheEntry,
+    Lookup,
     key_of,
     rules_version,
 )
@@ -70,11 +70,11 @@ class WorkerContext:
         """Return the cache of the run."""
         return None if self.setting.cache is None else Cache(self.setting.cache)
 
-    def entry(self, what: str, goal: Goal, graph: BlockGraph, **more: Any) -> Entry:
+    def entry(self, what: str, goal: Goal, graph: BlockGraph, **more: Any) -> CacheEntry:
         """Return where the cache keeps a value about a graph, which depends on `more` besides."""
         if self.cache is None:
-            return Entry(None)
-        return Entry(self.cache, self.key(what, goal, graph, **more))
+            return CacheEntry(None)
+        return CacheEntry(self.cache, self.key(what, goal, graph, **more))
 
     def key(self, what: str, goal: Goal, graph: BlockGraph, **more: Any) -> str:
         """Return the key of such a value: of all that decides it, as plain data."""
@@ -132,7 +132,7 @@ class Defect:
 class Task(Protocol):
     """A piece of work."""
 
-    def run(self, context: WorkerContext) -> tuple[object, Found | None]:
+    def run(self, context: WorkerContext) -> tuple[object, Lookup | None]:
         """Do it; return its value, and what the cache had of it (None where it was not asked)."""
         ...
 
@@ -145,7 +145,7 @@ class Answer:
     """What the task returned, or `Unfinished`, `Refused` or `Defect`."""
     seconds: float
     peak_bytes: int
-    found: Found | None = None
+    found: Lookup | None = None
     code: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """The contract's own modules that the worker has imported, as `Artefacts.code` has them."""
 

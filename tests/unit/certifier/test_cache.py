@@ -18,7 +18,7 @@ from kcdsl_backends.certifier import cache as module
 from kcdsl_backends.certifier.cache import (
     DAMAGE,
     Cache,
-    Found,
+    Lookup,
     decode,
     encode,
     key_of,
@@ -109,11 +109,11 @@ def test_an_entry_is_found_under_its_key_alone(
     tmp_path: Path, follows: Callable[..., None]
 ) -> None:
     cache = Cache(tmp_path / "new" / "folder")
-    assert cache.read(KEY) == (Found.ABSENT, None)
+    assert cache.read(KEY) == (Lookup.ABSENT, None)
     value = encode(Pair(0.1, (torch.ones(2), {"a": 1})))
     assert cache.write(KEY, value)
-    assert cache.read(KEY) == (Found.HIT, value)
-    assert cache.read(key_of({"a": 2})) == (Found.ABSENT, None)
+    assert cache.read(KEY) == (Lookup.HIT, value)
+    assert cache.read(key_of({"a": 2})) == (Lookup.ABSENT, None)
     follows(json.loads(cache.path(KEY).read_bytes()))
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [cache.path(KEY)]
 
@@ -126,20 +126,20 @@ def test_every_damage_is_seen(tmp_path: Path) -> None:
     good = path.read_bytes()
     for length in range(len(good)):
         path.write_bytes(good[:length])
-        assert cache.read(KEY) == (Found.DAMAGED, None), length
+        assert cache.read(KEY) == (Lookup.DAMAGED, None), length
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        assert cache.read(KEY) == (Found.DAMAGED, None), place
+        assert cache.read(KEY) == (Lookup.DAMAGED, None), place
     for text in (good + b" ", b"[" * 100_000, b"null", b"{}", b"[]", b"\xff", good + good):
         path.write_bytes(text)
-        assert cache.read(KEY) == (Found.DAMAGED, None), text[:20]
+        assert cache.read(KEY) == (Lookup.DAMAGED, None), text[:20]
     other = key_of({"a": 2})
     cache.path(other).parent.mkdir(exist_ok=True)
     cache.path(other).write_bytes(good)
-    assert cache.read(other) == (Found.DAMAGED, None)
+    assert cache.read(other) == (Lookup.DAMAGED, None)
     path.unlink()
     path.mkdir()
-    assert cache.read(KEY) == (Found.DAMAGED, None)
+    assert cache.read(KEY) == (Lookup.DAMAGED, None)
     assert not cache.write(KEY, 1)
 
 
@@ -148,9 +148,9 @@ def test_an_entry_that_is_too_large_is_not_read(
 ) -> None:
     cache = Cache(tmp_path)
     cache.write(KEY, "a" * 2000)
-    assert cache.read(KEY)[0] is Found.HIT
+    assert cache.read(KEY)[0] is Lookup.HIT
     monkeypatch.setattr(module, "LARGEST_ENTRY", 1000)
-    assert cache.read(KEY) == (Found.DAMAGED, None)
+    assert cache.read(KEY) == (Lookup.DAMAGED, None)
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome, LinkOutcome
 from kcdsl_backends.attack.runs import Attack
 from kcdsl_backends.certifier import cache as cache_module
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.bounds import Bounded
+from kcdsl_backends.certifier.bounds import CaseBound
 from kcdsl_backends.certifier.cache import Cache, decode, encode
 from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTask
 from kcdsl_backends.certifier.decision import verdict_of
@@ -295,7 +295,7 @@ def widened(folder: Path, by: float) -> None:
 def rewritten(folder: Path, change: Callable[[Any], Any]) -> int:
     """Change entries as someone would who knows how they are made; return how many."""
     count = 0
-    kinds = (Bounded, CaseOutcome, LinkOutcome, Attack, BoundedStage, StageOutput, Interface)
+    kinds = (CaseBound, CaseOutcome, LinkOutcome, Attack, BoundedStage, StageOutput, Interface)
     for path in sorted((folder / "cache").glob("*/*.json")):
         entry = json.loads(path.read_bytes())
         changed = change(decode(entry["value"], kinds))
@@ -336,7 +336,7 @@ def test_entries_do_not_say_what_their_links_are_about(
         match value:
             case BoundedStage(claim, output, stated):
                 return BoundedStage(claim, output, {**stated, place: told})
-            case (Bounded() as bounded, float(claim), dict(stated)):
+            case (CaseBound() as bounded, float(claim), dict(stated)):
                 return bounded, claim, {**stated, place: told}
             case _:
                 return None
@@ -355,7 +355,7 @@ def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, fol
 
     def lower(value: Any) -> Any:
         match value:
-            case (Bounded(outcome) as bounded, claim, stated):
+            case (CaseBound(outcome) as bounded, claim, stated):
                 return replace(bounded, outcome=replace(outcome, bound=0.0)), claim, stated
             case _:
                 return None

@@ -18,9 +18,9 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.numerics import (
     Activations,
     KvCache,
+    MatrixUnit,
     Override,
     TensorCore,
-    Unit,
     Weights,
 )
 from kcdsl.model.presets import resolve
@@ -32,7 +32,7 @@ from kcdsl_backends.attack.runs import Attack, pack, unpack
 from kcdsl_backends.certifier import cache as cache_module
 from kcdsl_backends.certifier import tasks, worker
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.bounds import Bounded
+from kcdsl_backends.certifier.bounds import CaseBound
 from kcdsl_backends.certifier.cache import Cache, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.worker import RunSettings, open_context
@@ -83,7 +83,7 @@ def entries(folder: Path) -> list[Path]:
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
     """Change the value of an entry as someone would who knows how entries are made."""
     entry = json.loads(path.read_bytes())
-    kinds = (Bounded, CaseOutcome, Attack)
+    kinds = (CaseBound, CaseOutcome, Attack)
     assert Cache(path.parent.parent).write(
         entry["key"], encode(change(decode(entry["value"], kinds)))
     )
@@ -220,7 +220,7 @@ def test_every_bit_of_a_weight_is_in_the_key(folder: Path) -> None:
 
 def test_every_field_of_the_numerics_is_in_the_key() -> None:
     numerics = resolve({"preset": "torch-eager"})
-    unit = Unit(1, 2, 3, 4)
+    unit = MatrixUnit(1, 2, 3, 4)
     start = replace(numerics, tensor_core=TensorCore(unit, unit))
     found = [numerics, start, *_changed(start)]
     assert len({key_of(one.to_json()) for one in found}) == len(found)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.numerics import Unit
+from kcdsl.model.numerics import MatrixUnit
 from kcdsl.model.preset_table import TENSOR_CORES
 from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes.rounding import Rounding
@@ -36,7 +36,7 @@ def truncated(value: Fraction, quantum: Fraction) -> Fraction:
     return whole if value >= 0 else -whole
 
 
-def instruction(unit: Unit, c: Fraction, pairs: list[tuple[Fraction, Fraction]]) -> Fraction:
+def instruction(unit: MatrixUnit, c: Fraction, pairs: list[tuple[Fraction, Fraction]]) -> Fraction:
     """Add the products of one instruction to c, as published: exact integers after alignment."""
     terms = [(a * b, max(exponent(a), LEAST) + max(exponent(b), LEAST)) for a, b in pairs if a * b]
     if c:
@@ -55,7 +55,7 @@ def single(value: Fraction) -> Fraction:
     return Fraction(float(np.float32(float(value))))
 
 
-def summed(unit: Unit, pairs: list[tuple[Fraction, Fraction]]) -> Fraction:
+def summed(unit: MatrixUnit, pairs: list[tuple[Fraction, Fraction]]) -> Fraction:
     """Return the sum of products by one chain after another."""
     outer, c, since = Fraction(0), Fraction(0), 0
     for start in range(0, len(pairs), unit.chunk):

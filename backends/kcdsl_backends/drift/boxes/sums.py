@@ -13,7 +13,7 @@ from kcdsl.model.formats import (
     CodeFormat,
     ScaleLayout,
 )
-from kcdsl.model.numerics import Activations, Numerics, Unit, Weights
+from kcdsl.model.numerics import Activations, MatrixUnit, Numerics, Weights
 from kcdsl_backends.drift.boxes.box import Box, NoBound, gamma, up
 from kcdsl_backends.drift.boxes.quantizers import (
     quantizer,
@@ -30,7 +30,7 @@ _SMALL = 2.0**-20
 _LARGEST_BYTE, _LARGEST_PAIR = 255.0, 2.0**15 - 1
 
 
-def tensor_core_of(kernel: Rounding, quantised: bool) -> Unit | None:
+def tensor_core_of(kernel: Rounding, quantised: bool) -> MatrixUnit | None:
     """Return the unit that forms a product's sums; None where they are rounded to nearest.
 
     Args:
@@ -42,7 +42,7 @@ def tensor_core_of(kernel: Rounding, quantised: bool) -> Unit | None:
     return core.linears if quantised else core.others
 
 
-def instruction_chains(unit: Unit, terms: int, extra: int) -> tuple[int, int]:
+def instruction_chains(unit: MatrixUnit, terms: int, extra: int) -> tuple[int, int]:
     """Return how many chains of instructions form a sum, and how long the longest is."""
     count = -(-terms // unit.chunk) + extra
     if not unit.promote:
@@ -118,7 +118,7 @@ def _largest_scale(top: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor
 
 
 def truncation_error(
-    unit: Unit,
+    unit: MatrixUnit,
     count: tuple[int, int],
     total: Tensor,
     partial: Tensor,
