@@ -146,7 +146,7 @@ def test_runs_stay_inside_of_both(tmp_path: Path, kind: str, name: str, radius: 
             assert isinstance(form, Form)
             assert set(entry.ellipsoids) <= set(rows)  # rows without errors need none
             version, private = found.versions.get(node), run.private.get(node)
-            theirs = None if private is None else private.reach.numpy()
+            theirs = None if private is None else private.error_bound.numpy()
             both = (
                 (form.reference, rows, None if version is None else version.own),
                 (
@@ -273,4 +273,4 @@ def test_none_are_found_where_they_would_not_fit(monkeypatch: pytest.MonkeyPatch
     assert any(entry.ellipsoids for entry in with_them.tape.entries)
     assert not any(entry.ellipsoids for entry in without.tape.entries)
     assert not any(kind == "ellipsoid" for _, _, kind, _ in without.passes.rows)
-    assert all(bool(torch.isfinite(entry.reach).all()) for entry in without.tape.entries)
+    assert all(bool(torch.isfinite(entry.error_bound).all()) for entry in without.tape.entries)

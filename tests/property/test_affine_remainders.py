@@ -101,7 +101,7 @@ def test_no_input_of_the_region_leaves_the_bounds(model: Model, block: str, radi
             assert float(low[0]) - slack <= value <= float(high[0]) + slack
             reached = max(reached, value)
             moved = (simulator.run(x, {}) - entry.reference).abs()
-            assert bool((moved <= entry.reach + 1e-13).all())
+            assert bool((moved <= entry.error_bound + 1e-13).all())
         closest = max(closest, reached / float(high[0]))
     assert closest > (0.9 if radius <= 1e-3 else 0.01), "bounds that are far off show little"
 

@@ -227,9 +227,9 @@ def test_entries_agree(tmp_path: Path, rule: str, name: str, radius: float) -> N
         apart = np.abs(mine.reference.numpy() - found.reference)
         # Where casts go toward zero the reference is the middle of what a reach leaves.
         inward = record["casts"] in ("toward_zero", "any_toward_zero")
-        assert (apart <= noise + inward * np.abs(mine.reach.numpy() - found.reach)).all()
+        assert (apart <= noise + inward * np.abs(mine.error_bound.numpy() - found.reach)).all()
         known = found.reference == 0  # masked columns, which the prover stores like any number
-        reach = np.where(known, found.reach, mine.reach.numpy())
+        reach = np.where(known, found.reach, mine.error_bound.numpy())
         confirmed(reach, found.reach, noise, looser)
         compare(mine, other, noise, looser, known)
         if node["op"] == "softmax":

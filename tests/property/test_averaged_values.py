@@ -106,7 +106,7 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
         found = dict(one_row.vjp(a))
         of_p = found[run.computed[names.p]].values[0, :, 0]
         of_x = found.get(run.computed[names.x])
-        still = torch.zeros_like(x.reach) if of_x is None else of_x.dense().values[0]
+        still = torch.zeros_like(x.error_bound) if of_x is None else of_x.dense().values[0]
         return float(high), of_p.numpy(), still.numpy()
 
     own = linear.radius.reshape(ROWS, -1, WIDTH).permute(1, 0, 2).expand(HEADS, -1, -1)
@@ -114,12 +114,12 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
     weight = run.parameters.linear(run.source(node, 1))
     return Product(
         p.reference.numpy(),
-        p.reach.numpy(),
+        p.error_bound.numpy(),
         p.balance[..., 0].numpy(),
         v.reference.numpy(),
         own.numpy(),
         weight.reshape(-1, WIDTH, INPUTS).expand(HEADS, -1, -1).numpy(),
-        x.reach.numpy(),
+        x.error_bound.numpy(),
         claim,
     )
 

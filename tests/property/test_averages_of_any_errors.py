@@ -112,10 +112,12 @@ def prover(rng: np.random.Generator, groups: int, _: Path) -> Product:
     tape.entries[place] = replace(
         tape.entries[place],
         reference=torch.from_numpy(one.p),
-        reach=torch.from_numpy(one.moved),
+        error_bound=torch.from_numpy(one.moved),
         balance=torch.from_numpy(one.balance)[..., None],
     )
-    made_up = replace(values, own=torch.from_numpy(one.own), reach=torch.from_numpy(one.reach))
+    made_up = replace(
+        values, own=torch.from_numpy(one.own), error_bound=torch.from_numpy(one.reach)
+    )
     found = row_of_values(run, p, made_up, v.reference, second_order=True)
     assert found is not None
     curved, pull = found.nonlinear, found.vjp

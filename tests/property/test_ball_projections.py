@@ -82,7 +82,7 @@ def prover(setting: Setting, _: Path) -> Iterator[Projection]:
         assert at == place - 1
         return np.asarray(found.dense().values.numpy())
 
-    reference, reach = entry.reference.numpy(), numerator.reach.numpy()
+    reference, reach = entry.reference.numpy(), numerator.error_bound.numpy()
     yield Projection(scores.reference.numpy(), reference, reach, entry.radius.numpy(), pull)
 
 

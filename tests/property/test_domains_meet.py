@@ -72,7 +72,7 @@ def test_no_reach_exceeds_a_box(tmp_path: Path, rule: str, name: str, radius: fl
         for node, index in run.computed.items():
             entry, form = run.tape.entries[index], walked.forms[node]
             assert isinstance(form, Form)
-            reach = entry.reach.numpy()
+            reach = entry.error_bound.numpy()
             noise = 2.0**-40 * float(entry.size.max())
             known = form.reference == 0  # masked columns, which the prover stores like any number
             most = np.where(known, form.reach, reach) * (1 + AGREE) + noise
@@ -99,7 +99,12 @@ def test_boxes_lower_reaches_and_bounds(tmp_path: Path) -> None:
     lowered = [
         node
         for node, index in alone.computed.items()
-        if bool((met.infer.tape.entries[index].reach < 0.9 * alone.tape.entries[index].reach).any())
+        if bool(
+            (
+                met.infer.tape.entries[index].error_bound
+                < 0.9 * alone.tape.entries[index].error_bound
+            ).any()
+        )
     ]
     assert lowered
     derived = _derived(_scene(tmp_path, graph, kernel, centre, 2.0**-6))

@@ -75,5 +75,5 @@ def test_columns_that_the_mask_forbids_carry_nothing() -> None:
         size = float(tape.bound(place, a).magnitude(tape.radius))
         assert (size < 2.0**-200) == nothing
     stored = tape.entries[place + 1]
-    assert not bool(stored.reach[:, 0, 1:].any())
-    assert bool((stored.reach[:, 2] > 0).all())
+    assert not bool(stored.error_bound[:, 0, 1:].any())
+    assert bool((stored.error_bound[:, 2] > 0).all())

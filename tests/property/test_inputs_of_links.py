@@ -54,8 +54,8 @@ def test_whatever_comes_in_lies_within_the_reach(seed: int, held: bool, tmp_path
     stored = parameters(graph, KERNEL)
     run = affine_run(block(graph), stored, torch.from_numpy(centre), zero, 0.0, drift, handed=known)
     entry = run.tape.entries[run.computed[x]]
-    _holds(entry.reference.numpy(), entry.reach.numpy(), centre, low, high)
-    own = run.tape.entries[1].reach if held else entry.radius
+    _holds(entry.reference.numpy(), entry.error_bound.numpy(), centre, low, high)
+    own = run.tape.entries[1].error_bound if held else entry.radius
     assert own is not None
     _holds(entry.reference.numpy(), own.numpy(), centre, low, high)
     around = {row: shape.numpy() for row, shape in run.tape.entries[1].ellipsoids.items()}

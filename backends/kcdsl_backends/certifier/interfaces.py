@@ -190,7 +190,7 @@ def bound_stage(
         builder.add(name, problem.graph, {}, claim, bounds.witness)
     else:
         end = output_entry(forms.train, forms.output)
-        train, drift, apart = Box.point(end.reference).widen(end.reach), found, forms.readings
+        train, drift, apart = Box.point(end.reference).widen(end.error_bound), found, forms.readings
         if bounds is not None:
             train, drift = train.meet(bounds.output.train), drift.meet(bounds.output.drift)
         witness = forms.witness()

@@ -94,12 +94,12 @@ class AffineForms:
         return self.train.tape.chance is None and any(e.shared is not None for e in entries)
 
     def _training(self, functionals: Adjoint, infer: Range) -> Range:
-        """Bound a·e_train: by the reach, where that is next to nothing beside the other kernel."""
-        reach = self.ends[0].reach
-        by_reach = functionals.magnitude(reach) * (1 + 2 * gamma(reach.numel() + 8))
+        """Bound a·e_train: by the error bound, where that is negligible beside the other kernel."""
+        error_bound = self.ends[0].error_bound
+        by_elements = functionals.magnitude(error_bound) * (1 + 2 * gamma(error_bound.numel() + 8))
         other = infer.magnitude(self.train.tape.radius)
-        if bool((by_reach <= IGNORED * other).all()):
-            return Range(-by_reach, by_reach, None)
+        if bool((by_elements <= IGNORED * other).all()):
+            return Range(-by_elements, by_elements, None)
         return self.train.tape.bound(self.train.computed[self.output], functionals)
 
     def box(self) -> Box:
@@ -114,7 +114,7 @@ class AffineForms:
             box = stored if box is None else box.meet(stored)
         assert box is not None
         one, two = self.ends
-        box = box.meet(self.known.widen(up(one.reach + two.reach)))
+        box = box.meet(self.known.widen(up(one.error_bound + two.error_bound)))
         if not bool((torch.isfinite(box.lo) & torch.isfinite(box.hi)).all()):
             raise NoBound(self.output, "a bound is not finite")
         return box
@@ -151,9 +151,9 @@ class AffineForms:
         if self.infer is self.train:
             return infer - infer
         one = self.ends[0]
-        by_reach = Box.point(one.reference).widen(up(one.reach))
-        if bool((one.reach <= IGNORED * (infer.hi - infer.lo) / 2).all()):
-            return infer - by_reach
+        by_elements = Box.point(one.reference).widen(up(one.error_bound))
+        if bool((one.error_bound <= IGNORED * (infer.hi - infer.lo) / 2).all()):
+            return infer - by_elements
         return infer - _stored(self.train, self.output)
 
     @property
@@ -161,7 +161,7 @@ class AffineForms:
         """Return how far each reading of the output may be from the value of which all are
         versions, in training and inference."""
         own = [run.private.get(self.output) for run in (self.train, self.infer)]
-        one, two = (None if private is None else private.reach for private in own)
+        one, two = (None if private is None else private.error_bound for private in own)
         return one, two
 
     @property
@@ -201,13 +201,15 @@ class AffineForms:
         for name, index in self.train.computed.items():
             one = self.train.tape.entries[index]
             two = self.infer.tape.entries[self.infer.computed[name]]
-            moved = (two.reference - one.reference).abs() + one.reach + two.reach
+            moved = (two.reference - one.reference).abs() + one.error_bound + two.error_bound
             size = one.size
             if name != self.output:  # the output's entry is that of one reading
                 first, second = self.train.private.get(name), self.infer.private.get(name)
-                size = size if first is None else (size + first.reach) * (1 + 2.0**-50)
+                size = size if first is None else (size + first.error_bound) * (1 + 2.0**-50)
                 for private in (first, second):
-                    moved = moved if private is None else (moved + private.reach) * (1 + 2.0**-50)
+                    moved = (
+                        moved if private is None else (moved + private.error_bound) * (1 + 2.0**-50)
+                    )
             found[name] = float(size.amax()), float(up(moved, 4).amax())
         return found
 
@@ -225,10 +227,12 @@ def _stored(run: KernelRun, output: str) -> Box:
         low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
     read = entry if formed is None else formed
     reference = Box.point(read.reference)
-    around = (reference + Box(low, high)).meet(reference.widen(up(read.reach)))
+    around = (reference + Box(low, high)).meet(reference.widen(up(read.error_bound)))
     if entry.ends is not None:
         ends = entry.ends.within(around)
-        return Box(ends.low, ends.high).meet(Box.point(entry.reference).widen(up(entry.reach)))
+        return Box(ends.low, ends.high).meet(
+            Box.point(entry.reference).widen(up(entry.error_bound))
+        )
     if formed is None:
         return around
     node = run.nodes[output]
@@ -374,9 +378,11 @@ def output_ellipsoids(forms: AffineForms) -> InterfaceEllipsoids | None:
     ends = forms.ends
     shapes = []
     for row in range(shape[0]):
-        sizes = [float(end.reach[row].norm()) for end in ends]
+        sizes = [float(end.error_bound[row].norm()) for end in ends]
         parts = [
-            _box(end.reach[row]) if size <= FAINT * max(sizes) else _error(run, forms.output, row)
+            _box(end.error_bound[row])
+            if size <= FAINT * max(sizes)
+            else _error(run, forms.output, row)
             for run, end, size in zip((forms.train, forms.infer), ends, sizes, strict=True)
         ]
         slip = float(off[row].norm()) * SAFE
@@ -395,6 +401,6 @@ def _error(run: KernelRun, output: str, row: int) -> Tensor:
     return gram_ellipsoid(run.tape, index, on_row(unit, (row,), entry.shape), floor)
 
 
-def _box(reach: Tensor) -> Tensor:
+def _box(error_bound: Tensor) -> Tensor:
     """Return an ellipsoid around a box: (Σ ρ)·diag(ρ)."""
-    return torch.diag(reach) * float(reach.sum()) * SAFE
+    return torch.diag(error_bound) * float(error_bound.sum()) * SAFE

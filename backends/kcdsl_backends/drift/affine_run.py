@@ -98,7 +98,7 @@ def affine_run(
 
 
 def _meet(run: KernelRun, node: Node, box: Box) -> None:
-    """Lower the reach of a result to the farthest end of its box."""
+    """Lower the error bound of a result to the farthest end of its box."""
     index = run.computed[node.name]
     reference = run.tape.entries[index].reference
     run.tape.tighten(index, up(torch.maximum(box.hi - reference, reference - box.lo)))
@@ -120,13 +120,13 @@ def _input(
     if drift is not None:
         _stored_before(run, node, centre, drift, handed)
         return
-    reach = run.tape.radius
+    error_bound = run.tape.radius
     zero = torch.zeros_like(centre)
-    result = Result(centre, lambda a: [(0, a)], reach, 2.0**-52 * reach)
+    result = Result(centre, lambda a: [(0, a)], error_bound, 2.0**-52 * error_bound)
     if not stored and stored_format(run, node).precision < FORMATS["float32"].precision:
         round_result(run, node, result)
         return
-    entry = Entry(node.name, centre, reach, result.vjp, None, zero)
+    entry = Entry(node.name, centre, error_bound, result.vjp, None, zero)
     run.computed[node.name] = run.plain = run.tape.add(entry)
 
 
@@ -146,11 +146,11 @@ def _stored_before(
     middle, own = drift.midpoint()
     reference = centre + middle
     own = (own + torch.where(middle == 0, 0.0, 2.0**-52 * reference.abs())) * SAFE
-    reach = (run.tape.radius + own) * SAFE
+    error_bound = (run.tape.radius + own) * SAFE
     if handed is not None:
         apart = run.tape.cut = drift_entry(run, handed, middle, own, reference)
-        entry = Entry(node.name, reference, reach, lambda a: [(0, a), (apart, a)])
+        entry = Entry(node.name, reference, error_bound, lambda a: [(0, a), (apart, a)])
         run.computed[node.name] = run.tape.add(entry)
         return
-    entry = Entry(node.name, reference, reach, lambda a: [(0, a)], None, own)
+    entry = Entry(node.name, reference, error_bound, lambda a: [(0, a)], None, own)
     run.computed[node.name] = run.tape.add(entry)

@@ -263,7 +263,7 @@ class Values:
 
     def box(self, known: Box | None) -> Box:
         """Bound all elements, met with a box that is known."""
-        box = Box.point(self.reference).widen(up(self.entry.reach * self.factor))
+        box = Box.point(self.reference).widen(up(self.entry.error_bound * self.factor))
         if known is None:
             return box
         return box.meet(known.widen(up((self.factor - 1.0) * (known.hi - known.lo), 2)))

@@ -127,7 +127,7 @@ def proved_forms(setting: Setting) -> Enclosures:
         run = affine_run(built, side, centre, radius, grain)
         for name, index in run.computed.items():
             entry = run.tape.entries[index]
-            reference, reach = entry.reference.numpy(), entry.reach.numpy()
+            reference, reach = entry.reference.numpy(), entry.error_bound.numpy()
             values[name] = (
                 np.nextafter(reference - reach, -np.inf),
                 np.nextafter(reference + reach, np.inf),

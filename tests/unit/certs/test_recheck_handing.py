@@ -161,13 +161,13 @@ def test_what_is_handed_on_holds_the_box_of_what_is_known_of_the_drift(seed: int
     )
     found = output.handed(pair)
     assert found is not None
-    ends = [SimpleNamespace(reach=torch.tensor(reach), ellipsoids={}) for reach in reaches]
+    ends = [SimpleNamespace(error_bound=torch.tensor(r), ellipsoids={}) for r in reaches]
     known = Boxes(torch.tensor(low), torch.tensor(high))
     forms: Any = SimpleNamespace(shape=(2, 4), known=known, ends=ends, output="y")
     forms.train, forms.infer = ends
 
     def error(run: Any, output: str, row: int) -> torch.Tensor:
-        return outgoing._box(run.reach[row])
+        return outgoing._box(run.error_bound[row])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outgoing, "_error", error)

@@ -181,10 +181,10 @@ def of_product(ends: Ends, v: Box, error: Tensor) -> Cases:
     """
     (values, own), terms = v.midpoint(), v.shape[-2]
     middle = ends.low / 2 + ends.high / 2
-    reach = up(torch.maximum(ends.high - middle, middle - ends.low)) * (ends.high > ends.low)
-    most = middle.abs() + reach
+    error_bound = up(torch.maximum(ends.high - middle, middle - ends.low)) * (ends.high > ends.low)
+    most = middle.abs() + error_bound
     inexact = gamma(terms + 4) * (most @ (values.abs() + own))
-    wide = (reach @ values.abs() + most @ own + inexact + error) * _SAFE
+    wide = (error_bound @ values.abs() + most @ own + inexact + error) * _SAFE
     product = middle @ values
     return Cases(down(product - wide), up(product + wide), error.shape[-1])
 

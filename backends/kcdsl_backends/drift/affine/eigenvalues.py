@@ -133,14 +133,14 @@ def around_sum(parts: Sequence[Tensor]) -> Tensor:
     return even * MORE + unit * (2.0**-30 * float(total.diagonal().sum()))
 
 
-def reached(ellipsoids: Ellipsoids, reach: Tensor, functional: Adjoint) -> Tensor:
-    """Bound functionals [B] of an error: row by row by the ellipsoid, or by the reach."""
+def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) -> Tensor:
+    """Bound functionals [B] of an error: row by row by the ellipsoid, or by the error bound."""
     if not ellipsoids:
-        return functional.magnitude(reach)
+        return functional.magnitude(error_bound)
     total = torch.zeros_like(functional.values.flatten(1)[:, 0])
     columns = slice(*functional.window[-1])
     for row, part in by_rows(functional):
-        within = part.magnitude(reach)
+        within = part.magnitude(error_bound)
         if row in ellipsoids:
             matrix = ellipsoids[row][columns, columns]
             within = torch.minimum(within, quadratic(matrix, part.values.flatten(1)))

@@ -85,7 +85,7 @@ class _Gram:
         for row, part in by_rows(functional):
             columns = slice(*part.window[-1])
             if row not in entry.ellipsoids:
-                self.add(part, entry.reach)
+                self.add(part, entry.error_bound)
                 continue
             matrix = entry.ellipsoids[row][columns, columns]
             self.parts.append(image(matrix, part.values.flatten(1)))
@@ -163,7 +163,7 @@ def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
             if entry.radius is not None:
                 gram.loose += functional.magnitude(entry.radius) * SAFE
             source, part = adjoints[0]
-            inexact = FACTORED * part.magnitude(tape.entries[source].reach).norm()
+            inexact = FACTORED * part.magnitude(tape.entries[source].error_bound).norm()
             gram.further += (gram_norm(tape, source, _compressed(part)) + float(inexact)) * SAFE
             if entry.amplified is not None:
                 gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
@@ -234,34 +234,34 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
     """Bound |e| of an entry, element by element: by reverse passes in the rows that are needed.
 
     Args:
-        needed: [..., 1] bool; other rows keep the reach of the entry.
+        needed: [..., 1] bool; other rows keep the error bound of the entry.
         floor: where the passes may stop, see `Tape.bound`.
     """
     entry = tape.entries[index]
-    found = entry.reach.clone(memory_format=torch.contiguous_format)
+    found = entry.error_bound.clone(memory_format=torch.contiguous_format)
     size = at_once(tape)
     each = unit_functionals(entry.shape, found.device, by_row=entry.by_row, size=size)
     for i, start, stop, functionals in each:
         if bool(needed[i].any()):
             bounds = tape.bound(index, functionals, floor)
             found[i].view(-1)[start:stop] = bounds.magnitude(tape.radius)
-    return torch.minimum(found, entry.reach)
+    return torch.minimum(found, entry.error_bound)
 
 
 def tighten_error(
     run: KernelRun, node: Node, index: int, needed: Callable[[Tensor], Tensor]
 ) -> None:
-    """Lower the reach of an entry by reverse passes, in rows and until `needed` says enough.
+    """Lower the error bound of an entry by reverse passes, in rows and until `needed` says enough.
 
     Args:
         run: the kernel.
         node: the operation that needs it.
         index: the entry.
-        needed: from a reach, the rows [..., 1] where it is not good enough yet.
+        needed: from a error bound, the rows [..., 1] where it is not good enough yet.
     """
     tape = run.tape
     for floor in tape.floors:
-        rows = needed(tape.entries[index].reach)
+        rows = needed(tape.entries[index].error_bound)
         if not run.passing(node, index, "reach", rows, floor):
             return
         tape.tighten(index, elements(tape, index, rows, floor))
@@ -286,7 +286,7 @@ def deviations(
     """
     entry = tape.entries[index]
     n = entry.shape[-1]
-    wide = (entry.reach + (weights.abs() * entry.reach).sum(-1, keepdim=True)) * SAFE
+    wide = (entry.error_bound + (weights.abs() * entry.error_bound).sum(-1, keepdim=True)) * SAFE
     found = wide.clone()
     unit = torch.eye(n, dtype=torch.float64, device=weights.device)
     largest = max(other.reference.numel() for other in tape.entries)
@@ -325,7 +325,7 @@ def _on_rows(values: Sequence[Tensor], chosen: Sequence[Row], shape: tuple[int, 
 def directions(tape: Tape, index: int, along: Tensor, needed: Tensor, floor: int = INPUT) -> Tensor:
     """Bound |Σ_j along_j e_j| in every row of an entry [..., n] -> [..., 1]."""
     entry = tape.entries[index]
-    found = (along.abs() * entry.reach).sum(-1, keepdim=True) * SAFE
+    found = (along.abs() * entry.error_bound).sum(-1, keepdim=True) * SAFE
     for row in _chosen(needed):
         functional = on_row(along[row].reshape(1, -1), row, entry.shape)
         found[row] = tape.bound(index, functional, floor).magnitude(tape.radius)
@@ -354,7 +354,7 @@ def weighted_norms(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> T
 
 def _norms(tape: Tape, index: int, functionals: Callable[[Row], Tensor], needed: Tensor) -> Tensor:
     entry = tape.entries[index]
-    found = torch.full_like(entry.reach[..., :1], torch.inf)
+    found = torch.full_like(entry.error_bound[..., :1], torch.inf)
     for row in _chosen(needed):
         found[row] = gram_norm(tape, index, on_row(functionals(row), row, entry.shape))
     return found

@@ -87,10 +87,10 @@ class Nearby:
 class Private:
     """How far each reading of a result may be by itself from the one of which all are versions.
 
-    `reach` bounds it element by element, `apart` takes it apart.
+    `error_bound` bounds it element by element, `apart` takes it apart.
     """
 
-    reach: Tensor
+    error_bound: Tensor
     apart: SplitError | None = None
 
 
@@ -104,12 +104,12 @@ class Operand:
 
     index: int | None
     reference: Tensor
-    reach: Tensor
+    error_bound: Tensor
 
     @property
     def size(self) -> Tensor:
         """Return a bound of the magnitude."""
-        return (self.reference.abs() + self.reach) * SAFE
+        return (self.reference.abs() + self.error_bound) * SAFE
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class KernelRun:
         if name in self.computed:
             index = self._read(node, position)
             entry = self.tape.entries[index]
-            return Operand(index, entry.reference, entry.reach)
+            return Operand(index, entry.reference, entry.error_bound)
         reference = (
             self.known[name]
             if name in self.known
@@ -191,7 +191,7 @@ class KernelRun:
             return None
         several = reads_twice(node) if position == 0 else False
         several = several or (node.op not in ONCE and node.name in self.several)
-        return private.reach if several else None
+        return private.error_bound if several else None
 
     def _read(self, node: Node, position: int) -> int:
         """Return the entry of one reading; operations on matrices share that of what is stored."""
@@ -208,12 +208,12 @@ class KernelRun:
         key = (name, reader, position if reader else 0)
         if key not in self.readings:
             index = self.computed[name]
-            entry, own = self.tape.entries[index], private.reach
+            entry, own = self.tape.entries[index], private.error_bound
             self.readings[key] = self.tape.add(
                 Entry(
                     name,
                     entry.reference,
-                    (entry.reach + own) * SAFE,
+                    (entry.error_bound + own) * SAFE,
                     lambda a: [(index, a)],
                     None,
                     own,
@@ -234,7 +234,7 @@ class KernelRun:
         radius, private = self.tape.entries[self.computed[name]].radius, self.private.get(name)
         if private is None:
             return radius
-        return private.reach if radius is None else (radius + private.reach) * SAFE
+        return private.error_bound if radius is None else (radius + private.error_bound) * SAFE
 
     def moving(self, name: str, source: Node, reference: Tensor, radius: Tensor) -> None:
         """Append numbers of a parameter, which may be anywhere around those known."""
@@ -264,7 +264,9 @@ class KernelRun:
         operand = self.operand(node, position)
         index = operand.index
         if index is None:
-            known = Entry(node.inputs[position], operand.reference, operand.reach, lambda a: [])
+            known = Entry(
+                node.inputs[position], operand.reference, operand.error_bound, lambda a: []
+            )
             index = self.tape.add(known)
         return index, self.tape.entries[index]
 

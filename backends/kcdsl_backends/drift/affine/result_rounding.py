@@ -44,8 +44,8 @@ SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
 class Result:
     """A result before it is stored: v = reference + L e + o + ε.
 
-    `linear` is the reach of L e; `internal` bounds what stands in o (remainders, roundings inside,
-    float64 errors); `extra` is the reach of what stands in `centre`, `nonlinear` and `amplified`.
+    `linear` bounds |L e|; `internal` bounds what stands in o (remainders, roundings inside, float64
+    errors); `extra` bounds what stands in `centre`, `nonlinear` and `amplified`.
     `cases` hold v; `roundings` take `internal` apart, as does `shared` between both kernels.
     `early` was a free cast before the last operation, its error not counted in `internal`.
     `again` is what readings of the operands add that are not those of the entries.
@@ -110,9 +110,9 @@ def round_result(
     if accumulates:
         refuse_unbounded_sums(node.name, internal, inner)
     entry = _formed(run, node, result, internal)
-    reach = entry.reach
+    error_bound = entry.error_bound
     unit, faint = kernel.unit(form), kernel.faint(form)
-    off, before = unit * ((result.reference.abs() + reach) * SAFE), entry.size
+    off, before = unit * ((result.reference.abs() + error_bound) * SAFE), entry.size
     if kernel.free:
         reference, own, parts = result.reference, off + faint, entry.roundings
         final, worst = node.name == run.graph.output, run.tape.chance is None
@@ -126,7 +126,7 @@ def round_result(
         entry = replace(
             entry,
             reference=reference,
-            reach=(reach + own) * SAFE,
+            error_bound=(error_bound + own) * SAFE,
             radius=(internal + own) * SAFE,
             roundings=parts,
             before=entry if final and worst else None,
@@ -171,8 +171,8 @@ def _privately(
     if result.again is not None:
         own = own + result.again
     entry = _formed(run, node, result, common)
-    reach = (entry.reach + own) * SAFE
-    size = (result.reference.abs() + reach) * SAFE
+    error_bound = (entry.error_bound + own) * SAFE
+    size = (result.reference.abs() + error_bound) * SAFE
     unit, faint = kernel.unit(form), kernel.faint(form)
     cast = (unit * size + faint) * SAFE
     apart = None
@@ -199,16 +199,16 @@ def _privately(
 
 def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Entry:
     """Return the entry of a result before it is stored, with what stands in o."""
-    reach = result.linear + internal
+    error_bound = result.linear + internal
     if result.extra is not None:
-        reach = reach + result.extra
+        error_bound = error_bound + result.extra
     parts = None
     if run.tape.chance is not None:
         parts = result.roundings or Roundings.none(internal * SAFE)
     return Entry(
         node.name,
         result.reference,
-        reach * SAFE,
+        error_bound * SAFE,
         result.vjp,
         result.centre,
         internal * SAFE,
@@ -233,7 +233,7 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
     """
     early = result.early or Early.none(result.internal)
     entry = _formed(run, node, result, result.internal)
-    whole = entry.reach.sum(-1, keepdim=True) * SAFE
+    whole = entry.error_bound.sum(-1, keepdim=True) * SAFE
     size = result.reference.abs().sum(-1, keepdim=True)
     needed = (whole > 0) & (run.grain * whole >= run.negligible * size)
     place = run.tape.add(entry)
@@ -248,19 +248,19 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
         return None
     cast = run.rounding.unit(form)
     share = early.unit + cast * (1 + early.unit)
-    cap = share * entry.reach * SAFE
+    cap = share * entry.error_bound * SAFE
     radius = result.internal + early.of_known * (1 + cast) + cast * result.reference.abs()
     rest = Remainder(-cap, cap, share * total * SAFE)
     return SplitError((radius + run.rounding.faint(form)) * SAFE, rest.nonlinear())
 
 
 def _tightened(run: KernelRun, entry: Entry) -> Entry:
-    """Return an entry that is not on the tape, its reach from reverse passes."""
+    """Return an entry that is not on the tape, its error bound from reverse passes."""
     place = run.tape.add(entry)
-    everywhere = torch.ones_like(entry.reach[..., :1], dtype=torch.bool)
-    reach = elements(run.tape, place, everywhere)
+    everywhere = torch.ones_like(entry.error_bound[..., :1], dtype=torch.bool)
+    error_bound = elements(run.tape, place, everywhere)
     run.tape.entries.pop()
-    return replace(entry, reach=reach * SAFE)
+    return replace(entry, error_bound=error_bound * SAFE)
 
 
 def stored_format(run: KernelRun, node: Node) -> Format:
@@ -270,16 +270,18 @@ def stored_format(run: KernelRun, node: Node) -> Format:
 
 def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None) -> Entry:
     """Cast by steps: where few grid points can be met, forget the error that came in."""
-    size, casts = entry.reference.abs() + entry.reach, kernel.casts
+    size, casts = entry.reference.abs() + entry.error_bound, kernel.casts
     worst = (kernel.unit(form) * (size * SAFE)).clamp_min(kernel.faint(form)) * SAFE
     cast = torch.minimum(worst, casts.units * half_step(size, form)) * SAFE
     reference, half = entry.reference, worst
     if casts.toward_zero:
         reference, cast = halved(entry, cast)
         half = torch.where(_signs(entry) == 0, worst, worst / 2)
-    around = beyond(Box(down(entry.reference - entry.reach), up(entry.reference + entry.reach)))
+    around = beyond(
+        Box(down(entry.reference - entry.error_bound), up(entry.reference + entry.error_bound))
+    )
     if casts.toward_zero:  # a number that is known, and on the grid, stays where it is
-        known = entry.reach == 0
+        known = entry.error_bound == 0
         low, high = (torch.where(known, entry.reference, end) for end in (around.lo, around.hi))
         around = Box(low, high)
     low, high = casts.step(around.lo, form), casts.step(around.hi, form)
@@ -306,7 +308,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
     return Entry(
         entry.name,
         reference,
-        torch.where(stairs, gap, entry.reach + cast) * SAFE,
+        torch.where(stairs, gap, entry.error_bound + cast) * SAFE,
         kept,
         None if entry.centre is None else entry.centre * keep,
         torch.where(stairs, gap * SAFE, radius),
@@ -325,8 +327,11 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
 
 def _signs(entry: Entry) -> Tensor:
     """Return the signs of a result before its cast where they are known, else 0."""
-    positive, negative = entry.reference - entry.reach >= 0, entry.reference + entry.reach <= 0
-    return positive.to(entry.reach.dtype) - negative.to(entry.reach.dtype)
+    positive, negative = (
+        entry.reference - entry.error_bound >= 0,
+        entry.reference + entry.error_bound <= 0,
+    )
+    return positive.to(entry.error_bound.dtype) - negative.to(entry.error_bound.dtype)
 
 
 def halved(entry: Entry, most: Tensor) -> tuple[Tensor, Tensor]:

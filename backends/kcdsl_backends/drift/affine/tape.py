@@ -121,11 +121,11 @@ class Shared:
 class Entry:
     """One line of the recurrence.
 
-    `reach` bounds |e| element by element; `centre` and `radius` are None where they are zero.
+    `error_bound` bounds |e| element by element; `centre` and `radius` are None where they are zero.
     `kept` says that the linear map was kept everywhere, with nothing rounded off to a grid;
-    `carried` is the reach from operand to operand, where reverse passes have lowered it;
+    `carried` is the error bound from operand to operand, where reverse passes have lowered it;
     `ellipsoids` hold the errors of some rows.
-    `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the reach does,
+    `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the error bound,
     `together` more of o than the radius, which holds as well; `before` is a result as it was
     formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
     apart for bounds by chance, `apart` for others, `shared` for those of both kernels together.
@@ -135,7 +135,7 @@ class Entry:
 
     name: str
     reference: Tensor
-    reach: Tensor
+    error_bound: Tensor
     vjp: VJP
     centre: Tensor | None = None
     radius: Tensor | None = None
@@ -167,13 +167,13 @@ class Entry:
 
     @property
     def widest(self) -> Tensor:
-        """Return the reach as carried on, of which rounding errors of adjoints are a share."""
-        return self.reach if self.carried is None else self.carried
+        """Return the error bound as carried on; rounding errors of adjoints are a share of it."""
+        return self.error_bound if self.carried is None else self.carried
 
     @property
     def size(self) -> Tensor:
         """Return a bound of the magnitude of the stored value."""
-        return (self.reference.abs() + self.reach) * SAFE
+        return (self.reference.abs() + self.error_bound) * SAFE
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +220,8 @@ class Tape:
     """Entries in the order of the run; `radius` is that of the region of the block input.
 
     With `chance` roundings are independent, and bounds hold but for a share of all runs. `cut` is
-    the last entry at a norm: its reach is tight, so that a reverse pass which stops there is worth
-    making before one which goes down to the input.
+    the last entry at a norm: its error bound is tight, so a reverse pass that stops there is worth
+    making before one that goes down to the input.
     """
 
     radius: Tensor
@@ -239,11 +239,11 @@ class Tape:
         """Return where reverse passes may stop, the cheapest first."""
         return (INPUT,) if self.cut == INPUT or self.chance else (self.cut, INPUT)
 
-    def tighten(self, index: int, reach: Tensor) -> None:
-        """Lower the reach of an entry to a bound found by reverse passes."""
+    def tighten(self, index: int, error_bound: Tensor) -> None:
+        """Lower the error bound of an entry to a bound found by reverse passes."""
         entry = self.entries[index]
-        lowered = torch.minimum(entry.reach, reach)
-        self.entries[index] = replace(entry, reach=lowered, carried=entry.widest)
+        lowered = torch.minimum(entry.error_bound, error_bound)
+        self.entries[index] = replace(entry, error_bound=lowered, carried=entry.widest)
 
     def surround(self, index: int, ellipsoids: Ellipsoids) -> None:
         """Keep ellipsoids around the errors of rows of an entry."""
@@ -288,7 +288,7 @@ class Tape:
             entry, formed = formed or self.entries[index], None
             terms += functional.values[0].numel()
             if index <= floor:
-                spread = spread + reached(entry.ellipsoids, entry.reach, functional)
+                spread = spread + reached(entry.ellipsoids, entry.error_bound, functional)
                 continue
             if entry.centre is not None:
                 middle = middle + functional.against(entry.centre)
@@ -332,7 +332,7 @@ class Tape:
             for source, part in adjoints:
                 if source in pending:  # the sum is rounded
                     part = pending[source].plus(part)
-                    spread = spread + 2.0**-52 * part.magnitude(self.entries[source].reach)
+                    spread = spread + 2.0**-52 * part.magnitude(self.entries[source].error_bound)
                 pending[source] = part
         return self._range(middle, spread, terms, None, parts, common)
 

@@ -48,8 +48,8 @@ class Change:
         """
         n, moved, change = self.corners()
         rest = sign * (change - a.unsqueeze(-1) * n - b.unsqueeze(-1) * moved)
-        reach = n.abs().amax(-1) + moved.abs().amax(-1) + self.result.mag()
-        error = 16 * EPS * (1 + a.abs() + b.abs()) * reach
+        error_bound = n.abs().amax(-1) + moved.abs().amax(-1) + self.result.mag()
+        error = 16 * EPS * (1 + a.abs() + b.abs()) * error_bound
         return sign * rest.amax(-1), error
 
 
@@ -143,8 +143,10 @@ def _above(
     terms = upper * (c_high + a_high * centre) + lower * (c_low + a_low * centre)
     sizes = upper * (error_high + a_high.abs() * centre.abs() * 4 * EPS)
     sizes = sizes - lower * (error_low + a_low.abs() * centre.abs() * 4 * EPS)
-    reach = change.moved.mag()[at(part.window)] + change.base.mag()[at(part.window)]
-    lost = (upper * (a_high.abs() + b_high.abs()) - lower * (a_low.abs() + b_low.abs())) * reach
+    error_bound = change.moved.mag()[at(part.window)] + change.base.mag()[at(part.window)]
+    lost = (
+        upper * (a_high.abs() + b_high.abs()) - lower * (a_low.abs() + b_low.abs())
+    ) * error_bound
     count = part.values[0].numel()
     spare = (count + 16) * 2 * EPS
     constant = terms.flatten(1).sum(-1) + (

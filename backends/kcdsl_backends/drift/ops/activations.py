@@ -262,18 +262,21 @@ _OWN = 2.0**-52
 def affine_relu(run: KernelRun, node: Node) -> None:
     """Append max(x, 0), which no kernel rounds."""
     index, x = run.entry(node, 0)
-    slope = (x.reference > x.reach).to(torch.float64)
-    open_ = (x.reference.abs() <= x.reach).to(torch.float64)
-    low, high = (x.reference - x.reach).clamp_min(0), (x.reference + x.reach).clamp_min(0)
+    slope = (x.reference > x.error_bound).to(torch.float64)
+    open_ = (x.reference.abs() <= x.error_bound).to(torch.float64)
+    low, high = (
+        (x.reference - x.error_bound).clamp_min(0),
+        (x.reference + x.error_bound).clamp_min(0),
+    )
     reference = torch.where(open_ > 0, low / 2 + high / 2, x.reference.clamp_min(0))
     half = open_ * ((high - low) / 2 * SAFE + _OWN * high)
     entry = Entry(
         node.name,
         reference,
-        torch.where(open_ > 0, half, slope * x.reach) * SAFE,
+        torch.where(open_ > 0, half, slope * x.error_bound) * SAFE,
         lambda a: [(index, a.times(slope))],
         None,
-        (half + gamma(PASS) * slope * x.reach) * SAFE,
+        (half + gamma(PASS) * slope * x.error_bound) * SAFE,
     )
     refuse_overflow(node.name, entry.size, run.rounding.compute)
     run.computed[node.name] = run.tape.add(entry)
@@ -290,26 +293,26 @@ def affine_activation(run: KernelRun, node: Node) -> None:
 
     before = before_linear(run, node)
 
-    def second(reach: Tensor) -> tuple[Tensor, Tensor]:
+    def second(error_bound: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest |second derivative|, and a bound of Σ|o| in every row."""
-        box, square = _around(h, reach)
+        box, square = _around(h, error_bound)
         steepest = torch.maximum(*(side.abs() for side in curvature(box)))
         sums = (steepest * square).sum(-1, keepdim=True) * SAFE
         if before is not None:
             sums = torch.minimum(sums, before.energy(run.tape, steepest))
         return steepest, sums
 
-    def matters(reach: Tensor) -> Tensor:
-        box, square = _around(h, reach)
-        large = _matters(*curvature(box), square, slope * reach, SMALL)
-        return large & ~(second(reach)[1] <= worth)
+    def matters(error_bound: Tensor) -> Tensor:
+        box, square = _around(h, error_bound)
+        large = _matters(*curvature(box), square, slope * error_bound, SMALL)
+        return large & ~(second(error_bound)[1] <= worth)
 
     tighten_error(run, node, index, matters)
-    reach = run.tape.entries[index].reach
-    box, square = _around(h, reach)
+    error_bound = run.tape.entries[index].error_bound
+    box, square = _around(h, error_bound)
     least, most = curvature(box)
-    steepest, sums = second(reach)
-    large = _matters(least, most, square, slope * reach, SMALL)
+    steepest, sums = second(error_bound)
+    large = _matters(least, most, square, slope * error_bound, SMALL)
     if before is not None:
         needed = ~large & ~(sums <= worth)
         if run.passing(node, before.source, "norm", needed):
@@ -318,20 +321,22 @@ def affine_activation(run: KernelRun, node: Node) -> None:
     if run.passing(node, index, "norm", needed):
         together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed)
         sums = torch.minimum(sums, together.square() / 2 * SAFE)
-    linear = slope.abs() * reach * SAFE
+    linear = slope.abs() * error_bound * SAFE
     slopes = function.slopes(box)
-    wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * reach * SAFE
+    wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * error_bound * SAFE
     low = torch.maximum(least.clamp_max(0) * square, -wide)
     high = torch.minimum(most.clamp_min(0) * square, wide)
     again = run.again(node, 0)
-    wider = reach if again is None else (reach + again) * SAFE
+    wider = error_bound if again is None else (error_bound + again) * SAFE
     around = box if again is None else _around(h, wider)[0]
     twice = times(again, 2.0)
     values, again = function.range(around), times(again, function.slopes(around).mag())
     reference = function.value(h)
     size = (h.abs() + wider) * SAFE
     inside = activation_error(function, node, run.rounding, size, values.mag(), twice)
-    trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
+    trust = (
+        2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * error_bound
+    )
     own = trust + gamma(PASS) * linear + 2.0**-1000
     if again is not None and node.attrs.get("form") == "written":  # its readings are its own
         inside = inside + again
@@ -346,9 +351,11 @@ def affine_activation(run: KernelRun, node: Node) -> None:
     round_result(run, node, result)
 
 
-def _around(reference: Tensor, reach: Tensor) -> tuple[Box, Tensor]:
-    """Return the interval of an argument, and half the square of its reach."""
-    return Box(reference - reach * SAFE, reference + reach * SAFE), reach * reach / 2 * SAFE
+def _around(reference: Tensor, error_bound: Tensor) -> tuple[Box, Tensor]:
+    """Return the interval of an argument, and half the square of its error bound."""
+    return Box(
+        reference - error_bound * SAFE, reference + error_bound * SAFE
+    ), error_bound * error_bound / 2 * SAFE
 
 
 def _matters(least: Tensor, most: Tensor, square: Tensor, linear: Tensor, share: float) -> Tensor:

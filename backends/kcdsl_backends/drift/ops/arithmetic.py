@@ -219,9 +219,9 @@ def affine_add_or_sub(sign: float) -> Callable[[KernelRun, Node], None]:
         refuse_wide(run.nodes, node, run.rounding.numerics)
         a, b = run.operand(node, 0), run.operand(node, 1)
         reference = a.reference + sign * b.reference
-        reach = (a.reach + b.reach) * SAFE
-        error = run.rounding.u_function * (reference.abs() + reach)
-        own = _OWN * reference.abs() + gamma(PASS) * reach
+        error_bound = (a.error_bound + b.error_bound) * SAFE
+        error = run.rounding.u_function * (reference.abs() + error_bound)
+        own = _OWN * reference.abs() + gamma(PASS) * error_bound
 
         def vjp(adjoint: Adjoint) -> Adjoints:
             found = [] if a.index is None else [(a.index, adjoint)]
@@ -232,7 +232,7 @@ def affine_add_or_sub(sign: float) -> Callable[[KernelRun, Node], None]:
         again = added(run.again(node, 0), run.again(node, 1))
         if again is not None:
             internal = internal + run.rounding.u_function * again
-        result = Result(reference, vjp, reach, internal, roundings=parts, again=again)
+        result = Result(reference, vjp, error_bound, internal, roundings=parts, again=again)
         round_result(run, node, result)
 
     return rule
@@ -251,10 +251,10 @@ def affine_mul(run: KernelRun, node: Node) -> None:
     tighten_product(run, node, torch.mul)
     a, b = run.operand(node, 0), run.operand(node, 1)
     reference = a.reference * b.reference
-    linear = (a.reach * b.reference.abs() + a.reference.abs() * b.reach) * SAFE
+    linear = (a.error_bound * b.reference.abs() + a.reference.abs() * b.error_bound) * SAFE
     size = (a.size * b.size).expand(reference.shape) * SAFE
     rounded, faint = run.rounding.u_function * size, run.rounding.eta_function
-    second = (a.reach * b.reach).expand(reference.shape) * SAFE
+    second = (a.error_bound * b.error_bound).expand(reference.shape) * SAFE
     own = _OWN * reference.abs() + gamma(PASS) * linear
 
     def vjp(adjoint: Adjoint) -> Adjoints:
@@ -282,7 +282,7 @@ def affine_scale(run: KernelRun, node: Node) -> None:
         low, high = 1 / high, 1 / low
     factor, off = low / 2 + high / 2, (high - low) / 2
     index, x = run.entry(node, 0)
-    reference, linear = x.reference * factor, x.reach * abs(factor) * SAFE
+    reference, linear = x.reference * factor, x.error_bound * abs(factor) * SAFE
     moved = off * x.size * SAFE
     size = (reference.abs() + linear + moved) * SAFE
     error = 3 * run.rounding.u_function * size + run.rounding.eta_function + moved
@@ -305,13 +305,13 @@ def affine_shift(run: KernelRun, node: Node) -> None:
     most = max(abs(low), abs(high))
     reference = x.reference + offset
     u = run.rounding.u_function
-    error = u * (reference.abs() + x.reach + off) + u * (1 + u) * most + off
-    own = _OWN * (reference.abs() + most) + gamma(PASS) * x.reach
+    error = u * (reference.abs() + x.error_bound + off) + u * (1 + u) * most + off
+    own = _OWN * (reference.abs() + most) + gamma(PASS) * x.error_bound
     again = run.again(node, 0)
     if again is not None:
         error = error + u * again
     internal = (error + own) * SAFE
-    result = Result(reference, lambda a: [(index, a)], x.reach, internal, again=again)
+    result = Result(reference, lambda a: [(index, a)], x.error_bound, internal, again=again)
     round_result(run, node, result)
 
 

@@ -33,12 +33,14 @@ def interval_context(step: Step) -> State:
         raise NoBound(step.node.name, "a context product without its softmax")
     values, mask, p = step.operand(1), left.mask, left.exact
     by_values = matmul(p.infer, values.drift).meet(_hull_over_keys(values.drift, mask))
-    reach = _hull_over_keys(values.train, mask)
-    by_probabilities = Box.around(up(left.variation.unsqueeze(-1) * up(reach.hi - reach.lo)))
+    error_bound = _hull_over_keys(values.train, mask)
+    by_probabilities = Box.around(
+        up(left.variation.unsqueeze(-1) * up(error_bound.hi - error_bound.lo))
+    )
     for centre in _centres(values.train):
         centred = values.train - Box.point(centre.expand(values.train.shape))
         by_probabilities = by_probabilities.meet(matmul(p.drift, centred))
-    train = matmul(p.train, values.train).meet(reach)
+    train = matmul(p.train, values.train).meet(error_bound)
     infer = matmul(p.infer, values.infer).meet(_hull_over_keys(values.infer, mask))
     return step.finish(
         train,
@@ -86,15 +88,15 @@ def affine_context(run: KernelRun, node: Node) -> None:
     keys = p.reference.shape[-1]
     steps = keys + 2 * run.rounding.numerics.attention.tiles(keys) + 4
     result = affine_product(run, p, v, steps, 2)
-    second = p.reach @ v.reach * SAFE
+    second = p.error_bound @ v.error_bound * SAFE
     cases = _in_cases(run, p, v, result.internal)
     tight = bool((run.tape.radius > 0).any())
     values = heads(run, node, 1)
     matters = second.sum() > run.negligible * result.reference.abs().sum()
-    rows = torch.ones_like(v.reach[..., :1], dtype=torch.bool) & matters
+    rows = torch.ones_like(v.error_bound[..., :1], dtype=torch.bool) & matters
     nonlinear = None
     if values is not None and v.index is not None and run.passing(node, v.index, "product", rows):
-        nonlinear = _second_order(p.reach, values)
+        nonlinear = _second_order(p.error_bound, values)
     internal, parts = result.internal, result.roundings
     if nonlinear is None:
         internal = (internal + second) * SAFE
@@ -121,7 +123,7 @@ def _in_cases(run: KernelRun, p: Operand, v: Operand, error: Tensor) -> Cases | 
     ends = None if p.index is None else run.tape.entries[p.index].choices
     if ends is None:
         return None
-    around = Box(v.reference - v.reach * SAFE, v.reference + v.reach * SAFE)
+    around = Box(v.reference - v.error_bound * SAFE, v.reference + v.error_bound * SAFE)
     room = choices(error.shape) - int(math.log2(ends.low.shape[0]))
     worth = v.reference.abs().sum(-1)[..., None, :]
     return of_product(split(ends, worth, room), around, error)

@@ -25,14 +25,15 @@ from kcdsl_backends.drift.linear.tape import Functional
 class Heads:
     """An operand [heads, T, d] that comes straight from a linear: e[h, t] = W_h e_x[t] + o[h, t].
 
-    `weight` [heads, d, D], `own` [heads, T, d] bounds |o|, `reach` [T, D] bounds |e_x|, e_x is the
-    entry `source` (None: a known number). `groups` names for every head the first that is the same,
-    of several that read one; `plain`: nothing else is known of o, and no others share any of it.
+    `weight` [heads, d, D], `own` [heads, T, d] bounds |o|, `error_bound` [T, D] bounds |e_x|; e_x
+    is the entry `source` (None: a known number). `groups` names for every head the first that is
+    the same, of several that read one; `plain`: nothing else is known of o, and no others share any
+    of it.
     """
 
     weight: Tensor
     own: Tensor
-    reach: Tensor
+    error_bound: Tensor
     source: int | None
     ellipsoids: Ellipsoids = field(default_factory=dict)
     plain: bool = False
@@ -40,31 +41,31 @@ class Heads:
 
     @property
     def carried(self) -> Tensor:
-        """Return |W_h| reach [heads, T, d]."""
-        return self.reach @ self.weight.abs().mT * SAFE
+        """Return |W_h| `error_bound` [heads, T, d]."""
+        return self.error_bound @ self.weight.abs().mT * SAFE
 
     @property
     def lengths(self) -> Tensor:
         """Return bounds of |W_h e_x|₂ [heads, T]: √n times the largest singular value of W_h ρ."""
         found = self.own.new_empty(self.own.shape[:-1])
         for h, t in rows((*found.shape, 1)):
-            scaled = self.weight[h] * self.reach[t]
+            scaled = self.weight[h] * self.error_bound[t]
             trace = float(scaled.square().sum()) * SAFE
             found[h, t] = math.sqrt(largest_eigenvalue(scaled @ scaled.T, trace))
-        found = found * math.sqrt(self.reach.shape[-1]) * SAFE
+        found = found * math.sqrt(self.error_bound.shape[-1]) * SAFE
         for (t,), matrix in self.ellipsoids.items():
             for h in range(found.shape[0]):
                 found[h, t] = min(float(found[h, t]), longest(matrix, self.weight[h]))
         return found
 
     def again(self, run: KernelRun) -> Heads:
-        """Return the same with the reach as it is by now."""
+        """Return the same with the error bound as it is by now."""
         return (
             self
             if self.source is None
             else replace(
                 self,
-                reach=run.tape.entries[self.source].reach,
+                error_bound=run.tape.entries[self.source].error_bound,
                 ellipsoids=run.tape.entries[self.source].ellipsoids,
             )
         )
@@ -116,7 +117,9 @@ def straight_heads(
     each_once = [output for h in sorted(set(groups)) for output in read[h]]
     apart = len(set(each_once)) == len(each_once)
     plain = apart and entry.centre is None and entry.apart is None
-    return Heads(weight[outputs[:, 0]], own, below.reach, below.index, plain=plain, groups=groups)
+    return Heads(
+        weight[outputs[:, 0]], own, below.error_bound, below.index, plain=plain, groups=groups
+    )
 
 
 def places_after(entry: Entry, moves: Sequence[Node], *, transposed: bool) -> Tensor:
@@ -261,16 +264,16 @@ class HeadForm:
     def carried(self) -> Tensor:
         """Return Σ |M| |w| [heads, T, d]."""
         found = torch.zeros_like(self.own)
-        for matrix, reach in self.maps:
-            found = found + reach @ matrix.abs().mT
+        for matrix, error_bound in self.maps:
+            found = found + error_bound @ matrix.abs().mT
         return found * SAFE
 
     def against(self, functionals: Tensor, head: int) -> Tensor:
         """Return bounds of |functional·u[h, t]| for functionals [..., d] -> [..., T]."""
         inexact = gamma(2 * self.own.shape[-1] + 16) * self.carried[head]
         found = functionals.abs() @ (self.own[head] + inexact).T
-        for matrix, reach in self.maps:
-            found = found + (functionals @ matrix[head]).abs() @ reach.T
+        for matrix, error_bound in self.maps:
+            found = found + (functionals @ matrix[head]).abs() @ error_bound.T
         return found * SAFE
 
 

@@ -142,7 +142,7 @@ def affine_cache(run: KernelRun, node: Node) -> None:
         same(run, node)
         return
     index, x = run.entry(node, 0)
-    around = beyond(Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE))
+    around = beyond(Box(x.reference - x.error_bound * SAFE, x.reference + x.error_bound * SAFE))
     found = coded(around, node, run.rounding)
     assert found is not None
     low, high, error = found.value.lo, found.value.hi, found.error.mag()
@@ -151,7 +151,7 @@ def affine_cache(run: KernelRun, node: Node) -> None:
     stairs = (half <= error) if not run.rounding.free else torch.zeros_like(error).bool()
     keep = (~stairs).to(error.dtype)
     reference = torch.where(stairs, middle, x.reference)
-    linear = torch.where(stairs, 0.0, x.reach)
+    linear = torch.where(stairs, 0.0, x.error_bound)
     internal = torch.where(stairs, half, error) * SAFE
 
     def vjp(a: Adjoint) -> Adjoints:

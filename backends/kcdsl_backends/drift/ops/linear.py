@@ -164,7 +164,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     absolute = weight.abs().T
     product = x.reference @ weight.T
     reference = product if bias is None else product + bias
-    reach = x.reach @ absolute * SAFE
+    error_bound = x.error_bound @ absolute * SAFE
     shift = None if bias is None else bias.abs()
     moved, pushed, shared = None, None, None
     if run.spread is not None:  # all that other weights make of x̂ is an error of this result
@@ -176,7 +176,10 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     total = x.size @ absolute * SAFE
     if shift is not None:
         total = (total + shift) * SAFE
-    value, dynamic = (reference.abs() + reach) * SAFE, kernel.numerics.activations.format != "none"
+    value, dynamic = (
+        (reference.abs() + error_bound) * SAFE,
+        kernel.numerics.activations.format != "none",
+    )
     value = value if pushed is None else (value + pushed) * SAFE
     key = str(run.source(node, 1).attrs["key"])
     terms_before = term_roundings(kernel)
@@ -192,22 +195,22 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     lost = _saturated(run, node, weight, key)
     lost = lost + all_reduce_error(total, error + lost, kernel)
     before, biased = error + lost, bias is not None
-    whole = (product.abs() + reach) * SAFE  # there is none where weights move
+    whole = (product.abs() + error_bound) * SAFE  # there is none where weights move
     lost = lost + late_scale_error(x.size, absolute, total, whole, before, kernel, biased)
     error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
     early = None
     if bias is not None and kernel.free and kernel.coarse:
         again = 1.0 + 2.0 * kernel.u_accumulate  # the sum with the bias is rounded too
         unit, faint = again * kernel.unit(kernel.compute), again * kernel.faint(kernel.compute)
-        off = reach + error if moved is None else reach + error + moved
+        off = error_bound + error if moved is None else error_bound + error + moved
         early = Early(unit, (unit * product.abs() + faint) * SAFE, unit * off * SAFE)
         parts = parts.cast(unit * (product.abs() + off) * SAFE, faint, kernel.casts)
-    own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * reach
+    own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * error_bound
     if shared is not None:
         shared = replace(shared, rest=(error + own + shared.rest) * SAFE)
     own = own if pushed is None else (own + pushed) * SAFE
 
-    still = not bool(x.reach.any())  # an input that is exactly known has no adjoint
+    still = not bool(x.error_bound.any())  # an input that is exactly known has no adjoint
 
     def vjp(a: Adjoint) -> Adjoints:
         if still:
@@ -217,7 +220,9 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
     internal, parts = (error + own) * SAFE, parts.beside(own)
-    result = Result(reference, vjp, reach, internal, roundings=parts, early=early, shared=shared)
+    result = Result(
+        reference, vjp, error_bound, internal, roundings=parts, early=early, shared=shared
+    )
     round_result(run, node, result, accumulates=True)
 
 
@@ -228,7 +233,7 @@ def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor |
     if run.spread is not None:
         raise NoBound(node.name, "sums of bytes in 16 bits with weights that are not known")
     _, x = run.entry(node, 0)
-    box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
+    box = Box(x.reference - x.error_bound * SAFE, x.reference + x.error_bound * SAFE)
     return saturation_error(box, weight, run.rounding, node.name, key)
 
 
@@ -248,7 +253,7 @@ def _shared(
         return None
     known = run.common.setdefault(node.name, x.reference)
     size = known.abs() @ weights * SAFE
-    away = (((x.reference - known).abs() + x.reach) * SAFE) @ weights * SAFE
+    away = (((x.reference - known).abs() + x.error_bound) * SAFE) @ weights * SAFE
     if bias is not None and spread.plain_alike(run.source(node, 2)):
         return Shared((size + bias) * SAFE, away)
     return Shared(size, away if bias is None else (away + bias) * SAFE)
@@ -257,7 +262,7 @@ def _shared(
 def _affine_quantized(run: KernelRun, node: Node) -> tuple[int, Entry]:
     """Return the input of a linear, as an entry of its own where it is quantised."""
     index, x = run.entry(node, 0)
-    box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
+    box = Box(x.reference - x.error_bound * SAFE, x.reference + x.error_bound * SAFE)
     weight = str(run.source(node, 1).attrs["key"])
     error = activation_error(box, run.rounding, node.name, weight)
     if error is None:
@@ -265,11 +270,11 @@ def _affine_quantized(run: KernelRun, node: Node) -> tuple[int, Entry]:
     stairs = quantise(run, node.name, weight, index, x, error)
     if stairs is not None:
         return run.tape.add(stairs), stairs
-    reach = (x.reach + error) * SAFE
+    error_bound = (x.error_bound + error) * SAFE
     quantised = Entry(
         f"{node.name}/input",
         x.reference,
-        reach,
+        error_bound,
         lambda a: [(index, a)],
         None,
         error * SAFE,
@@ -294,7 +299,7 @@ def _through_weights(query: Heads, key: Heads) -> Tensor:
     width = query.weight.shape[1]
     inner = (query.weight.mT @ key.weight).abs()
     inner = inner + gamma(width + 4) * (query.weight.abs().mT @ key.weight.abs())
-    both = query.reach @ inner @ key.reach.T
+    both = query.error_bound @ inner @ key.error_bound.T
     both = torch.minimum(both, query.lengths[:, :, None] * key.lengths[:, None, :])
     mixed = query.own @ key.carried.mT + query.carried @ key.own.mT + query.own @ key.own.mT
     return (both + mixed) * SAFE
@@ -305,7 +310,7 @@ class BeforeLinear:
     """Where the operand of an operation comes from: e = W e_x + o, |o| <= own [..., m].
 
     An activation asks again and again, often with the same weights, and each answer takes a matrix
-    as large as the linear: `known` holds the last of every row. The reach of x must not change.
+    as large as the linear: `known` holds the last of every row. The bound of |e_x| must not change.
     """
 
     weight: Tensor
@@ -329,8 +334,8 @@ class BeforeLinear:
 
     def _energy(self, tape: Tape, weights: Tensor, row: Row) -> Tensor:
         source = tape.entries[self.source]
-        reach = source.reach[row]
-        moved = self._stretch(weights, reach) * math.sqrt(len(reach))
+        error_bound = source.error_bound[row]
+        moved = self._stretch(weights, error_bound) * math.sqrt(len(error_bound))
         if row in source.ellipsoids:
             root = weights.sqrt()[:, None] * self.weight
             moved = min(moved, longest(source.ellipsoids[row], root))
@@ -338,15 +343,15 @@ class BeforeLinear:
 
     def sharpened(self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor) -> Tensor:
         """Lower such bounds in the rows needed, by the norm of e_x, for which a pass is made."""
-        reach = tape.entries[self.source].reach
-        unit = torch.eye(reach.shape[-1], dtype=reach.dtype, device=reach.device)
+        error_bound = tape.entries[self.source].error_bound
+        unit = torch.eye(error_bound.shape[-1], dtype=error_bound.dtype, device=error_bound.device)
         lengths = norms(tape, self.source, unit, needed)
         found, last, stretch = sums.clone(), None, 0.0
         for row in rows(tuple(found.shape)):
             if bool(needed[row]):
                 if last is None or not torch.equal(last, weights[row]):
                     last = weights[row]
-                    stretch = self._stretch(last, torch.ones_like(reach[row]))
+                    stretch = self._stretch(last, torch.ones_like(error_bound[row]))
                 found[row] = self._and_own(stretch * float(lengths[row]), last, row)
         return torch.minimum(found, sums)
 

@@ -56,7 +56,7 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
     if query is None or key is None:
         tighten_product(run, node, torch.matmul)
     a, b = run.operand(node, 0), run.operand(node, 1)
-    second = a.reach @ b.reach * SAFE
+    second = a.error_bound @ b.error_bound * SAFE
     if query is not None and key is not None:
         second = torch.minimum(second, _sharpened(run, node, query, key))
     result = affine_product(run, a, b, a.reference.shape[-1], before)
@@ -70,17 +70,17 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
 
 
 def tighten_product(run: KernelRun, node: Node, times: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Tighten the reaches of both factors of a product while their product matters."""
+    """Tighten the error bounds of both factors of a product while their product matters."""
     a, b = run.operand(node, 0), run.operand(node, 1)
     if a.index is None or b.index is None:
         return
     worth = run.negligible * times(a.reference, b.reference).abs().sum()
     for index, other in ((a.index, b.index), (b.index, a.index)):
 
-        def matters(reach: Tensor, index: int = index, other: int = other) -> Tensor:
-            rest = run.tape.entries[other].reach
-            pair = (reach, rest) if index == a.index else (rest, reach)
-            return (reach > 0).any(-1, keepdim=True) & (times(*pair).sum() > worth)
+        def matters(error_bound: Tensor, index: int = index, other: int = other) -> Tensor:
+            rest = run.tape.entries[other].error_bound
+            pair = (error_bound, rest) if index == a.index else (rest, error_bound)
+            return (error_bound > 0).any(-1, keepdim=True) & (times(*pair).sum() > worth)
 
         tighten_error(run, node, index, matters)
 
@@ -91,9 +91,9 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
         raise NoBound(run.graph.output, "a product of matrices that broadcasts")
     p, q, terms = a.reference, b.reference, a.reference.shape[-1]
     reference = p @ q
-    linear = (a.reach @ q.abs() + p.abs() @ b.reach) * SAFE
+    linear = (a.error_bound @ q.abs() + p.abs() @ b.error_bound) * SAFE
     total = a.size @ b.size * SAFE
-    value = (reference.abs() + a.reach @ b.size + p.abs() @ b.reach) * SAFE
+    value = (reference.abs() + a.error_bound @ b.size + p.abs() @ b.error_bound) * SAFE
     error = summation_error(
         a.size, b.size, total, value, run.rounding, extra=steps - terms, before=before
     )
@@ -125,9 +125,9 @@ def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:
     scores = run.operand(node, 0).reference @ run.operand(node, 1).reference
     worth = run.negligible * scores.abs().sum()
 
-    def matters(reach: Tensor) -> Tensor:
+    def matters(error_bound: Tensor) -> Tensor:
         bound = _through_weights(query.again(run), key.again(run)).sum()
-        return (reach > 0).any(-1, keepdim=True) & ~(bound <= worth)
+        return (error_bound > 0).any(-1, keepdim=True) & ~(bound <= worth)
 
     for source in dict.fromkeys((query.source, key.source)):
         if source is not None:

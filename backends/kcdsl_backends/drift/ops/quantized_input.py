@@ -160,10 +160,10 @@ SHARE = 2.0**-2
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """The scales of a tensor: reference and reach at every element, and the entry they are."""
+    """The scales of a tensor: reference and error bound at every element, and their entry."""
 
     reference: Tensor
-    reach: Tensor
+    error_bound: Tensor
     index: int | None
 
 
@@ -178,7 +178,7 @@ def quantise(
         error: Q, elementwise.
     """
     spec = run.rounding.numerics.activations
-    box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
+    box = Box(x.reference - x.error_bound * SAFE, x.reference + x.error_bound * SAFE)
     step = scale_steps(box, run.rounding, weight, name)
     if step is None:
         return None
@@ -191,12 +191,12 @@ def quantise(
     rounding = ROUNDING * torch.maximum(found.low.abs(), found.high.abs()) * safe.hi * SAFE
     scale = _scale(run, name, index, x, box, by)
     if scale.index is None:
-        rounding = (rounding + middle.abs() * scale.reach) * SAFE
+        rounding = (rounding + middle.abs() * scale.error_bound) * SAFE
     own = (half * safe.hi + rounding) * SAFE
     least = own
     if x.cases is not None:
         least = (((each.high - each.low) / 2).amax(0) * safe.hi + rounding) * SAFE
-    along = middle.abs() * scale.reach
+    along = middle.abs() * scale.error_bound
     stairs = known & (least <= error)
     if scale.index is not None:
         stairs &= along <= SHARE * error
@@ -205,9 +205,9 @@ def quantise(
     weights = torch.where(stairs, middle, 0.0)
     carried = torch.zeros_like(own) if scale.index is None else torch.where(stairs, along, 0.0)
     reference = torch.where(stairs, middle * scale.reference, x.reference)
-    reach = torch.where(stairs, own + carried, x.reach + error) * SAFE
+    error_bound = torch.where(stairs, own + carried, x.error_bound + error) * SAFE
     apart = up(torch.maximum(hull.hi - reference, reference - hull.lo), 2)
-    reach = torch.where(known, torch.minimum(reach, apart), reach)
+    error_bound = torch.where(known, torch.minimum(error_bound, apart), error_bound)
     radius = torch.where(stairs, own + gamma(own.numel() + PASS) * carried, error) * SAFE
     straight, layout = bool(stairs.all()), spec.layout
 
@@ -223,7 +223,9 @@ def quantise(
         added = _steps(each, middle, safe, rounding, stairs)
         rest = torch.where(stairs, gamma(own.numel() + PASS) * carried, error) * SAFE
         together = Together(Cases(added.lo, added.hi, x.cases.width), rest)
-    return Entry(f"{name}/input", reference, reach, vjp, None, radius, kept=kept, together=together)
+    return Entry(
+        f"{name}/input", reference, error_bound, vjp, None, radius, kept=kept, together=together
+    )
 
 
 def _in_cases(cases: Cases, found: Codes, by: Quantizer) -> Codes:
@@ -313,11 +315,11 @@ def _given_back(a: Adjoint, selector: Tensor, layout: ScaleLayout) -> Adjoint:
 
 @dataclass(frozen=True, slots=True)
 class _Leader:
-    """How far every row reaches, by its leading element: reference [rows, 1], reach, and the
+    """How far every row reaches, by its leading element: reference [rows, 1], error bound, and the
     selector [rows, n] of that element with its sign; `certain` where no other can lead."""
 
     reference: Tensor
-    reach: Tensor
+    error_bound: Tensor
     selector: Tensor
     certain: Tensor
 
@@ -335,14 +337,17 @@ def _leader(
     others = most.scatter(-1, first, -torch.inf).amax(-1, keepdim=True)
     certain = (least.gather(-1, first) >= others) & (least.gather(-1, first) > 0)
     chosen = _rows(x.reference, layout).gather(-1, first)
-    reach = _rows(x.reach, layout).gather(-1, first)
+    error_bound = _rows(x.error_bound, layout).gather(-1, first)
     selector = torch.zeros_like(most).scatter(-1, first, torch.sign(chosen) * certain)
     if not none:
-        return _Leader(chosen.abs(), reach, selector, certain)
+        return _Leader(chosen.abs(), error_bound, selector, certain)
     nothing = most.amax(-1, keepdim=True) <= 0
-    zero = torch.zeros_like(reach)
-    value, reach = torch.where(nothing, zero, chosen.abs()), torch.where(nothing, zero, reach)
-    return _Leader(value, reach, selector, certain | nothing)
+    zero = torch.zeros_like(error_bound)
+    value, error_bound = (
+        torch.where(nothing, zero, chosen.abs()),
+        torch.where(nothing, zero, error_bound),
+    )
+    return _Leader(value, error_bound, selector, certain | nothing)
 
 
 def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quantizer) -> _Scale:
@@ -350,22 +355,27 @@ def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quanti
     spec, around = run.rounding.numerics.activations, by.scale
     form, layout = spec.codes, spec.layout
     middle = around.lo / 2 + around.hi / 2
-    reach = up(torch.maximum(around.hi - middle, middle - around.lo), 2)
+    error_bound = up(torch.maximum(around.hi - middle, middle - around.lo), 2)
     if layout is None or layout.rule != "amax":
-        return _Scale(middle, reach, None)
+        return _Scale(middle, error_bound, None)
     shape = _scale_shape(x.shape, layout)
-    first_row = [_rows(t, layout)[:, :1] for t in (middle, reach, around.lo, around.hi)]
+    first_row = [_rows(t, layout)[:, :1] for t in (middle, error_bound, around.lo, around.hi)]
     if form.zero_point:
         top, roundings = form.divisor, 4
         above = _leader(box.lo, box.hi, x, layout, none=True)
         below = _leader(-box.hi, -box.lo, x, layout, none=True)
         certain = above.certain & below.certain
-        value, wide = above.reference + below.reference, above.reach + below.reach
+        value, wide = above.reference + below.reference, above.error_bound + below.error_bound
         selector = above.selector + below.selector
     else:
         top, roundings = form.divisor, 2
         lead = _leader(torch.maximum(box.lo, -box.hi), box.mag(), x, layout)
-        certain, value, wide, selector = lead.certain, lead.reference, lead.reach, lead.selector
+        certain, value, wide, selector = (
+            lead.certain,
+            lead.reference,
+            lead.error_bound,
+            lead.selector,
+        )
     least = max(form.least_scale, spec.least_scale)
     if least:  # below its least value the scale follows no element
         certain = certain & (first_row[2] > least)

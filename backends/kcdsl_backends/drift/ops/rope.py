@@ -91,7 +91,7 @@ def affine_rope(run: KernelRun, node: Node) -> None:
         return torch.cat([values[..., half:], values[..., :half]], -1)
 
     reference = x.reference * cos + turned(x.reference) * sin
-    linear = (x.reach * cos.abs() + swapped(x.reach) * sin.abs()) * SAFE
+    linear = (x.error_bound * cos.abs() + swapped(x.error_bound) * sin.abs()) * SAFE
     size, apart = x.size, run.again(node, 0)
     if apart is not None:
         size = (size + apart) * SAFE

@@ -39,7 +39,7 @@ def row_of_values(
     if place is None or source is None or not values.plain:
         return None
     entry = run.tape.entries[place]
-    weights, moved, balance = entry.reference, entry.reach, entry.balance
+    weights, moved, balance = entry.reference, entry.error_bound, entry.balance
     below, beyond = 2 * (moved - weights).clamp_min(0), through_values(values)
     sizes = values.carried + values.own
     ends = [_last(row) + 1 for row in (weights != 0).any(0)]
@@ -77,10 +77,10 @@ def row_of_values(
         back = (each @ known[heads, :, slice(*columns)].mT).transpose(0, 1)[:, :, None]
         window = ((first, last), (row, end), (0, weights.shape[-1]))
         found = [(place, Adjoint(back, window, tuple(weights.shape)))]
-        if bool(values.reach.any()) and ends[row]:
+        if bool(values.error_bound.any()) and ends[row]:
             inputs = each @ values.weight[heads, slice(*columns)]  # [heads, B, D]
             rows = torch.einsum("hj,hbn->bjn", weights[heads, row, : ends[row]], inputs)
-            shape = tuple(values.reach.shape)
+            shape = tuple(values.error_bound.shape)
             found.append((source, Adjoint(rows, ((0, ends[row]), (0, shape[1])), shape)))
         return found
 
@@ -129,7 +129,7 @@ def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRo
     if keys is None or keys.below.source is None or query.index is None:
         return None
     place, source, found_at = query.index, keys.below.source, query.reference
-    shape = tuple(keys.below.reach.shape)
+    shape = tuple(keys.below.error_bound.shape)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         (first, last), (row, _), columns = a.window
@@ -142,7 +142,7 @@ def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRo
         back = (each @ known[first:last, :, start:stop].mT).transpose(0, 1)[:, :, None]
         window = ((first, last), a.window[1], (0, known.shape[1]))
         found = [(place, Adjoint(back, window, tuple(found_at.shape)))]
-        if bool(keys.below.reach.any()):
+        if bool(keys.below.error_bound.any()):
             along = keys.directions(found_at[first:last, row], first, slice(start, stop))
             rows = torch.einsum("hbj,hjn->bjn", each, along.expand(-1, stop - start, -1))
             found.append((source, Adjoint(rows, ((start, stop), (0, shape[1])), shape)))
@@ -154,14 +154,14 @@ def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRo
 def through_values(values: Heads) -> Callable[[Adjoint, int], Tensor]:
     """Return a function that bounds |a·W_h e_x[j]| of a head, [B, rows, keys]."""
     inexact = gamma(values.weight.shape[1] + PASS) * values.carried
-    exact = not bool(values.reach.any())  # then all that the values are off by is their own
+    exact = not bool(values.error_bound.any())  # then all that the values are off by is their own
 
     def beyond(a: Adjoint, h: int) -> Tensor:
         part, columns = a.values[:, h - a.window[0][0]], slice(*a.window[-1])
         size = part.abs() @ inexact[h, :, columns].T
         if exact:
             return size
-        return size + (part @ values.weight[h, columns]).abs() @ values.reach.T
+        return size + (part @ values.weight[h, columns]).abs() @ values.error_bound.T
 
     return beyond
 

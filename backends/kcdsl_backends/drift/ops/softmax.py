@@ -222,7 +222,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     allowed = scores.reference.masked_fill(~mask, -torch.inf)
     p, columns = allowed.softmax(-1), allowed.shape[-1]
     trust = _relative_error(allowed, mask)
-    c = (scores.reach + (p * scores.reach).sum(-1, keepdim=True)) * SAFE
+    c = (scores.error_bound + (p * scores.error_bound).sum(-1, keepdim=True)) * SAFE
     several = mask & (mask.sum(-1, keepdim=True) > 1)  # one column alone has the probability 1
     for floor in run.tape.floors:
         c = torch.where(several, c, 0.0)
@@ -238,7 +238,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     largest = 1 + (p * rise).sum(-1, keepdim=True) * SAFE + off
     kappa = torch.maximum(1 - 1 / largest, off / (1 - off)) * SAFE + 2.0**-52
     numerator = p * (c + rise)
-    radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.reach
+    radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.error_bound
     read = _columns(mask)
     first = run.tape.add(
         Entry(
@@ -254,7 +254,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     moved = p * torch.maximum(torch.expm1(c) * (1 + 4 * off), 1 - least) * SAFE
     moved = torch.minimum(moved + _LOST, torch.ones_like(p))
     gathered = numerator + p * numerator.sum(-1, keepdim=True)
-    lost = 2 * trust * run.tape.entries[first].reach.sum(-1, keepdim=True)
+    lost = 2 * trust * run.tape.entries[first].error_bound.sum(-1, keepdim=True)
     own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
 
     def project(a: Adjoint) -> Adjoints:
@@ -265,7 +265,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
 
     high = torch.minimum(((p + moved) * SAFE), torch.ones_like(p))
     again = run.again(node, 0)
-    wide = scores.reach if again is None else (scores.reach + again) * SAFE
+    wide = scores.error_bound if again is None else (scores.error_bound + again) * SAFE
     box = Box(scores.reference - wide, scores.reference + wide)
     if not run.rounding.numerics.attention.fused:
         theta = _theta(run, box, mask, again)
@@ -294,13 +294,13 @@ def _forbid(run: KernelRun, place: int, mask: Tensor) -> None:
     nothing = torch.zeros_like(entry.radius)
     run.tape.entries[place] = replace(
         entry,
-        reach=torch.where(mask, entry.reach, nothing),
+        error_bound=torch.where(mask, entry.error_bound, nothing),
         radius=torch.where(mask, entry.radius, nothing),
         roundings=None if parts is None else parts.where(mask, nothing),
     )
     private = run.private.get(entry.name)
     if private is not None:
-        run.private[entry.name] = Private(torch.where(mask, private.reach, nothing))
+        run.private[entry.name] = Private(torch.where(mask, private.error_bound, nothing))
 
 
 def _balance(run: KernelRun, place: int, lost: Tensor) -> None:
@@ -387,8 +387,8 @@ def linear_softmax(run: LinearRun, node: Node) -> None:
     half = torch.where(mask, half - (q * half).sum(-1, keepdim=True), 0.0)
     lost = 2.0**-48 * (half.abs() + step.abs().amax(-1, keepdim=True)) * shape[-1]
     around = (e_for_q.mag() + _on_the_way(d, half) + lost) * SAFE
-    for reach in (e.mag(), around):
-        if not bool((reach < FARTHEST).all()):
+    for error_bound in (e.mag(), around):
+        if not bool((error_bound < FARTHEST).all()):
             raise NoBound(node.name, f"a score may change by more than {FARTHEST:g}")
     e_centre, e_radius = _from_point(p, e, trust)
     d_radius = _from_box(q, d.mag(), around, trust)
@@ -504,7 +504,10 @@ def _choose(run: KernelRun, place: int, scores: Entry, mask: Tensor, error: Tens
     entry = run.tape.entries[place]
     if entry.ends is None:
         return
-    low, high = scores.reference - scores.reach * SAFE, scores.reference + scores.reach * SAFE
+    low, high = (
+        scores.reference - scores.error_bound * SAFE,
+        scores.reference + scores.error_bound * SAFE,
+    )
     box = Box(low[None], high[None])
     if scores.ends is not None:
         steps = replace(scores.ends, low=scores.ends.low[None], high=scores.ends.high[None])

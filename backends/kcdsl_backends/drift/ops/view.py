@@ -120,13 +120,13 @@ def affine_view(run: KernelRun, node: Node) -> None:
         run.known[node.name] = found.moved(x.reference)
         return
     index, shape = x.index, tuple(x.reference.shape)
-    reach = found.moved(x.reach)
+    error_bound = found.moved(x.error_bound)
     entry = Entry(
         node.name,
         found.moved(x.reference),
-        reach,
+        error_bound,
         lambda a: [(index, view_vjp(found, a, shape))],
-        radius=None if found.copies == 1 else gamma(found.copies) * reach,
+        radius=None if found.copies == 1 else gamma(found.copies) * error_bound,
         cases=_moved_cases(found, run.tape.entries[index].cases),
     )
     run.computed[node.name] = run.tape.add(entry)
@@ -147,7 +147,7 @@ def affine_cast(run: KernelRun, node: Node) -> None:
     nothing = torch.zeros_like(x.reference)
     again = run.again(node, 0)
     result = Result(
-        x.reference, lambda a: [(index, a)], x.reach, nothing, cases=x.cases, again=again
+        x.reference, lambda a: [(index, a)], x.error_bound, nothing, cases=x.cases, again=again
     )
     round_result(run, node, result, inner=max(formats, key=lambda other: other.precision))
 
@@ -159,7 +159,7 @@ def same(run: KernelRun, node: Node) -> None:
         run.known[node.name] = x.reference
         return
     index, cases = x.index, run.tape.entries[x.index].cases
-    entry = Entry(node.name, x.reference, x.reach, lambda a: [(index, a)], cases=cases)
+    entry = Entry(node.name, x.reference, x.error_bound, lambda a: [(index, a)], cases=cases)
     run.computed[node.name] = run.tape.add(entry)
     run.keep(node, run.again(node, 0))
 
@@ -171,7 +171,7 @@ def affine_neg(run: KernelRun, node: Node) -> None:
         run.known[node.name] = -x.reference
         return
     index = x.index
-    entry = Entry(node.name, -x.reference, x.reach, lambda a: [(index, a.times(-1.0))])
+    entry = Entry(node.name, -x.reference, x.error_bound, lambda a: [(index, a.times(-1.0))])
     run.computed[node.name] = run.tape.add(entry)
     run.keep(node, run.again(node, 0))
 
@@ -201,12 +201,12 @@ def affine_concat(run: KernelRun, node: Node) -> None:
             offset += length
         return found
 
-    reach = torch.cat([p.reach for p in parts], dim)
-    run.computed[node.name] = run.tape.add(Entry(node.name, reference, reach, vjp))
+    error_bound = torch.cat([p.error_bound for p in parts], dim)
+    run.computed[node.name] = run.tape.add(Entry(node.name, reference, error_bound, vjp))
     again = [run.again(node, i) for i in range(len(parts))]
     if any(each is not None for each in again):
         whole = [
-            torch.zeros_like(part.reach) if each is None else each
+            torch.zeros_like(part.error_bound) if each is None else each
             for part, each in zip(parts, again, strict=True)
         ]
         run.keep(node, torch.cat(whole, dim))

@@ -42,7 +42,7 @@ from kcdsl_backends.drift.ops.norms.interval import (
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
 EARLY = 2.0**-24
-"""Ellipsoids are made so much earlier: they keep reaches from growing."""
+"""Ellipsoids are made so much earlier: they keep error bounds from growing."""
 LARGEST = 2**29
 """Numbers in the ellipsoids of a tensor; where there would be more, none are found."""
 SMALL = 2.0**-9
@@ -51,13 +51,13 @@ SMALL = 2.0**-9
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """How far the ingredients of a norm may move; all [..., 1] but `reach` [..., n].
+    """How far the ingredients of a norm may move; all [..., 1] but `error_bound` [..., n].
 
-    `reach` bounds |δ| and `mean` |μ|; `shrink` bounds 1 - κ and `factor` |κ/(1 + μ) - 1|; `least`
-    bounds the variance from below; `rows` are those that ellipsoids are found for.
+    `error_bound` bounds |δ| and `mean` |μ|; `shrink` bounds 1 - κ and `factor` |κ/(1 + μ) - 1|;
+    `least` bounds the variance from below; `rows` are those that ellipsoids are found for.
     """
 
-    reach: Tensor
+    error_bound: Tensor
     mean: Tensor
     shrink: Tensor
     factor: Tensor
@@ -89,7 +89,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     y = c * r
     moved = _moved(run, node, index, c, v, centred=centred)
     steep = g * y
-    linear = g.abs() * (r * moved.reach + y.abs() * moved.mean) * SAFE
+    linear = g.abs() * (r * moved.error_bound + y.abs() * moved.mean) * SAFE
     loose = moved.factor * linear * SAFE
     again = run.again(node, 0)
     inside, cast, flat, along, formed = _inside(
@@ -154,14 +154,14 @@ def _moved(
     run: KernelRun, node: Node, index: int, c: Tensor, v: Tensor, *, centred: bool
 ) -> _Moved:
     n, tape = c.shape[-1], run.tape
-    around = tape.entries[index].reach
-    reach = (around + around.mean(-1, keepdim=True) if centred else around) * SAFE
-    mean = (c.abs() * reach).mean(-1, keepdim=True) / v * SAFE
+    around = tape.entries[index].error_bound
+    error_bound = (around + around.mean(-1, keepdim=True) if centred else around) * SAFE
+    mean = (c.abs() * error_bound).mean(-1, keepdim=True) / v * SAFE
     inexact = 4 * gamma(n + 8)
 
     def lowered(found: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return reach and mean by what passes found; the direction's goes down to the input."""
-        less = torch.minimum(reach, (found + inexact * around) * SAFE)
+        """Return error bound and mean by passes; that of the direction goes to the input."""
+        less = torch.minimum(error_bound, (found + inexact * around) * SAFE)
         along = directions(tape, index, c / n, needed) / v * SAFE
         along = along + inexact * (c.abs() * less).mean(-1, keepdim=True) / v
         return less, torch.minimum(mean, along)
@@ -174,8 +174,8 @@ def _moved(
         found = _within(tape, index, centred=centred)
         if not centred:
             tape.tighten(index, found)
-        reach, mean = lowered(found, early)
-    square = _square(tape, index, reach, centred=centred)
+        error_bound, mean = lowered(found, early)
+    square = _square(tape, index, error_bound, centred=centred)
     needed = ~(square <= run.negligible * v)
     if run.passing(node, index, "deviations" if centred else "reach", needed):
         if centred:
@@ -183,8 +183,8 @@ def _moved(
         else:
             found = elements(tape, index, needed)
             tape.tighten(index, found)
-        reach, mean = lowered(found, needed)
-        square = _square(tape, index, reach, centred=centred)
+        error_bound, mean = lowered(found, needed)
+        square = _square(tape, index, error_bound, centred=centred)
     if not bool((mean < FARTHEST).all()):
         raise NoBound(node.name, "the drift reaches the size of the variance")
     needed = ~(mean <= SMALL)
@@ -198,12 +198,12 @@ def _moved(
     # v itself is off by the float64 error of a mean of squares
     off = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
     least = v * (1 - mean) ** 2 * (1 - 2.0**-45) - off
-    return _Moved(reach, mean, shrink, factor, least, early)
+    return _Moved(error_bound, mean, shrink, factor, least, early)
 
 
-def _square(tape: Tape, index: int, reach: Tensor, *, centred: bool) -> Tensor:
-    """Bound mean(δ²) of every row: by the reach, or by the longest axis of its ellipsoid."""
-    square, n = reach.square().mean(-1, keepdim=True) * SAFE, reach.shape[-1]
+def _square(tape: Tape, index: int, error_bound: Tensor, *, centred: bool) -> Tensor:
+    """Bound mean(δ²) of every row: by the error bound, or by the longest axis of its ellipsoid."""
+    square, n = error_bound.square().mean(-1, keepdim=True) * SAFE, error_bound.shape[-1]
     for row, matrix in tape.entries[index].ellipsoids.items():
         axes = image(matrix, _centring(matrix)) if centred else matrix
         longest = largest_eigenvalue(axes, float(axes.diagonal().sum()) * SAFE)
@@ -213,7 +213,7 @@ def _square(tape: Tape, index: int, reach: Tensor, *, centred: bool) -> Tensor:
 
 def _within(tape: Tape, index: int, *, centred: bool) -> Tensor:
     """Bound |δ| element by element by the ellipsoids; infinite in rows that have none."""
-    found = torch.full_like(tape.entries[index].reach, torch.inf)
+    found = torch.full_like(tape.entries[index].error_bound, torch.inf)
     for row, matrix in tape.entries[index].ellipsoids.items():
         unit = _centring(matrix) if centred else torch.eye(len(matrix), dtype=matrix.dtype)
         found[row] = quadratic(matrix, unit.to(matrix))
@@ -274,7 +274,7 @@ def _inside(
     if centred:
         shifted = (shifted + own.mean(-1, keepdim=True) * root) * SAFE
     grown = 1 + moved.factor
-    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.reach
+    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.error_bound
     magnitude = magnitude * (1 + theta) * SAFE
     each = 6 * u * (magnitude + shifted) + own * root
     if centred:
@@ -287,7 +287,7 @@ def _inside(
     steep, formed = g.abs(), (magnitude + shifted + each + cast) * SAFE
     scaled = 3 * u * (formed * steep + b.abs())
     underflow = lost * (1 + steep + 3 * size.amax(-1, keepdim=True))
-    second = theta * grown * r * moved.reach
+    second = theta * grown * r * moved.error_bound
     inside = (each * steep + scaled + underflow + second * steep) * SAFE
     along = theta * (1 + grown * moved.mean + moved.shrink)
     return inside, cast * steep * SAFE, shifted, along, formed
@@ -307,20 +307,20 @@ def _written(
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what `_inside` does, of a norm that is written out; all of it is sure."""
-    middle = x.reference.mean(-1, keepdim=True).abs() + x.reach.mean(-1, keepdim=True)
+    middle = x.reference.mean(-1, keepdim=True).abs() + x.error_bound.mean(-1, keepdim=True)
     middle = (middle + 2.0**-40 * x.size.mean(-1, keepdim=True)) * SAFE
-    size = (y.abs() / r + moved.reach) * SAFE * SAFE
-    spread = moved.reach.square().mean(-1, keepdim=True)
+    size = (y.abs() / r + moved.error_bound) * SAFE * SAFE
+    spread = moved.error_bound.square().mean(-1, keepdim=True)
     most = (r**-2 * (1 + 2 * moved.mean) + spread) * (1 + 2.0**-40)
     found = written(node, run.rounding, x.size, size, middle, moved.least, most, again)
     root = moved.least.rsqrt() * (1 + found.theta) * SAFE
     grown = 1 + moved.factor
-    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.reach
+    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.error_bound
     magnitude = magnitude * SAFE
     shifted = found.mean * root * SAFE
     each = (found.apart((magnitude + again * root) * SAFE, root) + again * root) * SAFE
     formed = (magnitude * (1 + found.theta) + shifted + each) * SAFE
-    second = found.theta * grown * r * moved.reach
+    second = found.theta * grown * r * moved.error_bound
     error = (formed - magnitude).clamp_min(0) + 2.0**-50 * formed
     own = (each + second) * SAFE
     inside = found.result(node.name, magnitude, error, own, g.abs(), b.abs())

@@ -81,10 +81,14 @@ def linear_norm(*, centred: bool) -> LinearRule:
     return rule
 
 
-def _linear(slope: _Slope, reach: Tensor) -> Tensor:
+def _linear(slope: _Slope, error_bound: Tensor) -> Tensor:
     """Return a bound of the magnitudes summed in J δ and its adjoint."""
-    reach = reach + reach.mean(-1, keepdim=True)
-    return slope.r * (reach + slope.y.abs() * (slope.y.abs() * reach).mean(-1, keepdim=True)) * SAFE
+    error_bound = error_bound + error_bound.mean(-1, keepdim=True)
+    return (
+        slope.r
+        * (error_bound + slope.y.abs() * (slope.y.abs() * error_bound).mean(-1, keepdim=True))
+        * SAFE
+    )
 
 
 def _at(x: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
