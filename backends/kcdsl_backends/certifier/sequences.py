@@ -15,6 +15,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.view import View
 from kcdsl.model.weights import stored_constant
 from kcdsl_backends.drift.boxes.any_length import SHOWN, Axes, FixedLength, attrs_at, row_axes
 from kcdsl_backends.drift.boxes.state import Parameter
@@ -72,8 +73,9 @@ def compare(graph: BlockGraph, axes: Mapping[str, Axes], other: BlockGraph, rows
     for one, two in zip(mine, theirs, strict=True):
         shape = tuple(rows if i in axes[one.name] else n for i, n in enumerate(one.shape))
         attrs = dict(attrs_at(one, graph, axes, rows))
+        theirs_attrs = dict(View.of(two).attrs if two.op == "view" else two.attrs)
         same = (one.op, one.role, one.format) == (two.op, two.role, two.format)
-        same = same and (shape, attrs) == (two.shape, dict(two.attrs))
+        same = same and (shape, attrs) == (two.shape, theirs_attrs)
         if not same or len(one.inputs) != len(two.inputs):
             raise FixedLength(one.name, f"not the same at {rows} rows")
         for place, (a, b) in enumerate(zip(one.inputs, two.inputs, strict=True)):
