@@ -51,7 +51,7 @@ class Plan(Looks):
     )
     pilot: str | None = value(
         "FILE",
-        "report.json or a trace (.jsonl, .parquet) of an earlier evaluation: its rates, its "
+        "report.json or trace.parquet of an earlier evaluation: its rates, its "
         "spread, and the thresholds that it would have shown",
     )
     json: bool = json_option("print the plan as JSON")

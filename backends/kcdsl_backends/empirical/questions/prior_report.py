@@ -1,31 +1,29 @@
-"""What an earlier evaluation says of a clause: its report, or the trace of its requests."""
+"""What an earlier evaluation says of a clause: its report, or the evidence of its trace."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from scipy import stats
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.printer import term_text
-from kcdsl.ir.terms import Abs, Clause, Metric, Statistic
+from kcdsl.ir.terms import Clause
 from kcdsl.source.files import MARK, MARKED, read_source, shown
-from kcdsl_backends.empirical.requirements.budgets import allowed_rate, bounded_mean, is_mean, sides
+from kcdsl_backends.empirical.requirements.budgets import allowed_rate, bounded_mean, sides
 from kcdsl_backends.empirical.requirements.clauses import main_comparison
-from kcdsl_backends.empirical.statistics.bootstrap import linear_error
-from kcdsl_backends.empirical.statistics.estimates import Array, rounded_sum
+from kcdsl_backends.empirical.statistics.estimates import (
+    Array,
+)
 
 _SIZE_LIMIT = 2**30
-_REPORT, _TRACE = "kcdsl.report/2", "kcdsl.trace/1"
+_REPORT = "kcdsl.report/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +48,14 @@ class Pilot(Protocol):
 
 
 def read_pilot(path: Path) -> Pilot:
-    """Read report.json, trace.jsonl or trace.parquet of `kcdsl evaluate`; raises Refusal for
-    anything else (KC629, for a trace also KC630 and KC631)."""
-    if path.suffix == ".parquet":
-        from kcdsl_backends.empirical.table.evidence import records
-        from kcdsl_backends.empirical.table.trace import read_trace
+    """Read report.json or trace.parquet of `kcdsl evaluate`.
 
-        return _TracePilot(tuple(records(read_trace(path).evidence).values()))
+    Raises Refusal for anything else (KC629, for a trace KC630 and KC631).
+    """
+    if path.suffix == ".parquet":
+        from kcdsl_backends.empirical.questions.prior_trace import pilot_of  # it needs torch
+
+        return pilot_of(path)
     text = read_source(shown(path), _SIZE_LIMIT).text
     if text.startswith(MARK):
         raise _unusable(path, MARKED)
@@ -70,9 +69,11 @@ def read_pilot(path: Path) -> Pilot:
         known = document.get("schema") if isinstance(document, dict) else None
         if known == _REPORT:
             return _report(document)
-        if known not in (None, _TRACE):
-            raise ValueError(f"its schema is {known}")
-        return _trace(text.splitlines())
+        raise ValueError(
+            "it is neither a report nor trace.parquet"
+            if known is None
+            else f"its schema is {known}"
+        )
     except Refusal:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -83,7 +84,7 @@ def _unusable(path: Path, why: str) -> Refusal:
     return refuse(
         codes.PILOT_FILE,
         f"{shown(path)} is no usable pilot: {why}",
-        help="give report.json or a trace as `kcdsl evaluate` wrote them",
+        help="give report.json or trace.parquet as `kcdsl evaluate` wrote them",
     )
 
 
@@ -183,139 +184,3 @@ def _is_finite(value: object) -> bool:
 
 def _is_count(k: object, n: object) -> bool:
     return type(k) is type(n) is int and 0 <= k <= n <= _MOST and n > 0
-
-
-# --- traces ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _TracePilot:
-    records: Sequence[Mapping[str, Any]]
-
-    def observe(self, obligation: Obligation) -> Observed | None:
-        part = obligation.part
-        comparison = main_comparison(part.require)
-        found = None if comparison is None else sides(comparison)
-        own = [record for record in self.records if obligation.slice in record["slices"]]
-        if found is None or not own:
-            return None
-        term, op, tau = found
-        failed = sum(bool(record["failure"]) for record in own)
-        if term_text(term) == "failure_rate":
-            return Observed(len(own), failed)
-        if failed:
-            return None
-        if is_mean(part):
-            inner = term.of if isinstance(term, Abs) else term
-            of = inner.of if isinstance(inner, Statistic) else None
-            upward = op in (">=", ">")
-            return _mean_of(own, of.name, upward=upward) if isinstance(of, Metric) else None
-        windows = part.budget is not None and part.budget.unit == "windows"
-        if windows or allowed_rate(part) is None or not isinstance(term, Statistic):
-            return None
-        magnitude = isinstance(term.of, Abs)
-        of = term.of.of if isinstance(term.of, Abs) else term.of
-        if not isinstance(of, Metric) or term.kind == "mean" or op == "==":
-            return None
-        worst = _worst_of(own, of.name, magnitude, upper=op in ("<=", "<"))
-        if worst is None:
-            return None
-        beyond = sum(not _keeps(value, op, tau) for value in worst)
-        if term.kind == "rate":  # its threshold is a share, and no value
-            return Observed(len(worst), beyond)
-        return Observed(len(worst), beyond, worst=np.array(worst, dtype=np.float64))
-
-
-def _trace(lines: Sequence[str]) -> Pilot:
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            raise ValueError(f"line {number} is no JSON") from None
-        if not _is_record(record):
-            raise ValueError(f"line {number} is no record of a trace")
-        records.append(record)
-    if not records:
-        raise ValueError("it has no records")
-    return _TracePilot(records)
-
-
-def _is_record(record: object) -> bool:
-    """Say whether a line is one of `trace.jsonl`, as far as it is read here."""
-    match record:
-        case {
-            "schema": "kcdsl.trace/1",
-            "slices": [*slices],
-            "failure": None | str(),
-            "values": dict(values),
-            "latency_s": [*latencies],
-        }:
-            summaries = [v for v in values.values() if v is not None]
-            named = all(isinstance(name, str) for name in slices)
-            return named and all(map(_is_finite, latencies)) and all(map(_is_summary, summaries))
-        case _:
-            return False
-
-
-def _is_summary(found: object) -> bool:
-    match found:
-        case {"n": n, "sum": total, "min": least, "max": most}:
-            numbers = [v for v in (total, least, most) if v is not None]
-            return (n == 0 or _is_count(0, n)) and all(map(_is_finite, numbers))
-        case _:
-            return False
-
-
-def _worst_of(
-    records: Sequence[Mapping[str, Any]], name: str, magnitude: bool, *, upper: bool
-) -> list[float] | None:
-    """Return the worst value of each unit, as far as a trace holds it; None where it does not."""
-    if name == "latency":
-        return [float(v) for record in records for v in record["latency_s"]] or None
-    found: list[float] = []
-    for record in records:
-        summary = record["values"].get(name)
-        if summary is None or summary["min"] is None or summary["max"] is None:
-            return None
-        low, high = float(summary["min"]), float(summary["max"])
-        if magnitude and not upper:
-            return None
-        found.append(max(abs(low), abs(high)) if magnitude else high if upper else low)
-    return found
-
-
-def _mean_of(records: Sequence[Mapping[str, Any]], name: str, *, upward: bool) -> Observed | None:
-    """Return the mean over all tokens; `upward` says that a larger one is better."""
-    sums, sizes = [], []
-    for record in records:
-        summary = record["values"].get(name)
-        if summary is None or summary["sum"] is None or not summary["n"]:
-            return None
-        sums.append(float(summary["sum"]))
-        sizes.append(float(summary["n"]))
-    n = len(sums)
-    if n < 2:
-        return None
-    value = rounded_sum(np.array(sums)) / math.fsum(sizes)
-    if not math.isfinite(value):
-        return None
-    error = linear_error(np.array(sums), np.array(sizes), value)
-    means = np.array(sums) / np.array(sizes)
-    away = int(np.count_nonzero(means != (means.max() if upward else means.min())))
-    return Observed(n, value=value, variance=n * error**2, away=away)
-
-
-def _keeps(value: float, op: str, tau: Fraction) -> bool:
-    if not math.isfinite(value):
-        return False
-    exact = Fraction(value)
-    match op:
-        case "<=":
-            return exact <= tau
-        case "<":
-            return exact < tau
-        case ">=":
-            return exact >= tau
-        case _:
-            return exact > tau

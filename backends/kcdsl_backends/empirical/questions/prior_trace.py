@@ -1,0 +1,98 @@
+"""What the trace of an earlier evaluation says of a clause: the values that it was decided on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from kcdsl.ir.obligations import Obligation
+from kcdsl.ir.printer import term_text
+from kcdsl.ir.terms import Abs, Statistic, Term
+from kcdsl_backends.empirical.decide.report import slice_data
+from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
+from kcdsl_backends.empirical.questions.prior_report import Observed, Pilot
+from kcdsl_backends.empirical.requirements.budgets import allowed_rate, is_mean, sides
+from kcdsl_backends.empirical.requirements.clauses import main_comparison
+from kcdsl_backends.empirical.statistics.bootstrap import linear_error
+from kcdsl_backends.empirical.statistics.estimates import (
+    NotMeasurable,
+    check_values,
+    rounded_sum,
+)
+from kcdsl_backends.empirical.table.trace import read_trace
+from kcdsl_backends.empirical.table.units import SliceData
+
+
+def pilot_of(path: Path) -> Pilot:
+    """Read a trace; raises Refusal (KC630, KC631) for what cannot be relied upon."""
+    return _TracePilot(slice_data(read_trace(path).evidence))
+
+
+@dataclass(frozen=True, slots=True)
+class _TracePilot:
+    slices: Mapping[str, SliceData]
+
+    def observe(self, obligation: Obligation) -> Observed | None:
+        part, data = obligation.part, self.slices.get(obligation.slice or "")
+        comparison = main_comparison(part.require)
+        found = None if comparison is None else sides(comparison)
+        if found is None or data is None or not data.requests:
+            return None
+        term, op, tau = found
+        failed = sum(unit.failure is not None for unit in data.requests)
+        if term_text(term) == "failure_rate":
+            return Observed(len(data.requests), failed)
+        if failed:
+            return None
+        try:
+            if is_mean(part):
+                inner = term.of if isinstance(term, Abs) else term
+                upward = op in (">=", ">")
+                return _mean_of(inner.of, data, upward) if isinstance(inner, Statistic) else None
+            windows = part.budget is not None and part.budget.unit == "windows"
+            if windows or op == "==" or allowed_rate(part) is None:
+                return None
+            return _units_beyond(term, op, tau, data) if isinstance(term, Statistic) else None
+        except NotMeasurable:
+            return None
+
+
+def _units_beyond(term: Statistic, op: str, tau: Fraction, data: SliceData) -> Observed:
+    """Return the units beyond a threshold; raises NotMeasurable."""
+    side: Side = "upper" if op in ("<=", "<") else "lower"
+    worst = check_values(worst_of_units(term.of, data, side), term_text(term.of))
+    beyond = sum(not _keeps(value, op, tau) for value in worst.tolist())
+    if term.kind == "rate":  # its threshold is a share, and no value
+        return Observed(worst.size, beyond)
+    return Observed(worst.size, beyond, worst=worst)
+
+
+def _mean_of(of: Term, data: SliceData, upward: bool) -> Observed | None:
+    """Return the mean over all tokens; `upward` says that a larger one is better."""
+    sums, sizes = token_sums(of, data)
+    if sums.size < 2:
+        return None
+    value = rounded_sum(sums) / math.fsum(sizes)
+    if not math.isfinite(value):
+        return None
+    error, means = linear_error(sums, sizes, value), sums / sizes
+    away = int(np.count_nonzero(means != (means.max() if upward else means.min())))
+    return Observed(sums.size, value=value, variance=sums.size * error**2, away=away)
+
+
+def _keeps(value: float, op: str, tau: Fraction) -> bool:
+    exact = Fraction(value)
+    match op:
+        case "<=":
+            return exact <= tau
+        case "<":
+            return exact < tau
+        case ">=":
+            return exact >= tau
+        case _:
+            return exact > tau
