@@ -127,26 +127,26 @@ class Obligation:
 def obligations_of(clause: Clause, slice: str | None) -> tuple[Obligation, ...]:
     """Return the obligations of a clause on a slice.
 
-    A conjunction with a budget is one: a unit is beyond where any part of it fails.
+    A part whose quantifiers name slices is an obligation on these alone. A conjunction with a
+    budget is one obligation: a unit is beyond where any part of it fails.
     """
     parts = (clause.require,) if clause.budget is not None else tuple(_parts(clause.require))
     return tuple(
         Obligation(clause, replace(clause, require=part), number, slice, alternatives(part))
         for number, part in enumerate(parts)
+        if slice is None or slice in ({r.slice for r in regions_of(part)} or {slice})
     )
 
 
 def slices_of(clause: Clause) -> tuple[str | None, ...]:
     """Return the slices a clause is decided on; (None,) where it names none."""
-    if clause.slices:
-        return clause.slices
-    region = region_of(clause.require)
-    return (None,) if region is None else (region.slice,)
+    named = (*clause.slices, *(region.slice for region in regions_of(clause.require)))
+    return tuple(dict.fromkeys(named)) or (None,)
 
 
-def region_of(formula: Formula) -> Region | None:
-    """Return the region of the first quantifier, or None."""
-    return next((f.region for f in walk(formula) if isinstance(f, Quantified)), None)
+def regions_of(formula: Formula) -> tuple[Region, ...]:
+    """Return the regions of the quantifiers, outermost first."""
+    return tuple(part.region for part in walk(formula) if isinstance(part, Quantified))
 
 
 def _parts(formula: Formula) -> Iterator[Formula]:

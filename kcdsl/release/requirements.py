@@ -10,7 +10,7 @@ from kcdsl.ir.obligations import (
     Obligation,
     conjunction,
     obligations_of,
-    region_of,
+    regions_of,
     slices_of,
 )
 from kcdsl.ir.tables import expand_tables
@@ -57,8 +57,9 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
     digests: dict[str, str | None] = {}
     required: list[RequiredClause] = []
     for clause in program.clauses:
-        region = region_of(clause.require)
+        regions = {region.slice: region for region in reversed(regions_of(clause.require))}
         for name in slices_of(clause):
+            region = regions.get(name) if name is not None else None
             if name is not None and name not in digests:
                 digests[name] = slice_digest(program, files, name)
             required.append(

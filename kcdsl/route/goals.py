@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl.ir.obligations import Obligation, obligations_of, region_of
+from kcdsl.ir.obligations import Obligation, obligations_of, regions_of
 from kcdsl.ir.terms import Clause, EvidenceKind, NoFlip, Norm, Program, Region
 
 
@@ -74,10 +74,10 @@ ALPHA = Fraction(1, 10**9)
 
 def goal_of(clause: Clause) -> Goal | None:
     """Return the goal of a clause, or None if it is not one universal statement about one drift."""
-    region = region_of(clause.require)
-    if region is None:
+    regions = regions_of(clause.require)
+    if len(regions) != 1:
         return None
-    obligation, *others = obligations_of(clause, region.slice)
+    obligation, *others = obligations_of(clause, regions[0].slice)
     if others or obligation.drift is None:
         return None
     quantified, comparison = obligation.drift

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import load_program
-from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.obligations import obligations_of, slices_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
 from kcdsl.release.results import certified_clauses, result_of
@@ -120,6 +120,30 @@ def test_rows_are_joined_to_their_comparisons_by_name(program: Program, folder: 
     assert results[0] == results[1][::-1]
     assert [one.value for one in results[0]] == [Fraction(1, 1000), Fraction(1, 5)]
     assert len({one.quantity for one in results[0]}) == 2
+
+
+def test_a_part_that_names_its_slice_is_decided_there_alone(folder: Path) -> None:
+    path = folder / "contract.yaml"
+    parts = (
+        f"(forall x in points({name}): norm_inf(measured_drift(attn_0, x)) <= {limit})"
+        for name, limit in (("all", 0.5), ("long", 0.25))
+    )
+    text = path.read_text(encoding="utf-8")
+    two = f'  N-TWO: {{require: "{" and ".join(parts)}", level: L2}}\n  N-KL: '
+    path.write_text(text.replace("  N-KL: ", two, 1), encoding="utf-8")
+    program = load_program(path)
+    clause = next(clause for clause in program.clauses if clause.id == "N-TWO")
+    found = [each for name in slices_of(clause) for each in obligations_of(clause, name)]
+    assert [each.id for each in found] == ["N-TWO/all/0", "N-TWO/long/1"]
+    rows = [
+        row(Held(), 0.1, clause="N-TWO", slice=each.slice, obligation=each.id) for each in found
+    ]
+    results = certified_clauses(program, folder, Rows(*rows))  # type: ignore[arg-type]
+    assert [(one.slice, one.tau) for one in results] == [
+        ("all", Fraction(1, 2)),
+        ("long", Fraction(1, 4)),
+    ]
+    assert [one.region.slice for one in results if one.region is not None] == ["all", "long"]
 
 
 def test_each_bucket_of_a_table_has_its_own_threshold(folder: Path) -> None:
