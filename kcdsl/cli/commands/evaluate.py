@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.cli.commands.verify import recording
 from kcdsl.cli.common import switch, value, values
 from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code, results_folder
+from kcdsl.cli.common.groups import Certifies, Looks, RunsCode
 from kcdsl.cli.common.options import (
-    Certifies,
     Device,
     Engine,
-    Looks,
-    RunsCode,
     choose_device,
     contract_argument,
     device_option,

@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.common import argument, value
 from kcdsl.cli.common.contracts import read_contract, refuse_foreign_code
-from kcdsl.cli.common.options import (
-    Device,
-    RunsCode,
-    choose_device,
-    device_option,
-    json_option,
-)
+from kcdsl.cli.common.groups import RunsCode
+from kcdsl.cli.common.options import Device, choose_device, device_option, json_option
 from kcdsl.cli.common.output import print_json, say
 from kcdsl.cli.common.plugins import measuring_backend, replaying_backend
 from kcdsl.diagnostics import codes, refuse

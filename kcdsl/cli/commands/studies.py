@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.contracts import read_contract, refuse_foreign_code, results_folder
+from kcdsl.cli.common.groups import Looks, RunsCode
 from kcdsl.cli.common.options import (
     Device,
-    Looks,
-    RunsCode,
     choose_device,
     contract_argument,
     device_option,

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.cli.commands.check import RECHECK, read_certificate
 from kcdsl.cli.common import argument, switch, value
 from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code
-from kcdsl.cli.common.options import (
-    KERNELS,
-    RunsCode,
-    Signs,
-    Trusts,
-    fingerprints_in,
-    json_option,
-    output_option,
-)
+from kcdsl.cli.common.groups import RunsCode, Signs, Trusts
+from kcdsl.cli.common.options import KERNELS, fingerprints_in, json_option, output_option
 from kcdsl.cli.common.output import print_json
 from kcdsl.cli.common.plugins import formal_backend
 from kcdsl.diagnostics import Refusal, refuse

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.common import choice, switch, value, values
 from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code, results_folder
+from kcdsl.cli.common.groups import Certifies, RunsCode
 from kcdsl.cli.common.options import (
-    Certifies,
     Device,
     Engine,
-    RunsCode,
     choose_device,
     contract_argument,
     device_option,
