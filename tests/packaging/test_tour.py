@@ -65,7 +65,7 @@ def test_the_threshold_is_exact_at_every_step(tiny: Path) -> None:
     assert isinstance(require, Scalar)
     tree = parse_expression(source, require, sink)
     assert "Fraction(1, 100)" in repr(tree)
-    assert not sink.diagnostics
+    assert not sink.found
 
     program = load_program(tiny / "contract.yaml")
     compiled = next(c for c in program.clauses if c.id == "N-ATTN-0")
@@ -89,7 +89,7 @@ def test_both_programs_store_the_weight_alike(tiny: Path) -> None:
     ours = load_checkpoint(file)
     single = ours.tensors[WEIGHT].to(torch.float32).numpy()
     digest = array_digest("float32", single.shape, single.tobytes())
-    theirs = Parameters(read(str(file)).tensors, {WEIGHT: digest})
+    theirs = Parameters(read(file).tensors, {WEIGHT: digest})
     for kernel in (program.train, program.infer):
         numerics = resolve(kernel)
         stored = linear_weight(ours.tensors[WEIGHT].to(torch.float32), numerics)
