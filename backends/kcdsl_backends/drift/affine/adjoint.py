@@ -127,6 +127,19 @@ def by_rows(adjoint: Adjoint) -> Iterator[tuple[tuple[int, ...], Adjoint]]:
         yield row, Adjoint(adjoint.values[part], window, adjoint.shape)
 
 
+def part_of(adjoint: Adjoint, dim: int, offset: int, shape: tuple[int, ...]) -> Adjoint | None:
+    """Return what functionals of a concatenation along `dim` read of the operand of this shape that
+    begins at `offset`; None for nothing."""
+    start, stop = adjoint.window[dim]
+    first, last = max(start, offset), min(stop, offset + shape[dim])
+    if first >= last:
+        return None
+    window = list(adjoint.window)
+    window[dim] = (first - offset, last - offset)
+    values = adjoint.values.narrow(1 + dim, first - start, last - first)
+    return Adjoint(values, tuple(window), shape)
+
+
 def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
     """Return functionals of x.permute(dims) as functionals of x."""
     if list(dims) == list(range(len(dims))):

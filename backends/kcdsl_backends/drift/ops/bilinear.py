@@ -18,7 +18,7 @@ from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import PASS, Entry
 from kcdsl_backends.drift.boxes.box import SAFE, gamma
 from kcdsl_backends.drift.linear.run import LinearRun
-from kcdsl_backends.drift.linear.tape import Functional
+from kcdsl_backends.drift.linear.tape import Functional, LinearEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False
     return straight_heads(run, moves, source, transposed=transposed)
 
 
-def views_behind(run: KernelRun, source: Node) -> tuple[list[Node], Node]:
+def views_behind(run: KernelRun | LinearRun, source: Node) -> tuple[list[Node], Node]:
     """Return the operations that only moved what a node holds, the last one first, and where it
     was computed."""
     moves = []
@@ -100,29 +100,33 @@ def straight_heads(
     entry = run.tape.entries[run.computed[source.name]]
     if not entry.kept or entry.radius is None or len(entry.shape) != 2:
         return None
-    tokens, features = entry.shape
     place = places_after(entry, moves, transposed=transposed)
-    if place.dim() != 3:
-        return None
-    outputs = place[:, :1] % features
-    row = torch.arange(tokens, device=place.device)[:, None]
-    if place.shape[1] != tokens or not bool((place == row * features + outputs).all()):
+    outputs = _outputs(place, *entry.shape)
+    if outputs is None:
         return None
     weight = run.parameters.linear(run.source(source, 1))
     own = run.own(source.name)
     assert own is not None
     own = own.flatten()[place.flatten()].reshape(place.shape)
-    below, read = run.operand(source, 0), [tuple(each) for each in outputs[:, 0].tolist()]
+    below, read = run.operand(source, 0), [tuple(each) for each in outputs.tolist()]
     groups = tuple(read.index(each) for each in read)
     each_once = [output for h in sorted(set(groups)) for output in read[h]]
     apart = len(set(each_once)) == len(each_once)
     plain = apart and entry.centre is None and entry.apart is None
-    return Heads(
-        weight[outputs[:, 0]], own, below.error_bound, below.index, plain=plain, groups=groups
-    )
+    return Heads(weight[outputs], own, below.error_bound, below.index, plain=plain, groups=groups)
 
 
-def places_after(entry: Entry, moves: Sequence[Node], *, transposed: bool) -> Tensor:
+def _outputs(place: Tensor, tokens: int, features: int) -> Tensor | None:
+    """Return which outputs [heads, d] of a linear every head reads, given the places [heads, T, d]
+    of its elements [T, features]; None where rows mix, or heads read others at another row."""
+    if place.dim() != 3 or place.shape[1] != tokens:
+        return None
+    outputs = place[:, :1] % features
+    row = torch.arange(tokens, device=place.device)[:, None]
+    return outputs[:, 0] if bool((place == row * features + outputs).all()) else None
+
+
+def places_after(entry: Entry | LinearEntry, moves: Sequence[Node], *, transposed: bool) -> Tensor:
     """Return which element of an entry stands where, after `moves`, the last of them first."""
     count = entry.reference.numel()
     place = torch.arange(count, device=entry.reference.device).reshape(entry.shape)
@@ -294,29 +298,18 @@ def linear_heads(
     Args:
         transposed: the operand is [heads, d, T].
     """
-    moves, source = [], run.source(node, position)
-    while source.op == "view":
-        moves.append(source)
-        source = run.source(source, 0)
+    moves, source = views_behind(run, run.source(node, position))
     straight = run.straight.get(source.name)
     if straight is None:
         return None
     entry, x = run.tape.entries[straight.entry], run.tape.entries[straight.source]
     noise = entry.noise
     assert noise is not None
-    tokens, features = entry.shape
-    place = torch.arange(tokens * features, device=entry.reference.device).reshape(entry.shape)
-    for move in reversed(moves):
-        place = View.of(move).moved(place)
-    if place.dim() != 3:
-        return None
-    place = place.mT if transposed else place
-    outputs = place[:, :1] % features
-    row = torch.arange(tokens, device=place.device)[:, None]
-    if place.shape[1] != tokens or not bool((place == row * features + outputs).all()):
+    place = places_after(entry, moves, transposed=transposed)
+    chosen = _outputs(place, *entry.shape)
+    if chosen is None:
         return None
     operand = run.operand(node, position)
-    chosen = outputs[:, 0]
     train, infer = straight.train[chosen], straight.infer[chosen]
     change = infer - train
 

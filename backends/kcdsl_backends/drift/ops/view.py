@@ -11,11 +11,11 @@ from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import held_formats
 from kcdsl.model.view import View
-from kcdsl_backends.drift.affine.adjoint import Adjoint, permuted, reshaped, summed
+from kcdsl_backends.drift.affine.adjoint import Adjoint, part_of, permuted, reshaped, summed
 from kcdsl_backends.drift.affine.cases import Cases
-from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import Entry
+from kcdsl_backends.drift.affine.tape import Adjoints, Entry
 from kcdsl_backends.drift.boxes.box import Box, gamma
 from kcdsl_backends.drift.boxes.rounding import Apart
 from kcdsl_backends.drift.boxes.state import State, Step
@@ -180,26 +180,17 @@ def affine_concat(run: KernelRun, node: Node) -> None:
     """Append the operands joined along one dimension."""
     parts = [run.operand(node, i) for i in range(len(node.inputs))]
     dim = int(node.attrs["dim"]) % len(node.shape)
-    reference = torch.cat([p.reference for p in parts], dim)
+    reference, offsets = torch.cat([p.reference for p in parts], dim), _offsets(parts, dim)
     if all(p.index is None for p in parts):
         run.known[node.name] = reference
         return
 
-    def vjp(a: Adjoint) -> Sequence[tuple[int, Adjoint]]:
-        found, offset = [], 0
-        start, stop = a.window[dim]
-        for part in parts:
-            length = part.reference.shape[dim]
-            first, last = max(start, offset), min(stop, offset + length)
-            if part.index is not None and first < last:
-                values = a.values.narrow(1 + dim, first - start, last - first)
-                window = list(a.window)
-                window[dim] = (first - offset, last - offset)
-                found.append(
-                    (part.index, Adjoint(values, tuple(window), tuple(part.reference.shape)))
-                )
-            offset += length
-        return found
+    def vjp(a: Adjoint) -> Adjoints:
+        found = [
+            (part.index, part_of(a, dim, offset, tuple(part.reference.shape)))
+            for part, offset in zip(parts, offsets, strict=True)
+        ]
+        return [(i, each) for i, each in found if i is not None and each is not None]
 
     error_bound = torch.cat([p.error_bound for p in parts], dim)
     run.computed[node.name] = run.tape.add(Entry(node.name, reference, error_bound, vjp))
@@ -258,37 +249,30 @@ def linear_concat(run: LinearRun, node: Node) -> None:
     """Append the operands joined along one dimension."""
     parts = [run.operand(node, i) for i in range(len(node.inputs))]
     dim = int(node.attrs["dim"]) % len(node.shape)
-    reference = torch.cat([p.reference for p in parts], dim)
+    reference, offsets = torch.cat([p.reference for p in parts], dim), _offsets(parts, dim)
     nothing = zero_part(reference)
 
     def vjp(a: Functional) -> list[Source]:
         found: list[Source] = []
-        offset = 0
-        for part in parts:
-            length = part.reference.shape[dim]
+        for part, offset in zip(parts, offsets, strict=True):
+            shape = tuple(part.reference.shape)
             taken = Functional(
-                _piece(a.deviation, part, dim, offset), _piece(a.drift, part, dim, offset)
+                *(
+                    None if b is None else part_of(b, dim, offset, shape)
+                    for b in (a.deviation, a.drift)
+                )
             )
             if taken.parts:
                 found.append((part.index, taken))
-            offset += length
         return found
 
     run.append(node, reference, vjp, nothing, nothing)
 
 
-def _piece(a: Adjoint | None, part: LinearOperand, dim: int, offset: int) -> Adjoint | None:
-    """Return what functionals of a concatenation read of one of its parts, None for nothing."""
-    if a is None:
-        return None
-    start, stop = a.window[dim]
-    first, last = max(start, offset), min(stop, offset + part.reference.shape[dim])
-    if first >= last:
-        return None
-    window = list(a.window)
-    window[dim] = (first - offset, last - offset)
-    values = a.values.narrow(1 + dim, first - start, last - first)
-    return Adjoint(values, tuple(window), tuple(part.reference.shape))
+def _offsets(parts: Sequence[Operand | LinearOperand], dim: int) -> list[int]:
+    """Return where each of the operands of a concatenation begins."""
+    lengths = [part.reference.shape[dim] for part in parts]
+    return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 def linear_embedding(run: LinearRun, node: Node) -> None:
