@@ -148,7 +148,8 @@ class CodeFormat:
     from a zero point, and scales come from the range of the numbers.
 
     `rules` are those of the layouts (`ScaleLayout.rule`) that its scales may have. `static`: a
-    scale may be calibrated before. `activations`: inputs of linears may be quantised to it.
+    scale may be calibrated before. `activations`: inputs of linears may be quantised to it. `ball`:
+    weights that are stored so have bounds in a region around them.
     """
 
     name: str
@@ -162,6 +163,7 @@ class CodeFormat:
     rules: tuple[str, ...] = ("amax", "batch")
     static: bool = False
     activations: bool = True
+    ball: bool = False
 
     @property
     def integer(self) -> bool:
@@ -192,26 +194,28 @@ _INTEGERS = Format("integer", 8, 7, 255.0)
 
 
 def _floats(
-    grid: Format, *rules: str, top: float | None = None, static: bool = False
+    grid: Format, *rules: str, top: float | None = None, static: bool = False, ball: bool = False
 ) -> CodeFormat:
     last, given = top or grid.largest, rules or ("amax", "batch")
-    return CodeFormat(grid.name, grid, last, last, last, rules=given, static=static)
+    return CodeFormat(grid.name, grid, last, last, last, rules=given, static=static, ball=ball)
 
 
 CODE_FORMATS: dict[str, CodeFormat] = {
     found.name: found
     for found in (
-        _floats(FORMATS["fp8_e4m3"], *_POWERS, static=True),
-        _floats(FORMATS["fp8_e5m2"], *_POWERS, static=True),
+        _floats(FORMATS["fp8_e4m3"], *_POWERS, static=True, ball=True),
+        _floats(FORMATS["fp8_e5m2"], *_POWERS, static=True, ball=True),
         _floats(Format("fp8_e4m3fnuz", 4, -7, 240.0), top=224.0, static=True),
         _floats(Format("fp8_e5m2fnuz", 3, -15, 57344.0), static=True),
         _floats(Format("fp6_e2m3", 4, 0, 7.5), "floor"),
         _floats(Format("fp6_e3m2", 3, -2, 28.0), "floor"),
         _floats(Format("fp4_e2m1", 2, 0, 6.0), "floor", "nested"),
-        CodeFormat("int8", Format("int8", 8, 7, 127.0), 127.0, 127.0, 127.0, static=True),
+        CodeFormat(
+            *("int8", Format("int8", 8, 7, 127.0), 127.0, 127.0, 127.0), static=True, ball=True
+        ),
         CodeFormat(
             *("int8_full", _INTEGERS, 127.0, 128.0, 127.5),
-            reciprocal=True, least_scale=_LEAST_FULL, static=True,
+            reciprocal=True, least_scale=_LEAST_FULL, static=True, ball=True,
         ),
         CodeFormat(
             *("int4_full", _INTEGERS, 7.0, 8.0, 7.5),

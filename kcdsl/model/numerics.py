@@ -197,6 +197,11 @@ class KvCache:
         """Say whether scales are calibrated before."""
         return self.scale == "static"
 
+    @property
+    def by_head(self) -> bool:
+        """Say whether all rows of a head share a scale."""
+        return self.scale == "per_head"
+
     def quantiser(self, part: str, source: str) -> Activations | None:
         """Return the quantiser of "keys" or "values" whose elements are arranged so that it is one
         of the input of a linear (`CacheRows`); None where a static scale is missing.

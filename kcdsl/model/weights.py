@@ -54,7 +54,7 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     rounded to `compute`.
     """
     stored = numerics.weights
-    if stored.scale == "none":
+    if stored.layout is None:
         return _cast(_cast(w, stored.format, numerics, name), numerics.compute, numerics, name)
     value = dequantised(w.to(torch.float32), stored, name)
     return round_to(value, "float32" if numerics.by_codes else numerics.compute, name)

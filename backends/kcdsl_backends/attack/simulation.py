@@ -128,7 +128,7 @@ class Simulator:
             found.append(("scalar", (1,) * len(node.shape)))
         if self._coarse(node) and self._casts_early(node):
             found.append(("early", node.shape))
-        if self._at(node).compute != "float64":
+        if self._at(node).function_format.precision < SIMULATED:
             if node.op == "layer_norm":
                 found.append(("mean", row))
             if node.op in NORMS:

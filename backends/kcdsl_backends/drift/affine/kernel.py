@@ -253,7 +253,7 @@ class KernelRun:
     def quantises(self, linear: Node) -> bool:
         """Say whether the input of a linear is quantised."""
         numerics = self.parameters.numerics.serving(weight_of(linear, self.nodes))
-        return numerics.activations.format != "none"
+        return numerics.activations.quantised
 
     def source(self, node: Node, position: int) -> Node:
         """Return the node that produces an input."""

@@ -94,7 +94,6 @@ class StoredParameters:
 def _storing(numerics: Numerics) -> tuple[object, ...]:
     """Return all of a kernel's numerics that decides what it stores (kcdsl.model.weights)."""
     overrides = tuple(
-        (each.pattern, each.weights, each.activations.format != "none")
-        for each in numerics.overrides
+        (each.pattern, each.weights, each.activations.quantised) for each in numerics.overrides
     )
     return numerics.weights, numerics.compute, numerics.by_codes, overrides

@@ -15,7 +15,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import CASTS, CODE_FORMATS, E8M0_EXPONENTS, FORMATS, LAYOUTS, Format
+from kcdsl.model.formats import (
+    CASTS,
+    E8M0_EXPONENTS,
+    FORMATS,
+    LAYOUTS,
+    CodeFormat,
+    Format,
+    ScaleLayout,
+)
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.weights import group_amax
@@ -27,7 +35,6 @@ LARGEST_RHO = Fraction(1, 2)
 """No region around the weights is wider: within it no element changes its sign."""
 _WIDER = 1.0 + 2.0**-20
 _FLOAT32 = FORMATS["float32"]
-_MOVING = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
 """Formats of codes that a region around the weights has a rule for."""
 
 
@@ -129,9 +136,9 @@ def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
     A cast to a format that holds what is cast decides nothing.
     """
     stored, way, held = numerics.weights, [], _FLOAT32
-    if linear and stored.scale != "none":
+    if linear and stored.layout is not None:
         way = [stored.format, stored.scale, stored.scale_format]
-        casts = [numerics.compute] if numerics.activations.format == "none" else []
+        casts = [numerics.compute] if not numerics.activations.quantised else []
     else:
         casts = [stored.format, numerics.compute] if linear else [numerics.compute]
     for name in casts:
@@ -155,13 +162,13 @@ def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
     stored = numerics.weights
     if stored.applied != "weights":
         raise NoBound(name, "there is no region around weights whose scales come after the sum")
-    if stored.scale == "none":
+    if stored.layout is None:
         first = _rounded(w, Held(w, _zero(w)), FORMATS[stored.format], stored, name)
         if _contains(FORMATS[numerics.compute], FORMATS[stored.format]):
             return first
         return _rounded(w, first, FORMATS[numerics.compute], stored, name)
     held = _scaled(w, stored, name)
-    if numerics.activations.format != "none":
+    if numerics.activations.quantised:
         return held
     return _rounded(w, held, FORMATS[numerics.compute], stored, name)
 
@@ -197,29 +204,28 @@ def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> 
 
 def _scaled(w: Box, stored: Weights, name: str) -> Held:
     """Return codes times scales, both of which move with the weights."""
-    format, scale = stored.format, stored.scale
-    if format not in _MOVING or LAYOUTS[scale].rule not in ("amax", "floor"):
-        raise NoBound(name, f"there is no region around weights of {format} {scale}")
+    form, layout = stored.codes, LAYOUTS[stored.scale]
+    if not form.ball or layout.rule not in ("amax", "floor"):
+        raise NoBound(name, f"there is no region around weights of {form.name} {layout.name}")
     if stored.scale_format != "float32":
         raise NoBound(name, "there is no region around weights whose scales are rounded")
     least, most = torch.minimum(w.lo.abs(), w.hi.abs()), w.mag()
-    low, high = (_scale(group_amax(size, LAYOUTS[scale]), format, scale) for size in (least, most))
+    low, high = (_scale(group_amax(size, layout), form, layout) for size in (least, most))
     if not bool((low >= LEAST_SCALE).all()):
         raise NoBound(name, "a scale of the weights is too small")
     scales = Box(low, high)
-    off = _off(most, high, format, scale)
-    if format == "int8_full":
-        value = _full_range(w, scales)
+    off = _off(most, high, form, layout)
+    if form.reciprocal:
+        value = _full_range(w, scales, form)
     else:
-        value = quantized_hull(w, known_steps(stored.codes, w, scales))
+        value = quantized_hull(w, known_steps(form, w, scales))
     value = value.meet(w.widen(off))
     return Held(value, (value - w).meet(Box.around(off)))
 
 
-def _scale(amax: Tensor, format: str, scale: str) -> Tensor:
+def _scale(amax: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
     """Return the float32 scale made from a maximum; it grows with it. 1 where that is 0."""
-    form = CODE_FORMATS[format]
-    if scale == "mx":
+    if layout.rule == "floor":
         _, exponent = torch.frexp(amax)
         found = power_of_two((exponent - 1 - form.top_exponent).clamp(*E8M0_EXPONENTS))
     else:
@@ -228,22 +234,19 @@ def _scale(amax: Tensor, format: str, scale: str) -> Tensor:
     return torch.where(amax == 0, torch.ones_like(found), found)
 
 
-def _off(size: Tensor, scale: Tensor, format: str, kind: str) -> Tensor:
+def _off(size: Tensor, scale: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
     """Return how far a code times its scale may be from the number of at most this size."""
-    match format:
-        case "int8":
-            return up((scale / 2 + size * 2.0**-20) * _WIDER, 4)
-        case "int8_full":
-            return up((torch.minimum(size, scale / 2) + size * 2.0**-20) * _WIDER, 4)
-    form = FORMATS[format]
-    rounding = (form.unit_roundoff * size + scale * form.underflow) * _WIDER
-    if kind != "mx":
+    if form.integer:
+        step = torch.minimum(size, scale / 2) if form.reciprocal else scale / 2
+        return up((step + size * 2.0**-20) * _WIDER, 4)
+    rounding = (form.grid.unit_roundoff * size + scale * form.grid.underflow) * _WIDER
+    if not layout.cuts:
         return up(rounding, 4)
-    kept = form.largest * 2.0 ** -(CODE_FORMATS[format].top_exponent + 1)
+    kept = form.above * 2.0 ** -(form.top_exponent + 1)
     return up(torch.maximum(rounding, size * (1 - kept) + size * 2.0**-20), 4)
 
 
-def _full_range(w: Box, scale: Box) -> Box:
+def _full_range(w: Box, scale: Box, form: CodeFormat) -> Box:
     """Return where float32(code·s) lies, code = float32(w·float32(1/s)) to the nearest integer.
 
     The scale of a group of zeros is 1 here and 2^-23 in the kernel; its codes are 0 either way.
@@ -251,7 +254,7 @@ def _full_range(w: Box, scale: Box) -> Box:
     inverse = Box(*(_single(1.0 / _single(end)) for end in (scale.hi, scale.lo)))
 
     def code(x: Tensor, r: Tensor) -> Tensor:
-        return torch.round(_single(x * r)).clamp(-128.0, 127.0)
+        return torch.round(_single(x * r)).clamp(-form.below, form.above)
 
     low = torch.where(w.lo >= 0, code(w.lo, inverse.lo), code(w.lo, inverse.hi))
     high = torch.where(w.hi >= 0, code(w.hi, inverse.hi), code(w.hi, inverse.lo))

@@ -110,7 +110,7 @@ def arranged(x: Tensor, node: Node, numerics: Numerics) -> Tensor:
     assert numerics.kv_cache is not None
     x = x.mT if node.attrs["part"] == "keys" else x
     x = x.reshape(-1, *x.shape[-2:])
-    if numerics.kv_cache.scale == "per_head":
+    if numerics.kv_cache.by_head:
         return x.reshape(len(x), -1)
     return x.permute(1, 2, 0) if numerics.kv_cache.static else x
 

@@ -135,7 +135,7 @@ def _linear_error(
     total = magnitude_product(x.mag(), size)
     if bias is not None:
         total = up(total + bias)
-    quantised = kernel.numerics.activations.format != "none"
+    quantised = kernel.numerics.activations.quantised
     error = summation_error(
         *(x.mag(), size, total, result.mag(), kernel),
         before=term_roundings(kernel),
@@ -178,7 +178,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         total = (total + shift) * SAFE
     value, dynamic = (
         (reference.abs() + error_bound) * SAFE,
-        kernel.numerics.activations.format != "none",
+        kernel.numerics.activations.quantised,
     )
     value = value if pushed is None else (value + pushed) * SAFE
     key = str(run.source(node, 1).attrs["key"])
