@@ -25,14 +25,16 @@ LARGEST_DOCUMENT = 512 * 1024 * 1024
 """Bytes of an evidence file that is read and not only hashed."""
 _STANDARD = re.compile(r"[A-Za-z0-9+/]*={0,2}", re.ASCII)
 _URL_SAFE = re.compile(r"[A-Za-z0-9_-]*={0,2}", re.ASCII)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z", re.ASCII)
 
 
-def strict_load(raw: bytes, limit: int) -> Any:
+def strict_load(raw: bytes, limit: int, nesting: int | None = DEEPEST_NESTING) -> Any:
     """Parse one JSON document of at most `limit` bytes, refusing whatever JSON leaves open.
 
     Refused are: duplicate keys, floats and constants such as NaN, integers beyond 2^53 - 1 and -0,
-    lone surrogates, any encoding but UTF-8, a byte order mark, trailing data, deep nesting.
+    lone surrogates, any encoding but UTF-8, a byte order mark, trailing data, and what is nested
+    more deeply than `nesting` levels (None: than the parser reads).
     """
     if len(raw) > limit:
         raise Rejected("json/size", f"{len(raw)} bytes, at most {limit} are read")
@@ -45,14 +47,16 @@ def strict_load(raw: bytes, limit: int) -> Any:
             parse_float=_no_float,
             parse_int=_integer,
         )
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        if _SURROGATE.search(text) is not None:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise Rejected("json/nesting", "too deeply nested") from None
     except UnicodeError:
         raise Rejected("json/encoding", "not UTF-8, or a lone surrogate") from None
     except ValueError as error:
         raise Rejected("json/syntax", str(error)) from None
-    _limit_nesting(value, DEEPEST_NESTING)
+    if nesting is not None:
+        _limit_nesting(value, nesting)
     return value
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.strict import strict_load
 
-LARGEST_INTEGER = 2**53 - 1
 MOST_VALUES = 2**24  # parsed, a value takes some 60 bytes and more
-_LONGEST_INTEGER = 17
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def load(data: bytes, reason: str) -> Any:
-    """Parse UTF-8 JSON without floats, duplicate keys, large integers or lone surrogates.
+    """Parse strict JSON of at most 2^24 values.
 
     Raises:
         Rejected: with the given reason.
@@ -25,19 +22,9 @@ def load(data: bytes, reason: str) -> Any:
     if data.count(b",") > MOST_VALUES:
         raise Rejected(reason, f"more than {MOST_VALUES} values")
     try:
-        text = data.decode("utf-8")
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_float=_refuse("a number with a fraction or an exponent"),
-            parse_constant=_refuse("NaN or Infinity"),
-            parse_int=_integer,
-        )
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        return value
-    except (ValueError, RecursionError) as error:
-        raise Rejected(reason, f"not strict JSON: {str(error)[:200]}") from None
+        return strict_load(data, len(data), nesting=None)
+    except Rejected as rejection:
+        raise Rejected(reason, f"not strict JSON: {rejection.detail[:200]}") from None
 
 
 def canonical(value: Any) -> bytes:
@@ -59,28 +46,6 @@ def _sorted(value: Any) -> Any:
         keys = sorted(value, key=lambda key: key.encode("utf-16-be"))
         return {key: _sorted(value[key]) for key in keys}
     return [_sorted(item) for item in value] if isinstance(value, list) else value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
-def _refuse(what: str) -> Callable[[str], NoReturn]:
-    def refuse(text: str) -> NoReturn:
-        raise ValueError(f"{what}: {text[:40]}")
-
-    return refuse
-
-
-def _integer(text: str) -> int:
-    if len(text) > _LONGEST_INTEGER or abs(int(text)) > LARGEST_INTEGER:
-        raise ValueError(f"an integer beyond ±(2^53 - 1): {text[:40]}")
-    if text == "-0":
-        raise ValueError("the integer -0")
-    return int(text)
 
 
 class Reader:
