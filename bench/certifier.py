@@ -240,7 +240,6 @@ def measure(case: Case, text: str) -> Measured:
     import torch
 
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.drift.affine_forms import affine_drift as drift
     from kcdsl_backends.drift.boxes.box import NoBound
     from kcdsl_backends.drift.functionals import drift_bound
 
@@ -250,7 +249,7 @@ def measure(case: Case, text: str) -> Measured:
     radius = torch.full((1, 1), case.radius, dtype=torch.float64)
     started = time.perf_counter()
     try:
-        sizes = drift(problem.graph, problem.train, problem.infer, centre, radius).box.mag()
+        sizes = problem.forms(centre, radius).box().mag()
         bound, places = float(sizes.max()), sizes.flatten().topk(4).indices.tolist()
     except NoBound:
         bound, places = math.inf, []
@@ -277,8 +276,6 @@ def cost() -> list[Figure]:
     """Return time and memory of all outputs of attn_0."""
     import torch
 
-    from kcdsl_backends.drift.affine_forms import affine_drift as drift
-
     factory = problem_factory(CASES[0].numerics)
     tokens = tuple(factory.model.tokenizer.encode(MIDDLE))
     if len(tokens) != TIMED:
@@ -286,9 +283,7 @@ def cost() -> list[Figure]:
     problem, centre = factory.problem("attn_0", tokens), factory.centre("attn_0", tokens)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     forget_peak()
-    taken = seconds(
-        lambda: drift(problem.graph, problem.train, problem.infer, centre, zero), repeat=3
-    )
+    taken = seconds(lambda: problem.forms(centre, zero).box(), repeat=3)
     where = f"{TIMED} tokens, float32 any order, all outputs, {torch.get_num_threads()} threads"
     return [
         Figure("attn_0: seconds", taken, Better.LOWER, 2.0, where),
@@ -300,8 +295,6 @@ def growth() -> Figure:
     """Return the exponent with which the time of attn_0 grows with the number of tokens."""
     import torch
 
-    from kcdsl_backends.drift.affine_forms import affine_drift as drift
-
     factory = problem_factory(CASES[0].numerics)
     tokens = tuple(factory.model.tokenizer.encode(LONG))
     zero, times = torch.zeros(1, 1, dtype=torch.float64), []
@@ -310,7 +303,7 @@ def growth() -> Figure:
         problem, centre = factory.problem("attn_0", part), factory.centre("attn_0", part)
 
         def work(problem: Any = problem, centre: Any = centre) -> object:
-            return drift(problem.graph, problem.train, problem.infer, centre, zero)
+            return problem.forms(centre, zero).box()
 
         times.append(seconds(work, repeat=1, warmup=0))
     exponent = math.log(times[-1] / times[0]) / math.log(LENGTHS[-1] / LENGTHS[0])

@@ -89,7 +89,7 @@ def _cost(size: int) -> tuple[float, float]:
     """Return the seconds of a block of this width, and its peak memory in bytes."""
     import torch
 
-    from kcdsl_backends.drift.affine_forms import affine_drift as drift
+    from kcdsl_backends.drift.affine_forms import affine_forms
 
     with tempfile.TemporaryDirectory() as folder:
         factory = _random(size, Path(folder))
@@ -99,7 +99,7 @@ def _cost(size: int) -> tuple[float, float]:
         zero = torch.zeros(1, 1, dtype=torch.float64)
         before = forget_peak()
         started = time.perf_counter()
-        box = drift(problem.graph, problem.train, problem.infer, centre, zero).box
+        box = affine_forms(problem.graph, problem.train, problem.infer, centre, zero).box()
         taken = time.perf_counter() - started
     if not bool(torch.isfinite(box.mag()).all()):
         raise SystemExit(f"width {size}: no bound")

@@ -333,10 +333,10 @@ def bound(factory: ProblemFactory, block: str, x: Tensor, affine: bool) -> Tenso
         return interval
     problem = factory.problem(block, tuple(range(len(x))))
     try:
-        forms = problem.affine(x.double(), torch.zeros(1, 1, dtype=torch.float64))
+        box = problem.forms(x.double(), torch.zeros(1, 1, dtype=torch.float64)).box()
     except NoBound:
         return interval
-    return torch.minimum(interval, forms.box.mag())
+    return torch.minimum(interval, box.mag())
 
 
 def quotients(drift: Tensor, bounds: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def _cost(block: str, tokens: int, device: str) -> Cost:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from kcdsl_backends.drift.affine_forms import affine_drift as drift
+    from kcdsl_backends.drift.affine_forms import affine_forms
 
     with tempfile.TemporaryDirectory() as folder:
         factory = layer(Path(folder), device)
@@ -117,7 +117,9 @@ def _cost(block: str, tokens: int, device: str) -> Cost:
         before = _forget(device)
         started = time.perf_counter()
         with FlopCounterMode(display=False) as counter:
-            sizes = drift(problem.graph, problem.train, problem.infer, centre.to(device), zero).box
+            sizes = affine_forms(
+                problem.graph, problem.train, problem.infer, centre.to(device), zero
+            ).box()
         largest = float(sizes.mag().max())
         taken = time.perf_counter() - started
         peak = _peak(device) - before

@@ -117,7 +117,7 @@ def measure(case: Case) -> list[Figure]:
 
     found = {
         "interval": timed(lambda: problem.bound(centre, radius).output.drift),
-        "affine": timed(lambda: problem.affine(centre, radius).box),
+        "affine": timed(lambda: problem.forms(centre, radius).box()),
         "planes": timed(lambda: drift(problem.graph, problem.kernels(), centre, radius).box),
     }
     boxes = {name: box for name, (box, _) in found.items() if box is not None}

@@ -39,7 +39,7 @@ def bounds(x: Tensor, **more: str) -> list[Tensor]:
     )
     zero = torch.zeros(1, 1, dtype=torch.float64)
     interval = problem.bound(x.double(), zero).output.drift.mag()
-    return [interval, problem.affine(x.double(), zero).box.mag()]
+    return [interval, problem.forms(x.double(), zero).box().mag()]
 
 
 @pytest.mark.full

@@ -85,7 +85,7 @@ def test_the_kernel_stays_inside(compute: str, weights: str) -> None:
             box = problem.bound(x.double(), POINT).output.drift
             assert bool((box.lo <= drift).all() & (drift <= box.hi).all())
             try:
-                box = problem.affine(x.double(), POINT).box
+                box = problem.forms(x.double(), POINT).box()
             except NoBound:
                 continue
             assert bool((box.lo <= drift).all() & (drift <= box.hi).all())

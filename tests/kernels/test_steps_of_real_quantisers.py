@@ -145,7 +145,7 @@ def bounds(weight: Tensor, x: Tensor, numerics: dict[str, Any]) -> tuple[Box, Bo
     point = torch.zeros(1, 1, dtype=torch.float64)
     problem = BlockProblem(graph, train, infer)
     interval = problem.bound(x.double(), point).output.drift
-    return interval, problem.affine(x.double(), point).box
+    return interval, problem.forms(x.double(), point).box()
 
 
 @pytest.mark.parametrize("casts", ["nearest", "any"])

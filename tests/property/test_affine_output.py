@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kcdsl.model.formats import FORMATS
 from kcdsl_backends.drift.affine.result_rounding import cast_freely
-from kcdsl_backends.drift.affine_forms import affine_drift
+from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.derivation.affine import drift as derive
@@ -38,7 +38,7 @@ def test_what_shrinks_is_rounded_less(tmp_path: Path, weight: float, radius: flo
     g.add("linear", [g.add("input", [], (1, 1)), g.param("w", np.array([[weight]]))], (1, 1))
     centre, wide = np.array([[0.75]]), torch.full((1, 1), radius).double()
     one, two = parameters(g, EXACT), parameters(g, ROUNDED)
-    found = affine_drift(block(g), one, two, torch.from_numpy(centre), wide).box
+    found = affine_forms(block(g), one, two, torch.from_numpy(centre), wide).box()
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, g.tensors)
     proof = parse(proofs.dump(proofs.document(g, EXACT, ROUNDED, sha256, centre, radius)))

@@ -133,7 +133,7 @@ def test_a_module_with_a_cache_is_inside(model: Model, kind: str, compute: str, 
         margin = claim_margin(train, infer)
         for box in (
             problem.bound(x.double(), POINT).output.drift,
-            problem.affine(x.double(), POINT).box,
+            problem.forms(x.double(), POINT).box(),
         ):
             assert bool((real <= box.mag() * margin).all())
 

@@ -10,7 +10,7 @@ import torch
 
 from kcdsl_backends.drift.affine import error_bounds as reaches
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.affine_forms import affine_drift
+from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run
 from tests.support import proofs
 from tests.support.affine_rules import RULES
@@ -36,11 +36,11 @@ def test_bounds_do_not_depend_on_how_many_come_together(
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     built = block(graph)
     train, infer = (parameters(graph, record) for record in pair)
-    many = affine_drift(built, train, infer, centre, spread).box
+    many = affine_forms(built, train, infer, centre, spread).box()
     widest = centre.numel()
     for most in (widest, 2 * widest, 5 * widest, 1):
         monkeypatch.setattr(reaches, "MOST_NUMBERS", most)
-        few = affine_drift(built, train, infer, centre, spread).box
+        few = affine_forms(built, train, infer, centre, spread).box()
         noise = 2.0**-40 * (1 + many.mag())
         assert bool(((few.lo - many.lo).abs() <= noise).all())
         assert bool(((few.hi - many.hi).abs() <= noise).all())

@@ -41,7 +41,7 @@ def boxes(graph: Any, pair: Pair, x: np.ndarray) -> dict[str, Box]:
                 case "interval":
                     found[name] = problem.bound(centre, ZERO).output.drift
                 case "affine":
-                    found[name] = problem.affine(centre, ZERO).box
+                    found[name] = problem.forms(centre, ZERO).box()
                 case _:
                     found[name] = planes_drift(problem.graph, problem.kernels(), centre, ZERO).box
         except NoBound:

@@ -151,7 +151,7 @@ def test_real_kernels_lie_in_the_boxes_of_every_domain(
     drift = out - exactly @ tensors["v"].double().T
     for found in (
         problem.bound(x.double(), POINT).output.drift,
-        problem.affine(x.double(), POINT).box,
+        problem.forms(x.double(), POINT).box(),
         planes(block, problem.kernels(), x.double(), POINT).box,
     ):
         assert bool((found.lo <= drift).all() & (drift <= found.hi).all())

@@ -94,7 +94,7 @@ def bound_or_none(
 def forms_or_none(problem: BlockProblem, centre: torch.Tensor | None, spread: torch.Tensor) -> Box:
     """Return the box of the affine forms, or everything where they have no bound."""
     try:
-        return problem.affine(centre, spread).box
+        return problem.forms(centre, spread).box()
     except NoBound:
         shape = problem.graph.node(problem.graph.output).shape
         return Box.around(torch.full(shape, torch.inf, dtype=torch.float64))
@@ -161,7 +161,7 @@ def test_whole_model_on_token_ids(model: Model) -> None:
     zero = torch.zeros(1, 1, dtype=torch.float64)
     drift = problem.bound(None, zero).output.drift
     found = attack(*problem.simulators(), "inf", None, zero, candidates=2, rounds=2)
-    assert 0 < found.value <= drift_bound(problem.affine(None, zero).box, "inf")
+    assert 0 < found.value <= drift_bound(problem.forms(None, zero).box(), "inf")
     assert found.value <= drift_bound(drift, "inf") < 10.0
 
 
@@ -183,4 +183,4 @@ def test_drift_vanishes_only_with_the_perturbation(model: Model) -> None:
     zero = torch.zeros(1, 1, dtype=torch.float64)
     problem = factory.problem("attn_0", TOKENS)
     assert 0 < drift_bound(problem.bound(centre, zero).output.drift, "inf") < 1e-11
-    assert 0 < drift_bound(problem.affine(centre, zero).box, "inf") < 1e-11
+    assert 0 < drift_bound(problem.forms(centre, zero).box(), "inf") < 1e-11

@@ -115,7 +115,7 @@ def test_runs_lie_in_the_boxes_of_every_domain(
     x = torch.from_numpy(centre)
     boxes = [problem.bound(x, spread).output.drift]
     try:
-        boxes.append(problem.affine(x, spread).box)
+        boxes.append(problem.forms(x, spread).box())
     except NoBound:
         assert radius >= 2.0**-5
     with np.errstate(all="ignore"):
@@ -165,7 +165,7 @@ def test_both_programs_find_the_same(tmp_path: Path, cache: str, side: str, radi
         case["claim"] = (found * (1 - 2.0**-10)).hex()
     assert recheck(proofs.dump(stated), path).reason == "claim/too-small"
     try:
-        forms = problem.affine(torch.from_numpy(centre), spread).box
+        forms = problem.forms(torch.from_numpy(centre), spread).box()
     except NoBound:
         return
     proof = parse(proofs.dump(stated))

@@ -120,7 +120,7 @@ def bounds(factory: ProblemFactory, x: Tensor) -> list[Tensor]:
     found: list[Tensor] = []
     domains: list[Callable[[], Tensor]] = [
         lambda: problem.bound(x, radius).output.drift.mag(),
-        lambda: problem.affine(x, radius).box.mag(),
+        lambda: problem.forms(x, radius).box().mag(),
     ]
     for bounded in domains:
         try:
@@ -174,7 +174,7 @@ def test_a_sum_may_start_with_what_is_added_to_it(name: str) -> None:
     real, margin = (started.double() - exact).abs(), claim_margin(wide, narrow)
     assert bool((real > 2.0**-22).all())
     assert bool((real <= problem.bound(x.double(), point).output.drift.mag() * margin).all())
-    assert bool((real <= problem.affine(x.double(), point).box.mag() * margin).all())
+    assert bool((real <= problem.forms(x.double(), point).box().mag() * margin).all())
 
 
 class Residual(nn.Module):

@@ -113,6 +113,6 @@ def test_nothing_of_the_size_of_the_box_squared_is_left(model: Model) -> None:
     assert centre is not None
     spread = torch.full((1, 1), 1e-2, dtype=torch.float64)
     planes, apart = bounds(problem, centre, spread)
-    forms = problem.affine(centre, spread).box
+    forms = problem.forms(centre, spread).box()
     assert drift_bound(planes, "inf") <= drift_bound(apart, "inf")
     assert drift_bound(planes, "inf") < 0.1 * drift_bound(forms, "inf")

@@ -139,7 +139,7 @@ def test_a_module_with_biases_is_inside_of_its_bounds(way: str, format: str) -> 
             assert bool(
                 (real <= problem.bound(x.double(), POINT).output.drift.mag() * margin).all()
             )
-            assert bool((real <= problem.affine(x.double(), POINT).box.mag() * margin).all())
+            assert bool((real <= problem.forms(x.double(), POINT).box().mag() * margin).all())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -134,11 +134,11 @@ def _assert_inside_forms(factory: ProblemFactory, block: str, x: Tensor, measure
     """The same of the box of affine forms, where there is one."""
     problem = factory.problem(block, tuple(range(x.shape[0])))
     try:
-        forms = problem.affine(x.double(), torch.zeros(1, 1, dtype=torch.float64))
+        box = problem.forms(x.double(), torch.zeros(1, 1, dtype=torch.float64)).box()
     except NoBound:
         return
     drift = measured.double()
-    inside = (forms.box.lo - FLUSHED <= drift) & (drift <= forms.box.hi + FLUSHED)
+    inside = (box.lo - FLUSHED <= drift) & (drift <= box.hi + FLUSHED)
     assert bool(inside.all()), (block, factory.infer, float(x.abs().max()))
 
 

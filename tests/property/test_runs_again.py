@@ -143,7 +143,7 @@ def test_true_orders_stay_below_the_attack_and_the_bounds(
     symbols = attack(train, simulated, "inf", centre, zero)
     boxes = [problem.bound(centre, zero).output.drift]
     try:
-        boxes.append(problem.affine(centre, zero).box)
+        boxes.append(problem.forms(centre, zero).box())
     except NoBound as no:
         assert infer == "bfloat16 sums", no  # noqa: PT017
     exact = train.run(centre, {}), simulated.run(centre, {})

@@ -76,7 +76,7 @@ def test_sums_of_parts_lie_in_the_boxes(compute: str, shards: int, bias: bool, c
         own, plain = (problem(tensors, 5, {**numerics, "shards": n}) for n in (shards, 1))
         boxes: list[Box] = [
             own.bound(x.double(), POINT).output.drift,
-            own.affine(x.double(), POINT).box,
+            own.forms(x.double(), POINT).box(),
             planes(own.graph, own.kernels(), x.double(), POINT).box,
         ]
         narrow = plain.bound(x.double(), POINT).output.drift

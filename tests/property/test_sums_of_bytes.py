@@ -113,7 +113,7 @@ def test_saturating_runs_lie_in_both_boxes(kind: str, scale: str, casts: str) ->
         found = [torch.from_numpy(run(weight, x, scale, order) - exact) for order in orders]
         for bounded in (
             own.bound(x.double(), point).output.drift,
-            own.affine(x.double(), point).box,
+            own.forms(x.double(), point).box(),
         ):
             for drift in found:
                 assert bool((bounded.lo <= drift).all() & (drift <= bounded.hi).all())

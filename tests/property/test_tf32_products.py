@@ -49,7 +49,7 @@ def problem(weight: Tensor, x: Tensor, numerics: dict[str, str]) -> BlockProblem
 def boxes(made: BlockProblem, x: Tensor) -> list[Box]:
     return [
         made.bound(x.double(), POINT).output.drift,
-        made.affine(x.double(), POINT).box,
+        made.forms(x.double(), POINT).box(),
         planes(made.graph, made.kernels(), x.double(), POINT).box,
     ]
 

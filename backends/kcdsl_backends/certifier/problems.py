@@ -26,7 +26,7 @@ from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.sequences import sequence_graph, stored_tables
 from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
 from kcdsl_backends.drift.affine.kernel import Nearby, Spread
-from kcdsl_backends.drift.affine_forms import AffineDrift, AffineForms, affine_forms
+from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
 from kcdsl_backends.drift.boxes.box import Box, NoBound, up
 from kcdsl_backends.drift.boxes.parameters import StoredParameters
 from kcdsl_backends.drift.boxes.rounding import ALONE, Between, Rounding
@@ -198,11 +198,6 @@ class BlockProblem:
             return propagate(
                 *(self.graph, self.kernels(), centre, radius, entering.drift, entering.between)
             )
-
-    def affine(self, centre: Tensor | None, radius: Tensor) -> AffineDrift:
-        """Bound the drift by affine forms around reference runs."""
-        forms = self.forms(centre, radius)
-        return AffineDrift(forms.box(), forms.witness())
 
     def forms(
         self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -34,14 +33,6 @@ from kcdsl_backends.drift.interval import kernel_boxes
 
 IGNORED = 2.0**-12
 """Up to this share of the inference kernel's error that of the training kernel needs no pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class AffineDrift:
-    """The box of the output's drift, and for every computed node (largest size, largest drift)."""
-
-    box: Box
-    witness: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,18 +299,6 @@ def affine_forms(
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return AffineForms(graph.output, one, two)
-
-
-def affine_drift(
-    graph: BlockGraph,
-    train: StoredParameters,
-    infer: StoredParameters,
-    centre: Tensor | None,
-    radius: Tensor,
-) -> AffineDrift:
-    """Bound the drift of every output element; arguments and errors are those of `both`."""
-    pair = affine_forms(graph, train, infer, centre, radius)
-    return AffineDrift(pair.box(), pair.witness())
 
 
 def _same(train: StoredParameters, infer: StoredParameters) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.affine_forms import affine_drift as prove
+from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_certs.recheck.affine.form import Form
@@ -132,6 +132,6 @@ def proved_forms(setting: Setting) -> Enclosures:
                 np.nextafter(reference - reach, -np.inf),
                 np.nextafter(reference + reach, np.inf),
             )
-    box = prove(built, sides[0], sides[1], centre, radius).box
+    box = affine_forms(built, sides[0], sides[1], centre, radius).box()
     found.drift[setting.graph.output] = box.lo.numpy(), box.hi.numpy()
     return found

@@ -137,7 +137,7 @@ def test_the_prover_refuses_what_has_no_rule(tmp_path: Path) -> None:
     for casts in DIRECTED:
         record = N("bfloat16", casts, activations=("int8", "per_token"))
         problem = BlockProblem(block(graph), fine, parameters(graph, record))
-        for bound in (problem.bound, problem.affine):
+        for bound in (problem.bound, problem.forms):
             with pytest.raises(NoBound, match="a quantiser beside casts"):
                 bound(x.double(), radius.double())
         simulator = problem.simulators()[1]
@@ -147,6 +147,6 @@ def test_the_prover_refuses_what_has_no_rule(tmp_path: Path) -> None:
     unknown = BlockProblem(
         block(graph), fine, parameters(graph, {**N("bfloat16"), "casts": "stochastic"})
     )
-    for bound in (unknown.bound, unknown.affine):
+    for bound in (unknown.bound, unknown.forms):
         with pytest.raises(KeyError, match="stochastic"):
             bound(x.double(), radius.double())

@@ -113,7 +113,7 @@ def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.M
 def test_the_last_effort_is_all_that_affine_forms_say() -> None:
     model, request = bound_of(*PAIRS["other attention"]), some_requests(1)[0]
     problem = model.factory.problem("model", request.tokens)
-    whole = problem.affine(None, torch.zeros(1, 1, dtype=torch.float64)).box
+    whole = problem.forms(None, torch.zeros(1, 1, dtype=torch.float64)).box()
     box = model.bound(request, EFFORT_NUMBERS[-1])
     assert torch.equal(torch.from_numpy(box.low) <= whole.lo, torch.ones_like(whole.lo).bool())
     assert (box.high - whole.hi.numpy() <= 2.0**-9 * whole.mag().numpy()).all()

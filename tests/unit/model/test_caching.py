@@ -261,7 +261,7 @@ def test_no_domain_and_no_run_reads_past_the_cache() -> None:
     x = torch.ones(graph.input_shape or (), dtype=torch.float64)
     for bounded in (
         lambda: problem.bound(x, POINT),
-        lambda: problem.affine(x, POINT),
+        lambda: problem.forms(x, POINT),
         lambda: planes(problem.graph, problem.kernels(), x, POINT),
     ):
         with pytest.raises(NoBound, match="does not read its keys from the cache"):
