@@ -171,7 +171,7 @@ def test_a_backend_that_does_not_say_so_is_never_asked(
     from kcdsl.diagnostics import Refusal
 
     silent = BackendSpec("silent", "json:loads", frozenset({Fragment.UNIVERSAL_DRIFT}))
-    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: (silent,))
+    monkeypatch.setattr("kcdsl.cli.common.plugins.catalogue", lambda: (silent,))
     assert formal_backend(None).spec is silent
     with pytest.raises(Refusal) as refused:
         formal_backend(None, around_weights=True)
