@@ -190,14 +190,10 @@ def _compatible(
             continue
         if diagnostic.source is None or diagnostic.source.name != source.name:
             continue
-        if not any(_touch(edit, other) for edit in fix.edits for other in taken):
+        if not any(edit.span.touches(other.span) for edit in fix.edits for other in taken):
             chosen.append(diagnostic)
             taken.extend(fix.edits)
     return chosen
-
-
-def _touch(edit: Edit, other: Edit) -> bool:
-    return edit.span.start <= other.span.end and other.span.start <= edit.span.end
 
 
 def mends(fix: Fix | None, unsafe: bool) -> bool:

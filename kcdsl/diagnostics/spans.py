@@ -21,6 +21,14 @@ class Span:
         """Return the smallest span that covers both."""
         return Span(min(self.start, other.start), max(self.end, other.end))
 
+    def holds(self, offset: int) -> bool:
+        """Say whether an offset lies in the span or at one of its ends."""
+        return self.start <= offset <= self.end
+
+    def touches(self, other: Span) -> bool:
+        """Say whether two spans share a character or an end."""
+        return self.start <= other.end and other.start <= self.end
+
 
 @dataclass(frozen=True, slots=True)
 class Position:

@@ -47,7 +47,7 @@ def actions(snapshot: Snapshot, span: Span, only: Iterable[str] | None = None) -
     """Return what can be done in a range; `only` names the kinds that are asked for."""
     wanted = None if only is None else tuple(only)
     found: list[Action] = []
-    near = [d for d in snapshot.findings if d.span is not None and _touches(d.span, span)]
+    near = [d for d in snapshot.findings if d.span is not None and d.span.touches(span)]
     if _asked(QUICK_FIX, wanted):
         for finding in near:
             found += _fixes(finding)
@@ -71,10 +71,6 @@ def _asked(kind: str, only: tuple[str, ...] | None) -> bool:
     return any(kind == name or kind.startswith(f"{name}.") or not name for name in only)
 
 
-def _touches(span: Span, other: Span) -> bool:
-    return span.start <= other.end and other.start <= span.end
-
-
 # --- findings ------------------------------------------------------------------------------------
 
 
@@ -95,7 +91,7 @@ def fix_all(snapshot: Snapshot) -> tuple[Edit, ...]:
 def _overlap(one: Span, other: Span) -> bool:
     """Say whether two edits compete: for a character, or for the place of an insertion."""
     if one.start == one.end or other.start == other.end:
-        return one.start <= other.end and other.start <= one.end
+        return one.touches(other)
     return one.start < other.end and other.start < one.end
 
 

@@ -87,7 +87,7 @@ def _local(text: str, offset: int) -> tuple[str, int]:
     found = layout(text)
     if found is None:
         return text, offset
-    near = [i for i, span in enumerate(found.clauses) if span.start <= offset <= span.end]
+    near = [i for i, span in enumerate(found.clauses) if span.holds(offset)]
     if not near:
         # The first clause stays, so that the section is still a mapping.
         near = [0]

@@ -105,7 +105,7 @@ def _of_clause(text: str, metrics: frozenset[str]) -> tuple[Token, ...]:
 def _tokens(analysis: Analysis, within: Span | None) -> list[Token]:
     found: list[Token] = []
     for field in fields(analysis.root):
-        if within is not None and not _touches(field.span, within):
+        if within is not None and not field.span.touches(within):
             continue
         found += _names(analysis.source, field)
         expression = written(analysis, field)
@@ -128,10 +128,6 @@ def _names(source: SourceFile, field: Field) -> Iterator[Token]:
         and field.value.text
     ):
         yield Token(inner_span(source, field.value), "namespace")
-
-
-def _touches(span: Span, other: Span) -> bool:
-    return span.start <= other.end and other.start <= span.end
 
 
 def _modifiers(word: Lexeme) -> tuple[str, ...]:

@@ -135,11 +135,7 @@ class Snapshot:
         found = layout(self.source.text)
         if found is None:
             return self
-        near = {
-            number
-            for number, clause in enumerate(found.clauses)
-            if clause.start <= span.end and span.start <= clause.end
-        }
+        near = {number for number, clause in enumerate(found.clauses) if clause.touches(span)}
         part = SourceFile(self.source.name, reduced(self.source.text, found, near))
         return replace(self._of(part), whole=False)
 

@@ -66,7 +66,7 @@ def hover(snapshot: Snapshot, offset: int) -> Hover | None:
     if not holding:
         return None
     field = holding[-1]
-    if field.key is not None and field.key.span.start <= offset <= field.key.span.end:
+    if field.key is not None and field.key.span.holds(offset):
         return _key(snapshot, field)
     expression = written(analysis, field)
     if expression is not None:
@@ -86,7 +86,7 @@ def _ignored_code(source: SourceFile, offset: int) -> Hover | None:
     for code in _CODE.finditer(source.line(line), comment.start(1), comment.end(1)):
         span = Span(start + code.start(), start + code.end())
         found = find_code(code[0])
-        if span.start <= offset <= span.end and found is not None:
+        if span.holds(offset) and found is not None:
             return Hover(code_text(found.id), span)
     return None
 

@@ -49,7 +49,7 @@ def definition(snapshot: Snapshot, offset: int) -> list[Target]:
 
 
 def _holds(link: Link, offset: int) -> bool:
-    return link.span.start <= offset <= link.span.end
+    return link.span.holds(offset)
 
 
 def references(snapshot: Snapshot, offset: int, declaration: bool = True) -> list[Span]:
@@ -307,7 +307,7 @@ def selection(analysis: Analysis, offset: int) -> list[Span]:
     spans = {Span(0, len(analysis.source.text))}
     for item in fields_at(analysis.root, offset):
         spans.add(_trimmed(item.span, analysis.source))
-        on_key = item.key is not None and item.key.span.start <= offset <= item.key.span.end
+        on_key = item.key is not None and item.key.span.holds(offset)
         node = item.key if on_key and item.key is not None else item.value
         spans.add(_trimmed(node.span, analysis.source))
         if not on_key and isinstance(item.value, Scalar):
@@ -315,7 +315,7 @@ def selection(analysis: Analysis, offset: int) -> list[Span]:
             if language(item.path, item.value) in {"requirement", "predicate"}:
                 parsed = parse_expression(analysis.source, item.value, Sink())
                 spans |= set(_spans(parsed))
-    holding = [span for span in spans if span.start <= offset <= span.end]
+    holding = [span for span in spans if span.holds(offset)]
     chain: list[Span] = []
     for span in sorted(holding, key=lambda s: s.end - s.start):
         if not chain or (span != chain[-1] and span.hull(chain[-1]) == span):

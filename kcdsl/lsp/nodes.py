@@ -59,7 +59,7 @@ def fields_at(node: Node | None, offset: int) -> list[Field]:
         if inner is None:
             break
         found.append(inner)
-        if inner.key is not None and inner.key.span.start <= offset <= inner.key.span.end:
+        if inner.key is not None and inner.key.span.holds(offset):
             break
         node, path = inner.value, inner.path
     return found
@@ -73,7 +73,7 @@ def _child_at(node: Node, path: Path, offset: int) -> Field | None:
     else:
         return None
     # Of two that touch, the later one begins at the place.
-    holding = [f for f in entries if f.span.start <= offset <= f.span.end]
+    holding = [f for f in entries if f.span.holds(offset)]
     return holding[-1] if holding else None
 
 
@@ -160,7 +160,7 @@ class Written:
 
     def at(self, offset: int) -> Word | None:
         """Return the word that holds or ends at a place, a name rather than a sign."""
-        touching = [w for w in self.words if w.span.start <= offset <= w.span.end]
+        touching = [w for w in self.words if w.span.holds(offset)]
         named = [w for w in touching if w.lexeme.role not in {Role.BRACKET, Role.OPERATOR}]
         return next(iter(named or touching), None)
 
@@ -269,6 +269,6 @@ def at(found: tuple[Occurrence, ...], offset: int, foreign: bool = False) -> Occ
 
     Of an imported name, which stands for two things, that of the library where `foreign` is set.
     """
-    holding = [o for o in found if o.span.start <= offset <= o.span.end]
+    holding = [o for o in found if o.span.holds(offset)]
     wanted = [o for o in holding if (o.foreign is not None) is foreign]
     return next(iter(wanted or holding), None)

@@ -15,7 +15,6 @@ from kcdsl.diagnostics.codes import (
     OUT_OF_RANGE,
     UNKNOWN_FIELD,
     WEAKENED_ESCALATION,
-    WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement, suggest
@@ -97,7 +96,7 @@ def _health(node: Mapping | None, reader: StructureReader) -> tuple[Fraction, Fr
     for entry in section.entries:
         if entry.key.text not in found:
             continue
-        number = _number(entry, reader)
+        number = reader.number(entry.value, entry.key.text)
         if number is None:
             return defaults
         found[entry.key.text] = number
@@ -111,16 +110,6 @@ def _health(node: Mapping | None, reader: StructureReader) -> tuple[Fraction, Fr
         )
         return defaults
     return guard_from, fallback_from
-
-
-def _number(entry: Entry, reader: StructureReader) -> Fraction | None:
-    """Return the number of an entry; None after an error."""
-    value = entry.value
-    number = value.value if isinstance(value, Scalar) else None
-    if isinstance(number, bool) or not isinstance(number, int | Fraction):
-        reader.reporter.error(WRONG_KIND, f"`{entry.key.text}` takes a number", value.span)
-        return None
-    return Fraction(number)
 
 
 def _report_weakened(escalation: Escalation, stated: _Stated, reader: StructureReader) -> None:
@@ -227,7 +216,7 @@ def read_constants(node: Mapping | None, reader: StructureReader) -> Constants:
         name, value = entry.key.text, entry.value
         if name not in _CONSTANTS:
             continue
-        number = _number(entry, reader)
+        number = reader.number(entry.value, entry.key.text)
         if number is None:
             continue
         if number < 0 or (name == "temperature" and number == 0):

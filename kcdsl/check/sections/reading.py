@@ -6,6 +6,7 @@ import re
 from collections import abc
 from collections.abc import Collection
 from dataclasses import dataclass
+from fractions import Fraction
 from types import MappingProxyType
 
 from kcdsl.diagnostics.codes import BAD_IDENTIFIER, MISSING_FIELD, UNKNOWN_FIELD, WRONG_KIND
@@ -133,6 +134,14 @@ class StructureReader:
             if numbers and not isinstance(node.value, bool) and node.kind == "a number":
                 return node
         self.wrong_kind(node, name, "a text")
+        return None
+
+    def number(self, node: Node, name: str, help: str | None = None) -> Fraction | None:
+        """Return the exact number that a node holds, else report it."""
+        value = node.value if isinstance(node, Scalar) else None
+        if isinstance(value, int | Fraction) and not isinstance(value, bool):
+            return Fraction(value)
+        self.reporter.error(WRONG_KIND, f"`{name}` takes a number", node.span, help)
         return None
 
     def wrong_kind(self, node: Node, name: str, wanted: str, help: str | None = None) -> None:

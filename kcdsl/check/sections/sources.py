@@ -216,15 +216,12 @@ def _number(node: Mapping, name: str, reader: StructureReader) -> Fraction | Non
     value = node.get(name)
     if value is None:
         return None
-    number = value.value if isinstance(value, Scalar) else None
     allowed, help = _RANGES[name], f"write a number, such as `{name}: {_USUAL[name]}`"
-    if isinstance(number, bool) or not isinstance(number, int | Fraction):
-        reader.reporter.error(WRONG_KIND, f"`{name}` takes a number", value.span, help)
-    elif Fraction(number) not in allowed:
+    number = reader.number(value, name, help)
+    if number is not None and number not in allowed:
         reader.reporter.error(OUT_OF_RANGE, f"`{name}` is {allowed}", value.span, help)
-    else:
-        return Fraction(number)
-    return None
+        return None
+    return number
 
 
 def _are_samples(logs: LogProbabilities, node: Mapping, reader: StructureReader) -> bool:
