@@ -15,6 +15,9 @@ LOGS = TRAIN_LOG, INFER_LOG = ("sampled_train_log", "sampled_infer_log")
 """ln p and ln q of the sampled tokens."""
 RATIO_LOG = "log_ratio"
 """ln w of the sampled tokens: the metric of this name."""
+CONFIDENCES = ("ece_train", "ece_train_right", "ece_infer", "ece_infer_right")
+"""Of each labelled position [T]: the probability of the likeliest token of both kernels, and 1
+where it is the label."""
 RANKED = ("ace_train", "ace_train_hits", "ace_infer", "ace_infer_hits")
 """Flattened [T, 5] arrays: probabilities of the five likeliest tokens, and which is the label."""
 LENGTHS = "rollout_lengths"

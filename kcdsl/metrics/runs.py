@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import partial
 
 from kcdsl.ir.terms import Family
-from kcdsl.metrics.arrays import CACHE, RANKED, STATES
+from kcdsl.metrics.arrays import CACHE, CONFIDENCES, RANKED, STATES
 from kcdsl.metrics.definition import AGGREGATE, ONE_WHOLE, MetricDefinition
 from kcdsl.units import BYTES, NATS, ONE, RATIO, THROUGHPUT, TIME
 
@@ -80,6 +80,7 @@ DEFINITIONS = (
         "absolute difference of the expected calibration errors",
         "|ECE_train - ECE_infer|, 15 equal-mass bins, labels = next token of the text",
         upper=ONE_WHOLE,
+        reads=CONFIDENCES,
         entry="calibration:ece_gap",
     ),
     _calibration(

@@ -45,7 +45,6 @@ from kcdsl.ir.terms import (
     UserMetric,
 )
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
-from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.units import Run, Timing, Unit
 from kcdsl_backends.requests import Request
@@ -97,14 +96,12 @@ def arrays(draw: st.DrawFn, most: int = 5) -> np.ndarray:
 
 def units(key: str) -> st.SearchStrategy[Unit]:
     """Draw what a request or a run of it gave."""
-    confidences = st.builds(Confidences, arrays(), arrays(), arrays(), arrays())
     values = st.dictionaries(st.sampled_from(METRICS), arrays(), max_size=4)
     return st.builds(
         Unit,
         st.just(key),
         st.integers(0, 2**40),
         values.map(lambda found: dict(sorted(found.items()))),
-        st.none() | confidences,
         st.none() | _TEXT,
         st.dictionaries(_TEXT, _TEXT, max_size=2),
     )

@@ -185,7 +185,7 @@ def test_the_trace_holds_what_was_run(made: Path, follows: Any) -> None:
     table = pq.read_table(made / "out" / "trace.parquet")
     header = json.loads(table.schema.metadata[b"kcdsl.trace"])
     rows = table.filter(pq.filters_to_expression([("kind", "=", "request")])).to_pylist()
-    assert header["schema"] == "kcdsl.trace/2"
+    assert header["schema"] == "kcdsl.trace/3"
     follows(header)
     follows(header["report"])
     assert len(rows) == len(ROWS)

@@ -12,8 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl.metrics.arrays import CONFIDENCES
 from kcdsl_backends.empirical.metrics import calibration, policies, ranks, sampled, states
+from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
     MEASURES,
     SAMPLED_FUNCTIONS,
     STATE_FUNCTIONS,
@@ -343,10 +346,12 @@ def test_ece_is_the_weighted_gap_of_equal_mass_bins() -> None:
 def test_ece_gap_is_zero_for_equal_kernels_and_reads_the_next_token() -> None:
     pair = pair_of(P, P)
     values = calibration.confidences(pair, torch.tensor([0]))
-    assert values.train_right.tolist() == [1.0]
-    assert values.train.tolist() == pytest.approx([0.5])
-    joined = calibration.join([values] * 20)
-    assert calibration.ece_gap(joined) == 0
+    assert values["ece_train_right"].tolist() == [1.0]
+    assert values["ece_train"].tolist() == pytest.approx([0.5])
+    parts = [[values[name] for name in CONFIDENCES]] * 20
+    assert AGGREGATES["ece_gap"].of(parts) == 0
+    with pytest.raises(Unmeasured, match="1 positions cannot fill 15 bins"):
+        AGGREGATES["ece_gap"].of(parts[:1])
     with pytest.raises(ValueError, match="labels"):
         calibration.confidences(pair, torch.tensor([0, 1]))
 

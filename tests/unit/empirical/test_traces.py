@@ -126,7 +126,7 @@ def test_nothing_in_evidence_is_left_out() -> None:
     held |= {"seed", "looks"}
     assert {field.name for field in fields(Evidence)} == held
     assert {field.name for field in fields(Unit)} == {
-        "key", "tokens", "values", "confidences", "failure", "problems"
+        "key", "tokens", "values", "failure", "problems"
     }  # fmt: skip
     assert {field.name for field in fields(Run)} == {"unit", "seed", "digests", "nonfinite"}
     assert {field.name for field in fields(Timing)} == {"runs", "repeats", "peak_memory"}
@@ -385,7 +385,7 @@ def _timed_run_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
 
 
 DAMAGED = {
-    "schema": (_header(schema="kcdsl.trace/3"), "its schema is kcdsl.trace/3, not kcdsl.trace/2"),
+    "schema": (_header(schema="kcdsl.trace/4"), "its schema is kcdsl.trace/4, not kcdsl.trace/3"),
     "no seed": (_header_without("seed"), "KeyError: 'seed'"),
     "other program": (_other_program, "digest"),
     "other requirement": (_other_wording, "the program is another than its digest says"),

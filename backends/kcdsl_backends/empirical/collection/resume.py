@@ -102,11 +102,7 @@ def taken_over_code(journal: Journal, files: Artefacts | None) -> bool:
 
 def _outcome(run: Run) -> tuple[object, ...]:
     """Return everything that a run gave, so that equal outcomes are equal bits."""
-    unit, sides = run.unit, run.unit.confidences
-    confidences = None
-    if sides is not None:
-        arrays = (sides.train, sides.train_right, sides.infer, sides.infer_right)
-        confidences = [_bits(array) for array in arrays]
+    unit = run.unit
     return (
         run.replay_signature,
         run.seed,
@@ -114,7 +110,6 @@ def _outcome(run: Run) -> tuple[object, ...]:
         unit.failure,
         dict(unit.problems),
         {name: _bits(values) for name, values in unit.values.items()},
-        confidences,
     )
 
 

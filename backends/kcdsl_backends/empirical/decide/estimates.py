@@ -24,14 +24,12 @@ from kcdsl_backends.empirical.decide.interval import Interval
 from kcdsl_backends.empirical.decide.values import (
     Side,
     recorded,
-    require,
     token_sums,
     unit_values,
     units_of,
     value_range,
     worst_of_units,
 )
-from kcdsl_backends.empirical.metrics import calibration
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
@@ -243,8 +241,6 @@ def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimat
         case "kv_memory":
             largest = [float(recorded(CACHE, u).max()) for u in data.requests]
             return statistics.largest(statistics.check_values(largest, "kv_memory"))
-        case "ece_gap":
-            return _ece_gap(data, settings)
         case "grad_bias":
             return mean_of(metric, data, settings)
         case name if name in AGGREGATES or name in RECORDED_AGGREGATES:
@@ -348,35 +344,4 @@ def _throughput(data: SliceData, settings: Settings) -> Estimate:
         slow.method,
         exact,
         Fraction(math.fsum(seconds)),
-    )
-
-
-def _ece_gap(data: SliceData, settings: Settings) -> Estimate:
-    parts = []
-    for unit in data.requests:
-        require(unit)
-        if unit.confidences is None:
-            raise NotMeasurable(f"ece_gap: the request {unit.key} has no labels")
-        parts.append(unit.confidences)
-    if not parts:
-        raise NotMeasurable("ece_gap: there are no values")
-    joined = calibration.join(parts)
-    for side in (joined.train, joined.infer):
-        if side.size:
-            statistics.check_values(side, "ece_gap")
-    if joined.train.size < calibration.BINS:
-        raise NotMeasurable(
-            f"ece_gap: {joined.train.size} positions cannot fill {calibration.BINS} bins"
-        )
-
-    def gap(drawn: Sequence[int]) -> float | None:
-        resampled = calibration.join([parts[i] for i in drawn])
-        return None if resampled.train.size < calibration.BINS else calibration.ece_gap(resampled)
-
-    return statistics.clustered_statistic(
-        gap,
-        len(parts),
-        seed=settings.seed,
-        confidence=settings.confidence,
-        count=_RESAMPLES,
     )

@@ -9,27 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kcdsl.metrics.arrays import CONFIDENCES
 from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured
 from kcdsl_backends.empirical.metrics.policies import PolicyPair
 
 BINS = 15
 
 
-@dataclass(frozen=True, slots=True)
-class Confidences:
-    """Per position: the probability of the best token and whether it is the next token of the text.
+def confidences(pair: PolicyPair, labels: Tensor) -> dict[str, Array]:
+    """Return the confidences of both kernels at N positions whose next tokens are `labels` [N].
 
-    All arrays are [N] float64; `right` holds 0 and 1.
+    Four arrays [N] float64 under the names `arrays.CONFIDENCES`.
     """
-
-    train: Array
-    train_right: Array
-    infer: Array
-    infer_right: Array
-
-
-def confidences(pair: PolicyPair, labels: Tensor) -> Confidences:
-    """Read the confidences of both kernels at N positions whose next tokens are `labels` [N]."""
     if labels.shape != pair.train_log.shape[:1]:
         raise ValueError(f"{tuple(labels.shape)} labels for {pair.train_log.shape[0]} positions")
 
@@ -38,19 +29,7 @@ def confidences(pair: PolicyPair, labels: Tensor) -> Confidences:
         right = (token == labels.to(token.device)).to(torch.float64)
         return best.exp().cpu().numpy(), right.cpu().numpy()
 
-    train, train_right = side(pair.train_log)
-    infer, infer_right = side(pair.infer_log)
-    return Confidences(train, train_right, infer, infer_right)
-
-
-def join(parts: list[Confidences]) -> Confidences:
-    """Join the positions of several requests."""
-    return Confidences(
-        np.concatenate([p.train for p in parts]),
-        np.concatenate([p.train_right for p in parts]),
-        np.concatenate([p.infer for p in parts]),
-        np.concatenate([p.infer_right for p in parts]),
-    )
+    return dict(zip(CONFIDENCES, (*side(pair.train_log), *side(pair.infer_log)), strict=True))
 
 
 def expected_calibration_error(confidence: Array, right: Array, bins: int = BINS) -> float:
@@ -69,11 +48,14 @@ def expected_calibration_error(confidence: Array, right: Array, bins: int = BINS
     return sum(gaps) / confidence.size
 
 
-def ece_gap(values: Confidences, bins: int = BINS) -> float:
-    """Return |ECE_train - ECE_infer| over the same positions."""
-    train = expected_calibration_error(values.train, values.train_right, bins)
-    infer = expected_calibration_error(values.infer, values.infer_right, bins)
-    return abs(train - infer)
+def ece_gap(train: Array, train_right: Array, infer: Array, infer_right: Array) -> float:
+    """Return |ECE_train - ECE_infer| over the same positions: `arrays.CONFIDENCES`."""
+    if train.size < BINS:
+        raise Unmeasured(f"{train.size} positions cannot fill {BINS} bins")
+    return abs(
+        expected_calibration_error(train, train_right)
+        - expected_calibration_error(infer, infer_right)
+    )
 
 
 # --- beyond the first token ----------------------------------------------------------------------

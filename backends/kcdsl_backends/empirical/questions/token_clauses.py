@@ -50,7 +50,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import TokenTable
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.units import Column, Reduced, SliceData
 
-_OF_SLICES = {*AGGREGATES, *RECORDED_AGGREGATES, *MAGNITUDES, "kv_memory", "ece_gap"}
+_OF_SLICES = {*AGGREGATES, *RECORDED_AGGREGATES, *MAGNITUDES, "kv_memory"}
 """Metrics of all tokens at once: no token has a value of its own."""
 _ORDERS = ("<=", "<", ">=", ">")
 

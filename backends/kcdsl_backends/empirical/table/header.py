@@ -23,7 +23,7 @@ from kcdsl_backends.empirical.table.rows import CERTIFIED, FLOOR, TIMED_RUN, Row
 from kcdsl_backends.empirical.table.units import Run, Timing, Unit
 from kcdsl_backends.requests import Request
 
-TRACE_SCHEMA = "kcdsl.trace/2"
+TRACE_SCHEMA = "kcdsl.trace/3"
 _PLAIN = ("contract", "model", "kernels", "environment", "bounding", "spoiled")
 
 

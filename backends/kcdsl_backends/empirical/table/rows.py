@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.table.units import Array, Run, Unit
 from kcdsl_backends.requests import Request
 
@@ -23,7 +22,6 @@ REQUEST, TIMED_RUN, CERTIFIED, FLOOR = "request", "timed_run", "certified", "noi
 _NUMBERS = pa.list_(pa.field("element", pa.float64(), nullable=False))
 _WHOLE = pa.list_(pa.field("element", pa.int64(), nullable=False))
 _TEXTS = pa.map_(pa.string(), pa.string())
-_SIDES = ("train", "train_right", "infer", "infer_right")
 _COLUMNS = (
     ("kind", pa.string()),
     ("request", pa.string()),
@@ -42,7 +40,6 @@ _COLUMNS = (
     ("replay_signature", pa.string()),
     ("repeats_equal", pa.int64()),
     ("repeats_made", pa.int64()),
-    ("confidences", pa.struct([(side, _NUMBERS) for side in _SIDES])),
 )
 
 
@@ -83,10 +80,7 @@ def table(rows: Sequence[Row], metrics: Sequence[str]) -> pa.Table:
     for row in rows:
         for name, value in _cells(row).items():
             columns[name].append(value)
-    arrays = [
-        _confidences(rows) if name == "confidences" else pa.array(columns[name], kind)
-        for name, kind in _COLUMNS
-    ]
+    arrays = [pa.array(columns[name], kind) for name, kind in _COLUMNS]
     if metrics:
         arrays.append(_metrics(rows, metrics))
     return pa.Table.from_arrays(arrays, schema=schema(metrics))
@@ -137,16 +131,6 @@ def _metrics(rows: Sequence[Row], metrics: Sequence[str]) -> pa.StructArray:
     return pa.StructArray.from_arrays(children, fields=fields)
 
 
-def _confidences(rows: Sequence[Row]) -> pa.StructArray:
-    found = [row.unit.confidences for row in rows]
-    children = [_lists([None if c is None else getattr(c, side) for c in found]) for side in _SIDES]
-    return pa.StructArray.from_arrays(
-        children,
-        fields=[pa.field(side, _NUMBERS) for side in _SIDES],
-        mask=pa.array([c is None for c in found], pa.bool_()),
-    )
-
-
 def _lists(arrays: Sequence[Array | None]) -> pa.ListArray:
     """Return a column of lists that holds the bits of the arrays; None is null."""
     for array in arrays:
@@ -171,14 +155,12 @@ def rows_of(found: pa.Table, metrics: Sequence[str]) -> Iterator[Row]:
     Raises ValueError, TypeError or KeyError where they are not what `table` writes.
     """
     for batch in found.to_batches():
-        plain = [name for name, _ in _COLUMNS if name != "confidences"]
+        plain = [name for name, _ in _COLUMNS]
         cells = batch.select(plain).to_pylist(maps_as_pydicts="strict")
         values = {name: _arrays(batch.column("metrics").field(name)) for name in metrics}
-        sides = [_arrays(batch.column("confidences").field(side)) for side in _SIDES]
-        known = batch.column("confidences").is_valid().to_pylist()
         for i, cell in enumerate(cells):
             own = {name: array for name, at in values.items() if (array := at(i)) is not None}
-            yield _row(cell, own, _confidence([side(i) for side in sides]) if known[i] else None)
+            yield _row(cell, own)
 
 
 def _arrays(column: pa.ListArray) -> Callable[[int], Array | None]:
@@ -191,21 +173,11 @@ def _arrays(column: pa.ListArray) -> Callable[[int], Array | None]:
     return lambda i: flat[ends[i] : ends[i + 1]] if valid[i] else None
 
 
-def _confidence(sides: Sequence[Array | None]) -> Confidences:
-    train, train_right, infer, infer_right = sides
-    if train is None or train_right is None or infer is None or infer_right is None:
-        raise ValueError("confidences of one side alone")
-    return Confidences(train, train_right, infer, infer_right)
-
-
-def _row(
-    cell: Mapping[str, Any], values: Mapping[str, Array], confidences: Confidences | None
-) -> Row:
+def _row(cell: Mapping[str, Any], values: Mapping[str, Array]) -> Row:
     unit = Unit(
         _given(cell, "request"),
         _given(cell, "length"),
         values,
-        confidences,
         cell["failure"],
         _given(cell, "problems"),
     )

@@ -19,7 +19,6 @@ from kcdsl.ir.formulas import subterms
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Metric, Term
 from kcdsl.metrics import MetricDefinition
-from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 
@@ -37,7 +36,6 @@ class Unit:
     key: str
     tokens: int
     values: Mapping[str, Array] = field(default_factory=dict)
-    confidences: Confidences | None = None
     failure: str | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
     """Why a metric has no values here although the request has others."""

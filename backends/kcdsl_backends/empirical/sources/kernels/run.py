@@ -20,7 +20,6 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.metrics.arrays import INFER_LOG, RANKED, TRAIN_LOG
 from kcdsl.model.graph import array_digest
 from kcdsl_backends.empirical.metrics import calibration, sampled
-from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.metrics.full_logits import CONTEXT, TIER_A, tier_a
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
@@ -116,7 +115,7 @@ def run_request(
     digests: dict[str, str] = {}
     try:
         with torch.no_grad():
-            values, confidences, nonfinite, problems = _measure(
+            values, nonfinite, problems = _measure(
                 request, train, infer, plan, block_input, seed, digests
             )
     except (RuntimeError, ValueError, Refusal) as error:
@@ -126,7 +125,7 @@ def run_request(
     if nonfinite:
         failure = f"{nonfinite} of the numbers that the kernels returned are not finite"
     return Run(
-        Unit(request.key, request.length, values, confidences, failure, problems),
+        Unit(request.key, request.length, values, failure, problems),
         seed,
         digests,
         nonfinite,
@@ -141,9 +140,8 @@ def _measure(
     block_input: BlockInput,
     seed: int,
     digests: dict[str, str],
-) -> tuple[dict[str, Array], Confidences | None, int, dict[str, str]]:
+) -> tuple[dict[str, Array], int, dict[str, str]]:
     values: dict[str, Array] = {}
-    confidences: Confidences | None = None
     nonfinite = 0
     inputs: dict[str, Any] = {"temperature": plan.temperature}
     if plan.needs_hidden:
@@ -155,7 +153,7 @@ def _measure(
     if plan.needs_logits:
         logits = _both(request, "logits", train.logits, infer.logits, digests)
         nonfinite += sum(_undefined(side) for side in logits)
-        found, confidences, drawn = _policy_values(request, logits, plan, seed)
+        found, drawn = _policy_values(request, logits, plan, seed)
         values.update(found)
         if "noise_ratio" in plan.metrics:
             values["noise_ratio"] = _noise_ratio(request, train, infer, logits)
@@ -167,7 +165,7 @@ def _measure(
         for kind in sorted(k for b, k in plan.norms if b == block):
             values[norm_name(block, kind)] = _array(_row_norm(drift, kind))
     own, problems = _user_values(request, plan, inputs) if not nonfinite else ({}, {})
-    return {**values, **own}, confidences, nonfinite, problems
+    return {**values, **own}, nonfinite, problems
 
 
 def _undefined(logits: Tensor) -> int:
@@ -254,13 +252,12 @@ def compared(request: Request, train: Tensor, infer: Tensor, plan: Plan) -> dict
 
 def _policy_values(
     request: Request, logits: tuple[Tensor, Tensor], plan: Plan, seed: int
-) -> tuple[dict[str, Array], Confidences | None, NDArray[np.int64]]:
+) -> tuple[dict[str, Array], NDArray[np.int64]]:
     values = _exact_values(logits, plan)
     if not _needs_policies(plan):
-        return values, None, np.empty(0, dtype=np.int64)
+        return values, np.empty(0, dtype=np.int64)
     parts: list[dict[str, Array]] = []
     drawn: list[Tensor] = []
-    confidences: list[Confidences] = []
     rows = max(1, _ELEMENTS // logits[0].shape[1])
     tokens = torch.tensor(request.tokens, dtype=torch.int64)
     for start in range(0, request.length, rows):
@@ -273,13 +270,13 @@ def _policy_values(
         if labels.numel():
             head = _head(pair, labels.numel())
             if "ece_gap" in plan.metrics:
-                confidences.append(calibration.confidences(head, labels))
+                found.update(calibration.confidences(head, labels))
             found.update(_scores(head, labels, plan.metrics))
         parts.append(found)
     for name in dict.fromkeys(name for part in parts for name in part):
         values[name] = np.concatenate([part[name] for part in parts if name in part])
     every = torch.cat(drawn).cpu().numpy()
-    return values, calibration.join(confidences) if confidences else None, every
+    return values, every
 
 
 def _exact_values(logits: tuple[Tensor, Tensor], plan: Plan) -> dict[str, Array]:
