@@ -13,13 +13,13 @@ from pathlib import Path
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.fixing import edited, fix
 from kcdsl.check.incremental import Incremental
+from kcdsl.check.stored import load_bytes
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink, Suppressed
 from kcdsl.diagnostics.render import FORMATS
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir import smtlib
 from kcdsl.ir.canonical import digest, document
-from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import Program
+from kcdsl.logic import smtlib
 from kcdsl.route.router import route
 from kcdsl.source.files import decode_source
 from kcdsl.source.scalar_map import map_scalar

@@ -20,8 +20,8 @@ from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
 from kcdsl.diagnostics.render import FORMATS, render
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format.layout import Printer
-from kcdsl.ir import smtlib
 from kcdsl.ir.canonical import document
+from kcdsl.logic import smtlib
 from kcdsl.lsp.answers import FEATURES
 from kcdsl.lsp.positions import Lines
 from kcdsl.source.scalar_map import map_scalar

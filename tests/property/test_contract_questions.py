@@ -16,7 +16,7 @@ import pytest
 
 from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
 from kcdsl.ir import terms as ir
-from kcdsl.ir.orders import CURVES, EDGES, TEMPERED, UNTEMPERED, curves, least_factor
+from kcdsl.logic.orders import CURVES, EDGES, TEMPERED, UNTEMPERED, curves, least_factor
 from kcdsl_backends.smt import consistency as module
 from kcdsl_backends.smt.claims import Claim
 from kcdsl_backends.smt.findings import Findings, Implication

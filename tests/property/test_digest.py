@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kcdsl.check.compile import analyse, compile_source
+from kcdsl.check.stored import from_json
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, library_digest, to_json
-from kcdsl.ir.load import from_json
 from kcdsl.ir.terms import Program
 
 BASE: dict[str, Any] = {

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl.check.stored import from_json, load_bytes
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import formulas
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, document, library_digest, normal_formula, to_json
 from kcdsl.ir.kernels import LogProbabilities, Recording, Service
-from kcdsl.ir.load import from_json, load_bytes
 
 # --- programs ------------------------------------------------------------------------------------
 

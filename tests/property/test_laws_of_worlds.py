@@ -13,8 +13,9 @@ import pytest
 import z3
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.algebra import LARGEST, SMALLEST, Side, axiom
-from kcdsl.ir.axioms import (
+from kcdsl.ir.predicates import division, inclusion
+from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, axiom
+from kcdsl.logic.axioms import (
     AtMost,
     Bent,
     Between,
@@ -29,9 +30,8 @@ from kcdsl.ir.axioms import (
     has_two_sides,
     laws,
 )
-from kcdsl.ir.predicates import division, inclusion
-from kcdsl.ir.relations import Interval
-from kcdsl.ir.smtlib.text import WRITTEN
+from kcdsl.logic.relations import Interval
+from kcdsl.logic.smtlib.text import WRITTEN
 from kcdsl_backends.smt.axioms import Quantity
 from kcdsl_backends.smt.claims import same_slice
 from kcdsl_backends.smt.solver import Z3Algebra, real

@@ -14,14 +14,14 @@ import z3
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir import terms as ir
-from kcdsl.ir.algebra import LARGEST, SMALLEST
 from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.predicates import implies, inclusion
-from kcdsl.ir.smtlib import consistency, implication, text
-from kcdsl.ir.smtlib.assumptions import assumptions
-from kcdsl.ir.smtlib.requests import slice_lines
-from kcdsl.ir.smtlib.text import Symbols
-from kcdsl.ir.smtlib.theory import Theory
+from kcdsl.logic.algebra import LARGEST, SMALLEST
+from kcdsl.logic.smtlib import consistency, implication, text
+from kcdsl.logic.smtlib.assumptions import assumptions
+from kcdsl.logic.smtlib.requests import slice_lines
+from kcdsl.logic.smtlib.text import Symbols
+from kcdsl.logic.smtlib.theory import Theory
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.solver import real
 from kcdsl_backends.smt.translation import Translator

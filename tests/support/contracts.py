@@ -11,8 +11,8 @@ import cvc5
 import z3
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.smtlib import text
-from kcdsl.ir.smtlib.theory import Extreme, Opaque, Quantity, Theory
+from kcdsl.logic.smtlib import text
+from kcdsl.logic.smtlib.theory import Extreme, Opaque, Quantity, Theory
 from tests.support.semantics.formulas import Scope
 from tests.support.semantics.interpretations import Measured, Pair, Unit, World
 from tests.support.semantics.norms import Length, difference, less, norm

@@ -1,6 +1,6 @@
 """The variables of a translation, and what z3 is told of them: each fact with its reason.
 
-What holds of measured quantities is `kcdsl.ir.axioms`; here they become expressions
+What holds of measured quantities is `kcdsl.logic.axioms`; here they become expressions
 and words.
 """
 
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Literal, assert_never
 import z3
 
 from kcdsl.inequalities import round_down, round_up
-from kcdsl.ir.algebra import Side, axiom
-from kcdsl.ir.axioms import (
+from kcdsl.ir.printer import region_text, term_text
+from kcdsl.ir.terms import Drift, Norm, Region, Statistic, Term
+from kcdsl.logic.algebra import Side, axiom
+from kcdsl.logic.axioms import (
     AtMost,
     Bent,
     Between,
@@ -31,9 +33,7 @@ from kcdsl.ir.axioms import (
     Tied,
     laws,
 )
-from kcdsl.ir.printer import region_text, term_text
-from kcdsl.ir.relations import NORMS
-from kcdsl.ir.terms import Drift, Norm, Region, Statistic, Term
+from kcdsl.logic.relations import NORMS
 from kcdsl_backends.smt.solver import Expression, Z3Algebra, real
 from kcdsl_certs.reals import real_text
 

@@ -20,9 +20,7 @@ from functools import cache
 from kcdsl.ir import predicates as selection
 from kcdsl.ir.escalation import kind
 from kcdsl.ir.formulas import subterms, terms_of, walk
-from kcdsl.ir.orders import CURVES, EDGES, TEMPERED
 from kcdsl.ir.predicates import Division, Inside
-from kcdsl.ir.relations import canonical
 from kcdsl.ir.terms import (
     Clause,
     Compare,
@@ -39,6 +37,8 @@ from kcdsl.ir.terms import (
     Quantified,
     Statistic,
 )
+from kcdsl.logic.orders import CURVES, EDGES, TEMPERED
+from kcdsl.logic.relations import canonical
 from kcdsl_backends.smt.predicates import selects_nothing, selects_within
 from kcdsl_backends.smt.solver import Clock
 

@@ -20,7 +20,6 @@ from kcdsl.inequalities import DomainError, round_up
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.obligations import Comparison
 from kcdsl.ir.printer import term_text
-from kcdsl.ir.relations import Interval, canonical, interval
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import (
     Abs,
@@ -43,6 +42,7 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
+from kcdsl.logic.relations import Interval, canonical, interval
 from kcdsl.model.registry import is_encoder
 from kcdsl.verdict.outcome import Implied, ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.axioms import number, outward

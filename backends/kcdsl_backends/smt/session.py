@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kcdsl.ir.predicates import Inside
-from kcdsl.ir.relations import Interval
 from kcdsl.ir.terms import Program
+from kcdsl.logic.relations import Interval
 from kcdsl_backends.smt.axioms import Fact
 from kcdsl_backends.smt.claims import Claim, division, same_slice
 from kcdsl_backends.smt.solver import Clock, Expression, Outcome, Solver

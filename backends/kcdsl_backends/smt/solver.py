@@ -148,7 +148,7 @@ def compare(op: str, left: Expression, right: Expression) -> Expression:
 
 @dataclass(frozen=True, slots=True)
 class Z3Algebra:
-    """Expressions of one z3 context (`kcdsl.ir.algebra.Algebra`)."""
+    """Expressions of one z3 context (`kcdsl.logic.algebra.Algebra`)."""
 
     context: z3.Context
 

@@ -26,11 +26,8 @@ from fractions import Fraction
 
 import z3
 
-from kcdsl.ir.algebra import LARGEST, SMALLEST, Side, Terms, other
-from kcdsl.ir.axioms import has_two_sides, undivided
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.predicates import Division, Inside
-from kcdsl.ir.relations import Interval, canonical
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -50,6 +47,9 @@ from kcdsl.ir.terms import (
     TableValue,
     Term,
 )
+from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, Terms, other
+from kcdsl.logic.axioms import has_two_sides, undivided
+from kcdsl.logic.relations import Interval, canonical
 from kcdsl_backends.smt.axioms import Fact, Quantity, Witness, assumptions
 from kcdsl_backends.smt.solver import Expression, Z3Algebra, compare, real
 

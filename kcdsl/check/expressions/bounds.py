@@ -32,7 +32,7 @@ from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import subterms
-from kcdsl.ir.relations import Interval, interval
+from kcdsl.logic.relations import Interval, interval
 from kcdsl.metrics import MetricDefinition, Registry
 
 _UPPER = {"<=", "<"}

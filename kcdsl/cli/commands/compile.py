@@ -146,7 +146,7 @@ class Compile(Command):
 
 
 def _question(program: Program, follows: str | None) -> str:
-    from kcdsl.ir import smtlib
+    from kcdsl.logic import smtlib
 
     if follows is None:
         return smtlib.consistency(program)
@@ -281,7 +281,7 @@ class Diff(Command):
 
 def _program(given: str) -> Program:
     """Return a contract, compiled or as it was stored; what is wrong with it goes to stderr."""
-    from kcdsl.ir.load import is_stored, load_bytes
+    from kcdsl.check.stored import is_stored, load_bytes
 
     path = find_contract(given, Path())
     source, sink = read_source(path), Sink()

@@ -18,9 +18,9 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from kcdsl.check.stored import formula_from_json, from_json, term_from_json
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import formula_json, normal_formula, term_json, to_json
-from kcdsl.ir.load import formula_from_json, from_json, term_from_json
 
 Node = TypeVar("Node")
 Result = TypeVar("Result")

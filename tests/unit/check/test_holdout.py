@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import compile_source
+from kcdsl.check.stored import from_json
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, to_json
-from kcdsl.ir.load import from_json
 from kcdsl.ir.terms import Program
 from kcdsl.ir.training import for_training, training_document
 

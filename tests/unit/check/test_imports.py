@@ -12,10 +12,10 @@ import pytest
 
 from kcdsl.check.compile import analyse, load_program
 from kcdsl.check.sections.libraries import DEPTH_LIMIT, path_problem, rebase
+from kcdsl.check.stored import load_bytes
 from kcdsl.diagnostics import Diagnostic, Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, document, library_digest
-from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import ImportedFrom, Library, Program
 from kcdsl.source.files import read_source
 from tests.support.compiling import compile_contract

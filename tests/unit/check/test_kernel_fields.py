@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from kcdsl.check.compile import analyse
+from kcdsl.check.stored import load_bytes
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.kernels import LogProbabilities, Service
-from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import Program
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.presets import resolve

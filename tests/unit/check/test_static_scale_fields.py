@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kcdsl.check.compile import analyse
+from kcdsl.check.stored import load_bytes
 from kcdsl.diagnostics.codes import NUMERICS, WRONG_KIND
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, document
-from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import Program
 from kcdsl.model.presets import resolve
 

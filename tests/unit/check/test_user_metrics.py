@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from kcdsl.check.metric_files import read_declarations
+from kcdsl.check.stored import load_bytes
 from kcdsl.check.user_metrics import declarations, read_registry
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.model import Diagnostic, Refusal
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, document
-from kcdsl.ir.load import load_bytes
 from kcdsl.metrics import registry_of
 from kcdsl.source.modules import find_module
 from tests.support.compiling import compile_contract

@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 import yaml
 
+from kcdsl.check.stored import load_bytes
 from kcdsl.diagnostics import Severity
 from kcdsl.diagnostics.codes import all_codes
 from kcdsl.ir.canonical import digest, document, to_json
-from kcdsl.ir.load import load_bytes
 from kcdsl.route.router import route
 from kcdsl_grammar import text
 from tests.support.compiling import compile_contract

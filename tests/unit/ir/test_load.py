@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import load_program
+from kcdsl.check.stored import from_json, load_bytes
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.canonical import document, to_json
-from kcdsl.ir.load import from_json, load_bytes
 
 CORPUS = Path(__file__).resolve().parents[3] / "grammar" / "corpus"
 

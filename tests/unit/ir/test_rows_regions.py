@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import compile_source
+from kcdsl.check.stored import from_json
 from kcdsl.diagnostics import Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, to_json
-from kcdsl.ir.load import from_json
 from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import Program, Quantified, Region, RegionKind
 from kcdsl_backends.smt.translation import region_inside

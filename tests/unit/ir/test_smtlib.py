@@ -13,12 +13,12 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir import terms as ir
-from kcdsl.ir.relations import Interval, domination, interval, ordered
-from kcdsl.ir.smtlib import consistency, implication, text
-from kcdsl.ir.smtlib.assumptions import assumptions
-from kcdsl.ir.smtlib.script import claims_of
-from kcdsl.ir.smtlib.text import Symbols
-from kcdsl.ir.smtlib.theory import Quantity, Theory
+from kcdsl.logic.relations import Interval, domination, interval, ordered
+from kcdsl.logic.smtlib import consistency, implication, text
+from kcdsl.logic.smtlib.assumptions import assumptions
+from kcdsl.logic.smtlib.script import claims_of
+from kcdsl.logic.smtlib.text import Symbols
+from kcdsl.logic.smtlib.theory import Quantity, Theory
 from tests.support import contracts as made
 from tests.support.semantics.store import Store
 

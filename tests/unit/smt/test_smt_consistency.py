@@ -12,7 +12,6 @@ import pytest
 
 from kcdsl.diagnostics import Diagnostic, Severity
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.smtlib import implication
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -32,6 +31,7 @@ from kcdsl.ir.terms import (
     Slice,
     Term,
 )
+from kcdsl.logic.smtlib import implication
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.predicates import emptiness, implies
 from kcdsl_backends.smt.solver import Outcome, Solver

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kcdsl.check.stored import formula_from_json, from_json
 from kcdsl.ir.canonical import digest, document_json, formula_json
-from kcdsl.ir.load import formula_from_json, from_json
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.table.evidence import Evidence, sampling_of

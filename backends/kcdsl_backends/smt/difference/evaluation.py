@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import assert_never
 
-from kcdsl.ir.algebra import LARGEST, SMALLEST, Side, Terms, other
 from kcdsl.ir.obligations import HOLDS
 from kcdsl.ir.terms import (
     Compare,
@@ -23,6 +22,7 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
+from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, Terms, other
 from kcdsl_backends.smt.axioms import Quantity, Witness
 from kcdsl_backends.smt.translation import Environment, Flag, NormKey, Translator, region_inside
 
@@ -126,7 +126,7 @@ class _Values:
 
 
 class Exact:
-    """Exact numbers and truth values (`kcdsl.ir.algebra.Algebra`)."""
+    """Exact numbers and truth values (`kcdsl.logic.algebra.Algebra`)."""
 
     def real(self, value: Fraction) -> Fraction:
         return value

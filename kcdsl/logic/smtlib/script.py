@@ -15,13 +15,13 @@ from fractions import Fraction
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.predicates import division, inclusion
 from kcdsl.ir.printer import formula_text
-from kcdsl.ir.relations import Interval
-from kcdsl.ir.smtlib import text
-from kcdsl.ir.smtlib.assumptions import assumptions
-from kcdsl.ir.smtlib.requests import slice_lines
-from kcdsl.ir.smtlib.theory import Theory
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, Program
+from kcdsl.logic.relations import Interval
+from kcdsl.logic.smtlib import text
+from kcdsl.logic.smtlib.assumptions import assumptions
+from kcdsl.logic.smtlib.requests import slice_lines
+from kcdsl.logic.smtlib.theory import Theory
 
 UNITS = ("requests", "windows")
 

@@ -17,7 +17,8 @@ from fractions import Fraction
 from functools import reduce
 from typing import Final, Generic, Literal, Protocol, TypeVar, assert_never
 
-from kcdsl.ir.axioms import (
+from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
+from kcdsl.logic.axioms import (
     AtMost,
     Bent,
     Between,
@@ -29,7 +30,6 @@ from kcdsl.ir.axioms import (
     Share,
     Tied,
 )
-from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 
 Side = Literal["largest", "smallest"]
 LARGEST: Final[Side] = "largest"

@@ -1,8 +1,8 @@
 """Axioms: what holds between measured quantities whatever the kernels do, each with its reason.
 
-The inequalities are data (`kcdsl.ir.relations`, `kcdsl.ir.orders`); here they meet the quantities
-that clauses speak of. Every translation of contracts into logic states these axioms of its
-constants, and no others, so that two solvers are asked the same. Facts that are not linear are
+The inequalities are data (`kcdsl.logic.relations`, `kcdsl.logic.orders`); here they meet the
+quantities that clauses speak of. Every translation of contracts into logic states these axioms of
+its constants, and no others, so that two solvers are asked the same. Facts that are not linear are
 stated at the numbers that clauses compare with, which keeps every question linear: where kl <= 0.02
 is spoken of, `kl <= 0.02 implies tv <= 0.1`.
 
@@ -20,8 +20,8 @@ from itertools import combinations, permutations
 
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.predicates import Division, Inside
-from kcdsl.ir.relations import MONOTONE, Interval, Placed, at_most, bent, interval
 from kcdsl.ir.terms import Abs, Metric, Statistic, Term
+from kcdsl.logic.relations import MONOTONE, Interval, Placed, at_most, bent, interval
 from kcdsl.metrics import find_metric
 
 _MOST_PARTS, _MOST_TOGETHER = 6, 4

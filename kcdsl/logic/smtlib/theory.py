@@ -21,15 +21,15 @@ from fractions import Fraction
 from typing import Literal, assert_never
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.algebra import Side, Terms, other
-from kcdsl.ir.axioms import has_two_sides
 from kcdsl.ir.canonical import normal_formula
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.predicates import Inside
 from kcdsl.ir.printer import formula_text, region_text, term_text
-from kcdsl.ir.relations import canonical
-from kcdsl.ir.smtlib import text
-from kcdsl.ir.smtlib.text import WRITTEN, Symbols
+from kcdsl.logic.algebra import Side, Terms, other
+from kcdsl.logic.axioms import has_two_sides
+from kcdsl.logic.relations import canonical
+from kcdsl.logic.smtlib import text
+from kcdsl.logic.smtlib.text import WRITTEN, Symbols
 
 
 @dataclass(frozen=True, slots=True)

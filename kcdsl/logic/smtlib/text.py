@@ -107,7 +107,7 @@ def declare(symbol: str, sort: str) -> str:
 
 
 class Written:
-    """Expressions as SMT-LIB text (`kcdsl.ir.algebra.Algebra`)."""
+    """Expressions as SMT-LIB text (`kcdsl.logic.algebra.Algebra`)."""
 
     def real(self, value: Fraction) -> str:
         return real(value)

@@ -4,7 +4,7 @@ Every translation of contracts into logic takes its assumptions from here and ma
 *small* quantity is at most a factor times a *large* one, value by value; an order that holds value
 by value holds of every mean, minimum, maximum and quantile of the same values too. Sources: norms
 of one row of logits, and `docs/bound-chain.md`, sections 1 and 2. Which metrics bound which others
-is in `kcdsl.ir.orders`.
+is in `kcdsl.logic.orders`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from kcdsl.ir.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, curves, least_factor
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
+from kcdsl.logic.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, curves, least_factor
 from kcdsl.metrics import find_metric
 
 NORMS: tuple[tuple[str, Fraction, str], ...] = (
@@ -53,7 +53,7 @@ def domination(small: Term, large: Term, temperature: Fraction | None) -> Fracti
 
 
 def metric_node(term: Term) -> str | None:
-    """Return the name under which `kcdsl.ir.orders` knows a term of one token, or None."""
+    """Return the name under which `kcdsl.logic.orders` knows a term of one token, or None."""
     match term:
         case Metric(name):
             return name

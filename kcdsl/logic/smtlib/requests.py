@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from kcdsl.ir.predicates import Value, tests_of
 from kcdsl.ir.printer import predicate_text
-from kcdsl.ir.smtlib import text
-from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
+from kcdsl.logic.smtlib import text
+from kcdsl.logic.smtlib.text import Symbols
 
 _SORTS = {"truth": "Bool", "text": "String", "number": "Real"}
 

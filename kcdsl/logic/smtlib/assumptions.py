@@ -1,6 +1,6 @@
 """What the constants of a theory satisfy whatever the kernels do, as assertions with reasons.
 
-What holds of measured quantities is `kcdsl.ir.axioms`; here the laws become assertions.
+What holds of measured quantities is `kcdsl.logic.axioms`; here the laws become assertions.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from fractions import Fraction
 from itertools import permutations
 from typing import Any
 
-from kcdsl.ir.algebra import axiom, scaled
-from kcdsl.ir.axioms import Between, Law, Least, Most, Setting, laws, undivided
 from kcdsl.ir.predicates import Division
-from kcdsl.ir.relations import NORMS, Interval
-from kcdsl.ir.smtlib.text import WRITTEN
-from kcdsl.ir.smtlib.theory import Extreme, NormAt, Quantity, Theory
+from kcdsl.logic.algebra import axiom, scaled
+from kcdsl.logic.axioms import Between, Law, Least, Most, Setting, laws, undivided
+from kcdsl.logic.relations import NORMS, Interval
+from kcdsl.logic.smtlib.text import WRITTEN
+from kcdsl.logic.smtlib.theory import Extreme, NormAt, Quantity, Theory
 
 Fact = tuple[str, str]
 """An assertion and its reason."""

@@ -1,5 +1,5 @@
 """Export of contracts to SMT-LIB 2.6, with the standard library alone."""
 
-from kcdsl.ir.smtlib.script import consistency, implication
+from kcdsl.logic.smtlib.script import consistency, implication
 
 __all__ = ["consistency", "implication"]
