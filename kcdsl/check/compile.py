@@ -96,7 +96,7 @@ def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What is known of a contract or a library, as far as each pass came.
+    """The results of each pass over a contract or a library.
 
     `root` and `raw` are None where the document could not be read that far. `slices` goes with
     `raw.slices`, `tables` with `raw.tables`, `clauses` with `raw.clauses`: one each, None for one
@@ -112,7 +112,7 @@ class Analysis:
     clauses: tuple[ir.Clause | None, ...] = ()
     program: ir.Program | None = None
     draft: ir.Program | None = None
-    """What could be read of a program with errors, without the parts that are in error."""
+    """The program without the parts that are in error."""
     tables: tuple[ir.ThresholdTable | None, ...] = ()
     imports: tuple[Import, ...] = ()
     raw_library: RawLibrary | None = None

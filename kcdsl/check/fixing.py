@@ -14,7 +14,7 @@ from kcdsl.diagnostics.spans import SourceFile
 
 _ROUNDS = 20
 _SYNTAX, _ERRORS, _KINDS = 0, 1, 3
-"""What hides more comes first; each kind counts with those before it."""
+"""Kinds of findings: those that hide others come first; each counts with those before it."""
 _ALONE = 32
 """Fixes of one round that are tried one by one, where all together make things worse."""
 _EFFORT = 2**22

@@ -58,9 +58,9 @@ _OF_SOLVER = frozenset(
         DEAD_PART,
     )
 )
-"""What `kcdsl compile --consistency` alone finds, so that nobody else calls them unused."""
+"""Codes that only `kcdsl compile --consistency` reports; other commands leave them alone."""
 _ERRORS = frozenset(code.id for code in (CONTRADICTION, NEVER_HOLDS, EMPTY_SLICE))
-"""What a solver finds and nobody can accept."""
+"""Codes of a solver that are errors, and so cannot be accepted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ FAMILIES = {
     "KC7": "style",
     "KC9": "the tool itself",
 }
-"""What the codes are about, by the beginning of their numbers."""
+"""The subject of each family of codes, by the beginning of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What every checking pass needs: a place to report, and suggestions for misspelt names."""
+"""Report findings of a file: the reporter, common fixes, and suggestions for misspelt names."""
 
 from __future__ import annotations
 

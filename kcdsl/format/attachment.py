@@ -1,4 +1,4 @@
-"""What each comment of a document belongs to, decided from the document alone.
+"""Attach each comment of a document to the part that it belongs to.
 
 A *part* is an entry of a mapping or an item of a list; the root is one too. A comment stands above
 a part, between its key (or dash) and its value, behind it, or at the end of a collection.

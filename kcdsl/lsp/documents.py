@@ -199,7 +199,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _State:
-    """What is kept of a document between its versions."""
+    """The state of a document that is kept between its versions."""
 
     incremental: Incremental = field(default_factory=Incremental)
     latest: Snapshot | None = None

@@ -1,5 +1,5 @@
-"""What is known beyond the text: of clauses their meaning and last verdict, of other parts, as
-Markdown, what they are, also where a library declares them."""
+"""Facts about clauses beyond their text (meaning, action, last verdicts), and descriptions of
+slices, tables and kernels as Markdown, those of libraries included."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Start = Literal["requirement", "predicate", "budget", "quantity"]
 
 
 class Role(StrEnum):
-    """What a word is."""
+    """Roles of words in an expression."""
 
     KEYWORD = "keyword"
     FUNCTION = "function"

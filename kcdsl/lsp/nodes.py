@@ -111,7 +111,7 @@ def clause_of(path: Path) -> str | None:
 
 
 class Kind(StrEnum):
-    """What a name stands for."""
+    """Kinds of names."""
 
     SLICE = "slice"
     TABLE = "table"

@@ -1,4 +1,4 @@
-"""What may come next in an expression: what the grammar allows, as scope and sorts narrow it."""
+"""Completion in expressions: what the grammar allows next, narrowed by scope and sorts."""
 
 from __future__ import annotations
 

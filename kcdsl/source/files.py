@@ -24,9 +24,9 @@ SIZE_LIMIT = 2**20
 MARK = "\ufeff"
 """The byte order mark that some editors and shells put first."""
 MARKED = "the file begins with a byte order mark, and JSON does not"
-"""What is wrong with a file of JSON that begins with `MARK`."""
+"""The message for a file of JSON that begins with `MARK`."""
 UNMARKED = "save the file as UTF-8 without a byte order mark"
-"""What to do about it."""
+"""The help for it."""
 _LONGEST_NAME = 255
 _NEIGHBOURS = 1000
 """How many files of a folder are looked at for a suggestion."""

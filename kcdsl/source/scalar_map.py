@@ -1,4 +1,4 @@
-"""Where each decoded character of a YAML scalar stands in the source.
+"""Maps from the decoded characters of a YAML scalar to their places in the source.
 
 Covers plain, single-quoted, double-quoted, literal and folded scalars with chomping and
 indentation indicators, escapes, folds and CRLF. The decoding made here is compared with the value

@@ -1,4 +1,4 @@
-"""What the YAML parser could not read, as a diagnostic with advice."""
+"""Syntax errors of the YAML parser as diagnostics, with advice and fixes."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ _BEHIND = {
     "separate arguments with `,`": ",",
     "say what the budget counts: `of requests` or `of windows`": " of requests",
 }
-"""What is missing behind the last character before the place."""
+"""Advice -> the text that is missing behind the last character before the place."""
 _SURE = {"write the minus sign `-`"}
 
 

@@ -20,7 +20,7 @@ OTHER_NAMES = {
     "percentile": "quantile",
     "share": "rate",
 }
-"""What people call functions that have another name here."""
+"""Names of functions in other languages and tools -> the name here."""
 
 
 class Group(StrEnum):

@@ -23,7 +23,7 @@ from kcdsl.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What names mean: the declared slices and the bound variables, with their places, and the
+    """The names at a place: the declared slices and the bound variables, with their places, and the
     declared tables (None for one in error)."""
 
     slices: Mapping[str, Span]

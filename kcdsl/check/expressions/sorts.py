@@ -74,7 +74,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a name stands for: a Block, Slice, Region, Trace, Field, Table or Text."""
+    """The sort of a name: a Block, Slice, Region, Trace, Field, Table or Text."""
 
     name: str
 

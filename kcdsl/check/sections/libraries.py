@@ -126,7 +126,7 @@ def _identity(path: Path) -> object:
 
 @dataclass(frozen=True, slots=True)
 class LibraryAnalysis:
-    """What is known of a library, as far as each pass came; `library` is None after any error."""
+    """The results of each pass over a library; `library` is None after any error."""
 
     raw: RawLibrary | None = None
     imports: tuple[Import, ...] = ()

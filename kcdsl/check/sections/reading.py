@@ -28,7 +28,7 @@ _EXAMPLES = {
     "values": "add `values: raw` or `values: processed`",
     "rows": "add `rows: [{where: PREDICATE, value: NUMBER}]`",
 }
-"""What is written where a field is missing that no fix can add."""
+"""The help for a missing field that no fix can add."""
 
 _FIRST_FIELDS = {
     "model": "checkpoint",

@@ -19,7 +19,7 @@ TABLE_FIELDS = ("unit", "rows", "otherwise")
 ROW_FIELDS = ("where", "value")
 IMPORT_FIELDS = ("file", "digest", "slices", "kernels", "tables")
 IMPORTED = ("slices", "kernels", "tables")
-"""What an import may bring."""
+"""The kinds of parts that an import may bring."""
 PAIR = ("train", "infer")
 """The kernels that a contract compares; both are required."""
 ROLES = (*PAIR, "guard", "fallback")

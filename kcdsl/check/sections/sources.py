@@ -53,7 +53,7 @@ _FROM = "at least"
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What a number may be: from `low` (or above it, if `open`) to `high`, whole or not."""
+    """A range of numbers: from `low` (or above it, if `open`) to `high`, whole or not."""
 
     low: int
     high: int | None = None

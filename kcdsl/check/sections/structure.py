@@ -72,7 +72,7 @@ _SKELETONS = {
     "kernels": "kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}",
     "slices": "slices: {all: {}}",
 }
-"""What a fix writes for a missing section; no clause can be guessed."""
+"""The text that a fix writes for a missing section; no clause can be guessed."""
 _MODEL_FIELDS = ("checkpoint", "architecture", "module", "config", "tokenizer")
 _EXPRESSION_FIELDS = ("require", "budget")
 _RECORD_FIELDS = ("metric", "threshold", "op", "delta", "over")
@@ -144,7 +144,7 @@ def fields_named(entries: tuple[Entry, ...], names: Collection[str]) -> list[int
 
 
 def is_library(root: Node | None) -> bool:
-    """Say whether a document declares itself a library, be the word misspelt."""
+    """Say whether a document declares itself a library, also with the word misspelt."""
     if not isinstance(root, Mapping) or root.get("contract") is not None:
         return False
     if root.get("library") is not None:

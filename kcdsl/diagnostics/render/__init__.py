@@ -26,8 +26,8 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What formats say beside the findings: the files that were checked, accepted findings, where
-    the pages of codes are published, which severity fails, and the exit code."""
+    """The facts that formats show with the findings: the files that were checked, the accepted
+    findings, where the pages of codes are published, which severity fails, and the exit code."""
 
     command: str = "kcdsl lint"
     files: tuple[Checked, ...] = ()
