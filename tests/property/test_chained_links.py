@@ -124,7 +124,7 @@ def test_ellipsoids_hold_what_links_return(
     links = chain.cases[0].links
     runs, largest = list(found.runs(24, 5)), 0.0
     for place, (link, behind) in enumerate(pairwise(links)):
-        *_, held = doubles.handing(link.case, held, wanted=behind.ellipsoids)
+        *_, held = doubles.interface(link.case, held, wanted=behind.ellipsoids)
         assert (held is not None) == behind.ellipsoids == (link.case.domain == "affine")
         if held is None:
             continue

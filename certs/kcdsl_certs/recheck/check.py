@@ -180,7 +180,7 @@ def _check_chain(chain: Chain, path: Path, part: tuple[int, int], found: _Found)
     def derived(
         case: Case, held: Any, wanted: bool
     ) -> tuple[float, Sizes, Ends, Apart | None, Any]:
-        return inner.handing(case, held, wanted=wanted)
+        return inner.interface(case, held, wanted=wanted)
 
     def follows(case: Case, held: Any) -> float:
         return _case(chain.last, case, lambda one: last.derive(one, held), found)

@@ -86,7 +86,7 @@ class Rational:
         output = self.states(case)[self._proof.graphs[case.graph].output]
         return bound, sizes, (*_ends(output.t), *_ends(output.d))
 
-    def handing(
+    def interface(
         self, case: Case, held: object | None, *, wanted: bool
     ) -> tuple[float, dict[str, tuple[float, float]], Ends, None, None]:
         """Return what `link` does, and no ellipsoids, of which intervals know none; nor how far

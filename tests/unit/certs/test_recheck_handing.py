@@ -159,7 +159,7 @@ def test_what_is_handed_on_holds_the_box_of_what_is_known_of_the_drift(seed: int
     pair: Any = SimpleNamespace(
         shape=(2, 4), apart=Box(low, high), train=None, infer=None, t=t, i=i
     )
-    found = output.handed(pair)
+    found = output.interface_ellipsoids(pair)
     assert found is not None
     ends = [SimpleNamespace(error_bound=torch.tensor(r), ellipsoids={}) for r in reaches]
     known = Boxes(torch.tensor(low), torch.tensor(high))

@@ -11,7 +11,13 @@ import numpy as np
 from kcdsl_certs.recheck.derivation.affine import Pair, pair
 from kcdsl_certs.recheck.derivation.interval import magnitudes, propagate
 from kcdsl_certs.recheck.derivation.linear_bounds import derive
-from kcdsl_certs.recheck.derivation.output import bound, handed, of_drift, of_rows, stays
+from kcdsl_certs.recheck.derivation.output import (
+    bound,
+    interface_ellipsoids,
+    of_drift,
+    of_rows,
+    stays,
+)
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof
 from kcdsl_certs.recheck.graphs.any_length import marks_of
 from kcdsl_certs.recheck.graphs.graph import Array, Block
@@ -57,9 +63,9 @@ class Derivation:
 
     def link(self, case: Case) -> tuple[float, dict[str, tuple[float, float]], Ends]:
         """Return the largest drift of a case, its sizes, and the boxes of T and D of its output."""
-        return self.handing(case, None, wanted=False)[:3]
+        return self.interface(case, None, wanted=False)[:3]
 
-    def handing(
+    def interface(
         self, case: Case, held: Held | None, *, wanted: bool
     ) -> tuple[float, dict[str, tuple[float, float]], Ends, Apart | None, Held | None]:
         """Return what `link` does, how far readings of the output may be apart in either kernel,
@@ -67,7 +73,7 @@ class Derivation:
 
         There are none in the interval domain.
         """
-        scene, handed_on = replace(self.scene(case, held), followed=True), None
+        scene, ellipsoids = replace(self.scene(case, held), followed=True), None
         with np.errstate(all="ignore"):
             if case.domain == "interval":
                 output, sizes = _intervals(scene)
@@ -78,12 +84,12 @@ class Derivation:
                 forms = pair(scene, case.passes)
                 t, d, sizes = forms.t.box, forms.output(), forms.sizes()
                 own = forms.readings
-                handed_on = handed(forms) if wanted else None
+                ellipsoids = interface_ellipsoids(forms) if wanted else None
                 if forms.known is not None:
                     t = box.checked(box.meet(t, forms.known.t), "the training value")
                     d = box.checked(box.meet(d, forms.known.d), "the drift")
             one, two = (_readings(part, t.shape) for part in own)
-            return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), (one, two), handed_on
+            return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), (one, two), ellipsoids
 
     def _affine(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return what affine forms say beside the interval domain, where that has a bound."""

@@ -252,7 +252,7 @@ _LARGEST = 2**29  # numbers in the ellipsoids of a state
 _FAINT = 2.0**-16  # of the larger error, up to which a box says enough of the other
 
 
-def handed(pair: Pair) -> Held | None:
+def interface_ellipsoids(pair: Pair) -> Held | None:
     """Return where the rows of the output's drift lie; None where that would be too large.
 
     Row t is middle[t] + e_i - e_t, each error in an ellipsoid of its own.
