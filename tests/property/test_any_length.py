@@ -21,8 +21,8 @@ from kcdsl_certs.recheck.graphs.any_length import marks_of
 from kcdsl_certs.recheck.interval.box import Box as CheckerBox
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, Probabilities, Scene, State, numeric
-from kcdsl_certs.recheck.ops.attention import context, probabilities
 from kcdsl_certs.recheck.ops.attention import context as checker_rules
+from kcdsl_certs.recheck.ops.attention import probabilities
 from tests.support import kernels, proofs, sequences
 from tests.support.grids import by_turns
 
@@ -350,7 +350,7 @@ def test_a_wrong_number_of_tiles_is_seen(side: str, monkeypatch: pytest.MonkeyPa
     if side == "checker":
         theta = probabilities.relative_rounding
         monkeypatch.setattr(
-            context,
+            probabilities,
             "relative_rounding",
             lambda k, s, a, n=None, own=None: theta(k, s, a, 16 if n else None, own),
         )
