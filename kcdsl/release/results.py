@@ -73,7 +73,7 @@ def result_of(
     Raises Refusal for what a certificate cannot state.
     """
     comparisons = [comparison for choice in alternatives for comparison in choice]
-    wanted = comparisons[0] if comparisons else None
+    wanted = comparisons[0] if comparisons and required.alternatives else None
     if len(comparisons) > 1:
         row = _compound(row)
     usable = not isinstance(row.verdict, InvalidEvidence)
