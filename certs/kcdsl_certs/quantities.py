@@ -152,6 +152,8 @@ class Quantity:
         match self.kind:
             case "number" if self.value is not None:
                 return real_text(self.value)
+            case "statistic" if self.q is not None and (100 * self.q).denominator == 1:
+                return f"p{100 * self.q}({parts})"
             case "statistic" if self.q is not None:
                 return f"quantile({real_text(self.q)}, {parts})"
             case "statistic":

@@ -145,9 +145,9 @@ def test_requirements_bind_the_table_by_themselves(tmp_path: Path) -> None:
 
     before = stated(INLINE)
     assert [tau for tau, _, _ in before.values()] == [
-        "p99(kl) <= 0.0000005",
-        "p99(kl) <= 0.000001",
-        "p99(kl) <= 0.000002",
+        "p99(kl) <= 0.0000005 [nat]",
+        "p99(kl) <= 0.000001 [nat]",
+        "p99(kl) <= 0.000002 [nat]",
     ]
     assert len({sha for _, sha, _ in before.values()}) == 3
     assert all("all" in inside for _, _, inside in before.values())

@@ -152,7 +152,7 @@ def test_ellipsoids_that_are_too_small_are_noticed(
         whole = output_ellipsoids(forms)
         return None if whole is None else replace(whole, shapes=whole.shapes / 64)
 
-    monkeypatch.setattr(interfaces, "around", smaller)
+    monkeypatch.setattr(interfaces, "output_ellipsoids", smaller)
     found = chained(folder, "bert", "float16 any", ellipsoids=True)
     outcome = recheck(found.document, found.checkpoint)
     assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")

@@ -380,7 +380,7 @@ def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value
 
 def test_another_program_knows_nothing(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     decide(BALL, attacks=False)
-    for module in ("kcdsl_backends.certifier.backend", "kcdsl_backends.certifier.tasks"):
+    for module in ("kcdsl_backends.certifier.backend", "kcdsl_backends.certifier.worker"):
         monkeypatch.setattr(f"{module}.rules_version", lambda: "another")
     assert cache_module.rules_version() != "another"
     (found,) = decide(BALL, attacks=False)
