@@ -198,11 +198,6 @@ def generate(algorithm: Algorithm = Algorithm.ECDSA_P256) -> SigningKey:
             return _signing_key(ed25519.Ed25519PrivateKey.generate())
 
 
-def ed25519_from_seed(seed: bytes) -> SigningKey:
-    """Return the Ed25519 key of a 32-byte seed (RFC 8032); for test vectors."""
-    return _signing_key(ed25519.Ed25519PrivateKey.from_private_bytes(seed))
-
-
 def load_private(pem: bytes, password: bytes | None = None) -> SigningKey:
     """Read a private key from PEM; raises Rejected with a `key/…` reason where that fails."""
     _refuse_large(pem)

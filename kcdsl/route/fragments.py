@@ -57,11 +57,6 @@ class Placement:
     blame: tuple[Blame, ...]
 
 
-def fragment_of(clause: Clause) -> Fragment:
-    """Return the least fragment that covers the clause."""
-    return classify(clause).fragment
-
-
 def classify(clause: Clause) -> Placement:
     """Return the fragment of a clause with its blame."""
     placement = _place(clause.require)
@@ -216,15 +211,6 @@ def _measured(compare: Compare) -> Placement:
 
 
 # --- other fragments ------------------------------------------------------------------------------
-
-
-def why_outside(clause: Clause, fragment: Fragment) -> Blame | None:
-    """Return what takes a clause out of a fragment; None where the clause belongs to it."""
-    placement = classify(clause)
-    if placement.fragment is fragment:
-        return None
-    candidates = _candidates(clause, fragment)
-    return next(candidates, placement.blame[0])
 
 
 def why_uncovered(clause: Clause, fragments: Collection[Fragment]) -> Blame | None:

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -265,13 +264,6 @@ def overall(clauses: Sequence[ClauseResult]) -> tuple[str, Exit]:
     invalid_evidence, else inconclusive, else held; nothing decided is no evidence."""
     name = worst({verdict_name(clause.verdict) for clause in clauses})
     return name, EXITS[name]
-
-
-def report_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the report."""
-    text = files("kcdsl.verdict").joinpath("report.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.lowering.evaluate import run_graph
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
@@ -31,6 +30,7 @@ from kcdsl_certs.recheck.ops.elementwise.functions import (
     image,
     slopes,
 )
+from tests.support.graphs import run_graph
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)
 

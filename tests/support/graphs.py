@@ -68,3 +68,10 @@ def _digest(
         found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
         found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.digest()
+
+
+def run_graph(graph: BlockGraph, params: Any, x: Any, compute: str | None = None) -> dict[str, Any]:
+    """Return the value of every node of a graph by name; see `graph_output`."""
+    from kcdsl.model.lowering.evaluate import each_node
+
+    return dict(each_node(graph, params, x, compute, {}))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 from kcdsl.verdict.health import Health
@@ -16,6 +18,14 @@ from kcdsl.verdict.report import (
     SliceSummary,
 )
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the JSON schema of reports."""
+    text = files("kcdsl.verdict").joinpath("report.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
 
 VERDICTS: tuple[Verdict, ...] = (
     Held(),

@@ -22,19 +22,6 @@ UNROUNDED = frozenset({"embedding", "view", "concat", "neg", "relu"})
 """Operations that store nothing; inputs, parameters and constants are stored before."""
 
 
-def run_graph(
-    graph: BlockGraph, params: Mapping[str, Array], x: Array | None, compute: str | None = None
-) -> dict[str, Array]:
-    """Return the value of every node, float64 (masks: bool).
-
-    `params` holds the checkpoint tensors by key; `x` is the block input [T, D], None for a graph on
-    token ids. With `compute`, a format of `drafts.TYPES`, every result is formed in float64 and
-    rounded to its format, as it is by a kernel that computes in it; else nothing is rounded.
-    Raises ValueError where an array has another shape than its node.
-    """
-    return dict(_run(graph, params, x, compute, {}))
-
-
 def graph_output(
     graph: BlockGraph,
     params: Mapping[str, Array],
@@ -42,14 +29,19 @@ def graph_output(
     compute: str | None = None,
     change: Callable[[Array], Array] | None = None,
 ) -> Array:
-    """Return the value of the output alone; see `run_graph`. A value is kept while it is read.
+    """Return the value of the output, float64; a value is kept while it is read.
+
+    `params` holds the checkpoint tensors by key; `x` is the block input [T, D], None for a graph on
+    token ids. With `compute`, a format of `drafts.TYPES`, every result is formed in float64 and
+    rounded to its format, as it is by a kernel that computes in it; else nothing is rounded.
+    Raises ValueError where an array has another shape than its node.
 
     `change` is applied to the input and to every result that is stored: to see what other roundings
     would make of the output.
     """
     last = {name: node.name for node in graph.nodes for name in node.inputs}
     values: dict[str, Array] = {}
-    for name, value in _run(graph, params, x, compute, values):
+    for name, value in each_node(graph, params, x, compute, values):
         node = graph.node(name)
         if change is not None and node.op not in UNROUNDED | {"param", "constant"}:
             values[name] = change(value)
@@ -59,13 +51,15 @@ def graph_output(
     return values[graph.output]
 
 
-def _run(
+def each_node(
     graph: BlockGraph,
     params: Mapping[str, Array],
     x: Array | None,
     compute: str | None,
     values: dict[str, Array],
 ) -> Iterator[tuple[str, Array]]:
+    """Yield the value of every node in order (masks: bool); `values` keeps them for later nodes."""
+
     def rounded(value: Array, format: str) -> Array:
         return value if compute is None else round_to(value, format or compute)
 

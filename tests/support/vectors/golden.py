@@ -13,9 +13,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
+
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import ed25519_from_seed
+from kcdsl_certs.keys import SigningKey, load_private
 from kcdsl_certs.manifest import build_manifest
 from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import real_text
@@ -28,6 +32,16 @@ from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 SEED_A = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
 SEED_B = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")
 SEED_C = bytes.fromhex("c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7")
+
+
+def ed25519_from_seed(seed: bytes) -> SigningKey:
+    """Return the Ed25519 key of a 32-byte seed (RFC 8032)."""
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(seed)
+    return load_private(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+
+
 KEY_A, KEY_B, KEY_C = (ed25519_from_seed(seed) for seed in (SEED_A, SEED_B, SEED_C))
 
 AT = "2026-12-01T00:00:00Z"

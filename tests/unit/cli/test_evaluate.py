@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.cli.commands.evaluate import Evaluate
-from kcdsl.verdict.report import report_schema
+from tests.support.reports import report_schema
 from tests.support.small_models import DECODER, ENCODER, write_model
 
 CONTRACT = """\
@@ -176,6 +176,7 @@ import sys
 for name in ("torch", "numpy", "z3", "safetensors", "scipy", "kcdsl.model.fingerprint"):
     sys.modules[name] = None  # importing it raises ImportError
 from kcdsl.cli import main
+from tests.support.reports import report_schema
 sys.exit(main(sys.argv[1:]))
 """
 

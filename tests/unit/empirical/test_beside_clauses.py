@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from kcdsl.ir.terms import Abs, Arith, Compare, Metric, Number, Statistic
-from kcdsl.verdict.report import Report, report_schema
+from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.text.report import beside_parts
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.units import Unit
 from tests.support.evidence import clause, evidence
+from tests.support.reports import report_schema
 
 
 def row_of(report: Report, name: str, slice_: str = "all") -> ClauseResult:

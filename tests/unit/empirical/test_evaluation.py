@@ -30,9 +30,9 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.verdict.model import Held, InvalidEvidence
-from kcdsl.verdict.report import report_schema
 from kcdsl_backends.empirical.diagnoses import watch_weights
 from tests.support.evaluation import evaluate
+from tests.support.reports import report_schema
 
 FIELDS = (
     "build_fingerprint",

@@ -9,7 +9,7 @@ from kcdsl.diagnostics import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Clause
 from kcdsl.route.catalogue import Fragment
-from kcdsl.route.fragments import classify, fragment_of
+from kcdsl.route.fragments import classify
 
 HEAD = """kcdsl: 1
 contract: c
@@ -55,7 +55,6 @@ def test_fragments(marked: str, fragment: Fragment) -> None:
     assert clause is not None, [d.message for d in found]
     placement = classify(clause)
     assert placement.fragment is fragment
-    assert fragment_of(clause) is fragment
     span = placement.blame[0].span
     assert source.text[span.start : span.end] == marked[marked.index("«") + 1 : marked.index("»")]
 
@@ -110,7 +109,7 @@ def test_the_blame_names_the_sub_expression(marked: str, words: str) -> None:
 def test_a_proof_of_a_chain_metric_is_an_implied_clause(metric: str) -> None:
     _, clause, _ = compiled(f"{metric} <= 0.1", "    evidence: proof\n")
     assert clause is not None
-    assert fragment_of(clause) is Fragment.IMPLIED
+    assert classify(clause).fragment is Fragment.IMPLIED
 
 
 def test_no_other_statistic_can_be_proved() -> None:

@@ -20,7 +20,7 @@ from kcdsl.model.checkpoint import Checkpoint
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph
 from kcdsl.model.lowering.drafts import OPERATIONS
-from kcdsl.model.lowering.evaluate import run_graph
+from tests.support.graphs import run_graph
 
 IDS = [3, 1, 4, 1, 5, 9, 2]
 MODELS: dict[str, tuple[str, ...]] = {

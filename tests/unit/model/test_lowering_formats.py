@@ -23,7 +23,8 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph
-from kcdsl.model.lowering.evaluate import graph_output, run_graph
+from kcdsl.model.lowering.evaluate import graph_output
+from tests.support.graphs import run_graph
 from tests.support.random_modules import random_module
 from tests.unit.model.test_export import wrap
 

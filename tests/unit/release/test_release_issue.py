@@ -42,8 +42,9 @@ from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.envelope import parse_bundle
 from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import SigningKey, ed25519_from_seed
+from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.rejected import Rejected
+from tests.support.vectors.golden import ed25519_from_seed
 
 NOW = datetime.fromisoformat("2026-11-30T12:00:00+00:00")
 

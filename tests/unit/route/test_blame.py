@@ -9,7 +9,7 @@ import pytest
 from kcdsl.diagnostics.model import Sink
 from kcdsl.ir.terms import Clause
 from kcdsl.route.catalogue import Fragment, catalogue
-from kcdsl.route.fragments import fragment_of, why_outside, why_uncovered
+from kcdsl.route.fragments import classify, why_uncovered
 from tests.support.compiling import compile_contract
 
 
@@ -27,15 +27,15 @@ def clauses(repository: Path) -> list[Clause]:
 def test_blame_is_there_exactly_where_the_fragment_does_not_fit(repository: Path) -> None:
     for clause in clauses(repository):
         for fragment in Fragment:
-            blame = why_outside(clause, fragment)
-            assert (blame is None) == (fragment_of(clause) is fragment), (clause.id, fragment)
+            blame = why_uncovered(clause, {fragment})
+            assert (blame is None) == (classify(clause).fragment is fragment), (clause.id, fragment)
 
 
 def test_the_place_is_a_part_of_the_requirement(repository: Path) -> None:
     for clause in clauses(repository):
         for spec in catalogue():
             blame = why_uncovered(clause, spec.fragments)
-            assert (blame is None) == (fragment_of(clause) in spec.fragments)
+            assert (blame is None) == (classify(clause).fragment in spec.fragments)
             if blame is not None:
                 assert blame.reason
                 assert blame.span.start < blame.span.end

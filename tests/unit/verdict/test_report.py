@@ -17,10 +17,10 @@ from kcdsl.exits import Exit
 from kcdsl.verdict.html import page
 from kcdsl.verdict.model import InvalidEvidence, Violated
 from kcdsl.verdict.quantities import quantity
-from kcdsl.verdict.report import Report, report_schema
+from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import Beside, Certified, Measured, NoiseFloor
 from kcdsl.verdict.text.report import print_report, svg
-from tests.support.reports import ROW, VERDICTS, report
+from tests.support.reports import ROW, VERDICTS, report, report_schema
 
 
 def shown(document: Report) -> str:

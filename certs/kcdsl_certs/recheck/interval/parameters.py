@@ -24,7 +24,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     LEAST_RANGE,
     MOST_POWER,
     NESTED,
-    Code,
+    CodeGrid,
     Floats,
     Format,
     cut,
@@ -262,7 +262,7 @@ def _from_zero(weight: Singles, scale: str, name: str, stored: Format) -> Single
     return np.asarray((code - zero) * scales, dtype=np.float32)
 
 
-def _full_range(weight: Singles, scale: str, name: str, of: Code, stored: Format) -> Singles:
+def _full_range(weight: Singles, scale: str, name: str, of: CodeGrid, stored: Format) -> Singles:
     """Return codes in -n … n-1 of w·(1/s) times s = max(amax/(n - 1/2), 2^-23), all in float32."""
     scales = np.maximum(_amax(weight, scale) / np.float32(of.divisor), np.float32(2.0**-23))
     scales = _kept(np.where(_amax(weight, scale) == 0, np.float32(1), scales), stored, name)

@@ -122,7 +122,7 @@ PLAIN_INPUTS = ("per_tensor", "per_token", "group_32", "group_64", "group_128")
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class CodeGrid:
     """A format of codes that count a scale, with the layouts of scales that it may have in weights,
     activations, and caches of keys and values.
 
@@ -160,8 +160,8 @@ class Code:
         return np.rint(values) if self.grid is None else nearest(values, self.grid)
 
 
-def _floating(form: Format, last: float, *layouts: tuple[str, ...]) -> Code:
-    return Code(form.name, form, last, last, last, *layouts)
+def _floating(form: Format, last: float, *layouts: tuple[str, ...]) -> CodeGrid:
+    return CodeGrid(form.name, form, last, last, last, *layouts)
 
 
 _CACHES = ("per_tensor", "per_head", "per_token_head", "static")
@@ -180,10 +180,10 @@ _CODES = (
     _floating(Format("fp6_e2m3", 4, 0, 7.5), 7.5, ("mx",), ("mx",)),
     _floating(Format("fp6_e3m2", 3, -2, 28.0), 28.0, ("mx",), ("mx",)),
     _floating(Format("fp4_e2m1", 2, 0, 6.0), 6.0, ("mx", "nvfp4"), ("mx", "nvfp4")),
-    Code("int8", None, 127.0, 127.0, 127.0, *_SIMPLE),
-    Code("int8_full", None, 127.0, 128.0, 127.5, *_SIMPLE),
-    Code("int4_full", None, 7.0, 8.0, 7.5, PLAIN_WEIGHTS),
-    Code("uint4", None, 15.0, 15.0, 15.0, PLAIN_WEIGHTS),
-    Code("uint8", None, 255.0, 255.0, 255.0, (), (*PLAIN_INPUTS, "static")),
+    CodeGrid("int8", None, 127.0, 127.0, 127.0, *_SIMPLE),
+    CodeGrid("int8_full", None, 127.0, 128.0, 127.5, *_SIMPLE),
+    CodeGrid("int4_full", None, 7.0, 8.0, 7.5, PLAIN_WEIGHTS),
+    CodeGrid("uint4", None, 15.0, 15.0, 15.0, PLAIN_WEIGHTS),
+    CodeGrid("uint8", None, 255.0, 255.0, 255.0, (), (*PLAIN_INPUTS, "static")),
 )
 CODES = {code.name: code for code in _CODES}
