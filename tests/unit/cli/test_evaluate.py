@@ -175,7 +175,6 @@ GATE = """
 import sys
 for name in ("torch", "numpy", "z3", "safetensors", "scipy", "kcdsl.model.fingerprint"):
     sys.modules[name] = None  # importing it raises ImportError
-from kcdsl.cli import main
 from tests.support.reports import report_schema
 sys.exit(main(sys.argv[1:]))
 """
