@@ -169,6 +169,8 @@ NOT_RUN = {
         "make test-full": ITSELF,
         "make test-programs": PACKAGES,
         "make test-slow": SLOW,
+        "make coverage": ITSELF,
+        "make matrix": ITSELF,
         "make demo": SAME_ROAD,
         "make format": SOURCES,
         ".venv/bin/pre-commit install": HOOKS,
