@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import py_compile
+import sys
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def taken():
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return the folder of a contract whose factory imports two further files, one of them when it
-    is called."""
+    is called; no module of an earlier folder is loaded."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "own"]:
+        del sys.modules[name]
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
     (tmp_path / "contract.yaml").write_text(CONTRACT)
     (tmp_path / "own").mkdir()
