@@ -175,7 +175,7 @@ GATE = """
 import sys
 for name in ("torch", "numpy", "z3", "safetensors", "scipy", "kcdsl.model.fingerprint"):
     sys.modules[name] = None  # importing it raises ImportError
-from tests.support.reports import report_schema
+from kcdsl.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
