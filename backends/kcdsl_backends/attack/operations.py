@@ -8,11 +8,10 @@ dimension in front; what is the same for all of them may be without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
@@ -20,6 +19,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.view import View
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.ops import POINTWISE
 from kcdsl_backends.drift.ops.norms.interval import parts_of, written
 
 MOVES = frozenset({"view", "concat"})
@@ -101,7 +101,7 @@ def exact(graph: BlockGraph, node: Node, operands: Sequence[Tensor], rows: Tenso
             sources = [graph.node(name) for name in node.inputs]
             return moved(node, operands, sources)
         case _:
-            return _UNARY[node.op](operands[0], node)
+            return POINTWISE[node.op].value(operands[0], node)
 
 
 def factors(node: Node, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -116,20 +116,13 @@ def masked(scores: Tensor, operands: Sequence[Tensor]) -> Tensor:
     return scores if len(operands) < 2 else scores.masked_fill(~operands[1], -torch.inf)
 
 
-_UNARY: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
-    "neg": lambda x, node: -x,
-    "relu": lambda x, node: torch.relu(x),
-    "tanh": lambda x, node: torch.tanh(x),
-    "gelu": lambda x, node: F.gelu(x, approximate=node.attrs.get("approximate", "none")),
-}
-
-
 # --- roundings inside of operations ------------------------------------------------------------
 
 NORMS = frozenset({"layer_norm", "rms_norm"})
 """Operations with one rounding of the inverse root for each row."""
-ELEMENTWISE = NORMS | {"add", "sub", "mul", "scale", "divide", "shift", "gelu", "silu", "tanh"}
-ELEMENTWISE |= {"rope"}
+ROUNDED = frozenset(name for name, found in POINTWISE.items() if found.error is not None)
+"""Functions of single numbers whose results are rounded."""
+ELEMENTWISE = NORMS | {"add", "sub", "mul", "scale", "divide", "shift", "rope"} | ROUNDED
 """Operations with a rounding inside of every element."""
 
 
@@ -155,16 +148,15 @@ def element_error(node: Node, value: Tensor, operands: Sequence[Tensor], rows: T
             return 3 * value.abs()
         case "shift":
             return value.abs() + abs(float(node.attrs["offset"]))
-        case "gelu":
-            return 16 * operands[0].abs()
-        case "silu" | "tanh":
-            return 16 * value.abs()
         case "rope":
             return 4 * turned_sizes(operands)
         case "layer_norm" | "rms_norm":
             return _norm_elements(node, value, operands, rows)
         case _:
-            raise ValueError(f"{node.op} has no rounding of its elements")
+            error = POINTWISE[node.op].error
+            if error is None:
+                raise ValueError(f"{node.op} has no rounding of its elements")
+            return error(operands[0], value)
 
 
 def turned_sizes(operands: Sequence[Tensor]) -> Tensor:

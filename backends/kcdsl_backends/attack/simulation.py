@@ -57,10 +57,7 @@ WITHIN = 1 - 2.0**-20
 """The share of an allowance that a symbol of 1 takes."""
 SUMS = frozenset({"linear", "matmul"})
 """Operations that accumulate dot products."""
-STORED = SUMS | {
-    *("add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu", "gelu", "cast"),
-    *("softmax", "rms_norm", "layer_norm", "rope"),
-}
+STORED = SUMS | ELEMENTWISE | {"cast", "softmax"}
 """Operations whose result a kernel stores."""
 
 

@@ -19,6 +19,7 @@ from kcdsl.model.view import View
 from kcdsl.model.weights import stored_constant
 from kcdsl_backends.drift.boxes.any_length import SHOWN, Axes, FixedLength, attrs_at, row_axes
 from kcdsl_backends.drift.boxes.state import Parameter
+from kcdsl_backends.drift.ops import POINTWISE
 
 MOST_COMPARED = 2**13
 """The longest sequence at which a block is exported, to be compared and for tables of positions."""
@@ -40,7 +41,7 @@ def sequence_graph(
     """
     graph = block_graph(model, block, SHOWN, formats=formats)
     try:
-        axes = row_axes(graph)
+        axes = row_axes(graph, POINTWISE)
         compare(graph, axes, block_graph(model, block, _OTHER, formats=formats), _OTHER)
         whole = _longest(model, graph, longest, formats)
         shape = whole.input_shape or (0,)

@@ -9,7 +9,7 @@ asked. What mixes rows in any other way has another meaning at every length and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,12 @@ class _Seen:
         return FixedLength(self.node.name, reason)
 
 
-def row_axes(graph: BlockGraph) -> dict[str, Axes]:
+def row_axes(graph: BlockGraph, pointwise: Container[str]) -> dict[str, Axes]:
     """Return the dimensions of rows of every node of a graph at `SHOWN` rows.
+
+    Args:
+        graph: the graph.
+        pointwise: the operations that are functions of single numbers.
 
     Raises:
         FixedLength: the node says nothing of other lengths, and why.
@@ -52,9 +56,10 @@ def row_axes(graph: BlockGraph) -> dict[str, Axes]:
     for node in graph.nodes:
         operands = tuple(nodes[name] for name in node.inputs)
         seen = _Seen(node, operands, tuple(found[name] for name in node.inputs))
-        if node.op not in _RULES:
+        rule = _same if node.op in pointwise else _RULES.get(node.op)
+        if rule is None:
             raise seen.refuse(f"{node.op} is not read at any length")
-        found[node.name] = _RULES[node.op](seen)
+        found[node.name] = rule(seen)
     output = nodes[graph.output]
     if len(found[graph.output]) != 1 or found[graph.output][0] == len(output.shape) - 1:
         raise FixedLength(graph.output, "the output is not one row for each row of the input")
@@ -203,12 +208,7 @@ _RULES: Mapping[str, Callable[[_Seen], Axes]] = {
     "scale": _same,
     "divide": _same,
     "shift": _same,
-    "neg": _same,
     "cast": _same,
-    "relu": _same,
-    "tanh": _same,
-    "silu": _same,
-    "gelu": _same,
     "view": _view,
     "concat": _concat,
     "softmax": _softmax,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint
@@ -28,6 +30,7 @@ from kcdsl_backends.drift.linear.tape import (
     added_adjoints,
 )
 from kcdsl_backends.drift.ops.linear import before_linear
+from kcdsl_backends.drift.ops.operation import Operation, Pointwise
 
 
 def interval_relu(step: Step) -> State:
@@ -46,6 +49,9 @@ def interval_relu(step: Step) -> State:
     return settle(step.node.name, clamp(x.train), clamp(x.infer), drift, x.apart)
 
 
+Error = Callable[[Tensor, Tensor, Rounding], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Smooth:
     """A smooth activation: its value, first and second derivative, their extremes, its rounding.
@@ -53,8 +59,8 @@ class Smooth:
     `turn` is the place of the minimum (None: monotone); `derivative_turns` the places where the
     derivative is extreme. The second derivative is even and extreme at 0 and at ±`second_turn`, or
     lies between two numbers everywhere. `steepest` and `third` bound the magnitudes of the second
-    and of the third derivative. `error` bounds the rounding inside a kernel from (argument, value,
-    u).
+    and of the third derivative. `error` bounds the rounding inside a kernel from the magnitudes of
+    the argument and of the value.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -65,7 +71,7 @@ class Smooth:
     second_turn: float | tuple[float, float]
     steepest: float
     third: float
-    error: Callable[[Tensor, Tensor, float], Tensor]
+    error: Error
 
     def range(self, x: Box) -> Box:
         """Return the range of the function on a box."""
@@ -108,6 +114,16 @@ def _trusted(box: Box, magnitude: Tensor) -> Box:
     return box.widen(up(2.0**-46 * torch.maximum(box.mag(), magnitude.clamp_max(1.0)) + 2.0**-1000))
 
 
+def _good_to(size: Callable[[Tensor, Tensor, Rounding], Tensor]) -> Error:
+    """Return the error of a function that is good to 16 units in the last place of a magnitude."""
+    return lambda x, y, kernel: 16 * kernel.u_function * size(x, y, kernel) + 2.0**-100
+
+
+def absolute_sigmoid(kernel: Rounding) -> bool:
+    """Say whether a sigmoid is good to units in the last place of 1, however small it is."""
+    return kernel.numerics.sigmoid == "absolute"
+
+
 def _gelu_slope(x: Tensor) -> Tensor:
     density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * density
@@ -141,7 +157,7 @@ GELU = Smooth(
     2.0,
     0.7979,
     0.7788,
-    lambda x, y, u: 16 * u * x + 2.0**-100,
+    _good_to(lambda x, y, kernel: x),
 )
 
 
@@ -177,7 +193,7 @@ GELU_TANH = Smooth(
     2.0134807246242579,
     0.7979,
     0.7788,
-    lambda x, y, u: 16 * u * x + 2.0**-100,
+    _good_to(lambda x, y, kernel: x),
 )
 SILU = Smooth(
     lambda x: x * torch.sigmoid(x),
@@ -188,7 +204,7 @@ SILU = Smooth(
     (-0.1, 0.5 + 2.0**-40),
     0.5001,
     0.3083,
-    lambda x, y, u: 16 * u * y + 2.0**-100,
+    _good_to(lambda x, y, kernel: x if absolute_sigmoid(kernel) else y),
 )
 TANH = Smooth(
     torch.tanh,
@@ -199,20 +215,17 @@ TANH = Smooth(
     (-0.77, 0.77),
     0.7699,
     2.0001,
-    lambda x, y, u: 16 * u * y + 2.0**-100,
+    _good_to(lambda x, y, kernel: y),
 )
 
 
-def smooth(node: Node) -> Smooth:
-    """Return the activation that a node is."""
-    if node.op == "gelu":
-        return GELU_TANH if node.attrs.get("approximate") == "tanh" else GELU
-    return SILU if node.op == "silu" else TANH
+Choice = Callable[[Node], Smooth]
+"""Gives the function that a node applies."""
 
 
-def interval_activation(step: Step) -> State:
+def interval_activation(choice: Choice, step: Step) -> State:
     """Bound a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
-    x, node, function = step.operand(0), step.node, smooth(step.node)
+    x, node, function = step.operand(0), step.node, choice(step.node)
     train, infer = function.range(x.train), function.range(x.infer)
     slopes = function.slopes(x.train.hull(x.infer))
     drift, steep = slopes * x.drift, slopes.mag()
@@ -240,8 +253,7 @@ def activation_error(
     Of a silu that is written out the sigmoid is stored before the product, and may be of a reading
     of x up to `apart` from the one that it multiplies.
     """
-    by_argument = function is SILU and kernel.numerics.sigmoid == "absolute"
-    error = function.error(x, x if by_argument else y, kernel.u_function)
+    error = function.error(x, y, kernel)
     if node.attrs.get("form", "fused") == "fused":
         return error
     form = kernel.format_for(node.role, node.op)
@@ -283,9 +295,9 @@ def affine_relu(run: KernelRun, node: Node) -> None:
     run.keep(node, run.again(node, 0))
 
 
-def affine_activation(run: KernelRun, node: Node) -> None:
+def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
     """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
-    function = smooth(node)
+    function = choice(node)
     curvature = function.curvature
     index, x = run.entry(node, 0)
     h, slope = x.reference, function.derivative(x.reference)
@@ -377,9 +389,9 @@ def linear_relu(run: LinearRun, node: Node) -> None:
     run.index[node.name] = run.tape.add(entry)
 
 
-def linear_activation(run: LinearRun, node: Node) -> None:
+def linear_activation(choice: Choice, run: LinearRun, node: Node) -> None:
     """Append a smooth activation by its slopes in the middle, of deviation and drift."""
-    function = smooth(node)
+    function = choice(node)
     x = run.operand(node, 0)
     h = x.reference
     (ec, er), (dc, dr) = x.deviation.midpoint(), x.drift.midpoint()
@@ -473,3 +485,39 @@ def _slope_difference(
     return LinearPart(
         torch.where(better, value * step, direct), torch.where(better, by_curve, by_values)
     )
+
+
+def activation(choice: Choice, pointwise: Pointwise) -> Operation:
+    """Return the operation of a smooth activation."""
+    return Operation(
+        partial(interval_activation, choice),
+        partial(affine_activation, choice),
+        partial(linear_activation, choice),
+        (0,),
+        pointwise,
+    )
+
+
+def _gelu(node: Node) -> Smooth:
+    return GELU_TANH if node.attrs.get("approximate") == "tanh" else GELU
+
+
+OPERATIONS = {
+    "relu": Operation(
+        interval_relu, affine_relu, linear_relu, (0,), Pointwise(lambda x, node: torch.relu(x))
+    ),
+    "tanh": activation(
+        lambda node: TANH, Pointwise(lambda x, node: torch.tanh(x), lambda x, y: 16 * y.abs())
+    ),
+    "silu": activation(
+        lambda node: SILU,
+        Pointwise(lambda x, node: x * torch.sigmoid(x), lambda x, y: 16 * y.abs()),
+    ),
+    "gelu": activation(
+        _gelu,
+        Pointwise(
+            lambda x, node: functional.gelu(x, approximate=node.attrs.get("approximate", "none")),
+            lambda x, y: 16 * x.abs(),
+        ),
+    ),
+}

@@ -20,7 +20,8 @@ from kcdsl_backends.drift.boxes.state import State, Step
 from kcdsl_backends.drift.linear.run import LinearOperand, LinearPart, LinearRule, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source
 from kcdsl_backends.drift.ops.activations import _OWN
-from kcdsl_backends.drift.ops.matmul import tighten_product
+from kcdsl_backends.drift.ops.matmul import linear_mul, tighten_product
+from kcdsl_backends.drift.ops.operation import Operation
 
 
 def _relative(kernel: Rounding, exact: Box, times: int = 1) -> Tensor:
@@ -376,3 +377,13 @@ def linear_shift(run: LinearRun, node: Node) -> None:
         LinearPart(zero, gamma(LINEAR_PASS) * (own + abs(offset) + e) * SAFE),
         LinearPart(zero, (gamma(LINEAR_PASS) * d + 2.0**-1000) * SAFE),
     )
+
+
+OPERATIONS = {
+    "add": Operation(interval_add, affine_add_or_sub(1.0), linear_add(1.0)),
+    "sub": Operation(interval_sub, affine_add_or_sub(-1.0), linear_add(-1.0)),
+    "mul": Operation(interval_mul, affine_mul, linear_mul, (0, 1)),
+    "scale": Operation(interval_scale, affine_scale, linear_scale),
+    "divide": Operation(interval_divide, affine_scale, linear_scale),
+    "shift": Operation(interval_shift, affine_shift, linear_shift),
+}

@@ -18,7 +18,8 @@ from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.state import SoftmaxState, State, Step
 from kcdsl_backends.drift.boxes.sums import summation_error
 from kcdsl_backends.drift.ops.bilinear import Heads, heads
-from kcdsl_backends.drift.ops.matmul import affine_product
+from kcdsl_backends.drift.ops.matmul import affine_product, linear_matmul
+from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.single_row import row_of_values, through_values
 
 
@@ -144,3 +145,6 @@ def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
         return -total, total
 
     return Nonlinear(between)
+
+
+OPERATIONS = {"context": Operation(interval_context, affine_context, linear_matmul, (0, 1))}

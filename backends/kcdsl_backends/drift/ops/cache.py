@@ -20,6 +20,7 @@ from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, up
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding, Stored
 from kcdsl_backends.drift.boxes.state import State, Step, combine
+from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.quantized_input import activation_error
 from kcdsl_backends.drift.ops.view import same
 
@@ -161,3 +162,6 @@ def affine_cache(run: KernelRun, node: Node) -> None:
     again = run.again(node, 0)
     result = Result(reference, vjp, linear, internal, roundings=parts, again=again)
     round_result(run, node, result)
+
+
+OPERATIONS = {"cache": Operation(interval_cache, affine_cache)}

@@ -39,6 +39,7 @@ from kcdsl_backends.drift.boxes.sums import (
 from kcdsl_backends.drift.linear.run import LinearOperand, LinearPart, LinearRun, StraightLinear
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.bilinear import Heads
+from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.quantized_input import activation_error, quantise
 
 
@@ -435,3 +436,6 @@ def _linear_quantized(run: LinearRun, node: Node) -> LinearOperand:
     index = run.inexact(f"{node.name}/input", x.index, first * SAFE, second * SAFE)
     entry = run.tape.entries[index]
     return LinearOperand(index, entry.reference, entry.deviation, entry.drift)
+
+
+OPERATIONS = {"linear": Operation(interval_linear, affine_linear, linear_linear)}

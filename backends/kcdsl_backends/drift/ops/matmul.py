@@ -22,6 +22,7 @@ from kcdsl_backends.drift.linear.run import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.bilinear import Heads, SecondOrder, heads, key_maps, second_order
 from kcdsl_backends.drift.ops.linear import _through_weights
+from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.single_row import row_of_keys
 
 
@@ -249,3 +250,6 @@ def linear_mul(run: LinearRun, node: Node) -> None:
     if a.reference.shape != b.reference.shape:
         raise NoBound(node.name, "mul of shapes that broadcast")
     linear_product(run, node, torch.mul, back)
+
+
+OPERATIONS = {"matmul": Operation(interval_matmul, affine_matmul, linear_matmul, (0, 1))}

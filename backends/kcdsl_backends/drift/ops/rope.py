@@ -17,6 +17,7 @@ from kcdsl_backends.drift.boxes.state import Parameter, State, Step
 from kcdsl_backends.drift.linear.run import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.arithmetic import _sizes
+from kcdsl_backends.drift.ops.operation import Operation
 
 
 def interval_rope(step: Step) -> State:
@@ -169,3 +170,6 @@ def linear_rope(run: LinearRun, node: Node) -> None:
             (back_error * (sizes(own + e, dc, ds) + sizes(d, c_i, s_i)) + 2.0**-1000) * SAFE,
         ),
     )
+
+
+OPERATIONS = {"rope": Operation(interval_rope, affine_rope, linear_rope)}

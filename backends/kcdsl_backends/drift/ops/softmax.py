@@ -33,6 +33,7 @@ from kcdsl_backends.drift.boxes.rounding import Apart, Rounding
 from kcdsl_backends.drift.boxes.state import SoftmaxState, Step, settle
 from kcdsl_backends.drift.linear.run import LinearPart, LinearRun, linear_deviations
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, LinearEntry, Noise, Source
+from kcdsl_backends.drift.ops.operation import Operation
 
 _FAR = 700.0
 """Beyond this score drift a probability is taken to be 0 or 1 instead of forming exp."""
@@ -515,3 +516,6 @@ def _choose(run: KernelRun, place: int, scores: Entry, mask: Tensor, error: Tens
         box = Box(steps.low, steps.high)
     formed = _range(box, mask).widen(error)
     run.tape.entries[place] = replace(entry, choices=entry.ends.within(formed))
+
+
+OPERATIONS = {"softmax": Operation(interval_softmax, affine_softmax, linear_softmax, (0,))}

@@ -21,6 +21,7 @@ from kcdsl_backends.drift.boxes.rounding import Apart
 from kcdsl_backends.drift.boxes.state import State, Step
 from kcdsl_backends.drift.linear.run import LinearOperand, LinearPart, LinearRun, zero_part
 from kcdsl_backends.drift.linear.tape import Functional, Source
+from kcdsl_backends.drift.ops.operation import Operation, Pointwise
 
 
 def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
@@ -282,3 +283,12 @@ def linear_embedding(run: LinearRun, node: Node) -> None:
     reference: Tensor = table.train[ids].reshape(node.shape)
     middle, radius = run.state(node).drift.midpoint()
     run.append(node, reference, lambda a: [], zero_part(reference), LinearPart(middle, radius))
+
+
+OPERATIONS = {
+    "embedding": Operation(interval_embedding, affine_embedding, linear_embedding),
+    "cast": Operation(Step.cast, affine_cast, linear_cast),
+    "neg": Operation(interval_neg, affine_neg, linear_neg, pointwise=Pointwise(lambda x, node: -x)),
+    "view": Operation(interval_view, affine_view, linear_view),
+    "concat": Operation(interval_concat, affine_concat, linear_concat),
+}

@@ -1,0 +1,42 @@
+"""What the table of operations holds of each operation of a block graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.boxes.state import Known, Step
+from kcdsl_backends.drift.linear.run import LinearRun
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """A function of single numbers, as simulated runs compute it in float64.
+
+    Args:
+        value: the result, from the operand.
+        error: how far a kernel may be off inside, in units of u_f, from operand and result; None
+            where the result is exact and nothing is stored.
+    """
+
+    value: Callable[[Tensor, Node], Tensor]
+    error: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The transfer functions of an operation: boxes, affine forms of one kernel, linear bounds.
+
+    `linear` is None for an operation without linear bounds. `read_closely` are the operands on
+    whose boxes its linear bounds depend. `pointwise` is set for functions of single numbers.
+    """
+
+    interval: Callable[[Step], Known]
+    affine: Callable[[KernelRun, Node], None]
+    linear: Callable[[LinearRun, Node], None] | None = None
+    read_closely: tuple[int, ...] = ()
+    pointwise: Pointwise | None = None
