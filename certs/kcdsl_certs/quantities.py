@@ -71,11 +71,21 @@ class Quantity:
         return self.kind == "margin" or (self.kind == "norm" and not self.measured)
 
     @property
+    def is_of_every_run(self) -> bool:
+        """Say whether any part of it speaks of every admissible run, so that no run shows it."""
+        return any(node.is_of_proofs for node in self._nodes())
+
+    @property
     def is_of_every_unit(self) -> bool:
         """Say whether it speaks of every unit, so that no sample bounds it."""
         if self.kind == "statistic":
             extreme = self.name in ("max", "min") or self.q in (0, 1)
-            return extreme or any(node.kind == "norm" for node in self._nodes())
+            inner = (node for part in self.of for node in part._nodes())
+            return extreme or any(
+                node.kind in ("norm", "margin", "share")
+                or (node.kind == "statistic" and node.is_of_every_unit)
+                for node in inner
+            )
         if self.kind in ("abs", "arithmetic"):
             return any(part.is_of_every_unit for part in self.of)
         return self.kind != "number"

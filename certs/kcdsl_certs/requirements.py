@@ -222,7 +222,7 @@ def uncovered(
     """Return why the results of this clause on this slice do not show it; empty if they do."""
     if not results:
         return (Finding("clause/missing", f"{required.label} is not in the certificate"),)
-    if not required.alternatives:
+    if not all(required.alternatives) or not required.alternatives:
         detail = f"{required.label} has a form whose verdict cannot be re-derived"
         return (Finding("clause/not-rederivable", detail),)
     comparisons = [c for part in required.alternatives for c in part]
@@ -231,7 +231,7 @@ def uncovered(
         found.extend(_mismatches(required, result, comparisons))
     if found:
         return tuple(found)
-    if any(_shown(part, results) for part in required.alternatives):
+    if any(_shown(required, part, results) for part in required.alternatives):
         return ()
     return tuple(_shortfall(required, results))
 
@@ -258,11 +258,19 @@ def _mismatches(
     return found
 
 
-def _shown(part: tuple[Comparison, ...], results: tuple[CertifiedClause, ...]) -> bool:
-    """Every comparison has a result, and no result of it says anything but PASSED."""
+def _shown(
+    required: RequiredClause, part: tuple[Comparison, ...], results: tuple[CertifiedClause, ...]
+) -> bool:
+    """Every comparison has a result, and no result of it says anything but PASSED.
+
+    A budget is one for all comparisons of a clause: a unit is beyond it where any of them fails,
+    which counts of each by itself do not show. Proofs leave no unit beyond.
+    """
     for comparison in part:
-        verdicts = {r.verdict for r in results if comparison.is_of(r)}
-        if verdicts != {Verdict.PASSED}:
+        found = [r for r in results if comparison.is_of(r)]
+        if {r.verdict for r in found} != {Verdict.PASSED}:
+            return False
+        if required.budget and len(part) > 1 and not all(r.evidence.is_proof for r in found):
             return False
     return bool(part)
 
@@ -277,4 +285,7 @@ def _shortfall(required: RequiredClause, results: tuple[CertifiedClause, ...]) -
         elif verdicts != ["PASSED"]:
             detail = f"{required.label} is {' and '.join(verdicts)}"
             found.append(Finding("clause/not-passed", detail))
+    if not found:
+        detail = f"{required.label}: no alternative is shown by what each result states"
+        found.append(Finding("clause/not-passed", detail))
     return found

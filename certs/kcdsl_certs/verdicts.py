@@ -82,9 +82,11 @@ def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
     _consistent(clause)
     if clause.evidence.is_proof:
         return _admitted_by_proof(clause)
-    if clause.evidence is Evidence.CENSUS:
-        return _admitted_by_census(clause)
-    return _admitted_by_sample(clause)
+    census = clause.evidence is Evidence.CENSUS
+    admitted = _admitted_by_census(clause) if census else _admitted_by_sample(clause)
+    if clause.quantity.is_of_every_run:
+        return (admitted - {Verdict.PASSED}) or _OPEN
+    return admitted
 
 
 _PASS = frozenset({Verdict.PASSED, Verdict.INCONCLUSIVE})
@@ -181,6 +183,8 @@ def _admitted_by_census(clause: CertifiedClause) -> frozenset[Verdict]:
         return _by_count(clause, clause.n)
     if clause.value is None:
         return _OPEN if clause.exceed is None else (_FAIL if clause.exceed else _PASS)
+    if clause.exceed and clause.quantity.is_of_every_unit:
+        return _FAIL
     return _PASS if holds(clause.value, clause.op, clause.tau) else _FAIL
 
 

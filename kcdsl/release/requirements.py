@@ -19,6 +19,7 @@ from kcdsl.ir.terms import (
     AllOf,
     AnyOf,
     Arith,
+    Clause,
     FieldTest,
     HasFields,
     Metric,
@@ -57,7 +58,7 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
     digests: dict[str, str | None] = {}
     required: list[RequiredClause] = []
     for clause in program.clauses:
-        regions = {region.slice: region for region in reversed(regions_of(clause.require))}
+        regions = {region.slice: region for region in regions_of(clause.require)}
         for name in slices_of(clause):
             region = regions.get(name) if name is not None else None
             if name is not None and name not in digests:
@@ -66,9 +67,7 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
                 RequiredClause(
                     id=clause.id,
                     slice=name,
-                    alternatives=conjunction(
-                        [stated_alternatives(one, program) for one in obligations_of(clause, name)]
-                    ),
+                    alternatives=_alternatives(clause, name, program),
                     budget=None if clause.budget is None else clause.budget.rate,
                     evidence=None if clause.evidence is None else Evidence(clause.evidence.value),
                     slice_digest=None if name is None else digests[name],
@@ -77,6 +76,17 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
                 )
             )
     return tuple(required)
+
+
+def _alternatives(
+    clause: Clause, name: str | None, program: Program
+) -> tuple[tuple[Comparison, ...], ...]:
+    """Return the alternatives of a clause on a slice; none where it speaks of two regions there,
+    as a requirement states one."""
+    regions = {_region(region) for region in regions_of(clause.require) if region.slice == name}
+    if len(regions) > 1:
+        return ()
+    return conjunction([stated_alternatives(one, program) for one in obligations_of(clause, name)])
 
 
 def stated_alternatives(

@@ -79,7 +79,8 @@ def result_of(
     usable = not isinstance(row.verdict, InvalidEvidence)
     counted = row.exceedance if row.budget is not None else None
     sampled = row.evidence == "sample" and counted is not None
-    limited = row.evidence == "sample" and counted is None and usable
+    limited = row.evidence == "sample" and counted is None and row.exact_value is not None
+    limited = limited and usable
     confident = row.confidence is not None and row.confidence >= 0.95
     return results_for(
         required,

@@ -240,7 +240,8 @@ class ClauseResult:
     obligation: str = ""
     """The name of the obligation that was decided (kcdsl.ir.obligations)."""
     exact_value: Fraction | None = None
-    """The value before rounding to a double: what is compared with the threshold."""
+    """What is compared with the exact threshold, before rounding; `low` and `high` are its limits.
+    Of two terms it is their difference, and None in a sample: limits are of the first term."""
     exact_threshold: Fraction | None = None
     """The threshold as the contract states it; None for an obligation of several comparisons."""
 

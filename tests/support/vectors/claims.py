@@ -271,8 +271,14 @@ def results(body: Predicate) -> list[Vector]:
         (
             "evidence-too-weak",
             "a census where a proof is demanded",
-            with_result(body, 0, **census),
+            with_result(body, 0, **census | {"verdict": Verdict.INCONCLUSIVE}),
             "clause/evidence-too-weak",
+        ),
+        (
+            "census-of-every-run",
+            "a census of what is said of every admissible run",
+            with_result(body, 0, **census),
+            "clause/verdict-contradicts-numbers",
         ),
         (
             "other-region",

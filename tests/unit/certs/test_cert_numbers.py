@@ -22,7 +22,7 @@ from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.verdicts import admissible, certifies, check_verdict, lower_tail, overall
-from tests.support.quantities import metric, norm, share, statistic
+from tests.support.quantities import margin, metric, norm, share, statistic
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -150,6 +150,18 @@ _SUM = Quantity("arithmetic", "+", (statistic("max", "a"), Quantity("number", va
 _P95 = statistic("quantile", "latency", "0.95")
 _P99, _P100 = (statistic("quantile", "kl", q) for q in ("0.99", "1"))
 _MAX, _EACH = statistic("max", "kl"), metric("kl")
+
+
+def _of_mean(part: Quantity) -> Quantity:
+    return Quantity("statistic", "mean", (part,))
+
+
+_OF_EVERY_RUN = (
+    norm("inf", "attn_0"),
+    margin("attn_0"),
+    Quantity("abs", of=(norm("2", "attn_0"),)),
+    _of_mean(norm("span", "attn_0")),
+)
 _TIMED: dict[str, Any] = {
     "quantity": _P95,
     "bound": 0.1,
@@ -188,6 +200,29 @@ _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
         ({"exceed": 1, "budget": Fraction(1, 10)}, "PASSED INCONCLUSIVE"),
         ({"exceed": 2, "budget": Fraction(1, 10)}, "FAILED"),
         ({"value": Fraction("0.1"), "budget": Fraction(1, 10)}, "INCONCLUSIVE"),
+        ({"value": Fraction("0.1"), "exceed": 1, "quantity": _EACH}, "FAILED"),
+        ({"value": Fraction("0.1"), "exceed": 1, "quantity": _MAX}, "FAILED"),
+        ({"value": Fraction("0.1"), "exceed": 1}, "PASSED INCONCLUSIVE"),
+        *(
+            ({**kind, "quantity": quantity}, admitted)
+            for quantity in _OF_EVERY_RUN
+            for kind, admitted in (
+                ({"value": Fraction("0.1")}, "INCONCLUSIVE"),
+                ({"exceed": 0}, "INCONCLUSIVE"),
+                ({"value": Fraction("0.6")}, "FAILED"),
+                ({"exceed": 0, "budget": Fraction(1, 10)}, "INCONCLUSIVE"),
+                ({**_SAMPLED, "value": Fraction("0.1"), "high": 0.2}, "INCONCLUSIVE"),
+                ({**_SAMPLED, "budget": Fraction(1, 10), "exceed": 0, "n": 29}, "INCONCLUSIVE"),
+                ({**_SAMPLED, "value": Fraction("0.6")}, "FAILED INCONCLUSIVE"),
+            )
+        ),
+        (
+            {"value": Fraction("0.1"), "quantity": norm("inf", "attn_0", True)},
+            "PASSED INCONCLUSIVE",
+        ),
+        ({**_BELOW, "quantity": _of_mean(_MAX)}, "INCONCLUSIVE"),
+        ({**_BELOW, "quantity": _of_mean(share("seed"))}, "INCONCLUSIVE"),
+        ({**_BELOW, "quantity": _of_mean(Quantity("abs", of=(_EACH,)))}, "PASSED INCONCLUSIVE"),
         ({**_SAMPLED, "value": Fraction("0.1")}, "INCONCLUSIVE"),
         ({**_SAMPLED, "value": Fraction("0.1"), "budget": Fraction(0)}, "INCONCLUSIVE"),
         ({**_SAMPLED, "value": Fraction("0.6")}, "FAILED INCONCLUSIVE"),

@@ -57,6 +57,26 @@ def test_a_threshold_is_compared_exactly_and_not_after_rounding(lab: Any) -> Non
     assert isinstance(decided(lab, clause, data).verdict, Violated)
 
 
+def test_two_terms_are_stated_exactly_by_their_difference(lab: Any) -> None:
+    """The obligation of `mean(tv) <= mean(kl)` is about their difference and 0."""
+    data = lab.slice_data({"tv": [[0.25], [0.5]] * 20, "kl": [[0.5], [1.0]] * 20})
+    tv, kl = lab.statistic("mean", "tv"), lab.statistic("mean", "kl")
+    clause = lab.clause(Compare("<=", tv, kl))
+    held = decided(lab, clause, data)
+    assert (held.value, held.threshold) == (0.375, 0.75)
+    assert held.exact_value == Fraction(-3, 8)
+    turned = decided(lab, lab.clause(Compare("<=", kl, tv)), data)
+    assert isinstance(turned.verdict, Violated)
+    assert turned.exact_value == Fraction(3, 8)
+
+
+def test_a_sample_has_no_limits_of_a_difference(lab: Any) -> None:
+    data = lab.slice_data({"tv": [[0.25]] * 40, "kl": [[0.5]] * 40})
+    terms = (lab.statistic("mean", name) for name in ("tv", "kl"))
+    sampled = lab.clause(Compare("<=", *terms), evidence=EvidenceKind.SAMPLE)
+    assert decided(lab, sampled, data).exact_value is None
+
+
 @pytest.mark.parametrize(
     ("name", "value", "possible"),
     [

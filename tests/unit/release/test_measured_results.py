@@ -12,6 +12,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.ir.obligations import obligations_of, slices_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
+from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import certified_clauses, result_of
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
@@ -32,7 +33,7 @@ def required(op: str, tau: Fraction, budget: Fraction | None = None) -> Required
     return RequiredClause("S-1", "all", ((wanted,),), budget, slice_digest="a" * 64)
 
 
-def row(verdict: Verdict, value: float | None, **changes: Any) -> ClauseResult:
+def row(verdict: Verdict, value: float | None = None, **changes: Any) -> ClauseResult:
     fields: dict[str, Any] = {
         "clause": "S-1",
         "family": "statistical",
@@ -186,3 +187,32 @@ def test_counts_of_several_comparisons_are_stated_of_none_of_them(
     assert result.verdict == "INCONCLUSIVE"
     assert (result.exceed, result.value) == (None, None)
     assert "several comparisons" in str(result.reason)
+
+
+def test_limits_of_one_of_two_terms_do_not_pass_for_limits_of_their_difference() -> None:
+    limits = {"low": 0.96, "high": 0.99, "value": 0.97, "exact_value": None}
+    found = result(required(">=", Fraction(0)), row(Held(), evidence="sample", **limits))
+    assert (found.verdict, found.low, found.alpha) == ("INCONCLUSIVE", None, None)
+    counterpart = result(
+        required(">=", Fraction(0)),
+        row(Held(), evidence="sample", **limits | {"exact_value": Fraction(97, 100)}),
+    )
+    assert (counterpart.verdict, counterpart.low) == ("PASSED", 0.96)
+
+
+@pytest.mark.parametrize(
+    ("other", "derivable"), [("points(all)", True), ("ball(all, 0.001)", False)]
+)
+def test_two_regions_of_one_slice_are_not_stated_as_one(
+    folder: Path, other: str, derivable: bool
+) -> None:
+    path = folder / "contract.yaml"
+    parts = (
+        f"(forall x in {region}: norm_inf(drift(attn_0, x)) <= {limit})"
+        for region, limit in (("points(all)", 0.5), (other, 0.25))
+    )
+    text = path.read_text(encoding="utf-8")
+    two = f'  N-TWO: {{require: "{" and ".join(parts)}", level: L2}}\n  N-KL: '
+    path.write_text(text.replace("  N-KL: ", two, 1), encoding="utf-8")
+    stated = {r.id: r for r in required_clauses(load_program(path), folder)}["N-TWO"]
+    assert bool(stated.alternatives) == derivable

@@ -13,6 +13,7 @@ from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic, Term
 from kcdsl.verdict.result import Shown
 from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.decide.interval import Interval
 from kcdsl_backends.empirical.decide.judgement import Counted, Judge, has_fields, worst_request
 from kcdsl_backends.empirical.decide.values import unit_values
 from kcdsl_backends.empirical.metrics.measures import unit_of
@@ -35,7 +36,8 @@ class Figures:
     n: int
     threshold: float | None
     exact: Fraction | None = None
-    """The value before it is rounded to a double."""
+    """The value that the obligation compares with its threshold, before it is rounded to a double:
+    of two terms their difference. None where a sample gives no limit of it."""
 
 
 def figures_of(clause: Clause, judge: Judge) -> Figures:
@@ -53,8 +55,18 @@ def figures_of(clause: Clause, judge: Judge) -> Figures:
         None if left.high is None else round_up(left.high),
         n,
         _double(right.value),
-        left.value,
+        _compared(comparison, left, right, sample=judge.sample),
     )
+
+
+def _compared(
+    comparison: Compare, left: Interval, right: Interval, *, sample: bool
+) -> Fraction | None:
+    """Return the value of the obligation's quantity. The limits of two sampled terms do not hold
+    together at the level of each, so a sample has no limits of their difference."""
+    if isinstance(comparison.right, Number):
+        return left.value
+    return None if sample else left.value - right.value
 
 
 def _of_fields(clause: Clause, judge: Judge) -> Figures:
