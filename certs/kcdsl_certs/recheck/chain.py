@@ -26,13 +26,16 @@ Source = tuple[str | int | tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One node that computes something; `attrs` are its attributes as canonical JSON."""
+    """One node that computes something; `attrs` are its attributes as canonical JSON, `form` is
+    whether it is written out and the formats of its parts in order."""
 
     op: str
     role: str
     shape: tuple[int, ...]
     attrs: bytes
     reads: tuple[Source, ...]
+    format: str
+    form: tuple[bool, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ def _append(block: Block, wires: list[Wire], entering: Source | None) -> Source:
         else:
             reads = tuple(known[name] for name in node.inputs)
             attrs = reading.canonical(dict(node.attrs.value))
-            wires.append(Wire(node.op, node.role, node.shape, attrs, reads))
+            form = node.written, tuple(node.parts.items())
+            wires.append(Wire(node.op, node.role, node.shape, attrs, reads, node.format, form))
             known[node.name] = ("wire", len(wires) - 1)
     return known[block.output]
 
@@ -97,7 +101,7 @@ def _leaf(block: Block, node: Node) -> Source:
     array = block.constants.get(key)
     if array is None:
         raise Rejected("graph/field", f"there is no constant {key[:80]!r}")
-    return ("constant", array.digest, node.role, node.shape)
+    return ("constant", array.digest, node.role, node.shape, node.format)
 
 
 def refuse_other(whole: Block, parts: Sequence[Block]) -> None:
@@ -137,13 +141,16 @@ def refuse_gaps(chain: Chain) -> None:
     """Refuse a chain whose links do not compose: other blocks, or interfaces with a gap.
 
     Raises:
-        Rejected: "chain/join" or "chain/interface".
+        Rejected: "chain/join" or "chain/interface"; "rule/format" for a sum or product that reads a
+            pinned format which its result does not hold, across links as within one.
     """
     for case in chain.cases:
+        whole = chain.graphs[case.graph]
         try:
-            refuse_other(
-                chain.graphs[case.graph], [chain.graphs[link.case.graph] for link in case.links]
-            )
+            refuse_other(whole, [chain.graphs[link.case.graph] for link in case.links])
+            for node in whole.nodes:
+                for kernel in (chain.last.train, chain.last.infer):
+                    kernel.at(node).refuse_wide(whole.named, node)
             for one, two in zip(case.links[:-1], case.links[1:], strict=True):
                 _interface(one, two)
         except Rejected as rejection:

@@ -372,7 +372,13 @@ def test_links_of_another_block(tokens: Base) -> None:
 
         regraph(document, 1, earlier)
 
-    for change in (eps, weight, role, mask, order, end):
+    def stored(document: Document) -> None:
+        regraph(document, 1, lambda g: node(g, "add").update(format="float64"))
+
+    def form(document: Document) -> None:
+        regraph(document, 1, lambda g: node(g, "silu")["attrs"].update(form="written"))
+
+    for change in (eps, weight, role, mask, order, end, stored, form):
         assert judged(tokens, change) in ("chain/join", "document/witness"), change.__name__
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kcdsl_certs.recheck.chain import joined, refuse_other
-from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.chain import joined, refuse_gaps, refuse_other
+from kcdsl_certs.recheck.documents.chain_document import LARGEST_DRIFT, Chain, ChainCase, Link
+from kcdsl_certs.recheck.documents.document import Case, Proof, Region, parse
 from kcdsl_certs.recheck.graphs.graph import Block
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 
@@ -56,3 +58,89 @@ def test_other_operations_or_more_of_them_are_refused() -> None:
         refuse_other(whole, [chain("neg", "relu"), chain("tanh", "neg")])
     with pytest.raises(Rejected, match="has 3 operations, its links 2"):
         refuse_other(whole, [chain("neg"), chain("relu")])
+
+
+def linked(
+    format: str = "", pinned: str = "", form: str = "fused", *, silu: bool = True
+) -> proofs.Graph:
+    """Return a sum with a constant, and a silu of that, with formats and a form of its own."""
+    graph = proofs.Graph((2, 3))
+    x = graph.add("input", [], (2, 3))
+    table = graph.constant("table", np.ones((2, 3), dtype=np.float32), pinned)
+    total = graph.add("add", [x, table], (2, 3), "", format)
+    if silu:
+        graph.add("silu", [total], (2, 3), form=form)
+    return graph
+
+
+def silu(form: str = "fused") -> Block:
+    graph = proofs.Graph((2, 3))
+    graph.add("silu", [graph.add("input", [], (2, 3))], (2, 3), form=form)
+    return parsed(graph)
+
+
+@pytest.mark.parametrize(
+    ("part", "last"),
+    [
+        ({"format": "bfloat16"}, "written"),
+        ({"format": "float32", "pinned": "float32"}, "written"),
+        ({"format": "float32"}, "fused"),
+    ],
+)
+def test_a_part_that_stores_or_computes_otherwise_is_refused(
+    part: dict[str, str], last: str
+) -> None:
+    """Names and attributes agree, and a kernel rounds elsewhere, or to another format."""
+    whole = parsed(linked("float32", form="written"))
+    refuse_other(whole, [parsed(linked("float32", silu=False)), silu("written")])
+    with pytest.raises(Rejected, match="chain/join"):
+        refuse_other(whole, [parsed(linked(**part, silu=False)), silu(last)])
+
+
+def normed(root: tuple[str, ...], mean: str) -> Block:
+    graph = proofs.Graph((2, 3))
+    names = ("square", "mean", "shift", *root, "weighted")
+    parts = [[name, mean if name == "mean" else ""] for name in names]
+    gain = graph.param("gain", np.ones(3))
+    inputs = [graph.add("input", [], (2, 3)), gain]
+    graph.add("rms_norm", inputs, (2, 3), eps=1e-5, form="written", parts=parts)
+    return parsed(graph)
+
+
+@pytest.mark.parametrize(
+    ("root", "mean"), [(("sqrt", "quotient"), "float32"), (("root", "normed"), "")]
+)
+def test_a_norm_of_other_parts_is_refused(root: tuple[str, ...], mean: str) -> None:
+    whole = normed(("root", "normed"), "float32")
+    refuse_other(whole, [whole])
+    with pytest.raises(Rejected, match="chain/join"):
+        refuse_other(whole, [normed(root, mean)])
+
+
+def test_a_sum_that_reads_a_wider_format_across_links_is_refused() -> None:
+    """As in one graph: some kernels round such an operand before they add it."""
+
+    def ends(narrow: str) -> tuple[proofs.Graph, proofs.Graph, proofs.Graph]:
+        whole, first, second = (proofs.Graph((2, 3)) for _ in range(3))
+        x = whole.add("input", [], (2, 3))
+        wide = whole.add("tanh", [x], (2, 3), "", "float32")
+        whole.add("add", [wide, wide], (2, 3), "", narrow)
+        first.add("tanh", [first.add("input", [], (2, 3))], (2, 3), "", "float32")
+        y = second.add("input", [], (2, 3))
+        second.add("add", [y, y], (2, 3), "", narrow)
+        return whole, first, second
+
+    def chain_of(narrow: str) -> Chain:
+        graphs = {graph.digest: graph for graph in ends(narrow)}
+        region = Region("hull", None, None, None, drift=None)
+        whole, *parts = graphs
+        links = tuple(Link(Case("", digest, region, 0.0, (), "interval"), None) for digest in parts)
+        blocks = {digest: parsed(graph) for digest, graph in graphs.items()}
+        kernel = parse_kernel(KERNEL, "kernel")
+        proof = Proof("block_0", "0" * 64, kernel, kernel, LARGEST_DRIFT, blocks, {}, (), 0.0)
+        return Chain("block_0", proof, proof, (ChainCase("p0", whole, links),))
+
+    with pytest.raises(AssertionError):  # goes on to the interface, of which this chain has none
+        refuse_gaps(chain_of("float32"))
+    with pytest.raises(Rejected, match="rule/format"):
+        refuse_gaps(chain_of("bfloat16"))
