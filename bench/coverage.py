@@ -22,7 +22,7 @@ from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
 from kcdsl_backends.empirical.statistics.rates import limit_ranks, most_exceedances
-from kcdsl_backends.empirical.table.units import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 
 Array = NDArray[np.float64]
 Level = Callable[[np.random.Generator, int], Array]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl_backends.empirical.collection.answers import FAILURES, Gathered, gather_rollouts
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
-from kcdsl_backends.empirical.sources.ordered import in_order
+from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
 from tests.support.fake_server import Fake, serving

@@ -21,7 +21,6 @@ from kcdsl.check.compile import load_contract
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
-from kcdsl_backends.empirical.sources.ordered import THREAD
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
 from kcdsl_backends.empirical.sources.servers.kernel import (
     Continuation,
@@ -30,6 +29,7 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
     to_bytes,
 )
 from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.executors import THREAD
 from tests.conftest import Cli
 from tests.servers.conftest import QUICK
 from tests.support.fake_server import Fake, serving

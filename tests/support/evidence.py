@@ -30,8 +30,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.report import CrossCheck, Precheck
 from kcdsl_backends.empirical.bounds.requests import compared_name
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Run, Unit
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Unit
 from kcdsl_backends.requests import Request
 
 Array = NDArray[np.float64]

@@ -45,8 +45,7 @@ from kcdsl.ir.terms import (
     UserMetric,
 )
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
 from kcdsl_backends.requests import Request
 
 METRICS = ("kl", "tv", "latency", "measured_drift[attn_0].inf", "my_metric", "ünlike")

@@ -35,7 +35,7 @@ from kcdsl_backends.certifier.tasks import (
 from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
 from kcdsl_backends.drift.boxes.box import NoBound
-from kcdsl_backends.threads import threads_for
+from kcdsl_backends.process import threads_for
 
 T = TypeVar("T")
 _Last = tuple[CaseBound, float, Mapping[str, Any] | None]

@@ -37,7 +37,7 @@ from kcdsl_backends.drift.linear.search import Effort
 from kcdsl_backends.drift.linear_bounds import Enough
 from kcdsl_backends.drift.linear_bounds import LinearFound as Planes
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
-from kcdsl_backends.threads import threads_for
+from kcdsl_backends.process import threads_for
 
 LARGEST = 2**24
 """Elements of one result up to which a block is bounded beside a measurement: about 4 GB."""

@@ -31,7 +31,7 @@ from kcdsl_backends.attack.runs import (
 )
 from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.threads import one_thread
+from kcdsl_backends.process import one_thread
 
 SAME_ACTIVATIONS = 2.0**-16
 """How far float32 activations of two machines may be apart, relative to the largest."""

@@ -28,7 +28,7 @@ from kcdsl_backends.certifier.cases import Case, problem_of, region_of
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.proof import Contents
 from kcdsl_backends.certifier.worker import WorkerContext
-from kcdsl_backends.threads import one_thread, threads_for
+from kcdsl_backends.process import one_thread, threads_for
 from kcdsl_certs.recheck import recheck
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kcdsl_backends.empirical.table.units import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir.canonical import digest
-from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
 from kcdsl_backends.empirical.table.trace import trace_bytes
-from kcdsl_backends.empirical.table.units import Run, Timing, Unit
 from kcdsl_backends.requests import Request
 from tests.support.small_models import PROMPTS, write_contract, write_model
 

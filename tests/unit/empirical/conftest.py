@@ -34,7 +34,7 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl_backends.empirical.collection.context import KernelContext
-from kcdsl_backends.empirical.table.units import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 from kcdsl_backends.requests import Request, RequestFile
 from tests.support.evaluation import Evaluation, evaluate
 

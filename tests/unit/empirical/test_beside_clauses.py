@@ -16,8 +16,7 @@ from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.text.report import beside_parts
 from kcdsl_backends.empirical.decide.report import conclude
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Unit
+from kcdsl_backends.empirical.table.evidence import Evidence, Unit
 from tests.support.evidence import clause, evidence
 from tests.support.reports import report_schema
 

@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
 from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import policy_pair
-from kcdsl_backends.empirical.table.units import Unit
+from kcdsl_backends.empirical.table.evidence import Unit
 from kcdsl_backends.requests import Request
 from tests.support.reference_metrics import PAIR_FUNCTIONS
 

@@ -41,7 +41,7 @@ from kcdsl_backends.empirical.diagnoses.policies import (
 )
 from kcdsl_backends.empirical.diagnoses.probes import Noise
 from kcdsl_backends.empirical.diagnoses.weights import localise
-from kcdsl_backends.empirical.table.units import Unit
+from kcdsl_backends.empirical.table.evidence import Unit
 from kcdsl_backends.requests import Request
 from tests.support.planted_bugs import kernel, prompts, tiny_model, top_k, top_p
 

@@ -32,7 +32,7 @@ from kcdsl_backends.empirical.metrics.measures import (
 from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of, run_of, timed
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side, TopLogs
-from kcdsl_backends.empirical.table.units import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 from kcdsl_backends.requests import Request
 from tests.support import metric_definitions as defined
 from tests.support.metric_definitions import DEFINED, Sequence_, Text

@@ -25,8 +25,7 @@ from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.table import checkpoint as journals
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Run
+from kcdsl_backends.empirical.table.evidence import Evidence, Run
 from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import user_secret
 from tests.support.evidences import same

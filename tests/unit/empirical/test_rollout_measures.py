@@ -38,7 +38,7 @@ from kcdsl_backends.empirical.sources.rollouts.record import (
     problem_of,
 )
 from kcdsl_backends.empirical.statistics import ONE_LOOK, NotMeasurable
-from kcdsl_backends.empirical.table.units import SliceData
+from kcdsl_backends.empirical.table.evidence import SliceData
 
 RAW = Semantics("raw")
 ALL = {**MEASURES, **RECORDED}

@@ -28,9 +28,9 @@ from kcdsl.ir.terms import (
 from kcdsl.verdict.model import Held, Inconclusive, verdict_name
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.results import Case, decide_all, decide_clause
-from kcdsl_backends.empirical.requirements.budgets import allowed_rate, is_mean
+from kcdsl_backends.empirical.requirements import allowed_rate, is_mean
 from kcdsl_backends.empirical.statistics import ONE_LOOK
-from kcdsl_backends.empirical.table.units import SliceData
+from kcdsl_backends.empirical.table.evidence import SliceData
 
 SAMPLE = EvidenceKind.SAMPLE
 P99 = ("quantile", "kl", "99/100")
@@ -379,7 +379,7 @@ def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     """Repeats of one request are no units of their own."""
     from kcdsl_backends.empirical.collection.loop import collect
     from kcdsl_backends.empirical.decide.report import slice_data
-    from kcdsl_backends.empirical.table.units import Timing
+    from kcdsl_backends.empirical.table.evidence import Timing
 
     rows = lab.requests(3)
     clause = lab.clause(lab.statistic("mean", "kl"))

@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
 from kcdsl_backends.empirical.decide.results import decide_clause
 from kcdsl_backends.empirical.metrics.measures import MEASURES, RECORDED
 from kcdsl_backends.empirical.statistics import ONE_LOOK
-from kcdsl_backends.empirical.table.units import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 
 FIXED = {name: replace(measure, noisy=False) for name, measure in MEASURES.items()}
 """Metrics of which a pinned file is a census, so that every clause is held or violated."""

@@ -19,8 +19,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.collection.parallel import Recipe, Spread, run_piece, task_id
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Run
+from kcdsl_backends.empirical.table.evidence import Evidence, Run
 
 _CONTRACT = """kcdsl: 1
 contract: spread

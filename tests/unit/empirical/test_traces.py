@@ -32,10 +32,14 @@ from kcdsl.ir.terms import (
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.table import trace
-from kcdsl_backends.empirical.table.evidence import Evidence, records
-from kcdsl_backends.empirical.table.header import stated_json, stated_program
-from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
-from kcdsl_backends.empirical.table.units import Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit, records
+from kcdsl_backends.empirical.table.trace import (
+    Trace,
+    read_trace,
+    stated_json,
+    stated_program,
+    trace_bytes,
+)
 from tests.support.evaluation import Evaluation, evaluate
 from tests.support.evidences import evidences, programs, same
 

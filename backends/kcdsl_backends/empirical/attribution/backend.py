@@ -42,12 +42,11 @@ from kcdsl_backends.empirical.metrics.measures import (
     STATE_FUNCTIONS,
 )
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.sources.captured_output import prints_aside
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
-from kcdsl_backends.empirical.table.units import Unit
+from kcdsl_backends.empirical.table.evidence import Unit
+from kcdsl_backends.process import prints_aside, threads_for
 from kcdsl_backends.requests import Request
-from kcdsl_backends.threads import threads_for
 
 USUAL = {False: "kl", True: "hidden_l2"}
 """The metric where none is asked for: of language models (False) and of encoders (True)."""

@@ -43,7 +43,7 @@ from kcdsl_backends.empirical.bounds.blocks import Certify, compare_request
 from kcdsl_backends.empirical.bounds.requests import Box, logit_bounds
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.sources.kernels.run import Blocks, block_drift
-from kcdsl_backends.empirical.table.units import Array
+from kcdsl_backends.empirical.table.evidence import Array
 from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]

@@ -15,8 +15,8 @@ from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes.box import NoBound, up
 from kcdsl_backends.empirical.bounds.requests import Box
+from kcdsl_backends.process import threads_for
 from kcdsl_backends.requests import Request
-from kcdsl_backends.threads import threads_for
 
 BLOCK = "model"
 _PER_SECOND = 5e8

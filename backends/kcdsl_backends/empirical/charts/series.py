@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_backends.empirical.statistics import quantile_rank
-from kcdsl_backends.empirical.table.units import Array
+from kcdsl_backends.empirical.table.evidence import Array
 
 BINS = 24
 WIDE = 30.0

@@ -24,7 +24,6 @@ from kcdsl.ir.canonical import digest
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
-from kcdsl_backends.empirical.sources.ordered import in_order
 from kcdsl_backends.empirical.sources.rollouts.prompts import Policy, score
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, problem_of
 from kcdsl_backends.empirical.sources.servers.kernel import (
@@ -40,6 +39,7 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
 )
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 
 FAILURES = 3

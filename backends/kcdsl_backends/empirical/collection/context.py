@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     gradient_function,
 )
 from kcdsl_backends.empirical.metrics.user import UserFunction, measures_of
-from kcdsl_backends.empirical.requirements.clauses import PROOFS, measured_norms, metrics_of
+from kcdsl_backends.empirical.requirements import PROOFS, measured_norms, metrics_of
 from kcdsl_backends.empirical.sources.kernels import timing
 from kcdsl_backends.empirical.sources.kernels.run import BlockInput, Kernel, Plan
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS

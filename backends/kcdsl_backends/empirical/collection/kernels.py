@@ -34,7 +34,7 @@ from kcdsl_backends.empirical.collection.parallel import Spread
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
 from kcdsl_backends.empirical.diagnoses.determinism import regrouped
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
-from kcdsl_backends.empirical.requirements.clauses import (
+from kcdsl_backends.empirical.requirements import (
     DEFAULT_BLOCK,
     block_place,
     drift_blocks,
@@ -43,8 +43,7 @@ from kcdsl_backends.empirical.requirements.clauses import (
 from kcdsl_backends.empirical.sources.kernels import timing
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, compared, run_request
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Comparison, Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import Comparison, Evidence, Run, Timing, Unit
 from kcdsl_backends.requests import Request
 
 _GENERATION = (

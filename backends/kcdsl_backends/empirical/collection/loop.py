@@ -9,7 +9,7 @@ from kcdsl_backends.empirical.collection.parallel import Spread
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.collection.rollouts import RolloutSource
 from kcdsl_backends.empirical.collection.servers import ServerSource
-from kcdsl_backends.empirical.requirements.clauses import split
+from kcdsl_backends.empirical.requirements import split
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Evidence

@@ -27,10 +27,9 @@ from kcdsl.model.own_code import imported_code
 from kcdsl_backends.empirical.collection.context import KernelContext, plan_for
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.collection.resume import decisive
-from kcdsl_backends.empirical.requirements.clauses import split
-from kcdsl_backends.empirical.sources.captured_output import prints_aside
+from kcdsl_backends.empirical.requirements import split
 from kcdsl_backends.empirical.sources.kernels.run import run_request
-from kcdsl_backends.empirical.table.units import Run
+from kcdsl_backends.empirical.table.evidence import Run
 from kcdsl_backends.executors import (
     Processes,
     Ray,
@@ -38,6 +37,7 @@ from kcdsl_backends.executors import (
     set_thread_variables,
     thread_variables,
 )
+from kcdsl_backends.process import prints_aside
 from kcdsl_backends.requests import Request
 
 Code = Mapping[str, tuple[str, str]]

@@ -27,7 +27,7 @@ from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_backends.empirical.table.units import Array, Run
+from kcdsl_backends.empirical.table.evidence import Array, Run
 from kcdsl_backends.requests import Request
 
 

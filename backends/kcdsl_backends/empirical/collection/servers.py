@@ -22,19 +22,14 @@ from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prech
 from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements.clauses import (
-    PROOFS,
-    measured_norms,
-    metrics_of,
-)
+from kcdsl_backends.empirical.requirements import PROOFS, measured_norms, metrics_of
 from kcdsl_backends.empirical.sources.kernels import timing
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
 from kcdsl_backends.empirical.sources.rollouts.prompts import Group, run_of
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
 from kcdsl_backends.requests import Request
 
 SUMMARY = frozenset({"k1", "k3", "importance_ratio", "log_ratio", "log_ratio_linf", "tv_is"})

@@ -19,11 +19,9 @@ from kcdsl.verdict.result import Beside, Certified, ClauseResult, Measured, Nois
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.values import Side, worst_of_units
-from kcdsl_backends.empirical.requirements.budgets import allowed_rate
-from kcdsl_backends.empirical.requirements.clauses import main_comparison, norm_name
+from kcdsl_backends.empirical.requirements import allowed_rate, main_comparison, norm_name
 from kcdsl_backends.empirical.statistics import NotMeasurable, quantile_rank
-from kcdsl_backends.empirical.table.evidence import Evidence
-from kcdsl_backends.empirical.table.units import Array, SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import Array, Evidence, SliceData, Unit
 
 FEWEST = 20
 """Units below which a result is thin whatever they say: those that the limits of a mean need."""

@@ -17,10 +17,9 @@ from kcdsl_backends.empirical.decide.interval import Interval
 from kcdsl_backends.empirical.decide.judgement import Counted, Judge, has_fields, worst_request
 from kcdsl_backends.empirical.decide.values import unit_values
 from kcdsl_backends.empirical.metrics.measures import unit_of
-from kcdsl_backends.empirical.requirements.budgets import allowed_rate, is_mean
-from kcdsl_backends.empirical.requirements.clauses import main_comparison
+from kcdsl_backends.empirical.requirements import allowed_rate, is_mean, main_comparison
 from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
-from kcdsl_backends.empirical.table.units import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     UNMEASURED,
 )
 from kcdsl_backends.empirical.statistics import Confidence, Estimate, NotMeasurable
-from kcdsl_backends.empirical.table.units import SliceData
+from kcdsl_backends.empirical.table.evidence import SliceData
 
 _TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
 _STORED = Fraction(1, 10**6)

@@ -39,7 +39,7 @@ from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.interval import Interval, Outcome, compare
 from kcdsl_backends.empirical.decide.values import Side, value_range
-from kcdsl_backends.empirical.requirements.clauses import (
+from kcdsl_backends.empirical.requirements import (
     NO_WINDOW_HAS,
     WINDOW,
     metrics_of,
@@ -48,7 +48,7 @@ from kcdsl_backends.empirical.requirements.clauses import (
     windows,
 )
 from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
-from kcdsl_backends.empirical.table.units import Column, Floats, Reduced, SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import Column, Floats, Reduced, SliceData, Unit
 
 _OF_MANY = frozenset({"ece_gap"})
 """Metrics that one request by itself does not have, and a window of them does."""

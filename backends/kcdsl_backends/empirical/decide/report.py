@@ -26,7 +26,7 @@ from kcdsl_backends.empirical.decide.results import Case, decide_all
 from kcdsl_backends.empirical.diagnoses.model import blocking
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements.clauses import (
+from kcdsl_backends.empirical.requirements import (
     PROOFS,
     metrics_of,
     sampling_unit,
@@ -34,8 +34,7 @@ from kcdsl_backends.empirical.requirements.clauses import (
     split,
 )
 from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
-from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, records
-from kcdsl_backends.empirical.table.units import SliceData
+from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, SliceData, records
 
 
 def conclude(evidence: Evidence) -> Report:

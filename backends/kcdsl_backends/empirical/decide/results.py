@@ -39,9 +39,9 @@ from kcdsl_backends.empirical.decide.judgement import (
     judge_for,
     within_budget,
 )
-from kcdsl_backends.empirical.requirements.clauses import metrics_of, statistic_count
+from kcdsl_backends.empirical.requirements import metrics_of, statistic_count
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, NotMeasurable
-from kcdsl_backends.empirical.table.units import SliceData
+from kcdsl_backends.empirical.table.evidence import SliceData
 
 
 def decide_clause(

@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     SAMPLED_FUNCTIONS,
     UNMEASURED,
 )
-from kcdsl_backends.empirical.requirements.clauses import norm_name
+from kcdsl_backends.empirical.requirements import norm_name
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
     beyond_range,
@@ -28,7 +28,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
     check_values,
     rounded_sum,
 )
-from kcdsl_backends.empirical.table.units import Array, SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import Array, SliceData, Unit
 
 Side = Literal["upper", "lower"]
 """Which tail harms: "upper" where a value must stay below something."""

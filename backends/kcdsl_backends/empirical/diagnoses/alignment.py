@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     total_variation,
 )
 from kcdsl_backends.empirical.diagnoses.probes import Noise
-from kcdsl_backends.empirical.table.units import Unit
+from kcdsl_backends.empirical.table.evidence import Unit
 
 SHIFTS = (-1, 0, 1)
 _SHORTEST = 4

@@ -55,7 +55,7 @@ from kcdsl_backends.empirical.diagnoses.weights import (
     whole_model,
 )
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
-from kcdsl_backends.empirical.table.units import Array, Unit
+from kcdsl_backends.empirical.table.evidence import Array, Unit
 from kcdsl_backends.requests import Request
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.table.units import Unit
+from kcdsl_backends.empirical.table.evidence import Unit
 from kcdsl_backends.requests import Request
 
 PROBES = 4

@@ -23,7 +23,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     total_variation,
 )
 from kcdsl_backends.empirical.metrics.policies import kl
-from kcdsl_backends.empirical.table.units import Array
+from kcdsl_backends.empirical.table.evidence import Array
 
 WIDEST = 1.5
 """Largest |ln T| that is tried."""

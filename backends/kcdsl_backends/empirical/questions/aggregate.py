@@ -41,7 +41,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     open_tables,
 )
 from kcdsl_backends.empirical.statistics import quantile_rank
-from kcdsl_backends.empirical.table.units import Floats
+from kcdsl_backends.empirical.table.evidence import Floats
 
 SCHEMA = "kcdsl.aggregate/2"
 Progress = Callable[[str, int, int], None]

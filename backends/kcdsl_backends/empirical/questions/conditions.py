@@ -45,7 +45,7 @@ from kcdsl_backends.empirical.questions.cells import (
     manifest,
     pass_record,
 )
-from kcdsl_backends.empirical.requirements.clauses import (
+from kcdsl_backends.empirical.requirements import (
     PROOFS,
     measured_norms,
     metrics_of,
@@ -55,7 +55,7 @@ from kcdsl_backends.empirical.requirements.clauses import (
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, run_request
 from kcdsl_backends.empirical.sources.kernels.scaled_products import exact_settings
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
-from kcdsl_backends.empirical.table.units import Run, SliceData
+from kcdsl_backends.empirical.table.evidence import Run, SliceData
 from kcdsl_backends.requests import Request
 
 

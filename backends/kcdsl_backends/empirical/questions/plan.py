@@ -26,21 +26,19 @@ from kcdsl.verdict import plan as document
 from kcdsl.verdict.plan import Plan, PlanRow
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.questions.prior_report import Observed, read_pilot
-from kcdsl_backends.empirical.requirements.budgets import (
+from kcdsl_backends.empirical.requirements import (
+    NO_WINDOW_HAS,
+    WINDOW,
     allowed_rate,
     better_of,
     bounded_mean,
     is_mean,
-    requirement_text,
-    sides,
-)
-from kcdsl_backends.empirical.requirements.clauses import (
-    NO_WINDOW_HAS,
-    WINDOW,
     main_comparison,
     metrics_of,
     obstacle,
+    requirement_text,
     sampling_unit,
+    sides,
     slices_of,
     statistic_count,
     window_count,

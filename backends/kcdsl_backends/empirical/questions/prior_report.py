@@ -16,8 +16,7 @@ from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Clause
 from kcdsl.source.files import MARK, MARKED, read_source, shown
-from kcdsl_backends.empirical.requirements.budgets import allowed_rate, bounded_mean, sides
-from kcdsl_backends.empirical.requirements.clauses import main_comparison
+from kcdsl_backends.empirical.requirements import allowed_rate, bounded_mean, main_comparison, sides
 from kcdsl_backends.empirical.statistics.estimates import (
     Array,
 )

@@ -16,16 +16,15 @@ from kcdsl.ir.terms import Abs, Statistic, Term
 from kcdsl_backends.empirical.decide.report import slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
 from kcdsl_backends.empirical.questions.prior_report import Observed, Pilot
-from kcdsl_backends.empirical.requirements.budgets import allowed_rate, is_mean, sides
-from kcdsl_backends.empirical.requirements.clauses import main_comparison
+from kcdsl_backends.empirical.requirements import allowed_rate, is_mean, main_comparison, sides
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
     check_values,
     rounded_sum,
 )
+from kcdsl_backends.empirical.table.evidence import SliceData
 from kcdsl_backends.empirical.table.trace import read_trace
-from kcdsl_backends.empirical.table.units import SliceData
 
 
 def pilot_of(path: Path) -> Pilot:

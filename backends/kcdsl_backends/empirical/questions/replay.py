@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.collection.logits import holds_logits
 from kcdsl_backends.empirical.diagnoses.probes import chosen
 from kcdsl_backends.empirical.metrics.measures import UNMEASURED
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements.clauses import (
+from kcdsl_backends.empirical.requirements import (
     DEFAULT_BLOCK,
     PROOFS,
     drift_blocks,

@@ -25,8 +25,8 @@ import pyarrow as pa
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.source.writing import make_folder, open_to_append
 from kcdsl_backends.empirical.table import rows
+from kcdsl_backends.empirical.table.evidence import Comparison, Run
 from kcdsl_backends.empirical.table.rows import Row
-from kcdsl_backends.empirical.table.units import Comparison, Run
 from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import sealed
 

@@ -1,26 +1,244 @@
-"""Evidence: everything that deciding and reporting read, and nothing else.
+"""Evidence: units in full or reduced to statistics, and all that deciding and reporting read.
 
-The collection loop makes it; `table.trace` writes it to a trace and reads it back. It is plain
-frozen data: whoever has it can conclude from it what was concluded when it was collected, without
-the kernels, the model or the contract's file. A trace record is what is logged of one request, and
-what clauses about traces are decided on.
+Percentiles, budgets and extremes represent a request by its worst token, means by the sum of its
+tokens and their number. So a verdict needs five numbers of a request of a token table (`Column`)
+and not its tokens, and is the same as from the tokens.
+
+`Evidence` is plain frozen data: whoever has it can conclude from it what was concluded when it was
+collected, without the kernels, the model or the contract's file. A trace record is what is logged
+of one request, and what clauses about traces are decided on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kcdsl.ir.formulas import subterms
 from kcdsl.ir.kernels import LOGITS
-from kcdsl.ir.terms import Program
+from kcdsl.ir.printer import term_text
+from kcdsl.ir.terms import Metric, Program, Term
+from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
-from kcdsl_backends.empirical.statistics.estimates import rounded_sum
-from kcdsl_backends.empirical.table.units import Array, Run, Timing, Unit
+from kcdsl_backends.empirical.metrics.measures import MEASURES
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, rounded_sum
 from kcdsl_backends.requests import Request
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One request, or one timed run of a request: a sampling unit.
+
+    `values` holds, per metric, one value per token or a single one. `failure` says why a request
+    has no values.
+    """
+
+    key: str
+    tokens: int
+    values: Mapping[str, Array] = field(default_factory=dict)
+    failure: str | None = None
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Why a metric has no values here although the request has others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one request gave: its unit, and the digests of the tensors at the audit points."""
+
+    unit: Unit
+    seed: int
+    digests: Mapping[str, str]
+    nonfinite: int
+
+    @property
+    def replay_signature(self) -> str:
+        """Return the sha256 over the digests at all audit points."""
+        lines = "\n".join(f"{name}={self.digests[name]}" for name in sorted(self.digests))
+        return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A block on one request: largest measured and largest certified drift."""
+
+    request: str
+    measured: float
+    certified: float
+
+    @property
+    def tightness(self) -> float | None:
+        """Return certified / measured; None where nothing was measured or nothing certified."""
+        if self.measured == 0 or not np.isfinite(self.certified):
+            return None
+        return self.certified / self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """All timed runs in order; per request, (equal, made) repeats; the peak memory in bytes."""
+
+    runs: tuple[Unit, ...] = ()
+    repeats: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    peak_memory: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SliceData:
+    """The units of one slice.
+
+    `requests`: one unit per row. `runs`: one unit per timed run, in the order they ran.
+    `repeats` counts (equal in every run, repeated) requests; `peak_memory` is in bytes, None if
+    not measured.
+    """
+
+    name: str
+    requests: tuple[Unit, ...]
+    runs: tuple[Unit, ...] = ()
+    repeats: tuple[int, int] | None = None
+    peak_memory: float | None = None
+    records: tuple[Mapping[str, Any], ...] = ()
+    """The trace records of the requests."""
+    measures: Mapping[str, MetricDefinition] = field(default_factory=lambda: MEASURES)
+    """How each metric is measured, the user's own included."""
+    reduced: Reduced | None = None
+    """The requests of a token table, instead of `requests`."""
+    unit: str = "request"
+    """What one of `requests` is called: "prompt" where a unit is all rollouts of one."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of requests."""
+        return len(self.requests) if self.reduced is None else len(self.reduced)
+
+
+# --- reduced -------------------------------------------------------------------------------------
+
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+OUTSIDE, SEVERAL = 1, 2
+FAULTS = {
+    OUTSIDE: "a value lies outside of its range",
+    SEVERAL: "it has several values of a metric that has one for each request",
+}
+"""Why the values of a request are none of their metric (0: they are)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The values of one term, reduced: an entry for each request.
+
+    `values` there are, `missing` there are not; `nan` and `infinite` of the values; `fractions` of
+    them are neither 0 nor 1; `least`, `most` ignore NaN (NaN where nothing else is); `totals` are
+    the correctly rounded sums of the finite ones; `faults` are keys of `FAULTS`.
+    """
+
+    values: Counts
+    missing: Counts
+    nan: Counts
+    infinite: Counts
+    fractions: Counts
+    least: Floats
+    most: Floats
+    totals: Floats
+    faults: Counts
+
+    def at(self, rows: slice | NDArray[np.intp]) -> Column:
+        """Return some of the entries."""
+        return Column(
+            self.values[rows],
+            self.missing[rows],
+            self.nan[rows],
+            self.infinite[rows],
+            self.fractions[rows],
+            self.least[rows],
+            self.most[rows],
+            self.totals[rows],
+            self.faults[rows],
+        )
+
+    @property
+    def complete(self) -> NDArray[np.bool_]:
+        """Say of which requests every value is there, and one that its metric can have."""
+        found: NDArray[np.bool_] = (self.missing == 0) & (self.values > 0) & (self.faults == 0)
+        return found
+
+    def worst(self, side: Literal["upper", "lower"]) -> Floats:
+        """Return the worst value of each request; NaN where one of its values is."""
+        extreme = self.most if side == "upper" else self.least
+        return np.where(self.nan > 0, np.nan, extreme)
+
+    def fingerprint(self, row: int) -> tuple[float | int, ...]:
+        """Return all that a statistic of one request alone can depend on; NaN as None would."""
+        numbers = (self.least[row], self.most[row], self.totals[row])
+        return (
+            int(self.values[row]),
+            int(self.missing[row]),
+            int(self.nan[row]),
+            int(self.infinite[row]),
+            int(self.fractions[row]),
+            int(self.faults[row]),
+            *(float(number) if number == number else 0.0 for number in numbers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The requests of one slice in the order of their first rows: names, tokens, and a column for
+    each term."""
+
+    keys: Sequence[str]
+    columns: Mapping[Term, Column]
+    tokens: Counts
+    rows_of: Callable[[str, Term], Floats]
+    """The values of a term of a request, in the order of the table."""
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self.keys)
+
+    def part(self, start: int, end: int) -> Reduced:
+        """Return consecutive requests."""
+        columns = {term: column.at(slice(start, end)) for term, column in self.columns.items()}
+        return Reduced(self.keys[start:end], columns, self.tokens[start:end], self.rows_of)
+
+    def of(self, term: Term) -> Column:
+        """Return the column of a term; raise `NotMeasurable` where a request lacks values."""
+        name = term_text(term)
+        if term not in self.columns:
+            raise NotMeasurable(f"{name}: the table has no such values")
+        column = self.columns[term]
+        lacking = np.flatnonzero(~column.complete)
+        if lacking.size:
+            row = int(lacking[0])
+            if column.faults[row]:
+                raise NotMeasurable(self._fault(term, row))
+            missing, there = int(column.missing[row]), int(column.values[row])
+            raise NotMeasurable(
+                f"{name}: the request {self.keys[row]}: {missing} of {missing + there} values are "
+                "missing"
+            )
+        return column
+
+    def _fault(self, term: Term, row: int) -> str:
+        """Say what is wrong with the values of a request, of the metric of a term that has them."""
+        parts = [*(t for t in subterms(term) if isinstance(t, Metric)), term]
+        own = [(t, self.columns[t]) for t in parts if t in self.columns]
+        of, column = next((t, found) for t, found in own if found.faults[row])
+        values = f"{column.least[row]:g} to {column.most[row]:g}"
+        return (
+            f"{term_text(of)}: the request {self.keys[row]}: {values}: {FAULTS[column.faults[row]]}"
+        )
+
 
 SUMMARY_METRICS = {
     False: ("kl", "tv", "logit_linf", "logit_span", "top1_overlap"),

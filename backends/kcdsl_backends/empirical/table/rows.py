@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kcdsl_backends.empirical.table.units import Array, Run, Unit
+from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
 from kcdsl_backends.requests import Request
 
 REQUEST, TIMED_RUN, CERTIFIED, FLOOR = "request", "timed_run", "certified", "noise_floor"

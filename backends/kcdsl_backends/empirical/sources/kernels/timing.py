@@ -23,16 +23,16 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.formulas import terms_of
 from kcdsl.ir.terms import Clause, Statistic
 from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.requirements.clauses import WINDOW, metrics_of, slices_of
+from kcdsl_backends.empirical.requirements import WINDOW, metrics_of, slices_of
 from kcdsl_backends.empirical.sources.kernels.run import Kernel, tensor_digest
-from kcdsl_backends.empirical.sources.ordered import in_order
 from kcdsl_backends.empirical.statistics import (
     ONE_LOOK,
     Confidence,
     confidence_over,
     units_for_budget,
 )
-from kcdsl_backends.empirical.table.units import Timing, Unit
+from kcdsl_backends.empirical.table.evidence import Timing, Unit
+from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 
 WARM_UP = 3

@@ -37,7 +37,7 @@ from kcdsl_backends.empirical.metrics.measures import (
 )
 from kcdsl_backends.empirical.metrics.recorded import TYPES
 from kcdsl_backends.empirical.metrics.sequences import greedy_divergence_step
-from kcdsl_backends.empirical.requirements.clauses import measured_norms, metrics_of
+from kcdsl_backends.empirical.requirements import measured_norms, metrics_of
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Rollout, Side
 
 _KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_gap": "match"}

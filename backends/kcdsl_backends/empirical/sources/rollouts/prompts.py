@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.rollouts.measures import measure_rollout, served
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side, TopLogs
-from kcdsl_backends.empirical.table.units import Array, Run, Unit
+from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
 from kcdsl_backends.requests import Request
 
 _OF_PROMPTS = frozenset(MAGNITUDES) - {"adv_weighted_bias"}

@@ -29,7 +29,7 @@ from kcdsl_backends.empirical.sources.tokens.sql import (
     rows_query,
 )
 from kcdsl_backends.empirical.statistics import beyond_range
-from kcdsl_backends.empirical.table.units import OUTSIDE, SEVERAL, Column, Floats, Reduced
+from kcdsl_backends.empirical.table.evidence import OUTSIDE, SEVERAL, Column, Floats, Reduced
 
 _FIRST, _MORE = 2, 4
 

@@ -1,1 +1,0 @@
-"""Requirements: what clauses read, which slices they speak of, and what budgets they allow."""

@@ -1,0 +1,45 @@
+"""The process while it runs other code: the threads of torch, and what is printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+SMALL = 2**17
+"""Below so many elements, threads that wait for each other cost more than they bring."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run the body on one thread, so that sums have the same last bits wherever it runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_for(elements: int) -> AbstractContextManager[None]:
+    """Return the context of work on so many elements: one thread if they are few."""
+    return nullcontext() if elements >= SMALL else one_thread()
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def prints_aside(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return the function with whatever is printed while it runs on stderr."""
+
+    @wraps(function)
+    def called(*arguments: _P.args, **named: _P.kwargs) -> _R:
+        with redirect_stdout(sys.stderr):
+            return function(*arguments, **named)
+
+    return called
