@@ -6,13 +6,13 @@ nothing heavy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from kcdsl.diagnostics.render.terminal import json_for_terminals
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.exits import Exit
+from kcdsl.verdict.records import Record
 
 ATTRIBUTION_SCHEMA = "kcdsl.attribution/1"
 Status = Literal["attributed", "no_drift", "inconclusive", "invalid_evidence"]
@@ -21,8 +21,10 @@ Method = Literal["shapley", "orders_that_run", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(Record):
     """A number with its interval; without one nothing is shown of other requests."""
+
+    derived: ClassVar[tuple[str, ...]] = ("shown",)
 
     value: float
     low: float | None = None
@@ -35,13 +37,9 @@ class Figure:
             return False
         return self.low > 0 or self.high < 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"value": self.value, "low": self.low, "high": self.high, "shown": self.shown}
-
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Source(Record):
     """One source of drift.
 
     `train` and `infer` say in words what it is on both sides. Drifts are in units of the metric:
@@ -53,6 +51,8 @@ class Source:
     whether it may reach that; None without a bound. `excluded` are the blocks of which a bound
     shows that it is not the only cause.
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("shown",)
 
     name: str
     term: str
@@ -84,53 +84,29 @@ class Source:
         return self.shapley is not None and self.shapley.shown
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; the interval of the share stands beside it."""
-        share = self.shapley
+        """Return plain data; the interval of the share is that of the source."""
+        share = _interval("shapley", self.shapley)
         return {
-            "name": self.name,
-            "term": self.term,
-            "state": self.state,
-            "train": self.train,
-            "infer": self.infer,
-            "reason": self.reason,
-            "alone": None if self.alone is None else self.alone.value,
-            "alone_low": None if self.alone is None else self.alone.low,
-            "alone_high": None if self.alone is None else self.alone.high,
-            "left_out": None if self.left_out is None else self.left_out.value,
-            "left_out_low": None if self.left_out is None else self.left_out.low,
-            "left_out_high": None if self.left_out is None else self.left_out.high,
-            "shapley": None if share is None else share.value,
-            "low": None if share is None else share.low,
-            "high": None if share is None else share.high,
-            "shown": self.shown,
-            "share": self.share,
-            "envelope": self.envelope,
-            "observed": self.observed,
-            "envelope_block": self.envelope_block,
-            "can_explain": self.can_explain,
-            "excluded": list(self.excluded),
+            **Record.to_json(self),
+            **_interval("alone", self.alone),
+            **_interval("left_out", self.left_out),
+            "shapley": share["shapley"],
+            "low": share["shapley_low"],
+            "high": share["shapley_high"],
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class Term(Record):
     """One of the four terms of the error, with the sources that belong to it and its share."""
 
     name: str
     sources: tuple[str, ...]
     shapley: Figure | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "name": self.name,
-            "sources": list(self.sources),
-            "shapley": None if self.shapley is None else self.shapley.to_json(),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Interaction:
+class Interaction(Record):
     """What two sources do together beyond the sum of what each does: 0 where effects add up."""
 
     first: str
@@ -143,7 +119,7 @@ class Interaction:
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class Between(Record):
     """A kernel between both sides: what it takes from infer, and its drift or why it has none."""
 
     sources: tuple[str, ...]
@@ -151,13 +127,9 @@ class Between:
     reason: str | None = None
     simulated: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**asdict(self), "sources": list(self.sources)}
-
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Record):
     """One block. Sizes are root mean squares over all elements at its output, `largest` one
     element; `floor` is how far the training kernel's own block moves when it runs again or in a
     batch. In units of the metric: `logits`, its drift where this block alone is that of infer,
@@ -180,7 +152,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(Record):
     """The first element whose bits differ: of block `block`, on what enters it in training."""
 
     block: str
@@ -194,9 +166,11 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class Layers(Record):
     """All blocks in order of application, over the named requests; `total` is the drift of infer
     there."""
+
+    derived: ClassVar[tuple[str, ...]] = ("first_block", "outside")
 
     rows: tuple[Layer, ...]
     requests: tuple[str, ...]
@@ -220,7 +194,7 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(Record):
     """The certified bound of one source on one block over the requests, beside what was measured.
 
     `observed` is the largest drift between infer and train, `certified` the largest bound of what
@@ -230,6 +204,8 @@ class Envelope:
     same request, None where there is none. `metric` is, of a block whose output are the logits, the
     most of the metric that this source alone can make there at any position of the requests.
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("can_explain", "can_reach")
 
     source: str
     block: str
@@ -251,13 +227,9 @@ class Envelope:
         """Say whether it alone may move the block as far; None where there is no bound."""
         return None if self.certified is None else self.observed <= self.certified
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**asdict(self), "can_explain": self.can_explain, "can_reach": self.can_reach}
-
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class Remedy(Record):
     """What may be done about a source: a word for programs, a sentence for people."""
 
     id: str
@@ -265,7 +237,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Record):
     """A cause, the likeliest first.
 
     `verdict` "most" or "part" of the drift where its share is shown, else "not_shown".
@@ -285,14 +257,9 @@ class Candidate:
     evidence: tuple[str, ...]
     remedies: tuple[Remedy, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        plain = asdict(self)
-        return {**plain, **{k: list(plain[k]) for k in ("blocks", "evidence", "remedies")}}
-
 
 @dataclass(frozen=True, slots=True)
-class Attribution:
+class Attribution(Record):
     """What `kcdsl attribute` found; drifts are in `unit`s of the metric."""
 
     contract: Mapping[str, str]
@@ -334,49 +301,27 @@ class Attribution:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.attribution/1"."""
-        layers = self.layers
-        first = None if layers is None else layers.first_mismatch
+        layers, found = self.layers, Record.to_json(self)
+        parts = {} if layers is None else layers.to_json()
         return {
             "schema": ATTRIBUTION_SCHEMA,
-            "contract": dict(self.contract),
-            "kernels": dict(self.kernels),
-            "slice": self.slice,
-            "metric": self.metric,
-            "statistic": self.statistic,
-            "unit": self.unit,
-            "better": self.better,
-            "requests": self.requests,
-            "batch": self.batch,
-            "seed": self.seed,
-            "status": self.status,
-            "reason": self.reason,
-            "total": self.total.value,
-            "total_low": self.total.low,
-            "total_high": self.total.high,
-            "baseline": self.baseline,
-            "noise": self.noise,
-            "method": self.method,
-            "orders": {"run": self.orders[0], "all": self.orders[1]},
-            "sources": [source.to_json() for source in self.sources],
-            "terms": [term.to_json() for term in self.terms],
-            "interactions": [pair.to_json() for pair in self.interactions],
-            "between": [row.to_json() for row in self.between],
-            "layers": [] if layers is None else [asdict(row) for row in layers.rows],
-            "layer_requests": [] if layers is None else list(layers.requests),
-            "layer_total": None if layers is None else layers.total,
-            "layer_outside": None if layers is None else layers.outside,
-            "first_block": None if layers is None else layers.first_block,
-            "first_mismatch": None if first is None else asdict(first),
-            "envelopes": [row.to_json() for row in self.envelopes],
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-            "notes": list(self.notes),
+            **found,
+            **_interval("total", self.total),
+            "orders": dict(zip(("run", "all"), self.orders, strict=True)),
+            "layers": parts.get("rows", []),
+            "layer_requests": parts.get("requests", []),
+            "layer_total": parts.get("total"),
+            "layer_outside": parts.get("outside"),
+            "first_block": parts.get("first_block"),
+            "first_mismatch": parts.get("first_mismatch"),
         }
 
     def dumps(self) -> str:
         """Return the document as text."""
-        return (
-            json_for_terminals(
-                json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False)
-            )
-            + "\n"
-        )
+        return json_text(self.to_json(), allow_nan=False)
+
+
+def _interval(name: str, figure: Figure | None) -> dict[str, float | None]:
+    """Return a number and the ends of its interval under one name."""
+    value, low, high = (figure.value, figure.low, figure.high) if figure else (None,) * 3
+    return {name: value, f"{name}_low": low, f"{name}_high": high}

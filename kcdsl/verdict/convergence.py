@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kcdsl.exits import Exit
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.model import EXITS, HELD, worst
+from kcdsl.verdict.records import Record
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.requirements import RequiredClause, uncovered
@@ -24,11 +25,13 @@ MISSING = "nothing was decided"
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Record):
     """One clause on one slice: its verdict, and the files that decide it.
 
     `slice` is None for a clause whose requirement names its slice. `budget` None makes it hard.
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("hard",)
 
     clause: str
     slice: str | None
@@ -40,25 +43,17 @@ class Joined:
     files: tuple[str, ...] = ()
     reason: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "clause": self.clause,
-            "slice": self.slice,
-            "level": self.level,
-            "hard": self.budget is None,
-            "budget": self.budget,
-            "holdout": self.holdout,
-            "verdict": self.verdict,
-            "evidence": list(self.evidence),
-            "files": list(self.files),
-            "reason": self.reason,
-        }
+    @property
+    def hard(self) -> bool:
+        """Say whether every unit must keep the clause."""
+        return self.budget is None
 
 
 @dataclass(frozen=True, slots=True)
-class Convergence:
+class Convergence(Record):
     """The joined results of a contract. `unused` names files that say nothing about it, and why."""
+
+    derived: ClassVar[tuple[str, ...]] = ("verdict", "convergent", "exit")
 
     contract: Mapping[str, str]
     rows: tuple[Joined, ...]
@@ -81,15 +76,8 @@ class Convergence:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.status/1"."""
-        return {
-            "schema": STATUS_SCHEMA,
-            "contract": dict(self.contract),
-            "verdict": self.verdict,
-            "convergent": self.convergent,
-            "exit": int(self.exit),
-            "clauses": [row.to_json() for row in self.rows],
-            "unused": dict(self.unused),
-        }
+        found = Record.to_json(self)
+        return {"schema": STATUS_SCHEMA, "clauses": found.pop("rows"), **found}
 
 
 def join(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from kcdsl.diagnostics.render.terminal import json_for_terminals
+from kcdsl.diagnostics.render.terminal import json_text
+from kcdsl.verdict.records import Record
+
+SCHEMA = "kcdsl.diff/1"
 
 
 class Relation(StrEnum):
@@ -71,7 +74,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(Record):
     """One respect in which two clauses or contracts differ, in words.
 
     `relation` is None where only several changes together have one.
@@ -95,16 +98,16 @@ class Extent(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WitnessValue:
+class WitnessValue(Record):
     """A measured value: what is measured, the value with its unit, and the exact fraction."""
 
     what: str
-    shown: str
+    value: str
     exact: str
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
+class Witness(Record):
     """Values that the new contract accepts and the old one refuses, or the other way round.
 
     `of` says what they are measured on. `lacking` are trace fields; `flips` are the inputs at which
@@ -123,39 +126,48 @@ class Witness:
     extent: Extent = Extent.CONTRACT
     unit: str = "slices"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        found = Record.to_json(self)
+        del found["unit"]
+        return found | {"accepts": self.accepts.lower(), "refuses": self.refuses.lower()}
+
 
 @dataclass(frozen=True, slots=True)
-class ClauseDifference:
+class ClauseDifference(Record):
     """How one clause differs.
 
-    `kept_by`: the clauses of the new contract that imply the old clause, consequences included,
-    where this clause does not; for an added one, those of the old contract that imply it. `why`
-    says by what.
+    `implied_by`: the clauses of the new contract that imply the old clause, consequences included,
+    where this clause does not; for an added one, those of the old contract that imply it.
+    `because` says by what.
     """
 
     id: str
     status: Status
     relation: Relation
     old_id: str | None = None
-    old_text: str | None = None
-    new_text: str | None = None
+    old: str | None = None
+    new: str | None = None
     changes: tuple[Change, ...] = ()
     witness: Witness | None = None
-    kept_by: tuple[str, ...] = ()
-    why: tuple[str, ...] = ()
+    implied_by: tuple[str, ...] = ()
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A contract by its name, version and digest."""
+class Named(Record):
+    """A contract by its name, version and digest (sha256:…)."""
 
     name: str
     version: str
     digest: str
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}  {self.digest[:23]}"
+
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Record):
     """How a contract differs from another: as a whole, clause by clause, and around the clauses."""
 
     old: Named
@@ -164,60 +176,151 @@ class Difference:
     clauses: tuple[ClauseDifference, ...]
     changes: tuple[Change, ...] = ()
 
-
-# --- JSON -----------------------------------------------------------------------------------------
-
-
-SCHEMA = "kcdsl.diff/1"
+    def dumps(self) -> str:
+        """Return the document "kcdsl.diff/1" as text."""
+        return json_text({"schema": SCHEMA, **self.to_json()})
 
 
-def difference_json(found: Difference) -> str:
-    """Return the document that `kcdsl diff --format json` prints."""
-    document = {
-        "schema": SCHEMA,
-        "old": _named(found.old),
-        "new": _named(found.new),
-        "relation": found.relation.value,
-        "changes": [_change(change) for change in found.changes],
-        "clauses": [_clause(clause) for clause in found.clauses],
-    }
-    return json_for_terminals(json.dumps(document, indent=2, ensure_ascii=False)) + "\n"
+# --- for people -----------------------------------------------------------------------------------
 
 
-def _named(contract: Named) -> dict[str, str]:
-    digest = f"sha256:{contract.digest}"
-    return {"name": contract.name, "version": contract.version, "digest": digest}
+_MEANING = {
+    Relation.EQUAL: "both accept the same kernels",
+    Relation.STRICTER: "whatever NEW accepts, OLD accepts",
+    Relation.WEAKER: "NEW may accept kernels that OLD refuses, or is milder with them",
+    Relation.INCOMPARABLE: "NEW is neither as strict as OLD nor weaker throughout",
+    Relation.UNDECIDED: "whether NEW is as strict as OLD is open",
+}
+_UNITS = {"slices": "whole slices", "requests": "single requests", "windows": "single windows"}
+_ORDER = (
+    Relation.WEAKER,
+    Relation.INCOMPARABLE,
+    Relation.UNDECIDED,
+    Relation.STRICTER,
+    Relation.EQUAL,
+)
 
 
-def _clause(clause: ClauseDifference) -> dict[str, Any]:
-    return {
-        "id": clause.id,
-        "status": clause.status.value,
-        "relation": clause.relation.value,
-        "old_id": clause.old_id,
-        "old": clause.old_text,
-        "new": clause.new_text,
-        "changes": [_change(change) for change in clause.changes],
-        "witness": None if clause.witness is None else _witness(clause.witness),
-        "implied_by": list(clause.kept_by),
-        "because": list(clause.why),
-    }
+def full(found: Difference) -> str:
+    """Return the difference as plain text; clauses that are the same are counted only."""
+    lines = [f"OLD  {found.old}", f"NEW  {found.new}", ""]
+    lines.append(f"{found.relation}: {_MEANING[found.relation]}")
+    lines.append(_counts(found))
+    if found.changes:
+        lines += ["", "around the clauses", *_changes(found.changes)]
+    for clause in found.clauses:
+        if _is_shown(clause):
+            lines += ["", f"{_head(clause)}", *_body(clause)]
+    return "\n".join(lines) + "\n"
 
 
-def _change(change: Change) -> dict[str, Any]:
-    relation = None if change.relation is None else change.relation.value
-    return {"name": change.name, "old": change.old, "new": change.new, "relation": relation}
+def markdown(found: Difference) -> str:
+    """Return the difference as Markdown, for a review."""
+    lines = [f"**{found.relation}**: {_MEANING[found.relation]}. {_counts(found)}.", ""]
+    lines += ["| clause | relation | what differs |", "|---|---|---|"]
+    for change in found.changes:
+        lines.append(_row(f"({change.name})", change.relation, [_arrow(change)]))
+    for clause in found.clauses:
+        if _is_shown(clause):
+            lines.append(_row(_title(clause), clause.relation, list(_cells(clause))))
+    lines += ["", f"OLD: {found.old}  ", f"NEW: {found.new}"]
+    return "\n".join(lines) + "\n"
 
 
-def _witness(witness: Witness) -> dict[str, Any]:
-    return {
-        "accepts": witness.accepts.lower(),
-        "refuses": witness.refuses.lower(),
-        "clause": witness.clause,
-        "extent": witness.extent.value,
-        "of": witness.of,
-        "values": [{"what": v.what, "value": v.shown, "exact": v.exact} for v in witness.values],
-        "lacking": list(witness.lacking),
-        "flips": list(witness.flips),
-        "request": witness.request,
-    }
+def _is_shown(clause: ClauseDifference) -> bool:
+    same = clause.relation is Relation.EQUAL and clause.status is Status.BOTH
+    return not same or bool(clause.changes)
+
+
+def _counts(found: Difference) -> str:
+    counts = Counter(clause.relation for clause in found.clauses)
+    parts = [f"{counts[relation]} {relation}" for relation in _ORDER if counts[relation]]
+    plural = "clause" if len(found.clauses) == 1 else "clauses"
+    return f"{len(found.clauses)} {plural}: {', '.join(parts) or 'none'}"
+
+
+def _title(clause: ClauseDifference) -> str:
+    if clause.status is Status.RENAMED:
+        return f"{clause.old_id} is now {clause.id}"
+    return clause.id
+
+
+def _head(clause: ClauseDifference) -> str:
+    status = f"{clause.status}, " if clause.status in (Status.ADDED, Status.REMOVED) else ""
+    return f"{_title(clause)}: {status}{clause.relation}"
+
+
+def _body(clause: ClauseDifference) -> Iterator[str]:
+    if clause.status in (Status.ADDED, Status.REMOVED):
+        yield f"  require  {clause.new or clause.old}"
+    yield from _changes(clause.changes)
+    for line in _remarks(clause):
+        yield f"  {line}"
+
+
+def _remarks(clause: ClauseDifference) -> Iterator[str]:
+    """Yield what follows from the changes: a witness, or by what the old clause still holds."""
+    if clause.witness is not None:
+        yield from _witness_lines(clause.witness)
+    if clause.implied_by:
+        names = ", ".join(clause.implied_by)
+        known = clause.status is Status.ADDED
+        yield f"{'adds nothing to' if known else 'still implied by'} {names}"
+    elif clause.status is Status.ADDED and clause.relation is Relation.EQUAL:
+        yield "adds nothing"
+    for reason in clause.because:
+        equal = clause.implied_by or clause.relation is Relation.EQUAL
+        yield f"  because {reason}" if equal else f"though {reason}"
+
+
+def _changes(changes: tuple[Change, ...]) -> list[str]:
+    width = max((len(change.name) for change in changes), default=0)
+    lines = []
+    for change in changes:
+        relation = f"  ({change.relation})" if change.relation is not None else ""
+        if len(change.old) + len(change.new) + width > 84:
+            lines.append(f"  {change.name.ljust(width)}  {change.old}")
+            lines.append(f"  {''.ljust(width)}  -> {change.new}{relation}")
+        else:
+            lines.append(f"  {change.name.ljust(width)}  {_arrow(change)}{relation}")
+    return lines
+
+
+def _arrow(change: Change) -> str:
+    return f"{change.old} -> {change.new}"
+
+
+def _witness_lines(witness: Witness) -> Iterator[str]:
+    """Yield a witness as text."""
+    accepts, refuses = witness.accepts, witness.refuses
+    match witness.extent:
+        case Extent.CONTRACT:
+            said = f"{accepts} accepts and {refuses} refuses"
+        case Extent.UNIT:
+            said = (
+                f"{refuses} refuses, and no clause of {accepts} about {_UNITS[witness.unit]} does"
+            )
+        case Extent.CLAUSE:
+            said = f"{witness.clause} of {accepts} accepts and that of {refuses} refuses"
+    yield f"{said}, on {witness.of}:"
+    for value in witness.values:
+        yield f"  {value.what} = {value.value}"
+    for field in witness.lacking:
+        yield f"  a trace record without {field}"
+    for flip in witness.flips:
+        yield f"  {flip}"
+    if witness.request is not None:
+        yield f"  for example a request {witness.request}"
+
+
+def _cells(clause: ClauseDifference) -> Iterator[str]:
+    if clause.status in (Status.ADDED, Status.REMOVED):
+        yield f"{clause.status}: `{clause.new or clause.old}`"
+    for change in clause.changes:
+        yield f"{change.name}: {_arrow(change)}"
+    yield from (line.strip() for line in _remarks(clause))
+
+
+def _row(title: str, relation: Relation | None, cells: list[str]) -> str:
+    inside = "<br>".join(cell.replace("|", "\\|").replace("<=", "&lt;=") for cell in cells)
+    return f"| {title} | {relation or ''} | {inside} |"

@@ -22,17 +22,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from kcdsl.ir.escalation import severity
 from kcdsl.ir.terms import Escalation, Level
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
+from kcdsl.verdict.records import Record
 from kcdsl.verdict.result import ClauseResult
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class Health(Record):
     """D >= 0 (infinite: unbounded), the action that it asks for, and both thresholds of D."""
+
+    derived: ClassVar[tuple[str, ...]] = ("score",)
 
     deviation: float
     action: str
@@ -43,17 +46,6 @@ class Health:
     def score(self) -> float:
         """Return exp(-D)."""
         return math.exp(-self.deviation)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        finite = math.isfinite(self.deviation)
-        return {
-            "deviation": self.deviation if finite else None,
-            "score": self.score,
-            "action": self.action,
-            "guard_from": self.guard_from,
-            "fallback_from": self.fallback_from,
-        }
 
 
 def deviation(value: float, threshold: float, better: str) -> float:

@@ -5,20 +5,20 @@ Plain frozen data, JSON with the schema "kcdsl.plan/2" (`plan.schema.json`) and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from kcdsl.diagnostics.render.terminal import json_for_terminals
+from kcdsl.diagnostics.render.terminal import json_text
+from kcdsl.verdict.records import Record
 
 PLAN_SCHEMA = "kcdsl.plan/2"
 State = Literal["enough", "too_few", "unknown", "never", "census"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pilot:
+class Pilot(Record):
     """What an earlier evaluation says of a row.
 
     `n` units of which `k` were beyond (None for a mean), the mean `value`; `needed` are the units
@@ -32,19 +32,9 @@ class Pilot:
     needed: int | None = None
     threshold: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "n": self.n,
-            "k": self.k,
-            "value": self.value,
-            "needed": self.needed,
-            "threshold": self.threshold,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
+class PlanRow(Record):
     """One part of a clause on one slice.
 
     `allowed` is the share of units that may be beyond the threshold, None for a statement about no
@@ -73,30 +63,9 @@ class PlanRow:
     note: str = ""
     pilot: Pilot | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data; the allowed share as an exact text `p/q`."""
-        return {
-            "obligation": self.obligation,
-            "clause": self.clause,
-            "slice": self.slice,
-            "requirement": self.requirement,
-            "evidence": self.evidence,
-            "state": self.state,
-            "unit": self.unit,
-            "have": self.have,
-            "allowed": None if self.allowed is None else str(self.allowed),
-            "without_any": self.without_any,
-            "at_half": self.at_half,
-            "with_power": self.with_power,
-            "may_exceed": self.may_exceed,
-            "shows": self.shows,
-            "note": self.note,
-            "pilot": None if self.pilot is None else self.pilot.to_json(),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Record):
     """The rows of a contract, and what they rest on: the confidence over all `looks` (None: any
     number of them), and the power."""
 
@@ -109,22 +78,12 @@ class Plan:
     """Clauses that measuring does not decide, each with the reason."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.plan/2"."""
-        return {
-            "schema": PLAN_SCHEMA,
-            "contract": dict(self.contract),
-            "confidence": self.confidence,
-            "looks": self.looks,
-            "power": self.power,
-            "rows": [row.to_json() for row in self.rows],
-            "elsewhere": dict(self.elsewhere),
-        }
+        """Return the document "kcdsl.plan/2"; allowed shares as texts `p/q`."""
+        found = Record.to_json(self)
+        for row, own in zip(found["rows"], self.rows, strict=True):
+            row["allowed"] = None if own.allowed is None else str(own.allowed)
+        return {"schema": PLAN_SCHEMA, **found}
 
     def dumps(self) -> str:
         """Return the document as text."""
-        return (
-            json_for_terminals(
-                json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False)
-            )
-            + "\n"
-        )
+        return json_text(self.to_json(), allow_nan=False)

@@ -6,7 +6,6 @@ Plain frozen data, JSON with the schema "kcdsl.report/2" (`report.schema.json`) 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -15,18 +14,21 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import ATTRIBUTION_FILE, FILE_MISSING, REPORT_FILE, Code
-from kcdsl.diagnostics.render.terminal import json_for_terminals
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.exits import Exit
 from kcdsl.source.files import open_regular
 from kcdsl.verdict.health import Health
 from kcdsl.verdict.model import EXITS, WORST_FIRST, verdict_name, worst
-from kcdsl.verdict.result import ClauseResult, number
+from kcdsl.verdict.records import Record
+from kcdsl.verdict.result import ClauseResult
+from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.strict import loose_load
 
 REPORT_SCHEMA = "kcdsl.report/2"
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(Record):
     """How sampled results were decided.
 
     False passes and false violations each happen with a probability of at most `error`, over all
@@ -44,19 +46,12 @@ class Statistics:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {
-            "error": self.error,
-            "looks": self.looks,
-            "limit_error": self.limit_error,
-            "passes": "intersection-union",
-            "violations": "holm",
-            "sampled": self.sampled,
-            "violation_error": self.violation_error,
-        }
+        methods = {"passes": "intersection-union", "violations": "holm"}
+        return Record.to_json(self) | methods
 
 
 @dataclass(frozen=True, slots=True)
-class Precheck:
+class Precheck(Record):
     """One precondition: `outcome` is "passed", "failed" or "not_applicable"."""
 
     name: str
@@ -65,19 +60,9 @@ class Precheck:
     value: float | None = None
     blocking: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "name": self.name,
-            "outcome": self.outcome,
-            "detail": self.detail,
-            "value": number(self.value),
-            "blocking": self.blocking,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class CrossCheck:
+class CrossCheck(Record):
     """Measured block drift beside the bound certified for the claimed numerics, largest over the
     requests; `tightness` is certified / measured at the request where it is smallest."""
 
@@ -88,20 +73,9 @@ class CrossCheck:
     tightness: float | None
     request: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "block": self.block,
-            "requests": self.requests,
-            "measured": number(self.measured),
-            "certified": number(self.certified),
-            "tightness": number(self.tightness),
-            "request": self.request,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class ImpliedClause:
+class ImpliedClause(Record):
     """A clause on a slice that follows once the drift clause `by` is proved; `chain` is one step
     per line."""
 
@@ -110,18 +84,9 @@ class ImpliedClause:
     by: str
     chain: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "clause": self.clause,
-            "slice": self.slice,
-            "by": self.by,
-            "chain": list(self.chain),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class Warned(Record):
     """Something about a clause on a slice that is no verdict, with the code that explains it."""
 
     code: str
@@ -129,41 +94,19 @@ class Warned:
     slice: str
     message: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "code": self.code,
-            "clause": self.clause,
-            "slice": self.slice,
-            "message": self.message,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class SliceSummary:
+class SliceSummary(Record):
     """What was measured on a slice whatever the clauses say: statistics of the usual drifts."""
 
-    name: str
+    slice: str
     requests: int
     tokens: int
     statistics: Mapping[str, Mapping[str, float]]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        statistics = {
-            name: {key: number(value) for key, value in row.items()}
-            for name, row in self.statistics.items()
-        }
-        return {
-            "slice": self.name,
-            "requests": self.requests,
-            "tokens": self.tokens,
-            "statistics": statistics,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Record):
     """Everything that one evaluation found."""
 
     contract: Mapping[str, str]
@@ -214,38 +157,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.report/2"."""
-        return {
-            "schema": REPORT_SCHEMA,
-            "verdict": self.verdict,
-            "exit": int(self.exit),
-            "action": self.action,
-            "health": self.health.to_json(),
-            "contract": dict(self.contract),
-            "model": dict(self.model),
-            "kernels": {side: dict(kernel) for side, kernel in self.kernels.items()},
-            "data": [dict(row) for row in self.data],
-            "environment": dict(self.environment),
-            "statistics": self.statistics.to_json(),
-            "clauses": [c.to_json() for c in self.clauses],
-            "slices": [s.to_json() for s in self.slices],
-            "prechecks": [p.to_json() for p in self.prechecks],
-            "crosschecks": [c.to_json() for c in self.crosschecks],
-            "implied": [i.to_json() for i in self.implied],
-            "deferred": dict(self.deferred),
-            "notes": list(self.notes),
-            "warnings": [w.to_json() for w in self.warnings],
-            "bounding": dict(self.bounding),
-            "charts": dict(self.charts),
-        }
+        head = {"schema": REPORT_SCHEMA, "verdict": self.verdict, "exit": int(self.exit)}
+        return head | Record.to_json(self)
 
     def dumps(self) -> str:
-        """Return the document as text; raises ValueError rather than write NaN or infinity."""
-        return (
-            json_for_terminals(
-                json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False)
-            )
-            + "\n"
-        )
+        """Return the document as text."""
+        return json_text(self.to_json(), allow_nan=False)
 
 
 def not_decided(deferred: Mapping[str, str]) -> str:
@@ -339,25 +256,12 @@ def _read(path: Path, code: Code, schema: str, advice: str) -> dict[str, Any]:
     if len(data) > LARGEST:
         raise _refused(path, code, f"it is larger than {LARGEST} bytes", advice)
     try:
-        document = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
-    except RecursionError:
-        raise _refused(path, code, "it is nested too deeply", advice) from None
-    except ValueError as error:
-        raise _refused(path, code, f"it is no JSON: {error}", advice) from None
+        document = loose_load(data)
+    except Rejected as error:
+        raise _refused(path, code, f"it is no JSON: {error.detail}", advice) from None
     if not isinstance(document, dict) or document.get("schema") != schema:
         raise _refused(path, code, f"it is no document of the schema {schema}", advice)
     return document
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text} is too large")
-    return value
 
 
 def _refused(path: Path, code: Code, why: str, advice: str) -> Refusal:

@@ -1,7 +1,4 @@
-"""What was decided for one clause on one slice, and on what evidence.
-
-Numbers that are not finite are written as null, never as a word that a reader might skip.
-"""
+"""What was decided for one clause on one slice, and on what evidence."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Verdict, Violated, verdict_name
-from kcdsl_certs.reals import real_text
+from kcdsl.verdict.records import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Record):
     """Percentiles of the requests, each by its worst token; `worst` is the smallest where more is
     better."""
 
@@ -25,13 +22,9 @@ class Measured:
     p99: float
     worst: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {name: number(getattr(self, name)) for name in ("p50", "p99", "worst")}
-
 
 @dataclass(frozen=True, slots=True)
-class Certified:
+class Certified(Record):
     """The statistic of the clause, formed from certified bounds of `requests` of `of` requests.
 
     `value` bounds the clause's own value, None with a `reason` where some requests have no bound;
@@ -45,20 +38,9 @@ class Certified:
     reason: str | None = None
     domains: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "value": number(self.value),
-            "requests": self.requests,
-            "of": self.of,
-            "partial": number(self.partial),
-            "reason": self.reason,
-            "domains": list(self.domains),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class NoiseFloor:
+class NoiseFloor(Record):
     """The statistic of the clause, formed from the drift of the training kernel from itself when
     `requests` requests are batched otherwise. `above` says that the threshold lies below it, so
     that no inference kernel can be expected to meet the clause."""
@@ -68,18 +50,9 @@ class NoiseFloor:
     above: bool = False
     reason: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "value": number(self.value),
-            "requests": self.requests,
-            "above": self.above,
-            "reason": self.reason,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(Record):
     """All that stands beside one clause on one slice.
 
     `narrow` says why its result may change with little: "few units" where there are fewer than 20,
@@ -88,17 +61,8 @@ class Beside:
 
     measured: Measured | None = None
     certified: Certified | None = None
-    floor: NoiseFloor | None = None
+    noise_floor: NoiseFloor | None = None
     narrow: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "measured": None if self.measured is None else self.measured.to_json(),
-            "certified": None if self.certified is None else self.certified.to_json(),
-            "noise_floor": None if self.floor is None else self.floor.to_json(),
-            "narrow": list(self.narrow),
-        }
 
 
 def domains_in_words(bounding: Mapping[str, Any]) -> str:
@@ -111,9 +75,11 @@ def domains_in_words(bounding: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ExceedanceCount:
+class ExceedanceCount(Record):
     """k of n `of` (requests, timed runs, windows, records) beyond the threshold, with limits of
     the rate in the population they stand for (each one-sided at the confidence of the clause)."""
+
+    derived: ClassVar[tuple[str, ...]] = ("rate",)
 
     k: int
     n: int
@@ -126,22 +92,13 @@ class ExceedanceCount:
         """Return k / n."""
         return self.k / self.n
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "k": self.k,
-            "n": self.n,
-            "of": self.of,
-            "rate": self.rate,
-            "low": number(self.low),
-            "high": number(self.high),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(Record):
     """What k of n sampled units beyond the threshold show: at `confidence`, the rate in the
     population they stand for is below `rate`."""
+
+    derived: ClassVar[tuple[str, ...]] = ("text",)
 
     k: int
     n: int
@@ -156,17 +113,6 @@ class Shown:
         below = f"the rate is below {share_above(self.rate)} at {sure}"
         return f"{self.k} of {self.n} {self.of} beyond: {below}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "k": self.k,
-            "n": self.n,
-            "of": self.of,
-            "rate": self.rate,
-            "confidence": self.confidence,
-            "text": self.text,
-        }
-
 
 def share_above(rate: float) -> str:
     """Return a rate in percent, rounded up to three digits: 2.47 %."""
@@ -179,7 +125,7 @@ def share_above(rate: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimator:
+class Estimator(Record):
     """How a value was obtained: tier, formula, bias class, the unit of one value, its direction."""
 
     tier: str
@@ -189,20 +135,9 @@ class Estimator:
     better: str
     direction: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "tier": self.tier,
-            "formula": self.formula,
-            "bias": self.bias,
-            "counted": self.counted,
-            "better": self.better,
-            "direction": self.direction,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class ClauseResult:
+class ClauseResult(Record):
     """One clause on one slice. Values are in base units (`unit`: 1, ratio, nat, s, B, tok/s)."""
 
     clause: str
@@ -247,52 +182,15 @@ class ClauseResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {
-            "obligation": self.obligation,
-            "clause": self.clause,
-            "family": self.family,
-            "level": self.level,
-            "slice": self.slice,
-            "requirement": self.requirement,
-            "metric": self.metric,
-            "unit": self.unit,
-            "op": self.op,
-            "value": number(self.value),
-            "low": number(self.low),
-            "high": number(self.high),
-            "n": self.n,
-            "counted": self.counted,
-            "threshold": number(self.threshold),
-            "exact": {
-                "value": _exact(self.exact_value),
-                "threshold": _exact(self.exact_threshold),
-            },
-            "verdict": verdict_name(self.verdict),
-            "reason": reason(self.verdict),
-            "counterexample": (
-                dict(self.verdict.counterexample) if isinstance(self.verdict, Violated) else None
-            ),
-            "evidence": self.evidence,
-            "confidence": self.confidence,
-            "exceedance": None if self.exceedance is None else self.exceedance.to_json(),
-            "budget": self.budget,
-            "action": self.action,
-            "deviation": number(self.deviation),
-            "estimators": [e.to_json() for e in self.estimators],
-            "holdout": self.holdout,
-            "shown": None if self.shown is None else self.shown.to_json(),
-            "needed": self.needed,
-            "beside": None if self.beside is None else self.beside.to_json(),
+        row = Record.to_json(self)
+        verdict = self.verdict
+        exact = {name: row.pop(f"exact_{name}") for name in ("value", "threshold")}
+        return row | {
+            "exact": exact,
+            "verdict": verdict_name(verdict),
+            "reason": reason(verdict),
+            "counterexample": verdict.counterexample if isinstance(verdict, Violated) else None,
         }
-
-
-def number(value: float | None) -> float | None:
-    """Return a value as JSON can hold it: null where it is missing or not finite."""
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _exact(value: Fraction | None) -> str | None:
-    return None if value is None else real_text(value)
 
 
 def reason(verdict: Verdict) -> str | None:

@@ -240,10 +240,10 @@ def compare(seeds: range, worlds: int = 40) -> Counter[str]:
                 seen["at most as strict"] += 1
             for item in found.clauses:
                 one = of(before, item.old_id)
-                two = of(after, item.id) if item.new_text is not None else []
-                if item.kept_by:
+                two = of(after, item.id) if item.new is not None else []
+                if item.implied_by:
                     premises = before if item.status is Status.ADDED else after
-                    given = [a for name in item.kept_by for a in of(premises, name)]
+                    given = [a for name in item.implied_by for a in of(premises, name)]
                     if accepts(given):
                         left = two if item.status is Status.ADDED else one
                         assert not refuses(left), (where, item)

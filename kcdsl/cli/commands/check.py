@@ -13,9 +13,10 @@ from kcdsl.cli.common import argument, choice, switch, value
 from kcdsl.cli.common.contracts import read_contract
 from kcdsl.cli.common.groups import Stage, Trusts
 from kcdsl.cli.common.options import KERNELS, fingerprints_in, json_option
-from kcdsl.cli.common.output import deliver, json_text, print_json
+from kcdsl.cli.common.output import deliver, print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kcdsl.check.compile import analyse, compile_source, no_program
 from kcdsl.cli.common import Command, argument, choice, switch, value
@@ -25,9 +24,6 @@ from kcdsl.ir.terms import Library, ModelRef, Program
 from kcdsl.route.router import Route, route
 from kcdsl.source.config import load_config
 from kcdsl.source.files import read_source
-
-if TYPE_CHECKING:
-    from kcdsl.verdict.difference import Difference
 
 QUESTION_MS = 2000
 """The most milliseconds that a single question to z3 may take."""
@@ -266,14 +262,15 @@ class Diff(Command):
         """Print how the new contract differs; exit code 1 if it may accept what the old one
         refuses, 3 if that is open."""
         from kcdsl.cli.common.output import progress_bars
-        from kcdsl.verdict.difference import Relation
+        from kcdsl.verdict.difference import Difference, Relation, full, markdown
 
         old, new = _program(self.old), _program(self.new)
         backend = solver_backend("kcdsl diff")
         question, total = _limits(self.timeout)
         with progress_bars() as report:
             found: Difference = backend.difference(old, new, question, total, report)
-        deliver(_difference(found, self.format), self.output)
+        forms = {DiffForm.FULL: full, DiffForm.JSON: Difference.dumps, DiffForm.MARKDOWN: markdown}
+        deliver(forms[self.format](found), self.output)
         if found.relation.is_finding:
             return Exit.VIOLATED
         return Exit.INCONCLUSIVE if found.relation is Relation.UNDECIDED else Exit.HELD
@@ -294,19 +291,3 @@ def _program(given: str) -> Program:
     if errors:
         print(render(errors, "full", sys.stderr), file=sys.stderr)
     return program
-
-
-def _difference(found: Difference, format: DiffForm) -> str:
-    match format:
-        case DiffForm.JSON:
-            from kcdsl.verdict.difference import difference_json
-
-            return difference_json(found)
-        case DiffForm.FULL:
-            from kcdsl.verdict.text.difference import full
-
-            return full(found)
-        case DiffForm.MARKDOWN:
-            from kcdsl.verdict.text.difference import markdown
-
-            return markdown(found)

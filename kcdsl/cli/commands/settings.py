@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.cli.common import Command, argument, choice, switch
-from kcdsl.cli.common.output import json_text, print_json
+from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PACKAGE
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.exits import Exit
 from kcdsl.source.config import OPTIONS, Origin, load_config
 from kcdsl.source.config import Config as Configuration

@@ -22,12 +22,13 @@ from kcdsl.cli.common.options import (
     seed_option,
     slice_option,
 )
-from kcdsl.cli.common.output import deliver, json_text, progress_bars, say
+from kcdsl.cli.common.output import deliver, progress_bars, say
 from kcdsl.cli.common.plugins import attributor, measuring_backend, planner
 from kcdsl.cli.common.readers import count, gigabytes, percentile, positive, probability
 from kcdsl.cli.common.readers import requirement as read_requirement
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import UNKNOWN_SLICE, USAGE
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
-from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
+from kcdsl.diagnostics.render.terminal import json_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,16 +27,6 @@ Progress = Callable[[str, int, int], None]
 
 
 # --- texts ---------------------------------------------------------------------------------------
-
-
-def json_text(document: Any, **how: Any) -> str:
-    """Return a JSON document that no terminal obeys, ending with a line break."""
-    import json
-
-    return (
-        json_for_terminals(json.dumps(document, **{"indent": 2, "ensure_ascii": False} | how))
-        + "\n"
-    )
 
 
 def print_json(document: Any, **how: Any) -> None:

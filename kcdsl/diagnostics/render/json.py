@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from kcdsl.diagnostics.model import Diagnostic, Suppressed
-from kcdsl.diagnostics.render.terminal import json_for_terminals
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.diagnostics.spans import SourceFile, Span
 
 
@@ -18,7 +17,7 @@ def render_json(diagnostics: Iterable[Diagnostic], suppressed: Iterable[Suppress
     for item in suppressed:
         accepted = {"reason": item.reason, "line": item.line}
         records.append({**to_record(item.diagnostic), "suppressed": accepted})
-    return json_for_terminals(json.dumps(records, indent=2, ensure_ascii=False))
+    return json_text(records).rstrip("\n")
 
 
 def to_record(diagnostic: Diagnostic) -> dict[str, Any]:

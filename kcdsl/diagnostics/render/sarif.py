@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -13,7 +12,7 @@ from kcdsl import __version__
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Suppressed
 from kcdsl.diagnostics.render import page_url
-from kcdsl.diagnostics.render.terminal import json_for_terminals
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
 
@@ -67,7 +66,7 @@ def render_sarif(diagnostics: Iterable[Diagnostic], run: Run) -> str:
         "results": results,
     }
     document = {"$schema": _SCHEMA, "version": "2.1.0", "runs": [document_run]}
-    return json_for_terminals(json.dumps(document, indent=2, ensure_ascii=False))
+    return json_text(document).rstrip("\n")
 
 
 def _rule(code: Code, docs_url: str | None) -> dict[str, Any]:

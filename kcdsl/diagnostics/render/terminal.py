@@ -3,12 +3,13 @@ could do to it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import unicodedata
 from functools import lru_cache
-from typing import TextIO
+from typing import Any, TextIO
 
 FIXED_WIDTH = 100
 """Columns when the output is not a terminal, so that recorded output never changes."""
@@ -66,6 +67,12 @@ def json_for_terminals(text: str) -> str:
         if text.isascii() and "\x7f" not in text
         else _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     )
+
+
+def json_text(document: Any, **how: Any) -> str:
+    """Return a JSON document that no terminal obeys, ending with a line break."""
+    text = json.dumps(document, **{"indent": 2, "ensure_ascii": False} | how)
+    return f"{json_for_terminals(text)}\n"
 
 
 @lru_cache(maxsize=1024)

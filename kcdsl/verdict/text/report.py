@@ -162,7 +162,7 @@ def _slice_table(slices: Iterable[SliceSummary], unit: str) -> Table:
     for name in ("mean", "p50", "p95", "p99", "worst"):
         table.add_column(name, justify="right")
     for row in slices:
-        label = f"{row.name} ({row.requests})"
+        label = f"{row.slice} ({row.requests})"
         for metric, values in row.statistics.items():
             cells = [quantity(values.get(n), "1") for n in ("mean", "p50", "p95", "p99", "worst")]
             table.add_row(*map(Text, (label, metric, *cells)))
@@ -287,7 +287,7 @@ def _table(rows: Iterable[ClauseResult], reasons: dict[str, int], unit: str) -> 
 def _cells(row: ClauseResult, reasons: dict[str, int]) -> list[str]:
     assert row.beside is not None
     assert row.beside.measured is not None
-    measured, certified, floor = row.beside.measured, row.beside.certified, row.beside.floor
+    measured, certified, floor = row.beside.measured, row.beside.certified, row.beside.noise_floor
     unit = scale(row.unit, row.threshold)
     spread = (measured.p50, measured.p99, measured.worst)
     shown = [told(value, row.threshold, unit) for value in spread]

@@ -136,9 +136,9 @@ def test_a_floor_that_is_no_number_is_none() -> None:
     report = conclude(replace(found, floor=odd))
     row = row_of(report, "N-KL")
     assert row.beside is not None
-    assert row.beside.floor is not None
-    assert row.beside.floor.value is None
-    assert not row.beside.floor.above
+    assert row.beside.noise_floor is not None
+    assert row.beside.noise_floor.value is None
+    assert not row.beside.noise_floor.above
 
 
 def test_a_bound_of_the_size_is_none_of_the_signed_value() -> None:
@@ -177,8 +177,8 @@ def test_the_magnitude_of_a_mean_has_the_bound_of_the_sizes() -> None:
     assert beside.certified is not None
     assert beside.certified.value == pytest.approx(float(every.mean()), rel=1e-12)
     noise = np.concatenate([unit.values["log_ratio"] for unit in found.floor.values()])
-    assert beside.floor is not None
-    assert beside.floor.value == pytest.approx(abs(float(noise.mean())), rel=1e-12)
+    assert beside.noise_floor is not None
+    assert beside.noise_floor.value == pytest.approx(abs(float(noise.mean())), rel=1e-12)
 
 
 def test_sums_of_metrics_are_measured_and_have_a_floor_and_no_bound() -> None:
@@ -198,15 +198,15 @@ def test_sums_of_metrics_are_measured_and_have_a_floor_and_no_bound() -> None:
     noise = sorted(
         float((unit.values["kl"] + unit.values["tv"]).max()) for unit in found.floor.values()
     )
-    assert beside.floor is not None
-    assert beside.floor.value == noise[3]
+    assert beside.noise_floor is not None
+    assert beside.noise_floor.value == noise[3]
     lacking = {
         key: replace(unit, values={"kl": unit.values["kl"]}) for key, unit in found.floor.items()
     }
     without = row_of(conclude(replace(found, floor=lacking)), "N-SUM").beside
     assert without is not None
-    assert without.floor is not None
-    assert without.floor.reason == "tv was not measured between batchings"
+    assert without.noise_floor is not None
+    assert without.noise_floor.reason == "tv was not measured between batchings"
 
 
 def test_a_threshold_below_the_noise_floor_is_named() -> None:
@@ -215,11 +215,11 @@ def test_a_threshold_below_the_noise_floor_is_named() -> None:
     assert below == {("KC670", "N-RATIO")}
     row = row_of(report, "N-RATIO")
     assert row.beside is not None
-    assert row.beside.floor is not None
-    assert row.beside.floor.above
+    assert row.beside.noise_floor is not None
+    assert row.beside.noise_floor.above
     assert row.threshold is not None
-    assert row.beside.floor.value is not None
-    assert row.beside.floor.value > row.threshold
+    assert row.beside.noise_floor.value is not None
+    assert row.beside.noise_floor.value > row.threshold
     loose = conclude(evidence((clause("N-RATIO", "max", "kl", "1"),)))
     assert loose.warnings == ()
 
@@ -227,9 +227,11 @@ def test_a_threshold_below_the_noise_floor_is_named() -> None:
 def test_a_kernel_that_takes_no_batches_has_no_noise_floor() -> None:
     row = row_of(conclude(evidence(floor={})), "N-KL")
     assert row.beside is not None
-    assert row.beside.floor is not None
-    assert row.beside.floor.value is None
-    assert row.beside.floor.reason == "the training kernel was not batched, or takes no batches"
+    assert row.beside.noise_floor is not None
+    assert row.beside.noise_floor.value is None
+    assert (
+        row.beside.noise_floor.reason == "the training kernel was not batched, or takes no batches"
+    )
 
 
 NARROW = {

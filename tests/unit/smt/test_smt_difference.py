@@ -97,7 +97,7 @@ def test_budgets_that_only_add_up_leave_the_question_without_a_witness(build: Bu
     found = compare(build, [a, b, c], [a, b])["C"]
     assert (found.relation, found.witness) == (Relation.WEAKER, None)
     affordable = replace(width, budget=budget("0.06"))
-    assert compare(build, [a, b, affordable], [a, b])["C"].kept_by == ("A", "B")
+    assert compare(build, [a, b, affordable], [a, b])["C"].implied_by == ("A", "B")
 
 
 def test_what_holds_of_no_request_alone_refuses_a_witness(build: Build) -> None:
@@ -122,7 +122,7 @@ def test_a_removed_clause_that_others_imply_leaves_the_contract_as_it_is(build: 
     strict = upper(build, "A", build.stat("max", "kl"), "1")
     loose = upper(build, "B", build.p(99, "kl"), "2")
     found = compare(build, [strict, loose], [strict])["B"]
-    assert (found.status, found.relation, found.kept_by) == (
+    assert (found.status, found.relation, found.implied_by) == (
         Status.REMOVED, Relation.EQUAL, ("A",),
     )  # fmt: skip
     assert relation(build, [strict, loose], [strict]) is Relation.EQUAL
@@ -132,8 +132,8 @@ def test_a_clause_of_a_lower_level_is_no_substitute(build: Build) -> None:
     strict = upper(build, "A", build.stat("max", "kl"), "1", level=Level.L1)
     loose = upper(build, "B", build.p(99, "kl"), "2")
     found = compare(build, [strict, loose], [strict])["B"]
-    assert (found.relation, found.kept_by) == (Relation.WEAKER, ())
-    assert found.why == ("A still demands it, with other consequences",)
+    assert (found.relation, found.implied_by) == (Relation.WEAKER, ())
+    assert found.because == ("A still demands it, with other consequences",)
 
 
 def test_fields_that_records_may_lack(build: Build) -> None:

@@ -194,7 +194,7 @@ def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
     """Name the clauses whose threshold lies below the noise floor of the training kernel."""
     found = []
     for row in results:
-        floor = None if row.beside is None else row.beside.floor
+        floor = None if row.beside is None else row.beside.noise_floor
         if floor is None or not floor.above or floor.value is None or row.threshold is None:
             continue
         far = "above" if row.op in (">=", ">") else "below"

@@ -16,8 +16,8 @@ from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Metric, Program, Term
 from kcdsl.verdict.health import assess, recommend
+from kcdsl.verdict.records import number
 from kcdsl.verdict.report import overall
-from kcdsl.verdict.result import number
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.questions.token_clauses import (
     Decided,

@@ -42,6 +42,7 @@ from kcdsl_backends.smt.solver import Clock, Outcome
 
 Report = Callable[[str, int, int], None]
 OLD, NEW = "old", "new"
+_WAIVED = ("its budget lets all units fail",)
 
 
 def difference(
@@ -61,8 +62,8 @@ def difference(
     comparison = _Comparison(old, new, unite(old, new, clock), around, clock)
     clauses = comparison.clauses(report or _silent)
     return Difference(
-        Named(old.name, old.version, digest(old)),
-        Named(new.name, new.version, digest(new)),
+        Named(old.name, old.version, f"sha256:{digest(old)}"),
+        Named(new.name, new.version, f"sha256:{digest(new)}"),
         together(
             (
                 *(comparison.contribution(item) for item in clauses),
@@ -177,9 +178,9 @@ class _Comparison:
         old = self.stated_old[name]
         found = ClauseDifference(name, Status.REMOVED, Relation.WEAKER, name, _text(old))
         if self._is_waived(self.before[name]):
-            return replace(found, relation=Relation.EQUAL, why=("its budget lets all units fail",))
+            return replace(found, relation=Relation.EQUAL, because=_WAIVED)
         kept = self._if_kept(found, name) if not apart(old, self.around) else found
-        if kept.kept_by or kept.why or kept.relation is not Relation.WEAKER:
+        if kept.implied_by or kept.because or kept.relation is not Relation.WEAKER:
             return kept
         return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
 
@@ -220,7 +221,9 @@ class _Comparison:
         self.kept.add(name)
         by = _names(answer.premises)
         relation = Relation.EQUAL if found.status is Status.REMOVED else found.relation
-        return replace(found, relation=relation, kept_by=by, why=answer.reasons, witness=None)
+        return replace(
+            found, relation=relation, implied_by=by, because=answer.reasons, witness=None
+        )
 
     def _if_demanded(self, found: ClauseDifference, name: str) -> ClauseDifference:
         """Say whether clauses of the new contract demand as much, with other consequences."""
@@ -231,13 +234,13 @@ class _Comparison:
             return found
         verb = "demands" if len(by) == 1 else "demand"
         told = f"{listed(by)} still {verb} it, with other consequences"
-        return replace(found, why=(told,))
+        return replace(found, because=(told,))
 
     def _added(self, name: str) -> ClauseDifference:
         new = self.stated_new[name]
         found = ClauseDifference(name, Status.ADDED, Relation.STRICTER, None, None, _text(new))
         if self._is_waived(self.after[name]):
-            return replace(found, relation=Relation.EQUAL, why=("its budget lets all units fail",))
+            return replace(found, relation=Relation.EQUAL, because=_WAIVED)
         if apart(new, self.around):
             return found
         answer = self._ask(NEW, name, OLD, None)
@@ -245,8 +248,8 @@ class _Comparison:
             return replace(
                 found,
                 relation=Relation.EQUAL,
-                kept_by=_names(answer.premises),
-                why=answer.reasons,
+                implied_by=_names(answer.premises),
+                because=answer.reasons,
             )
         return found
 
