@@ -10,7 +10,7 @@ where none of these fails those of the second.
 
     make mutants                                   100 of campaign 1, recorded
     .venv/bin/python -m bench.mutants --count 20 --seed 7
-    .venv/bin/python -m bench.mutants --within chain,planes/       of some modules
+    .venv/bin/python -m bench.mutants --within chain,linear_bounds/  of some modules
     .venv/bin/python -m bench.mutants --only ops/attention/softmax.py:52:half
 """
 
