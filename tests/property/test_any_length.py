@@ -23,6 +23,7 @@ from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, Probabilities, Scene, State, numeric
 from kcdsl_certs.recheck.ops.attention import context as checker_rules
 from kcdsl_certs.recheck.ops.attention import probabilities
+from kcdsl_certs.recheck.ops.table import POINTWISE
 from tests.support import kernels, proofs, sequences
 from tests.support.grids import by_turns
 
@@ -95,7 +96,7 @@ class Given:
                 for n, v in propagate(scene)
                 if n.op != "constant" and not isinstance(v, Mask)
             }
-        self.marks = marks_of(proof.graphs[self.short.digest])
+        self.marks = marks_of(proof.graphs[self.short.digest], POINTWISE)
 
     def at(self, rows: int) -> Any:
         return sequences.decoder(np.random.default_rng(self.seed), rows, louder=self.louder)

@@ -16,15 +16,10 @@ from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, Chain, pa
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.graphs.graph import Block
 from kcdsl_certs.recheck.interval.parameters import Tensor, read
+from kcdsl_certs.recheck.ops.table import OPERATIONS
 from kcdsl_certs.rejected import Rejected
 
-# Operations that form new numbers: two ends of three boxes (interval), or reference and reach.
-_FORMING = frozenset(
-    (
-        *("linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu"),
-        *("gelu", "softmax", "rms_norm", "layer_norm", "rope"),
-    )
-)
+# Of each new number: two ends of three boxes (interval), or reference and reach.
 _BOXES, _FORMS = 6 * 8, 2 * 8
 _LIMIT_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -88,7 +83,7 @@ def available() -> int:
 
 
 def _formed(op: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) if op in _FORMING else 0
+    return math.prod(shape) if op in OPERATIONS and OPERATIONS[op].forms else 0
 
 
 _FAINT = 2.0**-500  # more than products of zeros are here, where float64 may underflow

@@ -16,6 +16,7 @@ from kcdsl_backends.drift.linear_bounds import linear_walk
 from kcdsl_backends.drift.ops import POINTWISE
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.any_length import KEY, ROW, marks_of
+from kcdsl_certs.recheck.ops.table import POINTWISE as CHECKED
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs, prover, sequences
 from tests.support.sequences import WIDTH, rows_of, scored
@@ -347,7 +348,7 @@ def test_what_mixes_rows_is_refused_by_both(build: Callable[[], Any]) -> None:
         row_axes(prover.block(graph), POINTWISE)
     assert no.value.reason
     with pytest.raises(Rejected) as rejection:
-        marks_of(parsed(graph))
+        marks_of(parsed(graph), CHECKED)
     assert rejection.value.reason == "graph/rows"
     assert rejection.value.detail
 
@@ -419,7 +420,7 @@ MALFORMED: dict[Callable[[], Any], str] = {
 @pytest.mark.parametrize("build", MALFORMED, ids=lambda build: build.__name__)
 def test_what_no_exporter_writes_is_rejected(build: Callable[[], Any]) -> None:
     with pytest.raises(Rejected) as rejection:
-        marks_of(parsed(build()))
+        marks_of(parsed(build()), CHECKED)
     assert rejection.value.reason == MALFORMED[build]
 
 
@@ -462,7 +463,7 @@ def two_heads() -> Any:
 def test_both_place_the_rows_alike(build: Callable[[], Any]) -> None:
     graph = build()
     axes = row_axes(prover.block(graph), POINTWISE)
-    marks = marks_of(parsed(graph))
+    marks = marks_of(parsed(graph), CHECKED)
     assert set(axes) == set(marks)
     for name, own in marks.items():
         assert axes[name] == tuple(own.index(mark) for mark in (ROW, KEY) if mark in own), name

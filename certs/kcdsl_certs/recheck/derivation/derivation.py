@@ -28,6 +28,7 @@ from kcdsl_certs.recheck.interval.state import Held, Own, Rows, Scene, State, nu
 from kcdsl_certs.recheck.numerics.formats import Floats
 from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
 from kcdsl_certs.recheck.ops.moves.leaves import table
+from kcdsl_certs.recheck.ops.table import POINTWISE
 from kcdsl_certs.rejected import Rejected
 
 
@@ -147,7 +148,7 @@ class Derivation:
             name: table(array, name, formats[name], self._proof.train, self._proof.infer)
             for name, array in case.region.tables.items()
         }
-        return Rows(case.region.longest, marks_of(block), tables)
+        return Rows(case.region.longest, marks_of(block, POINTWISE), tables)
 
 
 def _ends(part: Box) -> tuple[list[float], list[float]]:

@@ -30,8 +30,8 @@ class _Given:
     marks: tuple[Marks, ...]
 
 
-def marks_of(block: Block) -> dict[str, Marks]:
-    """Return the marks of every node.
+def marks_of(block: Block, pointwise: frozenset[str]) -> dict[str, Marks]:
+    """Return the marks of every node; `pointwise` are the operations on single numbers.
 
     Raises:
         Rejected: "graph/rows", naming the node.
@@ -42,7 +42,7 @@ def marks_of(block: Block) -> dict[str, Marks]:
         given = _Given(
             tuple(by_name[name] for name in node.inputs), tuple(found[name] for name in node.inputs)
         )
-        marked = _MARKING.get(node.op)
+        marked = _as_before if node.op in pointwise else _MARKING.get(node.op)
         formed = node.op not in _LEAVES
         if marked is None or (formed and not (given.marks and node.shape)):
             raise Rejected(REASON, f"{node.op[:80]!r} has no meaning at every length")
@@ -228,9 +228,7 @@ _MARKING: Mapping[str, Callable[[Node, _Given], Marks]] = {
     **dict.fromkeys(("param", "constant"), _fixed),
     **dict.fromkeys(("linear", "rms_norm", "layer_norm"), _of_each_row),
     **dict.fromkeys(("add", "sub", "mul"), _together),
-    **dict.fromkeys(
-        ("scale", "divide", "shift", "neg", "cast", "relu", "tanh", "silu", "gelu"), _as_before
-    ),
+    **dict.fromkeys(("scale", "divide", "shift", "cast"), _as_before),
     "matmul": _product,
     "softmax": _shares,
     "rope": _turned,

@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.interval.state import Scene, State, Value, numeric, red
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.elementwise.arithmetic import operands_of, times
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 _PARTS = {"scores": "keys", "context": "values"}
@@ -177,3 +178,6 @@ def cache_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     radius = raised(np.where(flat, half, error)) + TINY
     formed = Formed(reference, x.reach * keep, operands, radius, own=walk.own(node, 0))
     return settle_form(walk, node, formed, target(kernel, node), kernel.inner)
+
+
+OPERATIONS = {"cache": Operation(1, 1, cache_interval, cache_affine, None, forms=False)}

@@ -29,6 +29,7 @@ from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.elementwise.arithmetic import operands_of, settled, underflow
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 
@@ -203,3 +204,6 @@ def _back(adjoint: Adjoint, tables: tuple[Floats, Floats]) -> Adjoint:
     h = width // 2
     turned = np.concatenate([by_sin[..., h:], -by_sin[..., :h]], axis=-1)
     return Adjoint(whole.values * tables[0][whole.window] + turned, whole.start)
+
+
+OPERATIONS = {"rope": Operation(3, 3, rope_interval, rope_affine, rope_bounds)}

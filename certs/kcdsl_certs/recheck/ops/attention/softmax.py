@@ -35,6 +35,7 @@ from kcdsl_certs.recheck.ops.attention.probabilities import (
     softmax_rounding,
     total_variation,
 )
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 
@@ -350,3 +351,6 @@ def _projected(adjoint: Adjoint, p: Floats) -> Adjoint:
     whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], p.shape[-1]))
     mean = (whole.values * p[whole.window]).sum(axis=-1, keepdims=True)
     return Adjoint(whole.values - mean, whole.start)
+
+
+OPERATIONS = {"softmax": Operation(1, 2, softmax_interval, softmax_affine, softmax_bounds, (0,))}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -32,67 +33,50 @@ from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.elementwise.functions import (
-    CURVES,
-    GELU,
-    GELU_TANH,
-    SILU,
-    TANH,
+    GELU_CURVE,
+    GELU_TANH_CURVE,
+    SILU_CURVE,
+    TANH_CURVE,
     Bend,
     Curve,
     Function,
-    approximated,
     curvature,
-    gelu_bend,
-    gelu_tanh_bend,
     image,
-    silu_bend,
     slope_of,
     slopes,
-    tanh_bend,
     value_of,
 )
 from kcdsl_certs.recheck.ops.linear.bilinear import norm_of
+from kcdsl_certs.recheck.ops.operation import Operation
 
 SLACK = 2.0**-100
 
 
-def gelu_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
-    """Return x·Φ(x), or its approximation by tanh."""
-    function = GELU_TANH if approximated(node) else GELU
-    return _activation_interval(scene, node, inputs, function, lambda kernel, x, y: x)
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation whose error inside is 16·u_f of `sized`, which picks it from the magnitudes of
+    the argument and of the value."""
+
+    curve: Curve
+    sized: Callable[[Kernel, Floats, Floats], Floats]
 
 
-def silu_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
-    """Return x·σ(x), with σ good to a share of itself or of 1."""
-
-    def scaled_by(kernel: Kernel, x: Box, y: Box) -> Box:
-        return x if kernel.absolute_sigmoid else y
-
-    return _activation_interval(scene, node, inputs, SILU, scaled_by)
+Choice = Callable[[Node], Activation]
+"""Gives the activation of a node, and refuses attributes that this does not have."""
 
 
-def tanh_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
-    """Return tanh(x)."""
-    return _activation_interval(scene, node, inputs, TANH, lambda kernel, x, y: y)
-
-
-def _activation_interval(
-    scene: Scene,
-    node: Node,
-    inputs: list[Value],
-    function: Function,
-    scaled_by: Callable[[Kernel, Box, Box], Box],
-) -> State:
-    """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
-    node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
-    x = numeric(inputs[0])
+def _activation_interval(choice: Choice, scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return the state of φ(x)."""
+    activation, x = choice(node), numeric(inputs[0])
+    function = activation.curve.function
     y_t, y_i = image(function, x.t), image(function, x.i)
     tangents = slopes(function, box.join(x.t, x.i))
     d, steep = box.mul(tangents, x.d), box.mag(tangents)
 
     def error(kernel: Kernel, x: Box, y: Box, apart: Own) -> Floats:
-        inside = 16 * kernel.inner.u * box.mag(scaled_by(kernel, x, y)) + SLACK
-        stored = sigmoid_stored(kernel, node, box.mag(x), box.mag(y), inside, by(apart, 2))
+        sizes = box.mag(x), box.mag(y)
+        inside = 16 * kernel.inner.u * activation.sized(kernel, *sizes) + SLACK
+        stored = sigmoid_stored(kernel, node, *sizes, inside, by(apart, 2))
         return box.up(inside + stored)
 
     errors = error(scene.train, x.t, y_t, x.own[0]), error(scene.infer, x.i, y_i, x.own[1])
@@ -115,34 +99,10 @@ def sigmoid_stored(
     return (u * (y + turned) + eta * x + turned) * (1 + 2.0**-10) + 2.0**-10 * inside
 
 
-def gelu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
-    """Return x·Φ(x), or its approximation by tanh."""
-    if approximated(node):
-        return _activation_affine(walk, node, inputs, GELU_TANH, gelu_tanh_bend, True)
-    return _activation_affine(walk, node, inputs, GELU, gelu_bend, True)
-
-
-def silu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
-    """Return x·σ(x)."""
-    return _activation_affine(walk, node, inputs, SILU, silu_bend, walk.kernel.absolute_sigmoid)
-
-
-def tanh_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
-    """Return tanh(x)."""
-    return _activation_affine(walk, node, inputs, TANH, tanh_bend, False)
-
-
-def _activation_affine(
-    walk: Walk,
-    node: Node,
-    inputs: list[Operand],
-    function: Function,
-    bend: Bend,
-    by_input: bool,
-) -> Form:
-    """Return φ(x); the error inside is 16·u_f of x (`by_input`) or of the value."""
-    node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
-    x = form_of(inputs[0])
+def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return φ(x)."""
+    activation, x = choice(node), form_of(inputs[0])
+    function, bend = activation.curve.function, activation.curve.bend
     reference, wrong = _middle(*function.value(x.reference))
     slope, lean = _middle(*function.slope(x.reference))
     x = until(walk, node, node.inputs[0])
@@ -152,11 +112,9 @@ def _activation_affine(
     apart = walk.own(node, 0)
     wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
     value = image(function, wide.box)
-    size = wide.size if by_input else box.mag(value)
-    error = 16 * walk.kernel.inner.u * size + SLACK
-    error = error + sigmoid_stored(
-        walk.kernel, node, wide.size, box.mag(value), error, by(apart, 2)
-    )
+    sizes = wide.size, box.mag(value)
+    error = 16 * walk.kernel.inner.u * activation.sized(walk.kernel, *sizes) + SLACK
+    error = error + sigmoid_stored(walk.kernel, node, *sizes, error, by(apart, 2))
     turned = by(apart, box.mag(slopes(function, wide.box)))
     if node.written and turned is not None:  # it reads x by itself, whoever reads the result
         error = error + turned
@@ -265,9 +223,9 @@ def second_order(function: Function, bend: Bend, x: Form, slope: Floats, lean: F
 _TRUST = 2.0**-45
 
 
-def activation_bounds(context: Context, node: Node) -> None:
+def activation_bounds(choice: Choice, context: Context, node: Node) -> None:
     """Write φ(x): φ'(m) e, and φ'(m + D_c) D + (φ'(m + D_c) - φ'(m)) e, around the middles."""
-    curve = CURVES["gelu by tanh" if node.op == "gelu" and approximated(node) else node.op]
+    curve = choice(node).curve
     function = curve.function
     x = context.operand(node, 0)
     h, (ec, er), (dc, dr) = x.reference, halves(x.e), halves(x.d)
@@ -323,3 +281,39 @@ def _turn(
     better = by_curve < 2 * trust
     found = np.where(better, curve.second(m + step / 2) * step, direct)
     return found, np.where(better, by_curve, 2 * trust)
+
+
+def activation(choice: Choice) -> Operation:
+    """Return the operation of an activation."""
+    return Operation(
+        1,
+        1,
+        partial(_activation_interval, choice),
+        partial(_activation_affine, choice),
+        partial(activation_bounds, choice),
+        (0,),
+        pointwise=True,
+    )
+
+
+def always(curve: Curve, sized: Callable[[Kernel, Floats, Floats], Floats]) -> Choice:
+    """Return the choice of an activation without attributes."""
+
+    def choice(node: Node) -> Activation:
+        node.attrs.exactly()
+        return Activation(curve, sized)
+
+    return choice
+
+
+def _gelu(node: Node) -> Activation:
+    node.attrs.exactly(optional=("approximate",))
+    by_tanh = node.attrs.has("approximate") and node.attrs.choice("approximate", ("tanh",))
+    return Activation(GELU_TANH_CURVE if by_tanh else GELU_CURVE, lambda kernel, x, y: x)
+
+
+OPERATIONS = {
+    "tanh": activation(always(TANH_CURVE, lambda kernel, x, y: y)),
+    "silu": activation(always(SILU_CURVE, lambda k, x, y: x if k.absolute_sigmoid else y)),
+    "gelu": activation(_gelu),
+}

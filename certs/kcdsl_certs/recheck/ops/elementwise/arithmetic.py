@@ -32,6 +32,7 @@ from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Rea
 from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
 from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 _BELOW_NORMAL = 2.0**-126
@@ -394,3 +395,12 @@ def shift_bounds(context: Context, node: Node) -> None:
         Added(none, raised(own) + TINY),
         Added(none, none),
     )
+
+
+OPERATIONS = {
+    "add": Operation(2, 2, add_interval, add_affine, add_bounds),
+    "sub": Operation(2, 2, sub_interval, sub_affine, sub_bounds),
+    "scale": Operation(1, 1, scale_interval, scale_affine, scale_bounds),
+    "divide": Operation(1, 1, divide_interval, divide_affine, divide_bounds),
+    "shift": Operation(1, 1, shift_interval, shift_affine, shift_bounds),
+}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 
@@ -119,11 +118,6 @@ SILU = Function(
 TANH = Function(_tanh_value, _tanh_slope, None, (0.0,))
 
 
-def approximated(node: Node) -> bool:
-    """Say whether a GELU is the form by tanh."""
-    return node.attrs.has("approximate") and bool(node.attrs.choice("approximate", ("tanh",)))
-
-
 def image(function: Function, x: Box) -> Box:
     """Return the range of a function on a box."""
     low, high = function.value(x.lo), function.value(x.hi)
@@ -193,35 +187,31 @@ def tanh_bend(x: Box) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """An activation with its second derivative, and bounds of the second's and third's size."""
+    """An activation: its second derivative, the range of that on a box (`bend`), and bounds of the
+    size of the second derivative and of the third."""
 
     function: Function
     second: Callable[[Floats], Floats]
+    bend: Bend
     steepest: float
     third: float
 
 
-def _second_of_gelu(x: Floats) -> Floats:
-    return np.asarray((2 - x * x) * np.exp(-x * x / 2) * (1 / math.sqrt(2 * math.pi)))
-
-
-def _second_of_silu(x: Floats) -> Floats:
+def _silu_second(x: Floats) -> Floats:
     small = np.exp(-np.abs(x))
     product = small / (1 + small) ** 2  # s(1 - s)
     return np.asarray(product * (2 - np.abs(x) * (1 - small) / (1 + small)))
 
 
-def _second_of_tanh(x: Floats) -> Floats:
+def _tanh_second(x: Floats) -> Floats:
     y = np.tanh(x)
     return np.asarray(-2 * y * (1 - y * y))
 
 
-CURVES = {
-    "gelu": Curve(GELU, _second_of_gelu, 0.7979, 0.7788),
-    "gelu by tanh": Curve(GELU_TANH, gelu_tanh_second, 0.7979, 0.7788),
-    "silu": Curve(SILU, _second_of_silu, 0.5001, 0.3083),
-    "tanh": Curve(TANH, _second_of_tanh, 0.7699, 2.0001),
-}
+GELU_CURVE = Curve(GELU, _gelu_second, gelu_bend, 0.7979, 0.7788)
+GELU_TANH_CURVE = Curve(GELU_TANH, gelu_tanh_second, gelu_tanh_bend, 0.7979, 0.7788)
+SILU_CURVE = Curve(SILU, _silu_second, silu_bend, 0.5001, 0.3083)
+TANH_CURVE = Curve(TANH, _tanh_second, tanh_bend, 0.7699, 2.0001)
 
 
 def value_of(function: Function, x: Floats) -> Floats:

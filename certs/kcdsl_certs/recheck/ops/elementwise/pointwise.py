@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.linear_bounds.context import Context, nothing
 from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Polygon, Relu, plain
 from kcdsl_certs.recheck.ops.elementwise.arithmetic import operands_of
 from kcdsl_certs.recheck.ops.moves.view import add_versions
+from kcdsl_certs.recheck.ops.operation import Operation
 
 
 def cast_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -135,3 +136,12 @@ def cast_bounds(context: Context, node: Node) -> None:
     x = context.operand(node, 0)
     none = nothing(x.shape)
     context.write(node, x.reference, lambda f: ((x.place, f),), none, none)
+
+
+OPERATIONS = {
+    "cast": Operation(1, 1, cast_interval, cast_affine, cast_bounds, forms=False),
+    "neg": Operation(1, 1, neg_interval, neg_affine, neg_bounds, pointwise=True, forms=False),
+    "relu": Operation(
+        1, 1, relu_interval, relu_affine, relu_bounds, (0,), pointwise=True, forms=False
+    ),
+}

@@ -41,6 +41,7 @@ from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation, quantised
 from kcdsl_certs.recheck.ops.moves.leaves import around, held
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 
@@ -354,3 +355,6 @@ def _quantised_bounds(context: Context, node: Node, key: str) -> Reading:
     if not (by_train.any() or by_infer.any()):
         return x
     return context.inexact(x, raised(by_train), raised(by_train + by_infer))
+
+
+OPERATIONS = {"linear": Operation(2, 3, linear_interval, linear_affine, linear_bounds)}

@@ -33,8 +33,10 @@ from kcdsl_certs.recheck.interval.sums import rounding_of_sums
 from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Reading, halves
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.elementwise.arithmetic import mul_affine, mul_interval
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.bilinear import averages
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 
@@ -306,3 +308,9 @@ def _product(
         return ((a.place, Functional(*on_a)), (b.place, Functional(*on_b)))
 
     context.write(node, reference, pull, e, d, curved)
+
+
+OPERATIONS = {
+    "mul": Operation(2, 2, mul_interval, mul_affine, mul_bounds, (0, 1)),
+    "matmul": Operation(2, 2, matmul_interval, matmul_affine, matmul_bounds, (0, 1)),
+}

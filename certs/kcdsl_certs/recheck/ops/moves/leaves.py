@@ -22,6 +22,7 @@ from kcdsl_certs.recheck.linear_bounds.context import Added, Context, halves, no
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FORMATS, nearest
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.moves.view import add_versions
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 
@@ -238,3 +239,11 @@ def embedding_bounds(context: Context, node: Node) -> None:
     middle, radius = halves(state.d)
     added = Added(middle, radius)
     context.write(node, state.t.lo, lambda f: (), nothing(state.shape), added)
+
+
+OPERATIONS = {
+    "input": Operation(0, 0, source_interval, source_affine, source_bounds, forms=False),
+    "param": Operation(0, 0, parameter_interval, leaf_affine, None, forms=False),
+    "constant": Operation(0, 0, constant_interval, leaf_affine, None, forms=False),
+    "embedding": Operation(1, 1, embedding_interval, leaf_affine, embedding_bounds, forms=False),
+}

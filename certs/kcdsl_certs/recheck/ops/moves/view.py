@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude,
 from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, Value, gamma, numeric
 from kcdsl_certs.recheck.linear_bounds.context import Added, Context, nothing
 from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 
@@ -160,3 +161,9 @@ def concat_bounds(context: Context, node: Node) -> None:
 
     none = nothing(reference.shape)
     context.write(node, reference, pull, none, none)
+
+
+OPERATIONS = {
+    "view": Operation(1, 1, view_interval, view_affine, view_bounds, forms=False),
+    "concat": Operation(1, 10_000, concat_interval, concat_affine, concat_bounds, forms=False),
+}

@@ -27,6 +27,13 @@ from kcdsl_certs.recheck.ops.norms.errors import (
     losses,
     root_error,
 )
+from kcdsl_certs.recheck.ops.norms.norms import (
+    layer_norm_bounds,
+    layer_norm_interval,
+    rms_norm_bounds,
+    rms_norm_interval,
+)
+from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 
 _FARTHEST = 0.9  # the largest move along the row, relatively
@@ -424,3 +431,9 @@ def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:
         return Adjoint(values, whole.start)
 
     return pull
+
+
+OPERATIONS = {
+    "rms_norm": Operation(1, 2, rms_norm_interval, rms_norm_affine, rms_norm_bounds, (0,)),
+    "layer_norm": Operation(1, 3, layer_norm_interval, layer_norm_affine, layer_norm_bounds, (0,)),
+}

@@ -1,0 +1,30 @@
+"""What the table of operations holds of each operation of a block graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kcdsl_certs.recheck.affine.form import Operand, Walk
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval.state import Scene, Value
+from kcdsl_certs.recheck.linear_bounds.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation: its least and greatest number of inputs, and its rule in each domain.
+
+    `bounds` is None where linear bounds write nothing: of known numbers, and of caches, which they
+    do not cover. `closely` are the operands whose boxes that rule reads. `pointwise`: it is a
+    function of single numbers. `forms`: it forms new numbers, for which a check needs memory.
+    """
+
+    least: int
+    most: int
+    interval: Callable[[Scene, Node, list[Value]], Value]
+    affine: Callable[[Walk, Node, list[Operand]], Operand]
+    bounds: Callable[[Context, Node], None] | None
+    closely: tuple[int, ...] = ()
+    pointwise: bool = False
+    forms: bool = True
