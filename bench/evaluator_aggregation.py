@@ -20,9 +20,14 @@ from statistics import median
 import numpy as np
 
 from bench.common import Better, Figure, report
-from kcdsl_backends.empirical.sources.tokens.database import Found, count_tokens, opened
+from kcdsl_backends.empirical.sources.tokens.database import (
+    Asked,
+    Found,
+    Limit,
+    count_tokens,
+    opened,
+)
 from kcdsl_backends.empirical.sources.tokens.slices import membership
-from kcdsl_backends.empirical.sources.tokens.sql import Asked, Limit
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
 
 ROWS = 2 * 10**8

@@ -102,7 +102,7 @@ def _signed_bytes() -> tuple[Case, ...]:
     case = Case("torchao.int8_dynamic")
     if find_spec("torchao") is None:
         return (case,)
-    from kcdsl_backends.empirical.sources.kernels.libraries import exact_bytes
+    from kcdsl_backends.empirical.sources.kernels.engines import exact_bytes
 
     return (case,) if exact_bytes("cpu") else ()
 

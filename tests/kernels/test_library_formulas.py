@@ -18,9 +18,8 @@ from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import pair_loss
 from kcdsl_backends.drift.ops.quantized_input import activation_error
-from kcdsl_backends.empirical.sources.kernels.libraries import quantise_linear
+from kcdsl_backends.empirical.sources.kernels.engines import ScaledLinear, quantise, quantise_linear
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates
-from kcdsl_backends.empirical.sources.kernels.scaled_products import ScaledLinear, quantise
 
 Singles = NDArray[np.float32]
 SIZES = st.sampled_from([1e-44, 1e-40, 3e-38, 1e-30, 1e-9, 2.0**-23, 1e-5, 1.0, 300.0, 1e30])

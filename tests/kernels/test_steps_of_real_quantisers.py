@@ -19,7 +19,7 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_backends.drift.boxes.parameters import StoredParameters
 from kcdsl_backends.drift.boxes.quantizers import codes, quantizer
-from kcdsl_backends.empirical.sources.kernels.libraries import exact_bytes, quantise_linear
+from kcdsl_backends.empirical.sources.kernels.engines import exact_bytes, quantise_linear
 
 KINDS = ("plain", "positive", "one large", "mixed sizes", "bfloat16")
 WIDE = (0.0, 1e-6, 1e-3)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl_backends.empirical.collection.answers import Gathered, gather_rollouts
+from kcdsl_backends.empirical.collection.servers import Gathered, gather_rollouts
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl_backends.empirical.collection.answers import FAILURES, Gathered, gather_rollouts
+from kcdsl_backends.empirical.collection.servers import FAILURES, Gathered, gather_rollouts
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request

@@ -12,7 +12,7 @@ import pytest
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.collection.answers import FAILURES, Gathered, gather_rollouts
+from kcdsl_backends.empirical.collection.servers import FAILURES, Gathered, gather_rollouts
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics

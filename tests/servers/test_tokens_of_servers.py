@@ -21,8 +21,13 @@ from kcdsl.diagnostics.codes import Code
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
-from kcdsl_backends.empirical.sources.servers.replies import Named, Reply, read_reply
-from kcdsl_backends.empirical.sources.servers.vocabulary import Vocabulary, ends_of
+from kcdsl_backends.empirical.sources.servers.replies import (
+    Named,
+    Reply,
+    Vocabulary,
+    ends_of,
+    read_reply,
+)
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
 from tests.support.fake_server import Answer, Fake, serving
@@ -338,7 +343,7 @@ def test_without_httpx_the_extra_is_named(load: Loader, monkeypatch: pytest.Monk
 
     real: Callable[[str], Any] = importlib.util.find_spec
     monkeypatch.setattr(
-        "kcdsl_backends.empirical.sources.kernels.programs.find_spec",
+        "kcdsl_backends.empirical.sources.kernels.engines.find_spec",
         lambda name: None if name == "httpx" else real(name),
     )
     with pytest.raises(Refusal) as caught:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kcdsl.verdict.report import Report
+from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.table.evidence import Evidence, records
 

@@ -11,9 +11,9 @@ import torch
 
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import Report
+from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.loading import prepare
-from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.collection.parallel import Recipe, Spread
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.decide.report import conclude

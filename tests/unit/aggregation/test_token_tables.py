@@ -19,11 +19,17 @@ from hypothesis import strategies as st
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, Metric, NoneOf, Predicate
 from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate, aggregate_of
-from kcdsl_backends.empirical.sources.tokens.database import count_tokens, opened, order_statistic
+from kcdsl_backends.empirical.sources.tokens.database import (
+    Asked,
+    Limit,
+    count_tokens,
+    decimal,
+    opened,
+    order_statistic,
+)
 from kcdsl_backends.empirical.sources.tokens.requests import exact_sums, reduce_requests, steps_for
 from kcdsl_backends.empirical.sources.tokens.slices import Member, membership
-from kcdsl_backends.empirical.sources.tokens.sql import Asked, Limit, above, below, decimal
-from kcdsl_backends.empirical.sources.tokens.tables import open_tables
+from kcdsl_backends.empirical.sources.tokens.tables import above, below, open_tables
 from tests.unit.aggregation.conftest import Rows
 
 QUANTILES = (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100))

@@ -338,7 +338,7 @@ def test_without_transformers_the_extra_is_named(
 
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        "kcdsl_backends.empirical.sources.kernels.programs.find_spec",
+        "kcdsl_backends.empirical.sources.kernels.engines.find_spec",
         lambda name: None if name == "transformers" else real(name),
     )
     with pytest.raises(Refusal) as caught:

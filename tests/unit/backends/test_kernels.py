@@ -27,7 +27,7 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.attention import Composed
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight, plain_parameter
-from kcdsl_backends.empirical.sources.kernels.scaled_products import exact_settings
+from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import (
     TORCH_TYPES,
     _stored_weights,

@@ -19,8 +19,8 @@ from kcdsl.model.preset_table import ADAPTER_PRESETS
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
-from kcdsl_backends.empirical.sources.kernels import programs
-from kcdsl_backends.empirical.sources.kernels.libraries import quantise_linear
+from kcdsl_backends.empirical.sources.kernels import engines
+from kcdsl_backends.empirical.sources.kernels.engines import quantise_linear
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
@@ -180,7 +180,7 @@ def test_sequences_of_a_batch_do_not_share_a_scale(tiny: Model) -> None:
 
 
 def test_a_library_that_is_missing_is_named(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with refused(NO_PACKAGE, "torchao", 'pip install "kcdsl[torchao]"'):
         load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu")
     with refused(NO_PACKAGE, "onnxruntime and onnxscript", "kcdsl[onnxruntime]"):
@@ -193,7 +193,7 @@ def test_a_library_that_stores_another_weight_is_refused(
 ) -> None:
     """As if a release quantised otherwise: one element is off in its last place."""
     from kcdsl_backends.empirical.sources.kernels import torch_kernel as kernels
-    from kcdsl_backends.empirical.sources.kernels.libraries import quantise_linear
+    from kcdsl_backends.empirical.sources.kernels.engines import quantise_linear
 
     def other(linear: torch.nn.Linear, original: torch.Tensor, numerics: Any) -> None:
         moved = original.clone()
@@ -228,7 +228,7 @@ def test_signed_bytes_are_refused_where_they_saturate(
 def test_a_library_held_to_older_instructions_is_found_out() -> None:
     """oneDNN without VNNI: where it sums bytes inexactly the probe says so, and only there."""
     program = (
-        "import torch; from kcdsl_backends.empirical.sources.kernels.libraries import exact_bytes;"
+        "import torch; from kcdsl_backends.empirical.sources.kernels.engines import exact_bytes;"
         "a = torch.full((64, 1024), 127, dtype=torch.int8);"
         "print(exact_bytes('cpu'), bool((torch._int_mm(a, a.t().contiguous()) == 1024 * 127**2)"
         ".all()))"

@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.bounds.requests import (
     logit_bounds,
     state_bounds,
 )
-from kcdsl_backends.empirical.collection.loop import collect
+from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
 from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import policy_pair

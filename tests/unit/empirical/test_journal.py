@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Compare, Family, Metric, ModelRef, Number, Statistic, UserMetric
+from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext
-from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.sources.kernels.run import run_request

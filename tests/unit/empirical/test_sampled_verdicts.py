@@ -377,7 +377,7 @@ def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
 
 def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     """Repeats of one request are no units of their own."""
-    from kcdsl_backends.empirical.collection.loop import collect
+    from kcdsl_backends.empirical.collection import collect
     from kcdsl_backends.empirical.decide.report import slice_data
     from kcdsl_backends.empirical.table.evidence import Timing
 

@@ -388,7 +388,7 @@ def test_a_file_of_a_hugging_face_folder_is_loaded_from_a_private_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What transformers reads of the folder cannot be swapped after it was hashed."""
-    from kcdsl_backends.empirical.sources.kernels import libraries as engine
+    from kcdsl_backends.empirical.sources.kernels import foreign_models as engine
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(name.encode())

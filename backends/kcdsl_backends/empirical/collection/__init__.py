@@ -1,1 +1,47 @@
 """Collection: load what a contract names, and fill the evidence table from its sources."""
+
+from __future__ import annotations
+
+from kcdsl.ir.tables import expand_tables
+from kcdsl_backends.empirical.collection.context import Context, KernelContext, Progress, Source
+from kcdsl_backends.empirical.collection.kernels import KernelSource
+from kcdsl_backends.empirical.collection.parallel import Spread
+from kcdsl_backends.empirical.collection.recordings import RolloutContext
+from kcdsl_backends.empirical.collection.rollouts import RolloutSource
+from kcdsl_backends.empirical.collection.servers import ServerSource
+from kcdsl_backends.empirical.requirements import split
+from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
+from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.evidence import Evidence
+
+
+def collect(
+    context: Context,
+    progress: Progress = lambda stage, done, total: None,
+    journal: Journal | None = None,
+    spread: Spread | None = None,
+) -> Evidence:
+    """Fill the evidence table with what the clauses of a contract read on its slices.
+
+    What `journal` holds is not measured again; `spread` says where local kernels run requests.
+    Raises Refusal for a contract without clauses that measuring decides, and for a metric that the
+    source cannot supply, before anything is measured.
+    """
+    source = source_of(context, journal, spread)
+    clauses, _ = split(expand_tables(context.program), frozenset(source.slices))
+    source.check(clauses)
+    return source.fill(clauses, progress)
+
+
+def source_of(
+    context: Context, journal: Journal | None = None, spread: Spread | None = None
+) -> Source:
+    """Return the source that a context was loaded for."""
+    match context:
+        case RolloutContext():
+            return RolloutSource(context)
+        case KernelContext(infer=ServerKernel() as server):
+            return ServerSource(context, server, journal)
+        case KernelContext():
+            return KernelSource(context, journal, spread)
+    raise TypeError(f"no source of a {type(context).__name__}")

@@ -29,8 +29,12 @@ from kcdsl_backends.empirical.collection.context import (
     check_metrics,
     plan_for,
 )
-from kcdsl_backends.empirical.collection.logits import NOTHING_RAN, of_recordings, recorded_sides
 from kcdsl_backends.empirical.collection.parallel import Spread
+from kcdsl_backends.empirical.collection.recordings import (
+    NOTHING_RAN,
+    of_recordings,
+    recorded_sides,
+)
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
 from kcdsl_backends.empirical.diagnoses.determinism import regrouped
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks

@@ -27,9 +27,10 @@ from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress, spoiled_slices
-from kcdsl_backends.empirical.collection.logits import holds_logits, prepare_logits
 from kcdsl_backends.empirical.collection.recordings import (
     RolloutContext,
+    holds_logits,
+    prepare_logits,
     prepare_recorded,
     stated_vocabulary,
 )

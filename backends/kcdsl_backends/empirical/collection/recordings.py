@@ -8,21 +8,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kcdsl.diagnostics import Refusal, codes
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.kernels import LogProbabilities
+from kcdsl.ir.kernels import LOGITS, KernelRef, LogProbabilities
 from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts, companion
-from kcdsl_backends.empirical.collection.context import Context, Progress, spoiled_slices
-from kcdsl_backends.empirical.collection.logits import NOTHING_RAN
+from kcdsl.model.fingerprint import fingerprint_digest
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.collection.context import (
+    Context,
+    KernelContext,
+    Progress,
+    spoiled_slices,
+)
+from kcdsl_backends.empirical.diagnoses.model import not_applicable
 from kcdsl_backends.empirical.sources.kernels.run import Kernel
-from kcdsl_backends.empirical.sources.rollouts.files import read_rows
+from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics
 from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assemble
-from kcdsl_backends.empirical.sources.rollouts.rows import Rows, mapped
-from kcdsl_backends.requests import Request, RequestFile, select
+from kcdsl_backends.empirical.sources.rollouts.rows import Rows, mapped, read_rows
+from kcdsl_backends.requests import Request, RequestFile, requests_of, select
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,3 +241,88 @@ def _is_here(files: Artefacts, name: str) -> bool:
 def counts(rollout: Rollout) -> bool:
     """Say whether a rollout has a value: rows of which no token counts are left out."""
     return not rollout.tokens or rollout.counted > 0
+
+
+NOTHING_RAN = (
+    "both kernels are recorded: the checkpoint was not read, and nothing here says that it ran"
+)
+
+
+def holds_logits(kernel: KernelRef) -> bool:
+    """Say whether a kernel is a recording of whole logits."""
+    return kernel.recording is not None and kernel.recording.format == LOGITS
+
+
+def prepare_logits(
+    stated: Program,
+    artefacts: Artefacts,
+    chosen: Sequence[Slice],
+    missed: Sequence[Gap],
+    data_of: Mapping[str, str],
+    vocabulary: int | None,
+    **settings: Any,
+) -> KernelContext:
+    """Read the requests and both recordings; `settings` are further fields of `KernelContext`.
+
+    Requests give their tokens, for no tokenizer is loaded.
+    """
+
+    def known(tokens: Sequence[int]) -> None:
+        wrong = next((t for t in tokens if vocabulary is not None and t >= vocabulary), None)
+        if wrong is not None:
+            raise refuse(codes.SEQUENCE, f"token {wrong} is out of the vocabulary of {vocabulary}")
+
+    names = dict.fromkeys(data_of.values())
+    files = {name: requests_of(artefacts, name, None, known) for name in names}
+    slices = {s.name: select(files[data_of[s.name]], s) for s in chosen}
+    distinct = list({r.key: r for rows in slices.values() for r in rows}.values())
+    train, infer = (
+        load_recorded_logits(kernel, artefacts, distinct) for kernel in (stated.train, stated.infer)
+    )
+    return KernelContext(
+        program=stated,
+        train=train,
+        infer=infer,
+        block_input=_no_block,
+        files=files,
+        slices=slices,
+        encoder=False,
+        blocks=frozenset(),
+        weights={},
+        digests={
+            side: fingerprint_digest(kernel.fingerprint())
+            for side, kernel in (("train", train), ("infer", infer))
+        },
+        device=torch.device("cpu"),
+        certify=None,
+        spoiled=spoiled_slices(
+            (gap, select(files[data_of[gap.slice.name]], gap.slice)) for gap in missed
+        ),
+        **settings,
+    )
+
+
+def _no_block(request: Request, block: str) -> Tensor:
+    raise refuse(codes.METRIC_OUT_OF_REACH, f"a recording has no block {block}")
+
+
+def recorded_sides(program: Program) -> int:
+    """Return how many of the two kernels are recordings of whole logits."""
+    return sum(holds_logits(side) for side in (program.train, program.infer))
+
+
+def of_recordings(program: Program, prechecks: Sequence[Precheck]) -> tuple[Precheck, ...]:
+    """Return prechecks with what recorded logits cannot say left open.
+
+    A recording is read twice, not run twice; it holds no weights; no request of it is batched.
+    """
+    recorded, whys = recorded_sides(program), dict[str, str]()
+    if recorded:
+        whys["batch_invariance"] = "a recording takes no batches"
+        whys["self_determinism"] = "a recording is read twice, not run twice"
+    if recorded == 2:
+        whys["weights_checksum"] = "a recording of logits holds no weights"
+    return tuple(
+        not_applicable(check.name, whys[check.name]) if check.name in whys else check
+        for check in prechecks
+    )

@@ -5,6 +5,11 @@ model, both kernels, the tokens of all requests, the seed, what is measured, the
 functions and model, versions and device. As a last check the first request is run again, and must
 give the bits that it gave: outputs, and every value that was formed from them. Two processes give
 the same bits where all digests (`decisive`) are the same, so workers may run requests elsewhere.
+
+Answers of a server are taken over where the contract, the prompts and the seed are the same, and
+the server is the one that gave them: it says the same of itself, and draws the same bits after the
+*witness*, the longest of the prompts, which is asked alone at the beginning of every evaluation. A
+server that does not repeat itself cannot be known again, so its answers are never taken over.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +31,19 @@ from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.own_code import compiled_files, imported_code
 from kcdsl.source.files import is_file
 from kcdsl_backends.empirical.collection.context import KernelContext
+from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
+from kcdsl_backends.empirical.sources.servers.kernel import (
+    Answer,
+    Continuation,
+    ServerKernel,
+    Silence,
+    Unusable,
+    answer_of,
+    differences,
+    from_bytes,
+    to_bytes,
+)
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Array, Run
@@ -178,3 +197,117 @@ def decisive(context: KernelContext, plan: Plan, requests: Sequence[Request]) ->
 def digest_of(value: object) -> str:
     """Return the sha256 of plain JSON data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# --- resuming ------------------------------------------------------------------------------------
+
+
+_SERVER, _WITNESS = "server", "witness"
+"""Names of notes in the journal; answers have those of `_name`."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """Answers that are at hand, by the key of their request, and where further ones are kept."""
+
+    journal: Journal | None = None
+    answers: dict[str, Answer] = field(default_factory=dict)
+    _lock: Any = field(default_factory=Lock)
+
+    def keep(self, request: Request, answer: Answer) -> None:
+        """Keep an answer at once; any thread may. Raises Refusal where that cannot be written."""
+        if isinstance(answer, Silence):
+            return
+        with self._lock:
+            if self.journal is not None:
+                self.journal.keep_note(_name(request), to_bytes(answer))
+
+    def close(self) -> None:
+        """Keep nothing more: answers on their way may come when the journal is closed."""
+        with self._lock:
+            self.journal = None
+
+
+def resume_served(
+    journal: Journal, context: KernelContext, server: ServerKernel, requests: Sequence[Request]
+) -> Kept:
+    """Open the journal; return the answers that need not be asked for again.
+
+    Raises Refusal where the journal cannot be written, and where the server does not answer.
+    """
+    key = served_key(context, server, requests)
+    journal.open(key)
+    if not requests:
+        return Kept(journal)
+    witness = _witness(server, requests, context.seed)
+    now = {_SERVER: _told(server), _WITNESS: to_bytes(witness)}
+    before = {name: journal.note(name) for name in now}
+    found = {r.key: journal.note(_name(r)) for r in requests}
+    kept = {name: note for name, note in found.items() if note is not None}
+    another = _another(before, now, isinstance(witness, Continuation))
+    if another is not None and kept:
+        journal.restart(key, another)
+    if another is not None:
+        for name, note in now.items():
+            journal.keep_note(name, note)
+        return Kept(journal)
+    if kept:
+        journal.take_over(len(kept), len(requests))
+    return Kept(journal, {k: from_bytes(note, server.semantics) for k, note in kept.items()})
+
+
+def served_key(context: KernelContext, server: ServerKernel, requests: Sequence[Request]) -> str:
+    """Return the digest of everything that decides which questions are asked."""
+    decisive = {
+        "contract": digest(context.program),
+        "model": dict(context.model),
+        "vocabulary": server.vocabulary.size,
+        "requests": [
+            [request.key, list(request.tokens), rows.fields_text(request.fields)]
+            for request in requests
+        ],
+        "seed": context.seed,
+        "kcdsl": context.environment.get("kcdsl"),
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def _name(request: Request) -> str:
+    """Return the name of the note with the answer to a request, whatever its id holds."""
+    return f"answer {json.dumps(request.key)}"
+
+
+def _told(server: ServerKernel) -> bytes:
+    said = {**server.fingerprint()["server"], "prompts": server.prompts}
+    return json.dumps(said, sort_keys=True).encode()
+
+
+def _witness(
+    server: ServerKernel, requests: Sequence[Request], seed: int
+) -> Continuation | Unusable:
+    """Return what the server draws after the longest prompt, asked alone."""
+    longest = max(requests, key=lambda request: request.length)
+    answer = answer_of(server, longest.tokens, request_seed(seed, f"{_WITNESS} {longest.key}"))
+    if isinstance(answer, Silence):
+        raise answer.refusal
+    return answer
+
+
+def _another(
+    before: Mapping[str, bytes | None], now: Mapping[str, bytes], usable: bool
+) -> str | None:
+    """Return why it is not certain that the same server answers now, None where it is."""
+    first, witness = before[_SERVER], before[_WITNESS]
+    if first is None or witness is None:
+        return "what was kept does not say which server gave it"
+    if first != now[_SERVER]:
+        said = differences(json.loads(first), json.loads(now[_SERVER]))
+        return f"the server is another one: {said}"
+    if not usable:
+        return "the answer by which the server would be known again cannot be used"
+    if witness != now[_WITNESS]:
+        return (
+            "the server gives other tokens or values than before after the same prompt with the"
+            " same seed: it has other settings, or does not repeat itself"
+        )
+    return None

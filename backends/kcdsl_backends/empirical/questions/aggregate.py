@@ -26,7 +26,14 @@ from kcdsl_backends.empirical.questions.token_clauses import (
     limits_of,
     prepare,
 )
-from kcdsl_backends.empirical.sources.tokens.database import Database, Tokens, count_tokens, opened
+from kcdsl_backends.empirical.sources.tokens.database import (
+    Asked,
+    Database,
+    Limit,
+    Tokens,
+    count_tokens,
+    opened,
+)
 from kcdsl_backends.empirical.sources.tokens.requests import Requests, reduce_requests
 from kcdsl_backends.empirical.sources.tokens.slices import (
     check_rows,
@@ -34,9 +41,10 @@ from kcdsl_backends.empirical.sources.tokens.slices import (
     membership,
     refuse_copies,
 )
-from kcdsl_backends.empirical.sources.tokens.sql import Asked, Limit, above, below
 from kcdsl_backends.empirical.sources.tokens.tables import (
     TokenTable,
+    above,
+    below,
     file_records,
     open_tables,
 )

@@ -21,7 +21,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.terms import Clause, Program, Slice
 from kcdsl_backends.empirical.collection.context import recorded_side, spoiled_slices
-from kcdsl_backends.empirical.collection.logits import holds_logits
+from kcdsl_backends.empirical.collection.recordings import holds_logits
 from kcdsl_backends.empirical.diagnoses.probes import chosen
 from kcdsl_backends.empirical.metrics.measures import UNMEASURED
 from kcdsl_backends.empirical.metrics.user import measures_of

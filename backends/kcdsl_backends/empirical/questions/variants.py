@@ -15,8 +15,8 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
+from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.collection.loop import collect
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.cells import (
     Prepare,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.empirical.sources.kernels.programs import Program, other_weight
+from kcdsl_backends.empirical.sources.kernels.engines import Program, other_weight
 
 EXAMPLE = 5
 """Tokens of the sequence with which a part is exported; the length stays free."""

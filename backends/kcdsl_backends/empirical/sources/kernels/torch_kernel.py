@@ -25,23 +25,21 @@ from kcdsl.model.numerics import Numerics, Weights, plain_weights
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
-from kcdsl_backends.empirical.sources.kernels.interception import Interception
-from kcdsl_backends.empirical.sources.kernels.libraries import (
-    exact_bytes,
-    hugging_face,
-    quantise_linear,
-)
-from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
-from kcdsl_backends.empirical.sources.kernels.programs import (
+from kcdsl_backends.empirical.sources.kernels.engines import (
     Compiled,
     Engine,
     Program,
+    ScaledLinear,
     as_it_is,
+    exact_bytes,
+    exact_settings,
     expected_weights,
     need,
+    quantise_linear,
     refuse_other_weight,
 )
-from kcdsl_backends.empirical.sources.kernels.scaled_products import ScaledLinear, exact_settings
+from kcdsl_backends.empirical.sources.kernels.foreign_models import Interception, hugging_face
+from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
 
 TORCH_TYPES = {
     "float64": torch.float64,

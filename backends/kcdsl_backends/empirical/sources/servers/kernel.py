@@ -16,7 +16,7 @@ from kcdsl.ir.kernels import KernelRef, Service
 from kcdsl.model.architecture import Model
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl_backends.adapters import find_adapter
-from kcdsl_backends.empirical.sources.kernels.programs import need
+from kcdsl_backends.empirical.sources.kernels.engines import need
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
 from kcdsl_backends.empirical.sources.servers.dialects import (
     Identity,
@@ -29,12 +29,13 @@ from kcdsl_backends.empirical.sources.servers.replies import (
     ROUNDING,
     Part,
     Reply,
+    Vocabulary,
     check_number,
+    ends_of,
     read_part,
     read_reply,
 )
 from kcdsl_backends.empirical.sources.servers.transport import Limits, Transport, key_of
-from kcdsl_backends.empirical.sources.servers.vocabulary import Vocabulary, ends_of
 
 _SEEDS = 2**31
 """Seeds that every server takes."""

@@ -1,5 +1,10 @@
 """Token tables in DuckDB: counts and exact percentiles by slice, in bounded memory.
 
+Exceedance is `NOT (x <= threshold)`, so that a NaN exceeds; both sides are doubles, because
+`0.05::FLOAT > 0.05::DOUBLE` is true; a NULL is no value and is counted apart. A threshold is the
+largest double that is not above the exact one: for doubles it is the same. Percentiles are order
+statistics of rank ceil(q n).
+
 What does not fit spills to a folder that is removed. The percentiles of as many metrics and slices
 as fit are found in one query. A slice too large by itself is searched: rows between two values are
 counted on both sides of pivots drawn among them, and the part with the wanted rank is searched on,
@@ -14,19 +19,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl_backends.empirical.sources.tokens.sql import (
-    Asked,
+from kcdsl_backends.empirical.sources.tokens.tables import (
+    PLACE,
+    TokenTable,
+    above,
+    below,
+    double,
     quoted,
-    rows_of,
     text,
-    token_query,
-    view,
 )
-from kcdsl_backends.empirical.sources.tokens.tables import TokenTable
 from kcdsl_backends.empirical.statistics import quantile_rank
 from kcdsl_backends.executors import available_memory
 
@@ -336,3 +342,88 @@ def _pivots(database: Database, rows: str) -> list[float]:
 
 def _value(value: float) -> str:
     return f"'{value!r}'::DOUBLE"
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def view(table: TokenTable) -> str:
+    """Return the statement that gives the files a name."""
+    files = ", ".join(text(str(file)) for file in table.files)
+    return (
+        f"CREATE VIEW tokens AS SELECT *, file_index * {2**40} + file_row_number AS {PLACE}\n"
+        f"FROM read_parquet([{files}])"
+    )
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A requirement on a value: `op` is <=, <, >= or >."""
+
+    op: str
+    value: Fraction
+
+    def holds(self, x: str) -> str:
+        """Return the condition that a column meets it, in doubles."""
+        down = self.op in ("<=", "<")
+        nearest = below(self.value) if down else above(self.value)
+        op = self.op if Fraction(nearest) == self.value else self.op[0] + "="
+        test = f"{x}::DOUBLE {op} {double(nearest)}"
+        return test if down else f"{test} AND NOT isnan({x})"  # to DuckDB NaN is the greatest value
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is counted of one metric: requirements that values do not meet, and the q of
+    percentiles."""
+
+    metric: str
+    limits: tuple[Limit, ...] = ()
+    quantiles: tuple[Fraction, ...] = ()
+
+
+def token_query(slice_of: str, asked: Sequence[Asked], only: Sequence[str] | None = None) -> str:
+    """Return the query of counts and percentiles of tokens, one row per slice.
+
+    Columns: slice, rows, then of metric i: values_i, beyond_i_j for each limit, ranks_i.
+    """
+    columns = ["slice", "count(*) AS rows"]
+    for i, one in enumerate(asked):
+        x = quoted(one.metric)
+        columns.append(f"count({x}) AS values_{i}")
+        columns += [
+            f"sum((NOT ({limit.holds(x)}))::INTEGER) AS beyond_{i}_{j}"
+            for j, limit in enumerate(one.limits)
+        ]
+        if one.quantiles:
+            wanted = ", ".join(map(decimal, one.quantiles))
+            columns.append(f"quantile_disc({x}, [{wanted}]) AS ranks_{i}")
+    names = ", ".join(dict.fromkeys(quoted(one.metric) for one in asked))
+    return (
+        f"SELECT {(',' + chr(10) + '       ').join(columns)}\n"
+        f"FROM {rows_of(slice_of, names, only)}\n"
+        "GROUP BY slice"
+    )
+
+
+def rows_of(slice_of: str, names: str, only: Sequence[str] | None = None) -> str:
+    """Return the rows with their slice, of some slices or of all."""
+    rows = f"(SELECT {slice_of} AS slice, {names} FROM tokens)"
+    if only is None:
+        return rows
+    return f"(SELECT * FROM {rows}\n      WHERE slice IN ({', '.join(map(text, only))}))"
+
+
+def decimal(q: Fraction) -> str:
+    """Return a share as a decimal number, whose rank DuckDB finds in integers."""
+    digits = 0
+    while (q * 10**digits).denominator != 1:
+        digits += 1
+        if digits > 9:
+            raise ValueError(f"{q} is no decimal number of at most 9 digits")
+    digits = max(1, digits)
+    whole, rest = divmod(int(q * 10**digits), 10**digits)
+    return f"{whole}.{rest:0{digits}d}"

@@ -20,14 +20,10 @@ import numpy as np
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.formulas import subterms
-from kcdsl.ir.terms import Metric, Term
+from kcdsl.ir.terms import Abs, Arith, Metric, Number, Term
 from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.sources.tokens.database import Database
-from kcdsl_backends.empirical.sources.tokens.sql import (
-    extreme_query,
-    request_query,
-    rows_query,
-)
+from kcdsl_backends.empirical.sources.tokens.tables import PLACE, REQUEST, double, quoted, text
 from kcdsl_backends.empirical.statistics import beyond_range
 from kcdsl_backends.empirical.table.evidence import OUTSIDE, SEVERAL, Column, Floats, Reduced
 
@@ -225,4 +221,94 @@ def _once(column: Column, faults: np.ndarray[tuple[int], np.dtype[np.int64]]) ->
         fractions=np.minimum(column.fractions, 1),
         totals=np.where(np.isfinite(column.least), column.least, 0.0),
         faults=faults,
+    )
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def expression(term: Term) -> str:
+    """Return a pointwise term in float64, operation by operation as numpy has it."""
+    match term:
+        case Metric(name):
+            return f"{quoted(name)}::DOUBLE"
+        case Number(value):
+            return double(float(value))
+        case Abs(of):
+            return f"abs({expression(of)})"
+        case Arith(op, left, right):
+            return f"({expression(left)} {op} {expression(right)})"
+        case _:
+            raise ValueError(f"{term} is no value of a token")
+
+
+def extreme_query(terms: Sequence[Term]) -> str:
+    """Return the query of the largest finite magnitude of each term."""
+    parts = ", ".join(
+        f"max(CASE WHEN isfinite({x}) THEN abs({x}) END) AS largest_{i}"
+        for i, x in enumerate(map(expression, terms))
+    )
+    return f"SELECT {parts} FROM tokens"
+
+
+def request_query(slice_of: str, terms: Sequence[Term], steps: Sequence[Sequence[float]]) -> str:
+    """Return the query that reduces requests: one row per slice and request.
+
+    `steps` has the powers of two of which each finite value is written as a sum of integer
+    multiples, the largest first; `rest_i` is what of the values is left, and must be 0. Columns:
+    slice, request, place (of its first row), tokens, then of term i: values_i, nan_i, infinite_i,
+    fractions_i, least_i, most_i, sum_i_j (decimal digits) and rest_i.
+    """
+    source = f"SELECT {slice_of} AS slice, {quoted(REQUEST)}, {PLACE}"
+    for i, term in enumerate(terms):
+        source += f",\n             {expression(term)} AS x_{i}"
+    source += "\n      FROM tokens"
+    if steps:
+        first = ", ".join(
+            f"CASE WHEN isfinite(x_{i}) THEN x_{i} ELSE 0 END AS left_{i}_0"
+            for i in range(len(terms))
+        )
+        source = f"SELECT *, {first}\n      FROM ({source})"
+        for j in range(max(map(len, steps))):
+            parts = ", ".join(
+                f"trunc(left_{i}_{j} / {double(own[j])}) AS n_{i}_{j},"
+                f" left_{i}_{j} - n_{i}_{j} * {double(own[j])} AS left_{i}_{j + 1}"
+                for i, own in enumerate(steps)
+                if j < len(own)
+            )
+            source = f"SELECT *, {parts}\n      FROM ({source})"
+    columns = [
+        "slice",
+        f"{quoted(REQUEST)}::VARCHAR AS request",
+        f"min({PLACE}) AS place",
+        "count(*) AS tokens",
+    ]
+    for i in range(len(terms)):
+        x = f"x_{i}"
+        columns += [
+            f"count({x}) AS values_{i}",
+            f"count_if(isnan({x})) AS nan_{i}",
+            f"count_if(isinf({x})) AS infinite_{i}",
+            f"count_if({x} <> 0 AND {x} <> 1) AS fractions_{i}",
+            f"min({x}) AS least_{i}",
+            f"max(CASE WHEN NOT isnan({x}) THEN {x} END) AS most_{i}",
+        ]
+        if steps:
+            columns += [
+                f"sum(n_{i}_{j}::BIGINT)::VARCHAR AS sum_{i}_{j}" for j in range(len(steps[i]))
+            ]
+            columns.append(f"max(abs(left_{i}_{len(steps[i])})) AS rest_{i}")
+    return (
+        f"SELECT {(',' + chr(10) + '       ').join(columns)}\n"
+        f"FROM ({source})\n"
+        f"GROUP BY slice, {quoted(REQUEST)}"
+    )
+
+
+def rows_query(slice_of: str, name: str, request: str, term: Term) -> str:
+    """Return the query of the values of one request in the order of its rows."""
+    return (
+        f"SELECT x FROM (SELECT {slice_of} AS slice, {quoted(REQUEST)}::VARCHAR AS request,"
+        f" {PLACE}, {expression(term)} AS x FROM tokens)\n"
+        f"WHERE slice = {text(name)} AND request = {text(request)} ORDER BY {PLACE}"
     )

@@ -18,8 +18,17 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate
 from kcdsl.source.files import shown
 from kcdsl_backends.empirical.sources.tokens.database import Database
-from kcdsl_backends.empirical.sources.tokens.sql import above, below, double, quoted, text
-from kcdsl_backends.empirical.sources.tokens.tables import POSITION, REQUEST, SLICE, TokenTable
+from kcdsl_backends.empirical.sources.tokens.tables import (
+    POSITION,
+    REQUEST,
+    SLICE,
+    TokenTable,
+    above,
+    below,
+    double,
+    quoted,
+    text,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""What token tables hold: their files, columns and rows, or why they cannot be used."""
+"""Token tables: their files, columns and rows, or why they cannot be used; values in SQL."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +179,36 @@ def file_records(
         found.append({"name": str(shown(file)), "sha256": digest, "bytes": file.stat().st_size})
         progress(done, len(table.files))
     return tuple(found)
+
+
+PLACE = "kcdsl_place"
+"""Where a row stands: the number of its file and its number in there, as one integer."""
+
+
+def quoted(name: str) -> str:
+    """Return a name of a column."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def text(value: str) -> str:
+    """Return a string."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def double(value: float) -> str:
+    """Return a float64: a bare 0.05 would be a decimal number, compared otherwise."""
+    return f"'{value!r}'::DOUBLE"
+
+
+def below(value: Fraction) -> float:
+    """Return the largest float64 that is at most a number: x <= it says the same of doubles."""
+    try:
+        nearest = float(value)
+    except OverflowError:
+        return math.nextafter(math.inf, 0) if value > 0 else -math.inf
+    return nearest if Fraction(nearest) <= value else math.nextafter(nearest, -math.inf)
+
+
+def above(value: Fraction) -> float:
+    """Return the smallest float64 that is at least a number."""
+    return -below(-value)

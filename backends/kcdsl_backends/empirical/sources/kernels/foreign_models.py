@@ -1,0 +1,172 @@
+"""Models that are not built in: those of transformers, and users' modules with exchanged parts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.architecture import Model
+from kcdsl.model.architectures.hf import HuggingFace, load_folder
+from kcdsl.model.attention import SDP_BACKENDS, composed_attention
+from kcdsl.model.checkpoint import load_checkpoint
+from kcdsl.model.files import Artefacts, copy_hashed, folder_files, folder_name, weight_files
+from kcdsl_backends.adapters import Adapter
+
+ATTENTION = {"composed": "eager", "fused": "sdpa"}
+"""What transformers calls the styles of attention."""
+
+
+def hugging_face(
+    ref: KernelRef, model: Model, files: Artefacts, dtype: torch.dtype, style: str
+) -> tuple[HuggingFace, Model]:
+    """Load the model of a folder in a type; return it, and the model of the contract with it.
+
+    The digest of its checkpoint is that of the contract where it holds the same weights, else its
+    own, so that `weights_checksum` sees a difference. Refuse a model with another vocabulary, and
+    one that holds other weights than its files. What is loaded is a private copy of the files, made
+    while they are hashed, so that nobody can change them in between.
+    """
+    named = ref.folder
+    folder = model.checkpoint.path.parent if named is None else files.base / named
+    if named is not None:
+        folder = files.admitted(folder, named)
+    with TemporaryDirectory(prefix="kcdsl-") as copied:
+        for path in (files.admitted(path) for path in folder_files(folder)):
+            digest = copy_hashed(path, Path(copied) / path.name)
+            files.record(folder_name(ref, path.name), digest)
+        encoder = model.encoder_only
+        program = load_folder(Path(copied), dtype, ATTENTION[style], folder, encoder_only=encoder)
+        tensors = _read(Path(copied))
+    if program.limits[0] != model.limits[0]:
+        raise refuse(
+            codes.HF_FOLDER,
+            f"the model of the folder has {program.limits[0]} tokens,"
+            f" that of the contract {model.limits[0]}",
+            help="name the folder of the contract's model",
+        )
+    _compare(program, tensors, dtype)
+    same = tensors.keys() == model.checkpoint.tensors.keys() and all(
+        torch.equal(tensor, model.checkpoint.tensors[key]) for key, tensor in tensors.items()
+    )
+    digest = model.checkpoint.sha256 if same else _digest(tensors)
+    checkpoint = replace(model.checkpoint, sha256=digest)
+    return program, replace(model, module=program, checkpoint=checkpoint, built_in=False)
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of the files of a folder, as float32."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        found.update(load_checkpoint(path).tensors)
+    return found
+
+
+def _compare(program: HuggingFace, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuse where a weight of the program is another one than that of this name in the files."""
+    held = program.program.state_dict()
+    for name, tensor in tensors.items():
+        own = held.get(name)
+        if own is not None and not torch.equal(own, tensor.to(dtype).to(own.dtype)):
+            raise refuse(
+                codes.HF_FOLDER,
+                f"transformers holds another weight {name} than the files of the folder",
+                help="give a folder whose weights are plain: float32, bfloat16 or float16",
+            )
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 over names, shapes and float32 values."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        found.update(f"{name} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+_SOFTMAX = frozenset({"softmax", "_softmax"})
+_PRODUCTS = frozenset({
+    "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "einsum", "bilinear", "mv", "addmv",
+    "dot", "inner", "tensordot", "__matmul__", "__rmatmul__",
+})  # fmt: skip
+_WHOLE = frozenset({
+    "multi_head_attention_forward", "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+})  # fmt: skip
+"""What forms attention in a program of torch's own, where no other can be put in."""
+
+
+class Interception(TorchFunctionMode):
+    """Puts the stored weight into every `linear` and the adapter's program into every attention.
+
+    Also notes what it cannot serve: `softmax_calls` outside `scaled_dot_product_attention`,
+    `whole_layers`, the names of functions that form an attention themselves, and `matrix_products`,
+    the names of weights that enter a product outside `linear`.
+    """
+
+    def __init__(self, module: nn.Module, stored: Mapping[str, Tensor], adapter: Adapter) -> None:
+        super().__init__()
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._adapter = adapter
+        self._stored = {id(parameters[name]): weight for name, weight in stored.items()}
+        self._owners = {parameters[n].untyped_storage().data_ptr(): n for n in stored}
+        self.softmax_calls = 0
+        self.whole_layers: set[str] = set()
+        self.matrix_products: set[str] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one torch function, with its weight or its program exchanged."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _SOFTMAX:
+            self.softmax_calls += 1
+        elif name in _WHOLE:
+            self.whole_layers.add(name)
+        elif name in _PRODUCTS:
+            self._note((*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        stored = self._stored.get(id(weight))
+        if stored is None:
+            self._note((weight,))
+        return F.linear(input, weight if stored is None else stored, bias)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+        if self._adapter.style == "composed":
+            return composed_attention(query, key, value, *rest, **more)
+        backend = self._adapter.backend
+        with sdpa_kernel([SDP_BACKENDS[backend]]) if backend else nullcontext():
+            return F.scaled_dot_product_attention(query, key, value, *rest, **more)
+
+    def _note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                owner = self._owners.get(value.untyped_storage().data_ptr())
+                if owner is not None:
+                    self.matrix_products.add(owner)
+            elif isinstance(value, list | tuple):
+                self._note(value)
