@@ -8,12 +8,11 @@ its unit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Dimension:
+class Dimension(NamedTuple):
     """Exponents of the base units, sorted by name; `share` marks the dimensionless ratio."""
 
     exponents: tuple[tuple[str, int], ...] = ()
@@ -64,8 +63,7 @@ _ALL_EXAMPLES = {ONE: "0.05", RATIO: "1%", NATS: "0.02 nats"}
 _EXAMPLES = {TIME: "250 ms", BYTES: "80 GiB", THROUGHPUT: "4000 tok/s", TOKENS: "128 tok"}
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """A unit: its name, how many base units it is, and its dimension."""
 
     name: str

@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from kcdsl.diagnostics.model import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -25,8 +26,7 @@ _KEY = re.compile(r"( +)([A-Za-z][A-Za-z0-9_.-]*):(?= |\n)")
 _FIRST = re.compile(r"^ *(?=[^ #\n])", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """A document cut into its clauses: `clauses[i]` is the range of a clause with its comments, and
     `names[i]` its identifier; `context` is the rest of the text."""
 

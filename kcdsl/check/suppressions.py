@@ -312,7 +312,7 @@ def spare_comments(source: SourceFile, root: Node | None, sink: Sink) -> None:
         found = sink.found[index]
         lost = any(_fix_removes(source, found, comment.text, comment.start) for comment in comments)
         if lost and found.fix is not None:
-            sink.found[index] = replace(found, fix=replace(found.fix, safe=False))
+            sink.found[index] = replace(found, fix=found.fix._replace(safe=False))
 
 
 def _fix_removes(source: SourceFile, found: Diagnostic, text: str, at: int | None = None) -> bool:

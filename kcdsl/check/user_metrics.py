@@ -8,10 +8,9 @@ only where a contract names a metric that is neither built in nor configured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -33,8 +32,7 @@ SIZE_LIMIT = 2**20
 """Largest Python file that is searched for declarations, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Modules:
+class Modules(NamedTuple):
     """The list `metrics` of a configuration, and the folder that its files are in."""
 
     config: Config

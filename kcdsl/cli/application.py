@@ -22,10 +22,11 @@ COMMON = ("--traceback", "--color")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `kcdsl.exits`)."""
-    from kcdsl.cli.process import coloured, isolate, mend_streams
+    from kcdsl.cli.process import collect_seldom, coloured, isolate, mend_streams
 
     if argv is None:
         isolate()  # the process is ours; a program that calls `main` keeps its search path
+        collect_seldom()
     words = list(sys.argv[1:] if argv is None else argv)
     mend_streams()
     with coloured(words):

@@ -8,6 +8,7 @@ relative, have Python look there first.
 from __future__ import annotations
 
 import builtins
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,11 @@ def _find_z3_in_its_package() -> None:
     roots = [] if spec is None else list(spec.submodule_search_locations or ())
     folders = [str(Path(root, inner)) for root in roots for inner in ("lib", ".")]
     vars(builtins)["Z3_LIB_DIRS"] = [*folders, os.path.join(sys.prefix, "lib")]
+
+
+def collect_seldom() -> None:
+    """Look for cyclic garbage after 10,000 new objects, not 700: a large contract is all trees."""
+    gc.set_threshold(10_000)
 
 
 # --- streams -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from kcdsl.diagnostics.codes import TOO_LARGE, Code
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -22,24 +23,21 @@ class Severity(StrEnum):
     NOTE = "note"
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """A secondary place with a few words, such as "declared here"."""
 
     span: Span
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(NamedTuple):
     """Replace the text of a span; an empty span inserts, an empty text deletes."""
 
     span: Span
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
+class Fix(NamedTuple):
     """Edits that mend what a diagnostic is about, all in its own file.
 
     A `safe` fix keeps or restores what the author meant and is applied by `kcdsl lint --fix`; an
@@ -69,8 +67,7 @@ class Diagnostic:
     fix: Fix | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Suppressed:
+class Suppressed(NamedTuple):
     """A finding that a comment accepts: with its reason, on its line (from 1)."""
 
     diagnostic: Diagnostic

@@ -6,12 +6,12 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 _LINE_BREAK = re.compile("\n")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Span:
+class Span(NamedTuple):
     """A half-open range `[start, end)` of code points of one source file."""
 
     start: int
@@ -30,8 +30,7 @@ class Span:
         return self.start <= other.end and other.start <= self.end
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """A place as people count: line and column start at 1, columns in code points."""
 
     line: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.scalar_map import map_scalar
@@ -109,7 +109,7 @@ def _checked(lines: tuple[str, ...], scalar: Scalar) -> Lines:
 
 def _reads(raw: str, scalar: Scalar) -> bool:
     """Say whether something written in the style of a scalar is read as its text."""
-    again = replace(scalar, span=Span(0, len(raw)))
+    again = scalar._replace(span=Span(0, len(raw)))
     return map_scalar(SourceFile("", raw), again).pieces is not None
 
 

@@ -325,11 +325,11 @@ def selection(analysis: Analysis, offset: int) -> list[Span]:
 
 def _spans(value: object) -> Iterator[Span]:
     """Yield the range of every part of a syntax tree."""
-    if isinstance(value, tuple):
+    if isinstance(value, Span):
+        yield value
+    elif isinstance(value, tuple):
         for item in value:
             yield from _spans(item)
-    elif isinstance(value, Span):
-        yield value
     elif is_dataclass(value) and not isinstance(value, type):
         for part in dataclass_fields(value):
             yield from _spans(getattr(value, part.name))

@@ -160,11 +160,9 @@ def under_new_name(program: ir.Program, target: Occurrence, name: str) -> ir.Pro
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value with a change made at every part of it, from the inside out."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, Span):
         return tuple(_rebuilt(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        if isinstance(value, Span):
-            return value
         parts = {
             field.name: _rebuilt(getattr(value, field.name), change)
             for field in dataclass_fields(value)

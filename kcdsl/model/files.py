@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -98,10 +97,12 @@ class Artefacts:
 
     def read(self, path: Path, name: str, most: int = _LARGEST) -> bytes:
         """Return the bytes of a file, and record their digest under `name`."""
+        from hashlib import sha256
+
         data = read_bytes(path, most + 1)
         if len(data) > most:
             raise refuse(codes.TOO_LARGE, f"{shown(path)} is larger than {most} bytes")
-        self.record(name, hashlib.sha256(data).hexdigest())
+        self.record(name, sha256(data).hexdigest())
         return data
 
     def record(self, name: str, digest: str) -> None:
@@ -181,7 +182,9 @@ def folder_name(kernel: KernelRef, file: str) -> str:
 
 def copy_hashed(path: Path, target: Path) -> str:
     """Copy a regular file; return the sha256 (hex) of the copy."""
-    digest = hashlib.sha256()
+    from hashlib import sha256
+
+    digest = sha256()
     with open_file(path) as stream, target.open("xb") as copy:
         while data := stream.read(_CHUNK):
             digest.update(data)
@@ -219,6 +222,8 @@ def _package_file(ref: str) -> tuple[Path, Path]:
 
 def file_digest(path: Path) -> str:
     """Return the sha256 (hex) of a regular file. Refuse what cannot be read."""
+    import hashlib
+
     with open_file(path) as stream:
         try:
             return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
 from kcdsl.diagnostics.model import FORMATS, Diagnostic, Refusal, Severity, Sink
@@ -49,8 +49,7 @@ class Kind(StrEnum):
     CODES = "a list of codes, or of their beginnings"
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """An option of the configuration, declared by a field of `Config`.
 
     `allowed` lists its words, where only some are allowed; a word of `format` may go on with
@@ -110,8 +109,7 @@ class Option:
         return value if all(self.allows(word) for _, word in _words(value)) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a value came from: a variable, a key of a file, or neither, the default.
 
     `folder` is what relative paths in the value are relative to.

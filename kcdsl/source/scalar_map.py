@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -46,8 +46,7 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _HEADER = re.compile(r"[|>](?:([1-9])([+-]?)|([+-])([1-9])?)?[ \t]*(?:#[^\r\n]*)?(?:\r\n|\r|\n|$)")
 
 
-@dataclass(frozen=True, slots=True)
-class ScalarMap:
+class ScalarMap(NamedTuple):
     """Offsets of the decoded characters; `pieces` is None after the fallback."""
 
     whole: Span
@@ -167,8 +166,7 @@ def _escape(raw: str, base: int, i: int, end: int, pieces: list[_Piece]) -> int 
     return i + 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     """A line of a block scalar: its characters and its break, as source ranges within `raw`."""
 
     start: int

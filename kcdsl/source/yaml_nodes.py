@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -68,8 +68,7 @@ class _Broken(Enum):
 _BROKEN = _Broken.BROKEN
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
+class Scalar(NamedTuple):
     """A scalar: its resolved value, its decoded text, and its style
     (`plain`, `'`, `"`, `|` or `>`). `broken` says that it was reported already, so that later
     passes stay silent about it."""
@@ -94,8 +93,7 @@ class Scalar:
                 return "a text"
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
+class Sequence(NamedTuple):
     """A list of nodes."""
 
     items: tuple[Node, ...]
@@ -107,16 +105,14 @@ class Sequence:
         return "a list"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One `key: value` of a mapping."""
 
     key: Scalar
     value: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Mapping:
+class Mapping(NamedTuple):
     """A mapping in document order; keys are distinct texts."""
 
     entries: tuple[Entry, ...]

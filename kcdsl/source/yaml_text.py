@@ -10,7 +10,8 @@ offsets stay exact, and text in quotation marks, block scalars and comments is a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from kcdsl.diagnostics.spans import Span
 
@@ -24,8 +25,7 @@ _PRIVATE = range(0xE000, 0xF900)
 """Characters that no text has a use for; one that has them all is left as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Masked:
+class Masked(NamedTuple):
     """The text for the YAML parser, and the table that undoes the replacement."""
 
     text: str
@@ -49,7 +49,7 @@ def mask_expressions(text: str) -> Masked:
         return Masked(text, {})
     taken = {ord(char) for char in set(text)}
     taken.update(int(found[1] or found[2], 16) for found in _ESCAPED.finditer(text))
-    unused = [code for code in _PRIVATE if code not in taken][: len(_SPECIAL)]
+    unused = list(islice((code for code in _PRIVATE if code not in taken), len(_SPECIAL)))
     if len(unused) < len(_SPECIAL):
         return Masked(text, {})
     forward = {char: chr(code) for char, code in zip(_SPECIAL, unused, strict=True)}
@@ -91,8 +91,7 @@ _PROPERTY = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Properties:
+class Properties(NamedTuple):
     """The places of an anchor with its `&` and of a tag with its `!`, and where the node begins."""
 
     anchor: Span | None

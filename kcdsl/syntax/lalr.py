@@ -7,7 +7,7 @@ nothing; Lark then parses the same text by the same grammar and explains (`kcdsl
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kcdsl_grammar.expression_table import ENDS, KEYWORDS, RULES, STARTS, STATES
 
@@ -32,8 +32,7 @@ SIGNS = {
 _INLINED = tuple(name.startswith("_") for name, _ in RULES)
 
 
-@dataclass(slots=True)
-class Token:
+class Token(NamedTuple):
     """A terminal with its text and its range `[start, end)` of the expression."""
 
     type: str
@@ -42,8 +41,7 @@ class Token:
     end: int
 
 
-@dataclass(slots=True)
-class Node:
+class Node(NamedTuple):
     """A rule with its children; the range covers its first to its last token."""
 
     rule: str

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from kcdsl.check.expressions.names import Scope
 from kcdsl.diagnostics.codes import (
@@ -291,8 +292,7 @@ def check_threshold(
 # --- polarity -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One measured quantity in a term: `better` says which of its values are good (None: the
     language does not say), `subject` names it in a message, `statistic` is what it stands in and
     `outer` the polarity of that statistic."""
@@ -317,7 +317,7 @@ def leaves(term: ir.Term, metrics: Registry, polarity: int | None = 1) -> Iterat
             yield Leaf(term, _better(definition), f"`{name}`", polarity)
         case ir.Statistic(of=of):
             for leaf in leaves(of, metrics, polarity):
-                yield replace(leaf, statistic=term, outer=polarity)
+                yield leaf._replace(statistic=term, outer=polarity)
         case ir.Abs(of=of):
             yield from _magnitude(term, of, metrics, polarity)
         case ir.Arith(op="+" | "-" as op, left=left, right=right):
@@ -340,7 +340,7 @@ def _magnitude(
         return
     inner = list(leaves(of, metrics))
     if len(inner) == 1 and inner[0].better == "higher":
-        yield replace(inner[0], polarity=None)
+        yield inner[0]._replace(polarity=None)
         return
     yield Leaf(term, "lower", "a magnitude", polarity)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 BLOCK = re.compile(r"(?:attn|mlp|norm|layer)_(?:0|[1-9][0-9]*)|head|model")
 PERCENTILE = re.compile(r"p([1-9][0-9]?)")
@@ -34,8 +34,7 @@ class Group(StrEnum):
     STATEMENT = "statement"
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One parameter of a function; `usage` is how messages write it, by default its name."""
 
     name: str
@@ -44,8 +43,7 @@ class Parameter:
     usage: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(NamedTuple):
     """A function of the language: its parameters, the sort of its value and its meaning.
 
     `snippet` is what a completion inserts, with the places to fill in as editors mark them.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS, PERCENTILE, STATISTICS
 from kcdsl.check.expressions.names import Scope, quantity, takes
@@ -26,8 +27,7 @@ from kcdsl.syntax import ast
 from kcdsl.units import Dimension, describe, example, sample, takes_bare_numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
+class Typed(NamedTuple):
     """A term with its dimension; `bare` marks a number written without a unit."""
 
     term: ir.Term

@@ -8,6 +8,7 @@ import re
 from collections import abc
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from kcdsl.check.sections.kernels import read_kernel
 from kcdsl.check.sections.reading import StructureReader
@@ -35,8 +36,7 @@ _STEP = re.compile(r"[^\x00-\x1f\x7f/\\:]+")
 _PACKAGE = "package:"
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A file that an import names; `library` is None where it is none, or has errors, and then
     `problem` says why in a few words."""
 
@@ -124,8 +124,7 @@ def _identity(path: Path) -> object:
     return (found.st_dev, found.st_ino)
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryAnalysis:
+class LibraryAnalysis(NamedTuple):
     """The results of each pass over a library; `library` is None after any error."""
 
     raw: RawLibrary | None = None
@@ -221,8 +220,7 @@ def rebase(data: str | None, file: str) -> str | None:
     return posixpath.normpath(posixpath.join(posixpath.dirname(file), data))
 
 
-@dataclass(frozen=True, slots=True)
-class Import:
+class Import(NamedTuple):
     """One import, resolved: what it brings, under the names used here and with paths relative to
     the importing file. Their spans are in the importing file."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import abc
 from collections.abc import Collection
-from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kcdsl.diagnostics.codes import BAD_IDENTIFIER, MISSING_FIELD, UNKNOWN_FIELD, WRONG_KIND
 from kcdsl.diagnostics.model import Fix
@@ -44,8 +44,7 @@ _FIRST_FIELDS = {
 """Mappings and the field that people mean who write a text in their place."""
 
 
-@dataclass(frozen=True, slots=True)
-class StructureReader:
+class StructureReader(NamedTuple):
     """Reads fields of mappings and reports what does not fit."""
 
     reporter: Reporter

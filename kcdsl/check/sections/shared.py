@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kcdsl.check.sections.reading import CLAUSE_ID, SLICE_NAME, StructureReader, identifier
 from kcdsl.diagnostics.codes import EMPTY_SECTION
@@ -26,8 +26,7 @@ ROLES = (*PAIR, "guard", "fallback")
 """Every kernel that a contract can name: the compared pair, and what actions route to."""
 
 
-@dataclass(frozen=True, slots=True)
-class RawKernel:
+class RawKernel(NamedTuple):
     """One kernel as written; `node` is its mapping."""
 
     run: Scalar
@@ -40,8 +39,7 @@ class RawKernel:
         return self.node.span
 
 
-@dataclass(frozen=True, slots=True)
-class RawSlice:
+class RawSlice(NamedTuple):
     """One slice as written."""
 
     name: Scalar
@@ -50,8 +48,7 @@ class RawSlice:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class RawRow:
+class RawRow(NamedTuple):
     """One row of a table as written."""
 
     where: Scalar | None
@@ -59,8 +56,7 @@ class RawRow:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class RawTable:
+class RawTable(NamedTuple):
     """One table of thresholds as written; `entry` is its place in the section `tables`."""
 
     name: Scalar
@@ -75,16 +71,14 @@ class RawTable:
         return self.name.span
 
 
-@dataclass(frozen=True, slots=True)
-class RawName:
+class RawName(NamedTuple):
     """One imported name: what it is called here, and what the library calls it."""
 
     local: Scalar
     theirs: Scalar
 
 
-@dataclass(frozen=True, slots=True)
-class RawImport:
+class RawImport(NamedTuple):
     """One import as written; `node` is its mapping."""
 
     file: Scalar | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kcdsl.check.sections.reading import CLAUSE_ID, identifier
 from kcdsl.check.sections.reading import StructureReader as StructureReader
@@ -81,8 +81,7 @@ _SHARED_FIELDS = ("family", "slices", "level", "evidence", "override", "holdout"
 CLAUSE_FIELDS = _EXPRESSION_FIELDS + _RECORD_FIELDS + _SHARED_FIELDS + ACTION_FIELDS
 
 
-@dataclass(frozen=True, slots=True)
-class RawClause:
+class RawClause(NamedTuple):
     """One clause as written, in the expression form or the record form."""
 
     id: Scalar
@@ -105,8 +104,7 @@ class RawClause:
         return None if isinstance(node, Scalar) and node.broken else node
 
 
-@dataclass(frozen=True, slots=True)
-class RawContract:
+class RawContract(NamedTuple):
     """A contract as written; None stands for a section that is absent or was reported."""
 
     name: Scalar | None
@@ -124,8 +122,7 @@ class RawContract:
     imports: tuple[RawImport, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RawLibrary:
+class RawLibrary(NamedTuple):
     """A library as written."""
 
     name: Scalar | None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from kcdsl.diagnostics.model import FORMATS as FORMATS
 from kcdsl.diagnostics.model import Diagnostic, Severity, Suppressed
@@ -16,16 +15,14 @@ DOCUMENTS = ("json", "sarif", "junit")
 """The formats that are a document even where nothing was found."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(NamedTuple):
     """A file that was checked, with the places of its clauses by their names."""
 
     name: str
     clauses: tuple[tuple[str, Span], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """The facts that formats show with the findings: the files that were checked, the accepted
     findings, where the pages of codes are published, which severity fails, and the exit code."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import pytest
 
@@ -61,7 +60,7 @@ def test_the_end_of_the_text_is_just_after_its_last_character() -> None:
 
 def test_a_decoding_that_differs_falls_back_to_the_whole_scalar() -> None:
     source, scalar = value("k: |\n  abc\n")
-    mapped = map_scalar(source, replace(scalar, text="abd\n"))
+    mapped = map_scalar(source, scalar._replace(text="abd\n"))
     assert mapped.pieces is None
     assert mapped.span(1, 2) == scalar.span
 
@@ -104,7 +103,7 @@ def test_a_deep_indentation_takes_no_longer_than_another() -> None:
 def test_an_expression_whose_characters_are_not_found_is_refused() -> None:
     source, scalar = value("k: |\n  p99(klx) <= 0.02\n")
     sink = Sink()
-    other = replace(scalar, text="p99(klx) <= 0.03\n")
+    other = scalar._replace(text="p99(klx) <= 0.03\n")
     assert parse_expression(source, other, sink) is None
     (found,) = sink
     assert found.code.id == "KC999"
