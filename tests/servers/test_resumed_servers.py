@@ -414,7 +414,7 @@ def test_answers_come_back_bit_for_bit(data: st.DataObject, length: int, width: 
         assert found.side.top is not None
         assert found.side.top.ids.tolist() == top.ids.tolist()
         assert found.side.top.logs.tobytes() == top.logs.tobytes()
-    with pytest.raises(ValueError, match="bytes for"):
+    with pytest.raises(json.JSONDecodeError):
         from_bytes(content[:-1], semantics)
 
 

@@ -55,15 +55,7 @@ class RolloutContext(Context):
 
 def semantics_of(stated: LogProbabilities | None) -> Semantics | None:
     """Return what a contract states of recorded log-probabilities."""
-    if stated is None:
-        return None
-    return Semantics(
-        "raw" if stated.values == "raw" else "processed",
-        float(stated.temperature),
-        float(stated.top_p),
-        stated.top_k,
-        float(stated.min_p),
-    )
+    return None if stated is None else Semantics.of(stated)
 
 
 def stated_vocabulary(program: Program, base: Path | Artefacts) -> int | None:

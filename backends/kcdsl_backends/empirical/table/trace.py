@@ -22,7 +22,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from kcdsl.ir.terms import Clause, Program
 from kcdsl.source.files import read_bytes
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.table import rows
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit, sampling_of
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, sampling_of
 from kcdsl_backends.empirical.table.rows import CERTIFIED, FLOOR, TIMED_RUN, Row
 from kcdsl_backends.requests import Request
 
@@ -210,27 +210,8 @@ def header_of(
         "rows": dict(Counter(row.kind for row in rows)),
         "sampling_params": sampling_of(evidence.program),
         "peak_memory": _real(evidence.timing.peak_memory),
-        "prechecks": [
-            {
-                "name": check.name,
-                "outcome": check.outcome,
-                "detail": check.detail,
-                "value": _real(check.value),
-                "blocking": check.blocking,
-            }
-            for check in evidence.prechecks
-        ],
-        "crosschecks": [
-            {
-                "block": check.block,
-                "requests": check.requests,
-                "measured": _real(check.measured),
-                "certified": _real(check.certified),
-                "tightness": _real(check.tightness),
-                "request": check.request,
-            }
-            for check in evidence.crosschecks
-        ],
+        "prechecks": [_written(check) for check in evidence.prechecks],
+        "crosschecks": [_written(check) for check in evidence.crosschecks],
         "implied": [item.to_json() for item in evidence.implied],
         "notes": list(evidence.notes),
         "accepted": list(evidence.accepted),
@@ -254,6 +235,8 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> Evidence:
     for row in rows:
         if row.unit.key not in runs:
             raise ValueError(f"a row is of {row.unit.key}, which is no request")
+    kinds = (TIMED_RUN, CERTIFIED, FLOOR)
+    units = {kind: tuple(row.unit for row in rows if row.kind == kind) for kind in kinds}
     return Evidence(
         program=program,
         requests=requests,
@@ -261,20 +244,16 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> Evidence:
         slices=_slices(header["slices"], rows),
         measured=frozenset(header["measured"]),
         encoder=bool(header["encoder"]),
-        contract=header["contract"],
-        model=header["model"],
-        kernels=header["kernels"],
         data=tuple(header["data"]),
-        environment=header["environment"],
-        timing=_timing(header, rows),
-        prechecks=tuple(
-            Precheck(**{**check, "value": _float(check["value"])}) for check in header["prechecks"]
+        timing=Timing(
+            units[TIMED_RUN],
+            {row.unit.key: row.repeats for row in rows if row.repeats is not None},
+            _float(header["peak_memory"]),
         ),
+        prechecks=tuple(Precheck(**_read_reals(check, "value")) for check in header["prechecks"]),
         crosschecks=tuple(_crosscheck(check) for check in header["crosschecks"]),
-        certified={unit.key: unit for unit in _units(rows, CERTIFIED)},
-        bounding=header["bounding"],
-        floor={unit.key: unit for unit in _units(rows, FLOOR)},
-        spoiled=header["spoiled"],
+        certified={unit.key: unit for unit in units[CERTIFIED]},
+        floor={unit.key: unit for unit in units[FLOOR]},
         implied=tuple(
             ImpliedClause(item["clause"], item["slice"], item["by"], tuple(item["chain"]))
             for item in header["implied"]
@@ -283,6 +262,7 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> Evidence:
         accepted=tuple(header["accepted"]),
         seed=header["seed"],
         looks=header["looks"],
+        **{name: header[name] for name in _PLAIN},
     )
 
 
@@ -314,30 +294,24 @@ def _slices(names: Sequence[str], rows: Sequence[Row]) -> dict[str, tuple[str, .
     return found
 
 
-def _timing(header: Mapping[str, Any], rows: Sequence[Row]) -> Timing:
-    return Timing(
-        _units(rows, TIMED_RUN),
-        {row.unit.key: row.repeats for row in rows if row.repeats is not None},
-        _float(header["peak_memory"]),
-    )
-
-
-def _units(rows: Sequence[Row], kind: str) -> tuple[Unit, ...]:
-    return tuple(row.unit for row in rows if row.kind == kind)
-
-
 def _crosscheck(value: Mapping[str, Any]) -> CrossCheck:
-    measured, certified = _float(value["measured"]), _float(value["certified"])
-    if measured is None or certified is None:
-        raise ValueError(f"the cross-check of {value['block']} has no numbers")
-    return CrossCheck(
-        value["block"],
-        value["requests"],
-        measured,
-        certified,
-        _float(value["tightness"]),
-        value["request"],
-    )
+    found = CrossCheck(**_read_reals(value, *_REALS[1:]))
+    if None in (found.measured, found.certified):
+        raise ValueError(f"the cross-check of {found.block} has no numbers")
+    return found
+
+
+_REALS = ("value", "measured", "certified", "tightness")
+"""The numbers of checks, which may be infinite."""
+
+
+def _written(check: Precheck | CrossCheck) -> dict[str, Any]:
+    found = asdict(check)
+    return found | {name: _real(found[name]) for name in _REALS if name in found}
+
+
+def _read_reals(check: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {**check, **{name: _float(check[name]) for name in names}}
 
 
 def _real(value: float | None) -> float | str | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kcdsl.diagnostics.model import Refusal
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.metrics.arrays import INFER_LOG, RANKED, TRAIN_LOG
 from kcdsl.model.graph import array_digest
 from kcdsl_backends.empirical.metrics import calibration, sampled
@@ -72,6 +72,40 @@ class Kernel(Blocks, Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """Return the record that identifies the kernel."""
         ...
+
+
+class NotRun:
+    """A kernel that is asked or read, and not run here: it gives what its class defines alone.
+
+    `lacks` is what a message says before the name of what it does not give, `instead` its help.
+    """
+
+    __slots__ = ()
+    lacks: ClassVar[str]
+    instead: ClassVar[str]
+
+    def logits(self, ids: Any) -> Tensor:
+        """Refuse."""
+        raise self._refusal("logits")
+
+    def hidden(self, ids: Any) -> Tensor:
+        """Refuse."""
+        raise self._refusal("hidden states")
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Refuse."""
+        raise self._refusal(f"block {name}")
+
+    def tokens(self, ids: Any) -> Tensor:
+        """Refuse."""
+        raise self._refusal("forward pass")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Refuse."""
+        raise self._refusal("forward pass")
+
+    def _refusal(self, what: str) -> Refusal:
+        return refuse(codes.METRIC_OUT_OF_REACH, f"{self.lacks} {what}", help=self.instead)
 
 
 BlockInput = Callable[[Request, str], Tensor]

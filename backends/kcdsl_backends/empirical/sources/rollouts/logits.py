@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from kcdsl.model.checkpoint import Stored, header_of
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.source.files import open_file, shown
+from kcdsl_backends.empirical.sources.kernels.run import NotRun
 from kcdsl_backends.requests import Request
 
 GOLD = "gold."
@@ -38,8 +39,11 @@ _WAY_OUT = "save one tensor [tokens, vocabulary] for each request, named by its 
 
 
 @dataclass(frozen=True)
-class RecordedLogits:
+class RecordedLogits(NotRun):
     """A kernel of the requests that were recorded, and of no others."""
+
+    lacks: ClassVar[str] = "a recording of logits has no"
+    instead: ClassVar[str] = "metrics of logits; or run the kernel"
 
     ref: KernelRef
     path: Path
@@ -68,14 +72,6 @@ class RecordedLogits:
         """Return the logits of a run in float32 or wider, None where the file has none."""
         name = f"{GOLD}{self.ids.get(_tokens(ids), '')}"
         return self._tensor(name) if name in self.stored else None
-
-    def hidden(self, ids: Any) -> Tensor:
-        """Refuse: a recording of logits has no states."""
-        raise refuse(codes.KERNEL_FAILED, f"{shown(self.path)} holds logits, no hidden states")
-
-    def block(self, name: str, x: Tensor) -> Tensor:
-        """Refuse: a recording runs no block."""
-        raise refuse(codes.KERNEL_FAILED, f"{shown(self.path)} holds logits and runs no block")
 
     def tokens(self, ids: Any) -> Tensor:
         """Return token ids as a tensor."""

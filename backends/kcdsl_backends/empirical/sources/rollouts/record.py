@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl.ir.kernels import LogProbabilities
+
 Array = NDArray[np.float64]
 
 ROUNDING = 1e-4
@@ -63,6 +65,17 @@ class Semantics:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+
+    @classmethod
+    def of(cls, stated: LogProbabilities) -> Semantics:
+        """Return what a contract states of log-probabilities."""
+        return cls(
+            "raw" if stated.values == "raw" else "processed",
+            float(stated.temperature),
+            float(stated.top_p),
+            stated.top_k,
+            float(stated.min_p),
+        )
 
     @property
     def drawn(self) -> Law:

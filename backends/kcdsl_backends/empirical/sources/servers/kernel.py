@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
@@ -17,6 +16,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.sources.kernels.engines import need
+from kcdsl_backends.empirical.sources.kernels.run import NotRun
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
 from kcdsl_backends.empirical.sources.servers.dialects import (
     Identity,
@@ -53,8 +53,13 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerKernel:
+class ServerKernel(NotRun):
     """A server that has been asked what it is, and has drawn a few tokens on trial."""
+
+    lacks: ClassVar[str] = "a server draws after prompts, and gives no"
+    instead: ClassVar[str] = (
+        "metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/adapters.md"
+    )
 
     ref: KernelRef
     service: Service
@@ -69,14 +74,7 @@ class ServerKernel:
     @property
     def semantics(self) -> Semantics:
         """Return what its log-probabilities are of."""
-        logs = self.service.logprobs
-        return Semantics(
-            "raw" if logs.values == "raw" else "processed",
-            float(logs.temperature),
-            float(logs.top_p),
-            logs.top_k,
-            float(logs.min_p),
-        )
+        return Semantics.of(self.service.logprobs)
 
     @property
     def tier(self) -> str:
@@ -153,26 +151,6 @@ class ServerKernel:
                 f"a prompt of {len(prompt)} tokens leaves no room: the model takes {self.longest}",
             )
         return wanted
-
-    def logits(self, ids: Any) -> Tensor:
-        """Refuse: a server shows no logits."""
-        raise _hidden("logits")
-
-    def hidden(self, ids: Any) -> Tensor:
-        """Refuse: a server shows no hidden states."""
-        raise _hidden("hidden states")
-
-    def block(self, name: str, x: Tensor) -> Tensor:
-        """Refuse: a server runs no block alone."""
-        raise _hidden(f"the block {name}")
-
-    def tokens(self, ids: Any) -> Tensor:
-        """Refuse: a server takes prompts, see `draw`."""
-        raise _hidden("a forward pass")
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Refuse: a server takes prompts, see `draw`."""
-        raise _hidden("a forward pass")
 
     def check_unchanged(self) -> None:
         """Ask again what the server is. Refuse another one than the one that was measured."""
@@ -344,14 +322,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(f"{n} {before.get(n)!r}, then {now.get(n)!r}" for n in names)
 
 
-def _hidden(what: str) -> Refusal:
-    return refuse(
-        codes.METRIC_OUT_OF_REACH,
-        f"a server does not give {what}",
-        help="metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/adapters.md",
-    )
-
-
 def _changed(found: str) -> Refusal:
     return refuse(
         codes.SERVER_CHANGED,
@@ -410,13 +380,13 @@ def _reason(refusal: Refusal) -> str:
 
 
 def to_bytes(answer: Continuation | Unusable) -> bytes:
-    """Return an answer as bytes: a line of JSON, then every float64 and int64 as it is."""
+    """Return an answer as a line of JSON, whose numbers come back bit by bit."""
     if isinstance(answer, Unusable):
-        return json.dumps({"unusable": answer.reason}).encode() + b"\n"
+        return json.dumps({"unusable": answer.reason}).encode()
     top = answer.side.top
-    head = {"tokens": list(answer.tokens), "top": None if top is None else top.ids.shape[1]}
-    lists = b"" if top is None else top.ids.tobytes() + top.logs.tobytes()
-    return json.dumps(head).encode() + b"\n" + answer.side.logs.tobytes() + lists
+    lists = None if top is None else [top.ids.tolist(), top.logs.tolist()]
+    found = {"tokens": answer.tokens, "logs": answer.side.logs.tolist(), "top": lists}
+    return json.dumps(found).encode()
 
 
 def from_bytes(content: bytes, semantics: Semantics) -> Continuation | Unusable:
@@ -424,19 +394,12 @@ def from_bytes(content: bytes, semantics: Semantics) -> Continuation | Unusable:
 
     Raises ValueError or KeyError for other bytes.
     """
-    line, _, rest = content.partition(b"\n")
-    head = json.loads(line)
-    if "unusable" in head:
-        return Unusable(str(head["unusable"]))
-    tokens, width = tuple(head["tokens"]), head["top"]
-    length = len(tokens)
-    listed = 0 if width is None else length * width
-    if len(rest) != 8 * (length + 2 * listed):
-        raise ValueError(f"{len(rest)} bytes for {length} tokens")
-    logs = np.frombuffer(rest, np.float64, length).copy()
+    found = json.loads(content)
+    if "unusable" in found:
+        return Unusable(str(found["unusable"]))
     top = None
-    if width is not None:
-        ids = np.frombuffer(rest, np.int64, listed, 8 * length).copy()
-        theirs = np.frombuffer(rest, np.float64, listed, 8 * (length + listed)).copy()
-        top = TopLogs(ids.reshape(length, width), theirs.reshape(length, width))
-    return Continuation(tokens, Side(logs, semantics, top))
+    if found["top"] is not None:
+        ids, logs = found["top"]
+        top = TopLogs(np.array(ids, np.int64), np.array(logs, np.float64))
+    logs = np.array(found["logs"], np.float64)
+    return Continuation(tuple(found["tokens"]), Side(logs, semantics, top))
