@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from kcdsl.ir.terms import Program, UserMetric
 from kcdsl.metrics import policies, rollouts, runs, sampled
+from kcdsl.metrics.arrays import LOGS, RATIO_LOG
 from kcdsl.metrics.definition import Counted, MetricDefinition
 from kcdsl.units import UNITS
 
@@ -23,6 +24,16 @@ METRICS: dict[str, MetricDefinition] = {
     d.name: d for family in (policies, sampled, rollouts, runs) for d in family.DEFINITIONS
 }
 """Canonical name -> definition of the metrics that are built in."""
+MEASURES: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() if not m.absent}
+"""The metrics that a forward pass of both kernels gives."""
+RECORDED: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() if m.absent}
+"""The metrics that only recorded runs feed."""
+UNMEASURED: Mapping[str, str] = {m.name: m.absent for m in RECORDED.values()}
+"""Metrics that a forward pass of both kernels does not give, with the reason."""
+DRAWN = frozenset(
+    m.name for m in METRICS.values() if m.per == "token" and m.reads in ((RATIO_LOG,), LOGS)
+)
+"""Metrics of which each sampled token has a value."""
 
 ALIASES: dict[str, str] = {
     "top1_agreement": "top1_overlap",

@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.attribution.backend import conclude
 from kcdsl_backends.empirical.attribution.document import Frame
 from kcdsl_backends.empirical.attribution.hybrids import Batches, Pair
 from kcdsl_backends.empirical.attribution.measurement import Measured, Subject, measure
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.requests import Request
 from tests.support.small_models import write_model

@@ -9,7 +9,8 @@ from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.decide.report import conclude
-from kcdsl_backends.empirical.table.evidence import Evidence, records
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.rows import records
 
 
 @dataclass(frozen=True, slots=True)

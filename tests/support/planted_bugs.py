@@ -19,7 +19,8 @@ from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses import Subject, reference_of, run_prechecks
-from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
+from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.requests import Request, load_requests
 

@@ -19,7 +19,8 @@ from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.replay import same_functions, under
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_backends.empirical.table.evidence import Evidence, records
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.rows import records
 from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
 from kcdsl_backends.process import prints_aside
 

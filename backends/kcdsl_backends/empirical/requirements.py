@@ -7,7 +7,7 @@ of requests themselves. A mean speaks of no unit, and neither does a rate over t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar, assert_never
@@ -16,7 +16,7 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import subterms, terms_of, walk
-from kcdsl.ir.kernels import LOGITS
+from kcdsl.ir.kernels import LOGITS, KernelRef
 from kcdsl.ir.printer import formula_text
 from kcdsl.ir.terms import (
     Abs,
@@ -38,7 +38,7 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.terms import Number as Constant
-from kcdsl.metrics import METRICS
+from kcdsl.metrics import MEASURES, METRICS
 
 
 def metrics_of(formula: Formula) -> frozenset[str]:
@@ -187,6 +187,29 @@ def windows(units: Sequence[_Unit], size: int = WINDOW) -> tuple[tuple[_Unit, ..
 def window_count(units: int, size: int = WINDOW) -> int:
     """Return into how many windows so many units are cut."""
     return 0 if units == 0 else max(1, units // size)
+
+
+# --- recordings and times ------------------------------------------------------------------------
+
+
+GENERATED = frozenset({"ttft", "tpot"})
+"""Metrics of the times of single tokens."""
+
+
+def is_runtime(clause: Clause) -> bool:
+    """Say whether a clause needs timed or repeated runs."""
+    names = metrics_of(clause.require) - {"failure_rate"}
+    return any(MEASURES[n].tier == "E" for n in names if n in MEASURES)
+
+
+def reads_tokens(clauses: Iterable[Clause]) -> bool:
+    """Say whether any clause reads the times of single tokens."""
+    return any(metrics_of(clause.require) & GENERATED for clause in clauses)
+
+
+def holds_logits(kernel: KernelRef) -> bool:
+    """Say whether a kernel is a recording of whole logits."""
+    return kernel.recording is not None and kernel.recording.format == LOGITS
 
 
 # --- sampling units ------------------------------------------------------------------------------

@@ -494,8 +494,7 @@ def test_planning_imports_no_torch(cli_process: Any, write: Write) -> None:
 
 def test_planner_and_backend_agree_on_what_is_noisy_and_what_is_counted() -> None:
     """The planner reads the table of the language, the backend its measures."""
-    from kcdsl.metrics import METRICS
-    from kcdsl_backends.empirical.metrics.measures import MEASURES
+    from kcdsl.metrics import MEASURES, METRICS
     from kcdsl_backends.empirical.questions.plan import NOISY
 
     for name, measure in MEASURES.items():

@@ -21,15 +21,11 @@ import torch
 from torch import Tensor
 
 from kcdsl.ir.terms import Metric, Statistic, Term
-from kcdsl.metrics import METRICS
+from kcdsl.metrics import MEASURES, METRICS, RECORDED
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
-from kcdsl_backends.empirical.metrics.measures import (
-    AGGREGATES,
-    MEASURES,
-    RECORDED,
-    gradient_function,
-)
-from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
+from kcdsl_backends.empirical.metrics.measures import AGGREGATES, gradient_function
+from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of, run_of, timed
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side, TopLogs
 from kcdsl_backends.empirical.table.evidence import SliceData, Unit

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl.metrics import MEASURES
 from kcdsl.metrics.arrays import CONFIDENCES
 from kcdsl_backends.empirical.metrics import calibration, policies, ranks, sampled, states
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
-    MEASURES,
     SAMPLED_FUNCTIONS,
     STATE_FUNCTIONS,
     gradient_function,
@@ -372,8 +372,7 @@ def test_every_function_is_described_and_every_bound_of_its_range_holds() -> Non
 
 
 def test_the_language_and_the_backend_name_the_same_metrics() -> None:
-    from kcdsl.metrics import METRICS
-    from kcdsl_backends.empirical.metrics.measures import UNMEASURED
+    from kcdsl.metrics import METRICS, UNMEASURED
 
     assert set(METRICS) == set(MEASURES) | set(UNMEASURED)
     assert set(MEASURES) & set(UNMEASURED) == set()

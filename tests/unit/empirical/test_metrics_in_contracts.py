@@ -13,16 +13,15 @@ import torch
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Constants, Metric, Term
-from kcdsl.metrics import METRICS
+from kcdsl.metrics import MEASURES, METRICS, UNMEASURED
 from kcdsl_backends.empirical.metrics.full_logits import TIER_A, tier_a
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
-    MEASURES,
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
-    UNMEASURED,
 )
-from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
+from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels.run import run_request
 
 if TYPE_CHECKING:
     from tests.unit.empirical.conftest import Lab

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kcdsl_backends.empirical.metrics.measures import UNMEASURED
+from kcdsl.metrics import UNMEASURED
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout
 from tests.support import planted_bugs, recordings
 from tests.support.recordings import BFLOAT16, FLOAT32, FP8, at

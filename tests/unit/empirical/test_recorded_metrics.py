@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from kcdsl.metrics import MEASURES, RECORDED, UNMEASURED
 from kcdsl_backends.empirical.metrics import calibration, recorded, sampled, sequences
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
-from kcdsl_backends.empirical.metrics.measures import (
-    AGGREGATES,
-    MEASURES,
-    RECORDED,
-    UNMEASURED,
-    function_of,
-)
+from kcdsl_backends.empirical.metrics.measures import AGGREGATES, function_of
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
 
 # --- sequences -----------------------------------------------------------------------------------

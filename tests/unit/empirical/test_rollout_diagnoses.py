@@ -13,8 +13,8 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.diagnoses.recorded_logs import alignment, ratios_of, truncation
-from kcdsl_backends.empirical.sources.rollouts.prompts import Policy, score
-from kcdsl_backends.empirical.sources.rollouts.record import Law, Rollout, Semantics
+from kcdsl_backends.empirical.sources.rollouts.prompts import score
+from kcdsl_backends.empirical.sources.rollouts.record import Law, Policy, Rollout, Semantics
 from tests.support import recordings
 from tests.support.recordings import BFLOAT16, FLOAT32, FP8, RAW, at, nucleus, same
 

@@ -11,16 +11,10 @@ import pytest
 import torch
 
 from kcdsl.ir.terms import Metric, Statistic
-from kcdsl.metrics import METRICS
+from kcdsl.metrics import MEASURES, METRICS, RECORDED, UNMEASURED
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
-from kcdsl_backends.empirical.metrics.measures import (
-    MAGNITUDES,
-    MEASURES,
-    RECORDED,
-    RECORDED_AGGREGATES,
-    UNMEASURED,
-)
+from kcdsl_backends.empirical.metrics.measures import MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.metrics.policies import kl
 from kcdsl_backends.empirical.metrics.sequences import intraclass_correlation
 from kcdsl_backends.empirical.sources.rollouts.measures import (

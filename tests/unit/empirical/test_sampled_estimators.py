@@ -12,14 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kcdsl.metrics import MEASURES
 from kcdsl.metrics.sampled import RULES, Rule
 from kcdsl_backends.empirical.metrics import policies, sampled
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
-from kcdsl_backends.empirical.metrics.measures import (
-    MEASURES,
-    PROBABILITY_FUNCTIONS,
-    SAMPLED_FUNCTIONS,
-)
+from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
 from tests.support import reference_metrics as reference
 

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kcdsl.ir.terms import Abs, Arith, Compare, Connective, EvidenceKind, Metric, Number, Term
+from kcdsl.metrics import MEASURES, RECORDED
 from kcdsl.verdict.model import verdict_name
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
 from kcdsl_backends.empirical.decide.results import decide_clause
-from kcdsl_backends.empirical.metrics.measures import MEASURES, RECORDED
 from kcdsl_backends.empirical.statistics import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 

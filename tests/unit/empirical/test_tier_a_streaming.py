@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kcdsl.metrics import MEASURES
 from kcdsl_backends.empirical.metrics.full_logits import BITS, FUSED, TIER_A, tier_a
-from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.metrics.policies import policy_pair
 from tests.support.reference_metrics import PAIR_FUNCTIONS
 

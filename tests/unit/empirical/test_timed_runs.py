@@ -15,6 +15,7 @@ from kcdsl.ir.terms import Family, KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.verdict.model import Inconclusive, verdict_name
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.requirements import is_runtime
 from kcdsl_backends.empirical.sources.kernels import timing as runtime
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.empirical.statistics import NotMeasurable
@@ -98,12 +99,12 @@ def test_enough_runs_are_made_to_decide_a_clause(
     )
     assert runtime.runs_needed(clause) == wanted
     assert runtime.rounds_needed([clause], [10, 0, 40]) == math.ceil(wanted / 10)
-    assert runtime.is_runtime(clause)
+    assert is_runtime(clause)
 
 
 def test_failure_rates_need_no_timing(lab: Any) -> None:
     clause = lab.clause(lab.statistic("aggregate", "failure_rate"))
-    assert not runtime.is_runtime(clause)
+    assert not is_runtime(clause)
 
 
 # --- generation ----------------------------------------------------------------------------------

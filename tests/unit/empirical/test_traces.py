@@ -32,7 +32,8 @@ from kcdsl.ir.terms import (
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.table import trace
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit, records
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.rows import records
 from kcdsl_backends.empirical.table.trace import (
     Trace,
     read_trace,

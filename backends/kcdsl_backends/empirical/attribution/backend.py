@@ -42,7 +42,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     STATE_FUNCTIONS,
 )
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_backends.empirical.table.evidence import Unit
 from kcdsl_backends.process import prints_aside, threads_for

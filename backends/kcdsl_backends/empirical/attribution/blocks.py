@@ -27,8 +27,8 @@ from kcdsl_backends.empirical.attribution.measurement import Progress, Subject, 
 from kcdsl_backends.empirical.attribution.shapley import Array, Statistic, Table, column
 from kcdsl_backends.empirical.diagnoses.model import size
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.engines import as_it_is
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 

@@ -42,7 +42,7 @@ from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import Certify, compare_request
 from kcdsl_backends.empirical.bounds.requests import Box, logit_bounds
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
-from kcdsl_backends.empirical.sources.kernels.run import Blocks, block_drift
+from kcdsl_backends.empirical.sources.kernels import Blocks, block_drift
 from kcdsl_backends.empirical.table.evidence import Array
 from kcdsl_backends.requests import Request
 

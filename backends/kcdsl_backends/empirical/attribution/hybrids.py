@@ -22,7 +22,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.attribution.sources import different, mixed
 from kcdsl_backends.empirical.diagnoses.reference import input_quantiser
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 

@@ -23,7 +23,8 @@ from kcdsl_backends.empirical.attribution.hybrids import (
     run_all,
 )
 from kcdsl_backends.empirical.attribution.shapley import Array, Column, column
-from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request, tensor_digest
+from kcdsl_backends.empirical.sources.kernels import Plan, tensor_digest
+from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.verdict.report import CrossCheck
-from kcdsl_backends.empirical.sources.kernels.run import BlockInput, Blocks, block_drift
+from kcdsl_backends.empirical.sources.kernels import BlockInput, Blocks, block_drift
 from kcdsl_backends.empirical.table.evidence import Comparison
 from kcdsl_backends.requests import Request
 

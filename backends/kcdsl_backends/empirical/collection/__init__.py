@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from kcdsl.ir.tables import expand_tables
-from kcdsl_backends.empirical.collection.context import Context, KernelContext, Progress, Source
+from kcdsl_backends.empirical.collection.context import (
+    Context,
+    KernelContext,
+    Progress,
+    Source,
+    Workers,
+)
 from kcdsl_backends.empirical.collection.kernels import KernelSource
-from kcdsl_backends.empirical.collection.parallel import Spread
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.collection.rollouts import RolloutSource
 from kcdsl_backends.empirical.collection.servers import ServerSource
@@ -19,7 +24,7 @@ def collect(
     context: Context,
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
-    spread: Spread | None = None,
+    spread: Workers | None = None,
 ) -> Evidence:
     """Fill the evidence table with what the clauses of a contract read on its slices.
 
@@ -34,7 +39,7 @@ def collect(
 
 
 def source_of(
-    context: Context, journal: Journal | None = None, spread: Spread | None = None
+    context: Context, journal: Journal | None = None, spread: Workers | None = None
 ) -> Source:
     """Return the source that a context was loaded for."""
     match context:

@@ -9,22 +9,17 @@ from typing import Any, Protocol
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.tables import Gap
-from kcdsl.ir.terms import Clause, KernelRef, Program
+from kcdsl.ir.terms import Clause, Program
+from kcdsl.metrics import METRICS, UNMEASURED
 from kcdsl.model.files import Artefacts
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.diagnoses.reference import Reference
-from kcdsl_backends.empirical.metrics.measures import (
-    STATE_FUNCTIONS,
-    UNMEASURED,
-    gradient_function,
-)
+from kcdsl_backends.empirical.metrics.measures import STATE_FUNCTIONS, gradient_function
 from kcdsl_backends.empirical.metrics.user import UserFunction, measures_of
-from kcdsl_backends.empirical.requirements import PROOFS, measured_norms, metrics_of
-from kcdsl_backends.empirical.sources.kernels import timing
-from kcdsl_backends.empirical.sources.kernels.run import BlockInput, Kernel, Plan
-from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
-from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence
+from kcdsl_backends.empirical.requirements import GENERATED, PROOFS, measured_norms, metrics_of
+from kcdsl_backends.empirical.sources.kernels import BlockInput, Kernel, Plan
+from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence, Run
 from kcdsl_backends.requests import Request, RequestFile
 
 Progress = Callable[[str, int, int], None]
@@ -85,6 +80,20 @@ class Source(Protocol):
 
     def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
         """Measure what the clauses read on every request of the slices."""
+        ...
+
+
+class Workers(Protocol):
+    """Other processes that run requests: of this machine, or of a cluster."""
+
+    def runs(
+        self,
+        requests: Sequence[Request],
+        decided_by: Mapping[str, str],
+        arrived: Callable[[Request, Run], None],
+        imported: Callable[[Mapping[str, tuple[str, str]]], None],
+    ) -> dict[str, Run]:
+        """Return what every request gave, by its key."""
         ...
 
 
@@ -149,11 +158,6 @@ class KernelContext(Context):
         }
 
 
-def recorded_side(kernel: KernelRef) -> bool:
-    """Say whether a kernel is read from a recording."""
-    return kernel.recording is not None
-
-
 def spoiled_slices(found: Iterable[tuple[Gap, Sequence[Request]]]) -> dict[str, str]:
     """Return why a slice has no usable evidence, for tables that miss requests of it."""
     return {
@@ -170,7 +174,8 @@ def check_metrics(context: KernelContext, clauses: Sequence[Clause]) -> None:
         for name in sorted(metrics_of(clause.require)):
             known = name in measures_of(context.program)
             missing = UNMEASURED.get(name) if clause.evidence not in PROOFS and not known else None
-            roles = ", ".join(NEEDS.get(name, ()))
+            definition = METRICS.get(name)
+            roles = ", ".join(definition.columns or () if definition is not None else ())
             help = (
                 f"recordings feed it (run: recorded) that have {roles}; or take the clause out"
                 if roles
@@ -197,13 +202,13 @@ def _out_of_reach(name: str, context: KernelContext) -> tuple[str, str] | None:
     measure = measures_of(context.program).get(name)
     if measure is None:
         return None
-    if context.encoder and name in timing.GENERATED:
+    if context.encoder and name in GENERATED:
         return "the model is an encoder and generates nothing", "time its passes with `latency`"
     if context.encoder and not {"logits", "sampled"}.isdisjoint(measure.needs):
         usable = ", ".join(sorted(STATE_FUNCTIONS))
         return "the model is an encoder and has no logits", f"metrics of encoders: {usable}"
     timed = measure.tier == "E" and name != "failure_rate"
-    if timed and recorded_side(context.program.infer):
+    if timed and context.program.infer.recording is not None:
         return "recorded logits are read, not run", "time the kernel where it runs"
     constants = context.program.constants
     if name == "grad_bias" and None in (constants.advantage_max, constants.score_norm_max):

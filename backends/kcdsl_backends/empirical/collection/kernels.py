@@ -26,10 +26,10 @@ from kcdsl_backends.empirical.bounds.requests import certified_units
 from kcdsl_backends.empirical.collection.context import (
     KernelContext,
     Progress,
+    Workers,
     check_metrics,
     plan_for,
 )
-from kcdsl_backends.empirical.collection.parallel import Spread
 from kcdsl_backends.empirical.collection.recordings import (
     NOTHING_RAN,
     of_recordings,
@@ -42,10 +42,12 @@ from kcdsl_backends.empirical.requirements import (
     DEFAULT_BLOCK,
     block_place,
     drift_blocks,
+    is_runtime,
     norm_name,
+    reads_tokens,
 )
-from kcdsl_backends.empirical.sources.kernels import timing
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, compared, run_request
+from kcdsl_backends.empirical.sources.kernels import Kernel, Plan, timing
+from kcdsl_backends.empirical.sources.kernels.run import compared, run_request
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Comparison, Evidence, Run, Timing, Unit
 from kcdsl_backends.requests import Request
@@ -67,7 +69,7 @@ class KernelSource:
 
     context: KernelContext
     journal: Journal | None = None
-    spread: Spread | None = None
+    spread: Workers | None = None
 
     @property
     def slices(self) -> Collection[str]:
@@ -117,7 +119,7 @@ class KernelSource:
             ),
             notes=(
                 *notes,
-                *((_GENERATION,) if timing.reads_tokens(clauses) else ()),
+                *((_GENERATION,) if reads_tokens(clauses) else ()),
                 *(() if self.journal is None else self.journal.notes),
                 *((NOTHING_RAN,) if recorded_sides(context.program) == 2 else ()),
             ),
@@ -202,7 +204,7 @@ class KernelSource:
 
     def _timing(self, clauses: Sequence[Clause], progress: Progress) -> Timing:
         context, kernel = self.context, self.context.infer
-        timed = [clause for clause in clauses if timing.is_runtime(clause)]
+        timed = [clause for clause in clauses if is_runtime(clause)]
         chosen, rounds = timing.chosen_rounds(timed, context.slices, context.looks)
         if not chosen:
             return Timing()
@@ -212,7 +214,7 @@ class KernelSource:
             rounds=rounds,
             seconds=context.seconds,
             device=context.device,
-            generate=timing.greedy(kernel) if timing.reads_tokens(timed) else None,
+            generate=timing.greedy(kernel) if reads_tokens(timed) else None,
             progress=lambda done, total: progress("timed runs", done, total),
         )
 

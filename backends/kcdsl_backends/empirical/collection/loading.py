@@ -29,7 +29,6 @@ from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress, spoiled_slices
 from kcdsl_backends.empirical.collection.recordings import (
     RolloutContext,
-    holds_logits,
     prepare_logits,
     prepare_recorded,
     stated_vocabulary,
@@ -37,7 +36,8 @@ from kcdsl_backends.empirical.collection.recordings import (
 from kcdsl_backends.empirical.diagnoses.reference import reference_of
 from kcdsl_backends.empirical.diagnoses.weights import watch_weights, weights_digests
 from kcdsl_backends.empirical.metrics.user import functions_record, load_functions
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.requirements import holds_logits
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.servers.kernel import load_server

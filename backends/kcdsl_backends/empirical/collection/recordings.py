@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.ir.kernels import LOGITS, KernelRef, LogProbabilities
+from kcdsl.ir.kernels import LogProbabilities
 from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts, companion
@@ -26,7 +26,8 @@ from kcdsl_backends.empirical.collection.context import (
     spoiled_slices,
 )
 from kcdsl_backends.empirical.diagnoses.model import not_applicable
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.requirements import holds_logits
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics
@@ -238,11 +239,6 @@ def counts(rollout: Rollout) -> bool:
 NOTHING_RAN = (
     "both kernels are recorded: the checkpoint was not read, and nothing here says that it ran"
 )
-
-
-def holds_logits(kernel: KernelRef) -> bool:
-    """Say whether a kernel is a recording of whole logits."""
-    return kernel.recording is not None and kernel.recording.format == LOGITS
 
 
 def prepare_logits(

@@ -32,7 +32,8 @@ from kcdsl.model.own_code import compiled_files, imported_code
 from kcdsl.source.files import is_file
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.metrics.sampled import request_seed
-from kcdsl_backends.empirical.sources.kernels.run import Plan, run_request
+from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.servers.kernel import (
     Answer,
     Continuation,

@@ -19,12 +19,11 @@ from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prech
 from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements import PROOFS, measured_norms, metrics_of
-from kcdsl_backends.empirical.sources.kernels import timing
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.requirements import PROOFS, is_runtime, measured_norms, metrics_of
+from kcdsl_backends.empirical.sources.kernels import Kernel, timing
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
-from kcdsl_backends.empirical.sources.rollouts.prompts import Group, Policy, run_of, score
-from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, problem_of
+from kcdsl_backends.empirical.sources.rollouts.prompts import Group, run_of, score
+from kcdsl_backends.empirical.sources.rollouts.record import Policy, Rollout, Semantics, problem_of
 from kcdsl_backends.empirical.sources.servers.kernel import (
     Answer,
     Continuation,
@@ -139,7 +138,7 @@ class ServerSource:
         progress: Progress,
     ) -> Timing:
         server, seed = self.server, self.context.seed
-        timed = [clause for clause in clauses if timing.is_runtime(clause)]
+        timed = [clause for clause in clauses if is_runtime(clause)]
         chosen, rounds = timing.chosen_rounds(timed, slices, self.context.looks)
         if not chosen:
             return Timing()

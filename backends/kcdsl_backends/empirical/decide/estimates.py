@@ -18,11 +18,13 @@ import numpy as np
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
+from kcdsl.metrics import UNMEASURED
 from kcdsl.metrics.arrays import CACHE
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.interval import Interval
 from kcdsl_backends.empirical.decide.values import (
     Side,
+    column_of,
     recorded,
     token_sums,
     unit_values,
@@ -31,12 +33,7 @@ from kcdsl_backends.empirical.decide.values import (
     worst_of_units,
 )
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
-from kcdsl_backends.empirical.metrics.measures import (
-    AGGREGATES,
-    MAGNITUDES,
-    RECORDED_AGGREGATES,
-    UNMEASURED,
-)
+from kcdsl_backends.empirical.metrics.measures import AGGREGATES, MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.statistics import Confidence, Estimate, NotMeasurable
 from kcdsl_backends.empirical.table.evidence import SliceData
 
@@ -209,7 +206,7 @@ def rate_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
     value. Raises `NotMeasurable` for other values."""
     if data.reduced is not None:
         sums, sizes = token_sums(of, data)
-        binary = not data.reduced.of(of).fractions.any()
+        binary = not column_of(of, data.reduced).fractions.any()
     else:
         values = unit_values(of, units_of(of, data), data.measures)
         every = statistics.check_values(np.concatenate(values) if values else [], term_text(of))

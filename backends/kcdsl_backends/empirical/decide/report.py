@@ -14,7 +14,7 @@ from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.tables import expand_tables, is_bucket
 from kcdsl.ir.terms import Clause, Family, Program
-from kcdsl.metrics import MetricDefinition
+from kcdsl.metrics import MEASURES, MetricDefinition
 from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.model import Violated
 from kcdsl.verdict.report import Precheck, Report, SliceSummary, Statistics, Warned
@@ -24,7 +24,6 @@ from kcdsl_backends.empirical.charts.series import mean
 from kcdsl_backends.empirical.decide.comparison import beside
 from kcdsl_backends.empirical.decide.results import Case, decide_all
 from kcdsl_backends.empirical.diagnoses.model import blocking
-from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.requirements import (
     PROOFS,
@@ -34,7 +33,8 @@ from kcdsl_backends.empirical.requirements import (
     split,
 )
 from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
-from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, SliceData, records
+from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, SliceData
+from kcdsl_backends.empirical.table.rows import records
 
 
 def conclude(evidence: Evidence) -> Report:

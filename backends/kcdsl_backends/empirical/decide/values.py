@@ -14,12 +14,7 @@ import numpy as np
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
-from kcdsl.metrics import MetricDefinition
-from kcdsl_backends.empirical.metrics.measures import (
-    PROBABILITY_FUNCTIONS,
-    SAMPLED_FUNCTIONS,
-    UNMEASURED,
-)
+from kcdsl.metrics import DRAWN, UNMEASURED, MetricDefinition
 from kcdsl_backends.empirical.requirements import norm_name
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
@@ -28,7 +23,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
     check_values,
     rounded_sum,
 )
-from kcdsl_backends.empirical.table.evidence import Array, SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import FAULTS, Array, Column, Reduced, SliceData, Unit
 
 Side = Literal["upper", "lower"]
 """Which tail harms: "upper" where a value must stay below something."""
@@ -60,7 +55,7 @@ def unit_values(
 def worst_of_units(term: Term, data: SliceData, side: Side) -> Array:
     """Return the worst value of every unit, for percentiles and counts."""
     if data.reduced is not None:
-        return data.reduced.of(term).worst(side)
+        return column_of(term, data.reduced).worst(side)
     reduce = np.max if side == "upper" else np.min
     values = unit_values(term, units_of(term, data), data.measures)
     return np.array([float(reduce(v)) for v in values], dtype=np.float64)
@@ -69,7 +64,7 @@ def worst_of_units(term: Term, data: SliceData, side: Side) -> Array:
 def token_sums(term: Term, data: SliceData) -> tuple[Array, Array]:
     """Return the sum of the token values of each request, correctly rounded, and their number."""
     if data.reduced is not None:
-        column = data.reduced.of(term)
+        column = column_of(term, data.reduced)
         check_finite(
             int(column.nan.sum() + column.infinite.sum()), int(column.values.sum()), term_text(term)
         )
@@ -78,6 +73,35 @@ def token_sums(term: Term, data: SliceData) -> tuple[Array, Array]:
     check_values(np.concatenate(values) if values else [], term_text(term))
     sums = [rounded_sum(v) for v in values]
     return np.array(sums), np.array([float(v.size) for v in values])
+
+
+def column_of(term: Term, reduced: Reduced) -> Column:
+    """Return the column of a term; raise `NotMeasurable` where a request lacks values."""
+    name = term_text(term)
+    if term not in reduced.columns:
+        raise NotMeasurable(f"{name}: the table has no such values")
+    column = reduced.columns[term]
+    lacking = np.flatnonzero(~column.complete)
+    if lacking.size:
+        row = int(lacking[0])
+        if column.faults[row]:
+            raise NotMeasurable(_fault(term, reduced, row))
+        missing, there = int(column.missing[row]), int(column.values[row])
+        raise NotMeasurable(
+            f"{name}: the request {reduced.keys[row]}: {missing} of {missing + there} values are "
+            "missing"
+        )
+    return column
+
+
+def _fault(term: Term, reduced: Reduced, row: int) -> str:
+    """Say what is wrong with the values of a request, of the metric of a term that has them."""
+    parts = [*(t for t in subterms(term) if isinstance(t, Metric)), term]
+    own = [(t, reduced.columns[t]) for t in parts if t in reduced.columns]
+    of, column = next((t, found) for t, found in own if found.faults[row])
+    values = f"{column.least[row]:g} to {column.most[row]:g}"
+    fault = FAULTS[column.faults[row]]
+    return f"{term_text(of)}: the request {reduced.keys[row]}: {values}: {fault}"
 
 
 def recorded(name: str, unit: Unit) -> Array:
@@ -152,11 +176,10 @@ def value_range(term: Term, data: SliceData) -> tuple[float | None, float | None
     Where both policies are equal at every position, the value of a sampled token is the same
     whichever token is drawn, so its range is one point.
     """
-    of_tokens = {*SAMPLED_FUNCTIONS, *PROBABILITY_FUNCTIONS}
-    sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & of_tokens
+    sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & DRAWN
     if sampled and _equal_policies(data):
         if data.reduced is not None:
-            constant = float(data.reduced.of(term).least[0])
+            constant = float(column_of(term, data.reduced).least[0])
         else:
             constant = float(_pointwise(term, data.requests[0], data.measures)[0])
         return constant, constant

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
-from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
-from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Rollout, Side
+from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Policy, Rollout, Side
 
 FALSE_ALARMS = 1e-6
 """Probability at most with which honest tokens are called those of another law."""

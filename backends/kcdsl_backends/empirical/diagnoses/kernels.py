@@ -54,7 +54,7 @@ from kcdsl_backends.empirical.diagnoses.weights import (
     weights_checksum,
     whole_model,
 )
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.table.evidence import Array, Unit
 from kcdsl_backends.requests import Request
 

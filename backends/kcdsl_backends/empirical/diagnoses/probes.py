@@ -19,7 +19,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     size,
 )
 from kcdsl_backends.empirical.diagnoses.reference import Reference
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, tensor_digest
+from kcdsl_backends.empirical.sources.kernels import Kernel, tensor_digest
 from kcdsl_backends.requests import Request
 
 

@@ -23,8 +23,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     outcome,
 )
 from kcdsl_backends.empirical.diagnoses.policies import support_check
-from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
-from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Rollout, Semantics
+from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Policy, Rollout, Semantics
 
 _NEAR = 1e-9
 

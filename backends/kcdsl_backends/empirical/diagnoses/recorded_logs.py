@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kcdsl_backends.empirical.diagnoses.model import SIDES, SMALLEST, Repair
 from kcdsl_backends.empirical.diagnoses.policies import WIDEST, minimise
-from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
-from kcdsl_backends.empirical.sources.rollouts.record import Array, Rollout
+from kcdsl_backends.empirical.sources.rollouts.record import Array, Policy, Rollout
 
 _SHORTEST = 4
 _FEWEST = 64

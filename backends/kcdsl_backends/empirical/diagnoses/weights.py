@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
 )
 from kcdsl_backends.empirical.diagnoses.probes import Noise, all_finite, floor
 from kcdsl_backends.empirical.diagnoses.reference import Reference
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels import Kernel
 
 
 def weights_checksum(checkpoints: Mapping[str, str]) -> Precheck:

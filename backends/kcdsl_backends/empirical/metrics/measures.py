@@ -14,17 +14,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kcdsl.metrics import METRICS, MetricDefinition
+from kcdsl.metrics import MEASURES, METRICS, RECORDED, MetricDefinition
 from kcdsl.metrics.arrays import LOGS, RATIO_LOG, STATES, TOPS
 from kcdsl.metrics.definition import ABSOLUTE_MEAN
 from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured
-
-MEASURES: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() if not m.absent}
-"""The metrics that a forward pass of both kernels gives."""
-RECORDED: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() if m.absent}
-"""The metrics that only recorded runs feed."""
-UNMEASURED: Mapping[str, str] = {m.name: m.absent for m in RECORDED.values()}
-"""Metrics that a forward pass of both kernels does not give, with the reason."""
 
 
 @cache

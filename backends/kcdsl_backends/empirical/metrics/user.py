@@ -29,11 +29,10 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
 from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.terms import Program, UserMetric
-from kcdsl.metrics import METRICS, MetricDefinition, registry_of, user_metric
+from kcdsl.metrics import MEASURES, METRICS, MetricDefinition, registry_of, user_metric
 from kcdsl.model import own_code
 from kcdsl.model.files import file_digest
 from kcdsl.units import UNITS
-from kcdsl_backends.empirical.metrics.measures import MEASURES
 
 Array = NDArray[np.float64]
 

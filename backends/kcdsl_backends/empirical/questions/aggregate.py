@@ -15,10 +15,10 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Metric, Program, Term
+from kcdsl.metrics import MEASURES
 from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.records import number
 from kcdsl.verdict.report import overall
-from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.questions.token_clauses import (
     Decided,
     Task,

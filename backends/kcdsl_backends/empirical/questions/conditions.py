@@ -52,8 +52,9 @@ from kcdsl_backends.empirical.requirements import (
     slices_of,
     split,
 )
+from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
 from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan, run_request
+from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.table.evidence import Run, SliceData
 from kcdsl_backends.requests import Request

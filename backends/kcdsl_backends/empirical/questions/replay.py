@@ -20,22 +20,22 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.terms import Clause, Program, Slice
-from kcdsl_backends.empirical.collection.context import recorded_side, spoiled_slices
-from kcdsl_backends.empirical.collection.recordings import holds_logits
+from kcdsl.metrics import UNMEASURED
+from kcdsl_backends.empirical.collection.context import spoiled_slices
 from kcdsl_backends.empirical.diagnoses.probes import chosen
-from kcdsl_backends.empirical.metrics.measures import UNMEASURED
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.requirements import (
     DEFAULT_BLOCK,
     PROOFS,
     drift_blocks,
+    holds_logits,
+    is_runtime,
     measured_norms,
     metrics_of,
     norm_name,
     slices_of,
     split,
 )
-from kcdsl_backends.empirical.sources.kernels.timing import is_runtime
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.rows import fields_text
 from kcdsl_backends.empirical.table.trace import Trace
@@ -246,7 +246,7 @@ def _meaning(slice_: Slice, program: Program) -> tuple[object, ...]:
 
 def _recorded(program: Program) -> bool:
     """Say whether rollouts were read, whose units are prompts with several of them."""
-    return recorded_side(program.infer) and not holds_logits(program.infer)
+    return program.infer.recording is not None and not holds_logits(program.infer)
 
 
 def _within(slice_: Slice, whole: str, evidence: Evidence) -> tuple[Request, ...]:

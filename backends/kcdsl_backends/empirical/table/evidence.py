@@ -12,7 +12,6 @@ of one request, and what clauses about traces are decided on.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,14 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.ir.formulas import subterms
-from kcdsl.ir.kernels import LOGITS
-from kcdsl.ir.printer import term_text
-from kcdsl.ir.terms import Metric, Program, Term
-from kcdsl.metrics import MetricDefinition
+from kcdsl.ir.terms import Program, Term
+from kcdsl.metrics import MEASURES, MetricDefinition
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
-from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, rounded_sum
 from kcdsl_backends.requests import Request
 
 Array = NDArray[np.float64]
@@ -211,34 +205,6 @@ class Reduced:
         columns = {term: column.at(slice(start, end)) for term, column in self.columns.items()}
         return Reduced(self.keys[start:end], columns, self.tokens[start:end], self.rows_of)
 
-    def of(self, term: Term) -> Column:
-        """Return the column of a term; raise `NotMeasurable` where a request lacks values."""
-        name = term_text(term)
-        if term not in self.columns:
-            raise NotMeasurable(f"{name}: the table has no such values")
-        column = self.columns[term]
-        lacking = np.flatnonzero(~column.complete)
-        if lacking.size:
-            row = int(lacking[0])
-            if column.faults[row]:
-                raise NotMeasurable(self._fault(term, row))
-            missing, there = int(column.missing[row]), int(column.values[row])
-            raise NotMeasurable(
-                f"{name}: the request {self.keys[row]}: {missing} of {missing + there} values are "
-                "missing"
-            )
-        return column
-
-    def _fault(self, term: Term, row: int) -> str:
-        """Say what is wrong with the values of a request, of the metric of a term that has them."""
-        parts = [*(t for t in subterms(term) if isinstance(t, Metric)), term]
-        own = [(t, self.columns[t]) for t in parts if t in self.columns]
-        of, column = next((t, found) for t, found in own if found.faults[row])
-        values = f"{column.least[row]:g} to {column.most[row]:g}"
-        return (
-            f"{term_text(of)}: the request {self.keys[row]}: {values}: {FAULTS[column.faults[row]]}"
-        )
-
 
 SUMMARY_METRICS = {
     False: ("kl", "tv", "logit_linf", "logit_span", "top1_overlap"),
@@ -294,102 +260,3 @@ class Evidence:
     seed: int = 0
     looks: int | None = 1
     """How many evaluations of growing data share the error; None: any number."""
-
-
-def sampling_of(program: Program) -> dict[str, float] | None:
-    """Return how tokens are drawn: as the contract says of a server or a recording, else from the
-    whole law; None for a recording of which nothing states it."""
-    service, recording = program.infer.service, program.infer.recording
-    if service is None and (recording is None or recording.format == LOGITS):
-        return {"temperature": float(program.constants.temperature), "top_p": 1.0, "top_k": 0}
-    logs = service.logprobs if service is not None else None
-    if recording is not None:
-        logs = recording.logprobs
-    if logs is None:
-        return None
-    return {
-        "temperature": float(logs.temperature),
-        "top_p": float(logs.top_p),
-        "top_k": logs.top_k,
-        "min_p": float(logs.min_p),
-    }
-
-
-def records(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """Return the trace record of every request, by its key."""
-    timed: dict[str, list[Any]] = {}
-    for unit in evidence.timing.runs:
-        timed.setdefault(unit.key, []).append(unit)
-    inside: dict[str, list[str]] = {}
-    for name, keys in evidence.slices.items():
-        for key in keys:
-            inside.setdefault(key, []).append(name)
-    return {
-        request.key: trace_record(
-            request,
-            evidence.runs[request.key],
-            slices=inside.get(request.key, ()),
-            kernels={side: str(evidence.kernels[side]["digest"]) for side in ("train", "infer")},
-            sampling=sampling_of(evidence.program),
-            runs=timed.get(request.key, ()),
-        )
-        for request in evidence.requests
-    }
-
-
-# --- trace ---------------------------------------------------------------------------------------
-
-
-TRACE_SCHEMA = "kcdsl.trace/1"
-
-
-def trace_record(
-    request: Request,
-    run: Run,
-    *,
-    slices: Sequence[str],
-    kernels: Mapping[str, str],
-    sampling: Mapping[str, float] | None,
-    runs: Sequence[Unit] = (),
-) -> dict[str, Any]:
-    """Return the record of one request.
-
-    `kernels` holds the digests of both fingerprints, `runs` the timed runs of the request, and
-    `sampling` how tokens are drawn (None: nothing states it). A request that failed has no replay
-    signature: there is nothing to replay against.
-    """
-    failed = run.unit.failure is not None
-    return {
-        "schema": TRACE_SCHEMA,
-        "request": request.key,
-        "slices": list(slices),
-        "build_fingerprint": kernels["infer"],
-        "reference_fingerprint": kernels["train"],
-        "request_shape": [1, request.length],
-        "rng_seed": run.seed,
-        "sampling_params": None if sampling is None else dict(sampling),
-        "replay_signature": None if failed else run.replay_signature,
-        "digests": dict(sorted(run.digests.items())),
-        "failure": run.unit.failure,
-        "nonfinite": run.nonfinite,
-        "values": {name: summary(v) for name, v in sorted(run.unit.values.items())},
-        "latency_s": [float(unit.values["latency"][0]) for unit in runs if not _lost(unit)],
-    }
-
-
-def summary(values: Array) -> dict[str, float | int | None]:
-    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest; None
-    for what is not finite."""
-    finite = bool(np.isfinite(values).all()) and values.size > 0
-    total = rounded_sum(values) if finite else math.inf
-    return {
-        "n": int(values.size),
-        "sum": total if math.isfinite(total) else None,
-        "min": float(values.min()) if finite else None,
-        "max": float(values.max()) if finite else None,
-    }
-
-
-def _lost(unit: Unit) -> bool:
-    value = float(unit.values["latency"][0])
-    return value != value

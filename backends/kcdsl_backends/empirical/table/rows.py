@@ -7,6 +7,7 @@ they were; what a unit does not have is null, which is not the same as an empty 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
+from kcdsl.ir.kernels import LOGITS
+from kcdsl.ir.terms import Program
+from kcdsl_backends.empirical.statistics.estimates import rounded_sum
+from kcdsl_backends.empirical.table.evidence import Array, Evidence, Run, Unit
 from kcdsl_backends.requests import Request
 
 REQUEST, TIMED_RUN, CERTIFIED, FLOOR = "request", "timed_run", "certified", "noise_floor"
@@ -220,3 +224,102 @@ def read_fields(text: str) -> dict[str, str | bool | Fraction]:
         else:
             raise TypeError(f"the field {name} is no text, truth value or number")
     return found
+
+
+# --- trace records -------------------------------------------------------------------------------
+
+
+def sampling_of(program: Program) -> dict[str, float] | None:
+    """Return how tokens are drawn: as the contract says of a server or a recording, else from the
+    whole law; None for a recording of which nothing states it."""
+    service, recording = program.infer.service, program.infer.recording
+    if service is None and (recording is None or recording.format == LOGITS):
+        return {"temperature": float(program.constants.temperature), "top_p": 1.0, "top_k": 0}
+    logs = service.logprobs if service is not None else None
+    if recording is not None:
+        logs = recording.logprobs
+    if logs is None:
+        return None
+    return {
+        "temperature": float(logs.temperature),
+        "top_p": float(logs.top_p),
+        "top_k": logs.top_k,
+        "min_p": float(logs.min_p),
+    }
+
+
+def records(evidence: Evidence) -> dict[str, dict[str, Any]]:
+    """Return the trace record of every request, by its key."""
+    timed: dict[str, list[Any]] = {}
+    for unit in evidence.timing.runs:
+        timed.setdefault(unit.key, []).append(unit)
+    inside: dict[str, list[str]] = {}
+    for name, keys in evidence.slices.items():
+        for key in keys:
+            inside.setdefault(key, []).append(name)
+    return {
+        request.key: trace_record(
+            request,
+            evidence.runs[request.key],
+            slices=inside.get(request.key, ()),
+            kernels={side: str(evidence.kernels[side]["digest"]) for side in ("train", "infer")},
+            sampling=sampling_of(evidence.program),
+            runs=timed.get(request.key, ()),
+        )
+        for request in evidence.requests
+    }
+
+
+TRACE_SCHEMA = "kcdsl.trace/1"
+
+
+def trace_record(
+    request: Request,
+    run: Run,
+    *,
+    slices: Sequence[str],
+    kernels: Mapping[str, str],
+    sampling: Mapping[str, float] | None,
+    runs: Sequence[Unit] = (),
+) -> dict[str, Any]:
+    """Return the record of one request.
+
+    `kernels` holds the digests of both fingerprints, `runs` the timed runs of the request, and
+    `sampling` how tokens are drawn (None: nothing states it). A request that failed has no replay
+    signature: there is nothing to replay against.
+    """
+    failed = run.unit.failure is not None
+    return {
+        "schema": TRACE_SCHEMA,
+        "request": request.key,
+        "slices": list(slices),
+        "build_fingerprint": kernels["infer"],
+        "reference_fingerprint": kernels["train"],
+        "request_shape": [1, request.length],
+        "rng_seed": run.seed,
+        "sampling_params": None if sampling is None else dict(sampling),
+        "replay_signature": None if failed else run.replay_signature,
+        "digests": dict(sorted(run.digests.items())),
+        "failure": run.unit.failure,
+        "nonfinite": run.nonfinite,
+        "values": {name: summary(v) for name, v in sorted(run.unit.values.items())},
+        "latency_s": [float(unit.values["latency"][0]) for unit in runs if not _lost(unit)],
+    }
+
+
+def summary(values: Array) -> dict[str, float | int | None]:
+    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest; None
+    for what is not finite."""
+    finite = bool(np.isfinite(values).all()) and values.size > 0
+    total = rounded_sum(values) if finite else math.inf
+    return {
+        "n": int(values.size),
+        "sum": total if math.isfinite(total) else None,
+        "min": float(values.min()) if finite else None,
+        "max": float(values.max()) if finite else None,
+    }
+
+
+def _lost(unit: Unit) -> bool:
+    value = float(unit.values["latency"][0])
+    return value != value

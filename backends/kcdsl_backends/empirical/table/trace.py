@@ -36,8 +36,8 @@ from kcdsl.ir.terms import Clause, Program
 from kcdsl.source.files import read_bytes
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.table import rows
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, sampling_of
-from kcdsl_backends.empirical.table.rows import CERTIFIED, FLOOR, TIMED_RUN, Row
+from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing
+from kcdsl_backends.empirical.table.rows import CERTIFIED, FLOOR, TIMED_RUN, Row, sampling_of
 from kcdsl_backends.requests import Request
 
 HEADER = "kcdsl.trace"

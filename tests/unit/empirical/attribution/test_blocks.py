@@ -16,7 +16,7 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.attribution import Layers
 from kcdsl_backends.empirical.attribution.blocks import NoSwap, swap_layers
 from kcdsl_backends.empirical.attribution.measurement import Subject
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 from tests.support.attributions import (

@@ -22,7 +22,7 @@ from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelop
 from kcdsl_backends.empirical.attribution.hybrids import Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import (
     EAGER,

@@ -16,7 +16,7 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef
 from kcdsl.verdict.attribution import Attribution, Figure, Source
 from kcdsl_backends.empirical.attribution.measurement import measure
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import (
     EAGER,

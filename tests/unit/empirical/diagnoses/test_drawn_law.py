@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kcdsl_backends.empirical.diagnoses import drawn_law as module
 from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, drawn_law, log_factors
-from kcdsl_backends.empirical.sources.rollouts.prompts import Policy
-from kcdsl_backends.empirical.sources.rollouts.record import Law
+from kcdsl_backends.empirical.sources.rollouts.record import Law, Policy
 
 VOCABULARY = 12
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics import Refusal
+from kcdsl.metrics import MEASURES
 from kcdsl.metrics.arrays import INFER_LOG, RANKED, TRAIN_LOG
-from kcdsl.model.graph import array_digest
 from kcdsl_backends.empirical.metrics import calibration, sampled
 from kcdsl_backends.empirical.metrics.full_logits import CONTEXT, TIER_A, tier_a
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
-    MEASURES,
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     STATE_FUNCTIONS,
@@ -31,8 +29,15 @@ from kcdsl_backends.empirical.metrics.measures import (
 )
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
 from kcdsl_backends.empirical.metrics.states import noise_ratio, row_l2, row_linf, row_span
-from kcdsl_backends.empirical.metrics.user import Unusable, UserFunction, call
+from kcdsl_backends.empirical.metrics.user import Unusable, call
 from kcdsl_backends.empirical.requirements import norm_name
+from kcdsl_backends.empirical.sources.kernels import (
+    BlockInput,
+    Kernel,
+    Plan,
+    block_drift,
+    tensor_digest,
+)
 from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
 from kcdsl_backends.requests import Request
 
@@ -40,105 +45,6 @@ _ELEMENTS = 2**23
 """Largest number of logits that are held in float64 at a time, per kernel and array."""
 _LABELLED = frozenset(m.name for m in MEASURES.values() if "labels" in m.needs)
 _SAMPLED = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
-
-
-class Blocks(Protocol):
-    """A program that runs single blocks of a model."""
-
-    def block(self, name: str, x: Tensor) -> Tensor:
-        """Return what a block makes of the states x [T, D]."""
-        ...
-
-
-class Kernel(Blocks, Protocol):
-    """A program that runs the model: token ids [T] in, logits [T, V] or states [T, D] out."""
-
-    def logits(self, ids: Any) -> Tensor:
-        """Return the logits [T, V], in the format in which the kernel gives them."""
-        ...
-
-    def hidden(self, ids: Any) -> Tensor:
-        """Return the last hidden states [T, D]."""
-        ...
-
-    def tokens(self, ids: Any) -> Tensor:
-        """Return checked token ids on the device of the kernel."""
-        ...
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Run the model on tokens of `tokens`; the result stays on the device."""
-        ...
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the record that identifies the kernel."""
-        ...
-
-
-class NotRun:
-    """A kernel that is asked or read, and not run here: it gives what its class defines alone.
-
-    `lacks` is what a message says before the name of what it does not give, `instead` its help.
-    """
-
-    __slots__ = ()
-    lacks: ClassVar[str]
-    instead: ClassVar[str]
-
-    def logits(self, ids: Any) -> Tensor:
-        """Refuse."""
-        raise self._refusal("logits")
-
-    def hidden(self, ids: Any) -> Tensor:
-        """Refuse."""
-        raise self._refusal("hidden states")
-
-    def block(self, name: str, x: Tensor) -> Tensor:
-        """Refuse."""
-        raise self._refusal(f"block {name}")
-
-    def tokens(self, ids: Any) -> Tensor:
-        """Refuse."""
-        raise self._refusal("forward pass")
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Refuse."""
-        raise self._refusal("forward pass")
-
-    def _refusal(self, what: str) -> Refusal:
-        return refuse(codes.METRIC_OUT_OF_REACH, f"{self.lacks} {what}", help=self.instead)
-
-
-BlockInput = Callable[[Request, str], Tensor]
-"""What enters a block for a request in the training kernel, float32 [T, D]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure."""
-
-    metrics: frozenset[str]
-    temperature: float
-    seed: int
-    encoder: bool
-    gradient: Callable[[Array], Array] | None = None
-    """The bound of the gradient bias, where the contract states its constants."""
-    norms: frozenset[tuple[str, str]] = frozenset()
-    """(block, norm) of every measured drift that a clause reads."""
-    user: tuple[UserFunction, ...] = ()
-    """The functions of the user's metrics that clauses read."""
-    context: frozenset[str] = frozenset()
-    """What charts read beside `metrics`; left out where the vocabulary is too small for it."""
-    needs_hidden: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        states = self.encoder or bool(self.metrics & set(STATE_FUNCTIONS))
-        asked = any("hidden" in user.metric.needs for user in self.user)
-        object.__setattr__(self, "needs_hidden", states or asked)
-
-    @property
-    def needs_logits(self) -> bool:
-        """Say whether logits are read at all."""
-        return not self.encoder
 
 
 def run_request(
@@ -383,14 +289,6 @@ def _sampled_values(pair: PolicyPair, plan: Plan, seed: int) -> tuple[dict[str, 
     return found, drawn
 
 
-def block_drift(train: Blocks, infer: Blocks, block: str, x: Tensor) -> Tensor:
-    """Return infer - train of a block on the same float32 input, float64 [T, D]."""
-    a, b = train.block(block, x), infer.block(block, x)
-    if a.shape != b.shape:
-        raise ValueError(f"block {block} returns shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    return (b.to(torch.float64) - a.to(torch.float64)).cpu()
-
-
 def _row_norm(drift: Tensor, kind: str) -> Tensor:
     match kind:
         case "inf":
@@ -400,14 +298,6 @@ def _row_norm(drift: Tensor, kind: str) -> Tensor:
         case "span":
             return row_span(drift)
     raise ValueError(f"unknown norm {kind!r}")
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """Return the sha256 of a tensor; formats without a numpy type are widened exactly first."""
-    wide = tensor.detach().cpu()
-    if wide.dtype not in (torch.float32, torch.float64, torch.float16):
-        wide = wide.to(torch.float32)
-    return array_digest(wide.numpy())
 
 
 def _array(values: Tensor) -> Array:

@@ -22,9 +22,8 @@ from torch import Tensor
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.formulas import terms_of
 from kcdsl.ir.terms import Clause, Statistic
-from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.requirements import WINDOW, metrics_of, slices_of
-from kcdsl_backends.empirical.sources.kernels.run import Kernel, tensor_digest
+from kcdsl_backends.empirical.requirements import GENERATED, WINDOW, slices_of
+from kcdsl_backends.empirical.sources.kernels import Kernel, tensor_digest
 from kcdsl_backends.empirical.statistics import (
     ONE_LOOK,
     Confidence,
@@ -42,8 +41,6 @@ DIGEST_ROUNDS = 3
 """Rounds whose outputs are compared bit by bit."""
 NEW_TOKENS = 16
 """So many tokens a kernel that runs here generates after a request."""
-GENERATED = frozenset({"ttft", "tpot"})
-"""Metrics of the times of single tokens."""
 OF_GENERATION = ("latency", "ttft", "tpot")
 
 Clock = Callable[[], float]
@@ -54,12 +51,6 @@ when it began, if not with the call. Raises `Untimed`."""
 
 class Untimed(Exception):
     """A generation has no times that can be used; the text says why."""
-
-
-def is_runtime(clause: Clause) -> bool:
-    """Say whether a clause needs timed or repeated runs."""
-    names = metrics_of(clause.require) - {"failure_rate"}
-    return any(MEASURES[n].tier == "E" for n in names if n in MEASURES)
 
 
 def runs_needed(clause: Clause, confidence: Confidence = ONE_LOOK) -> int:
@@ -193,11 +184,6 @@ def greedy(kernel: Kernel) -> Generate:
             yield clock(), 1
 
     return generate
-
-
-def reads_tokens(clauses: Iterable[Clause]) -> bool:
-    """Say whether any clause reads the times of single tokens."""
-    return any(metrics_of(clause.require) & GENERATED for clause in clauses)
 
 
 def _generated(generate: Generate, request: Request, device: torch.device, clock: Clock) -> Unit:

@@ -24,7 +24,7 @@ from kcdsl.model.checkpoint import Stored, header_of
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.source.files import open_file, shown
-from kcdsl_backends.empirical.sources.kernels.run import NotRun
+from kcdsl_backends.empirical.sources.kernels import NotRun
 from kcdsl_backends.requests import Request
 
 GOLD = "gold."

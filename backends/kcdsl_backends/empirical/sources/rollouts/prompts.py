@@ -18,9 +18,15 @@ from torch import Tensor
 from kcdsl.diagnostics import codes, refuse
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
-from kcdsl_backends.empirical.sources.kernels.run import Kernel
+from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.rollouts.measures import measure_rollout, served
-from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side, TopLogs
+from kcdsl_backends.empirical.sources.rollouts.record import (
+    Policy,
+    Rollout,
+    Semantics,
+    Side,
+    TopLogs,
+)
 from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
 from kcdsl_backends.requests import Request
 
@@ -125,17 +131,6 @@ def _digests(group: Group) -> dict[str, str]:
 
 _KEPT = 2**22
 """Numbers of policies that are kept for diagnoses, over all rollouts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The logits [n, V], float64, of the training kernel at counted positions of one rollout, with
-    the sampled tokens [n] and what the inference kernel says of them [n]."""
-
-    key: str
-    logits: Tensor
-    tokens: Tensor
-    infer_logs: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kcdsl.ir.kernels import LogProbabilities
 
@@ -161,6 +162,17 @@ class Rollout:
             return None
         found: Array = (self.train.logs - self.infer.logs)[self.mask]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The logits [n, V], float64, of the training kernel at counted positions of one rollout, with
+    the sampled tokens [n] and what the inference kernel says of them [n]."""
+
+    key: str
+    logits: Tensor
+    tokens: Tensor
+    infer_logs: Tensor
 
 
 def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, str] | None:

@@ -15,8 +15,8 @@ from kcdsl.ir.kernels import KernelRef, Service
 from kcdsl.model.architecture import Model
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl_backends.adapters import find_adapter
+from kcdsl_backends.empirical.sources.kernels import NotRun
 from kcdsl_backends.empirical.sources.kernels.engines import need
-from kcdsl_backends.empirical.sources.kernels.run import NotRun
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
 from kcdsl_backends.empirical.sources.servers.dialects import (
     Identity,
