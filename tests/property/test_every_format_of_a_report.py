@@ -33,7 +33,7 @@ from kcdsl.verdict.model import (
 )
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
-from kcdsl.verdict.text.annotations import in_format
+from kcdsl.verdict.words import in_format
 from kcdsl.verdict.text.report import print_report, svg
 from kcdsl.verdict.text.studies import print_experiment
 from tests.support.reports import ROW, report

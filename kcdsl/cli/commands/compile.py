@@ -11,7 +11,7 @@ from kcdsl.check.compile import analyse, compile_source, no_program
 from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.contracts import find_contract
 from kcdsl.cli.common.options import contract_argument, output_option
-from kcdsl.cli.common.output import counted, deliver, rendered
+from kcdsl.cli.common.output import counted, deliver
 from kcdsl.cli.common.plugins import solver_backend
 from kcdsl.cli.common.readers import seconds
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
@@ -214,27 +214,31 @@ def _weights(model: ModelRef, folder: Path) -> str:
 
 
 def _table(program: Program, weights: str, routes: tuple[Route, ...], terminal: bool) -> str:
-    from rich.table import Table
+    from rich.table import Column
     from rich.text import Text
 
     from kcdsl.ir.canonical import digest
+    from kcdsl.verdict.text.console import rendered, table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("clause", "level", "family", "fragment", "backend", "why"):
-        table.add_column(name, no_wrap=name == "clause", overflow="fold")
     clauses = {clause.id: clause for clause in program.clauses}
-    for item in routes:
-        clause = clauses[item.clause_id]
-        backend = Text(item.backend or "none", style="" if item.backend else "red")
-        name = f"{clause.id} (held out)" if clause.holdout else clause.id
-        cells = (name, clause.level.value, clause.family.value, item.fragment.value)
-        table.add_row(*(Text(cell) for cell in cells), backend, Text(item.reason))
+    rows = (
+        (
+            f"{clause.id} (held out)" if clause.holdout else clause.id,
+            *(clause.level.value, clause.family.value, item.fragment.value),
+            Text(item.backend or "none", style="" if item.backend else "red"),
+            item.reason,
+        )
+        for item in routes
+        for clause in (clauses[item.clause_id],)
+    )
+    names = ("level", "family", "fragment", "backend", "why")
+    found = table((Column("clause", no_wrap=True), *names), rows, padding=(0, 1), pad_edge=False)
     head = (
         f"contract {program.name} {program.version}",
         f"digest      sha256:{digest(program)}",
         f"checkpoint  {one_line(weights)}\n",
     )
-    return rendered(*head, table, terminal=terminal)
+    return rendered(*head, found, terminal=terminal)
 
 
 # --- diff ----------------------------------------------------------------------------------------

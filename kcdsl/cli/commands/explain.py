@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.cli.common import Command, argument, choice
 from kcdsl.cli.common.contracts import find_contract
 from kcdsl.cli.common.options import code_words
-from kcdsl.cli.common.output import counted, print_json, rendered
+from kcdsl.cli.common.output import counted, print_json
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import (
     FAMILIES,
@@ -296,10 +296,10 @@ def _print_table(
     candidates: list[Candidate],
     source: SourceFile,
 ) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from kcdsl.diagnostics.render.full import render_place
+    from kcdsl.verdict.text.console import rendered, table
 
     at = source.position(clause.span.start)
     head = (
@@ -308,15 +308,13 @@ def _print_table(
         f"fragment  {chosen.fragment}: {chosen.reason}",
         f"backend   {chosen.backend or 'none'}\n",
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("backend", "covers it", "because"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for item in candidates:
         word = Text("yes" if item.covers else "no", style="green" if item.covers else "red")
         quoted = "" if item.blame is None else " ".join(_text_of(item.blame, source).split())
-        reason = f"`{quoted}`: {item.reason}" if quoted else item.reason
-        table.add_row(Text(item.backend), word, Text(reason))
-    sys.stdout.write(rendered(*map(Text, head), table, terminal=sys.stdout.isatty()))
+        rows.append((item.backend, word, f"`{quoted}`: {item.reason}" if quoted else item.reason))
+    found = table(("backend", "covers it", "because"), rows, padding=(0, 1), pad_edge=False)
+    sys.stdout.write(rendered(*map(Text, head), found, terminal=sys.stdout.isatty()))
     for item in candidates:
         if item.blame is not None and item.blame.span.end > item.blame.span.start:
             print(f"\nout of reach of {item.backend}: {item.blame.reason}")

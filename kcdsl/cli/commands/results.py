@@ -212,22 +212,19 @@ def _print(found: Convergence) -> None:
 
 
 def _table(found: Convergence) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
     from kcdsl.verdict.model import SHOWN
+    from kcdsl.verdict.text.console import table
 
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("clause", "kind", "slice", "evidence", "verdict"):
-        table.add_column(heading, overflow="fold")
-    for row in found.rows:
-        word, style = SHOWN[row.verdict]
-        kind = "hard" if row.budget is None else f"soft, {row.budget}"
-        cells = (
+    rows = (
+        (
             f"{row.clause} {row.level}",
-            f"{kind}, held out" if row.holdout else kind,
+            ("hard" if row.hard else f"soft, {row.budget}") + ", held out" * row.holdout,
             row.slice or "",
             "; ".join(row.evidence),
+            Text(*SHOWN[row.verdict]),
         )
-        table.add_row(*map(Text, cells), Text(word, style=style))
-    return table
+        for row in found.rows
+    )
+    return table(("clause", "kind", "slice", "evidence", "verdict"), rows)

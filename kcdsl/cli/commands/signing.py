@@ -184,20 +184,14 @@ def _refuse_signed(before: Envelope, keys: Sequence[SigningKey], path: Path) -> 
 
 
 def _show(admitted: Admitted, before: Envelope | None) -> None:
-    from rich.table import Table
-    from rich.text import Text
+    from kcdsl.verdict.text.console import print_on, table
 
-    from kcdsl.verdict.text.console import print_on
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    for _ in range(2):
-        table.add_column(overflow="fold")
-    for name, text in _rows(admitted):
-        table.add_row(Text(name), Text(" ".join(text.split())))
+    rows = [(name, " ".join(text.split())) for name, text in _rows(admitted)]
     for signature in () if before is None else before.signatures:
         claimed = signature.keyid or "without a hint"
-        table.add_row(Text("signature"), Text(f"claims to be of {claimed}; not checked here"))
-    print_on(sys.stdout, table)
+        rows.append(("signature", f"claims to be of {claimed}; not checked here"))
+    shown = table(("", ""), rows, pad_edge=False, padding=(0, 1), show_header=False)
+    print_on(sys.stdout, shown)
 
 
 def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:

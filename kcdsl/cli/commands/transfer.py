@@ -198,26 +198,23 @@ def _show(found: Plan, target: Path | None, as_json: bool) -> None:
         }
         print_json(document)
         return
-    from rich.table import Table
     from rich.text import Text
 
-    from kcdsl.verdict.text.console import print_on
+    from kcdsl.verdict.text.console import print_on, table
     from kcdsl_certs.reals import real_text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    for heading in ("clause", "", "why"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for item in found.carried:
         why = "follows from a result that goes over"
         if item.weights is not None and item.moved is not None:
             why = f"{item.tensor} moved most, by {item.moved:.3g} of {real_text(item.weights)}"
-        table.add_row(_label(item), Text("✓ goes over", style="green"), Text(why))
+        rows.append((_label(item), Text("✓ goes over", style="green"), why))
     for left in found.left:
         place = "" if left.element is None else f"{left.tensor}{list(left.element)}: "
         where = "" if left.block is None else f"{left.block}: "
         why = f"{where}{place}{left.detail}"
-        table.add_row(_label(left), Text("✗ stays behind", style="yellow"), Text(why))
-    print_on(sys.stdout, table)
+        rows.append((_label(left), Text("✗ stays behind", style="yellow"), why))
+    print_on(sys.stdout, table(("clause", "", "why"), rows, pad_edge=False, padding=(0, 1)))
     blocks = sorted({item.block for item in found.left if item.block is not None})
     if blocks:
         again = " ".join(f"--block {block}" for block in blocks)

@@ -14,7 +14,6 @@ from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.terminal import json_text, one_line
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.progress import TaskID
 
     from kcdsl.diagnostics.spans import SourceFile, Span
@@ -47,24 +46,6 @@ def deliver(text: str, file: str | Path | None) -> None:
 def say(text: str) -> None:
     """Print a line for people on stderr."""
     print(one_line(text), file=sys.stderr)
-
-
-def rendered(*parts: RenderableType, terminal: bool) -> str:
-    """Return what a terminal, or a file of 100 columns, would show; lines of text stay whole."""
-    from io import StringIO
-
-    from rich.text import Text
-
-    from kcdsl.verdict.text.console import HarmlessConsole
-
-    buffer = StringIO()
-    console = HarmlessConsole(
-        file=buffer, width=None if terminal else 100, force_terminal=terminal, highlight=False
-    )
-    for part in parts:
-        whole = isinstance(part, str)
-        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=whole)
-    return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
 
 
 def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
@@ -139,7 +120,7 @@ def report_in(
 
             return page(report, attribution) + "\n"
         case _:
-            from kcdsl.verdict.text.annotations import in_format
+            from kcdsl.verdict.words import in_format
 
             text = in_format(report, format, command, source, places)
             return text + "\n" if text and not text.endswith("\n") else text

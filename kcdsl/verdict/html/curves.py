@@ -25,7 +25,7 @@ from kcdsl.verdict.html.svg import (
     x_axis,
     y_axis,
 )
-from kcdsl.verdict.html.words import brief, share
+from kcdsl.verdict.words import brief, share
 
 _LINES = 4
 _UNITS = {"position": "tokens", "length": "tokens", "entropy": "nats", "margin": "logits"}

@@ -25,7 +25,7 @@ from kcdsl.verdict.html.svg import (
     x_axis,
     y_axis,
 )
-from kcdsl.verdict.html.words import brief, shown
+from kcdsl.verdict.words import brief, shown
 
 _STRIP = 46.0
 _LIMITS, _LINE = 3, 12.5

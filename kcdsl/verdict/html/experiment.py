@@ -21,8 +21,8 @@ from kcdsl.verdict.experiment import (
     rate_text,
 )
 from kcdsl.verdict.html.svg import Frame, element, picture, text
-from kcdsl.verdict.html.words import VERDICTS, against
 from kcdsl.verdict.model import SIGNS
+from kcdsl.verdict.words import VERDICTS, against
 
 _CELL, _HIGH, _LEFT, _TOP, _GAP = 86.0, 44.0, 58.0, 62.0, 26.0
 _FOOT = 50.0

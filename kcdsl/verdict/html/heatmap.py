@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kcdsl.verdict.html.words import VERDICTS, against
 from kcdsl.verdict.model import WORST_FIRST
+from kcdsl.verdict.words import VERDICTS, against
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
 from kcdsl.diagnostics.render.terminal import printable
-from kcdsl.verdict.html import curves, sources, words
+from kcdsl.verdict import words
+from kcdsl.verdict.html import curves, sources
 from kcdsl.verdict.html import distributions as bounds
 from kcdsl.verdict.html import distributions as histograms
 from kcdsl.verdict.html.heatmap import heatmap
@@ -32,7 +33,7 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
     template = environment.from_string(folder.joinpath("page.html.j2").read_text(encoding="utf-8"))
     charts = report.get("charts") or {}
     unit = str(report["environment"].get("unit", "request"))
-    beside, reasons = _beside(report["clauses"])
+    beside, reasons = words.beside_rows(report["clauses"])
     text = template.render(
         report=report,
         style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
@@ -61,57 +62,6 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
 
 def _by_outcome(check: Mapping[str, Any]) -> int:
     return {"failed": 0, "passed": 1, "not_applicable": 2}[check["outcome"]]
-
-
-def _beside(clauses: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the table of measured, certified, threshold and noise in words, and why numbers are
-    missing: each reason once, with its place in the list in the rows."""
-    found: list[dict[str, Any]] = []
-    reasons: list[str] = []
-
-    def note(part: Mapping[str, Any] | None) -> int:
-        why = (part or {}).get("reason")
-        if not why:
-            return 0
-        if why not in reasons:
-            reasons.append(why)
-        return reasons.index(why) + 1
-
-    for row in clauses:
-        beside = row.get("beside") or {}
-        spread = beside.get("measured")
-        if spread is None:
-            continue
-        certified, floor = beside.get("certified"), beside.get("noise_floor")
-        found.append(
-            {
-                "clause": row["clause"],
-                "slice": row["slice"],
-                "verdict": row["verdict"],
-                "metric": row["metric"],
-                **{name: words.against(spread[name], row) for name in ("p50", "p99", "worst")},
-                "value": words.against(row["value"], row),
-                "threshold": words.threshold_of(row),
-                "certified": "–"
-                if certified is None
-                else "no bound"
-                if certified["value"] is None
-                else words.against(certified["value"], row),
-                "partial": _partial(certified, row),
-                "certified_note": note(certified),
-                "floor": words.against((floor or {}).get("value"), row),
-                "floor_note": note(floor),
-                "above": bool((floor or {}).get("above")),
-            }
-        )
-    return found, reasons
-
-
-def _partial(certified: Mapping[str, Any] | None, row: Mapping[str, Any]) -> str:
-    if certified is None or certified["value"] is not None or certified["partial"] is None:
-        return ""
-    part = f"{certified['requests']} of {certified['of']}"
-    return f"{words.against(certified['partial'], row)} on {part}"
 
 
 def _numerics(report: Mapping[str, Any]) -> str:

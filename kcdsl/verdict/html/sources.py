@@ -18,7 +18,7 @@ from kcdsl.verdict.html.svg import (
     ticks,
     x_axis,
 )
-from kcdsl.verdict.html.words import brief
+from kcdsl.verdict.words import brief
 
 
 def attribution(found: Mapping[str, Any]) -> Figure:

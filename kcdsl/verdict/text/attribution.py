@@ -7,17 +7,17 @@ from html import escape
 from typing import TextIO
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict.attribution import Attribution, Candidate, Figure, Layer, Layers, Source
-from kcdsl.verdict.text.console import print_on
+from kcdsl.verdict.quantities import UNREACHED
+from kcdsl.verdict.text.console import folded, heading, print_on, table
 
 _BAR = 20
 _BLOCKS = 32
 """Blocks that are shown at most: those that gain or lose most."""
-_NONE = "–"
 _PARTS = " ▏▎▍▌▋▊▉█"
 _STATUS = {
     "attributed": ("✓ attributed", "green"),
@@ -53,13 +53,10 @@ def render(found: Attribution) -> RenderableType:
 
 
 def _heading(found: Attribution) -> Text:
-    text = Text()
-    text.append(f"{found.contract['name']} {found.contract['version']}", style="bold")
-    text.append(f"  {found.contract['digest'][:19]}\n", style="dim")
-    text.append(f"train {found.kernels['train']} | infer {found.kernels['infer']}\n")
     unit = "" if found.unit in ("1", "ratio") else f" {found.unit}"
     where = "" if found.slice is None else f" of {found.slice}"
-    text.append(
+    text = heading(found.contract).append(
+        f"\ntrain {found.kernels['train']} | infer {found.kernels['infer']}\n"
         f"{found.statistic}({found.metric}) over {found.requests} requests{where}: "
         f"{_figure(found.total)}{unit}"
     )
@@ -69,26 +66,19 @@ def _heading(found: Attribution) -> Text:
 
 
 def _source_table(found: Attribution) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=False)
-    table.add_column("source", no_wrap=True)
-    table.add_column("train → infer", max_width=27, overflow="fold")
-    for name in ("alone", "left out", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, width=_BAR)
-    table.add_column("bound", no_wrap=True)
-    for row in found.sources:
-        cells = (
-            row.name,
-            _sides(row),
-            _value(row.alone),
-            _value(row.left_out),
-            _NONE if row.share is None else percent(row.share),
-            bar(row.share),
-            _bound(row),
-        )
-        dim = "dim" if not row.shown else "none"
-        table.add_row(*(Text(cell, style=dim) for cell in cells))
-    return table
+    columns = (
+        *(Column("source", no_wrap=True), folded("train → infer", 27)),
+        *(">alone", ">left out", ">share", Column("", no_wrap=True, width=_BAR)),
+        Column("bound", no_wrap=True),
+    )
+    return table(columns, map(_source_cells, found.sources))
+
+
+def _source_cells(row: Source) -> Iterator[Text]:
+    share = UNREACHED if row.share is None else percent(row.share)
+    numbers = (_value(row.alone), _value(row.left_out), share)
+    for cell in (row.name, _sides(row), *numbers, bar(row.share), _bound(row)):
+        yield Text(cell, style="none" if row.shown else "dim")
 
 
 def _sides(row: Source) -> str:
@@ -99,7 +89,7 @@ def _sides(row: Source) -> str:
 
 def _bound(row: Source) -> str:
     if row.can_explain is None:
-        return _NONE
+        return UNREACHED
     return "open" if row.reach is None else f"≤ {100 * row.reach:.2g} %"
 
 
@@ -118,30 +108,25 @@ def bar(share: float | None, width: int = _BAR) -> str:
 
 
 def _layer_table(layers: Layers) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
-    table.title = f"\nblocks, on {len(layers.requests)} requests"
-    table.add_column("block", no_wrap=True)
-    for name in ("drift", "relative", "floor", "alone", "so far", "gain"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, width=_BAR)
-    whole = layers.total
-    shown = layers.largest(_BLOCKS)
-    for row in shown:
-        cells = (
+    whole, shown = layers.total, layers.largest(_BLOCKS)
+    rows: list[tuple[str, ...]] = [
+        (
             row.block,
             f"{row.drift:.3g}",
             f"{row.relative:.2g}",
             f"{row.floor:.2g}",
-            f"{row.logits:.3g}",
-            f"{row.cumulative:.3g}",
-            f"{row.gain:.3g}",
+            *(f"{value:.3g}" for value in (row.logits, row.cumulative, row.gain)),
             bar(row.gain / whole if whole else None),
         )
-        table.add_row(*map(Text, cells))
+        for row in shown
+    ]
     if len(shown) < len(layers.rows):
-        table.add_row(Text(f"({len(layers.rows) - len(shown)} that gain less)"))
-    table.add_row(*map(Text, ("outside", "", "", "", "", f"{whole:.3g}", f"{layers.outside:.3g}")))
-    return table
+        rows.append((f"({len(layers.rows) - len(shown)} that gain less)",))
+    rows.append(("outside", "", "", "", "", f"{whole:.3g}", f"{layers.outside:.3g}"))
+    numbers = (">drift", ">relative", ">floor", ">alone", ">so far", ">gain")
+    columns = (Column("block", no_wrap=True), *numbers, Column("", no_wrap=True, width=_BAR))
+    title = f"\nblocks, on {len(layers.requests)} requests"
+    return table(columns, rows, title, padding=(0, 1))
 
 
 def _first(layers: Layers) -> Iterator[Text]:
@@ -216,7 +201,7 @@ def _figure(figure: Figure) -> str:
 
 
 def _value(figure: Figure | None) -> str:
-    return _NONE if figure is None else f"{figure.value:.3g}"
+    return UNREACHED if figure is None else f"{figure.value:.3g}"
 
 
 # --- waterfall ------------------------------------------------------------------------------------

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Column, Table
+from rich.text import Text
 
 from kcdsl.ir.printer import formula_text, region_text, term_text
-from kcdsl.ir.terms import Clause, Drift, EvidenceKind, NoFlip, Norm
+from kcdsl.ir.terms import Drift, EvidenceKind, NoFlip, Norm
 from kcdsl.model.numerics import Numerics
 from kcdsl.route.goals import Goal
-from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
+from kcdsl.verdict.model import SHOWN, verdict_name
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+from kcdsl.verdict.quantities import quantity
+from kcdsl.verdict.records import number
+from kcdsl.verdict.result import reason
+from kcdsl.verdict.text.console import table
 from kcdsl_certs.reals import real_text
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 VERIFY_SCHEMA = "kcdsl.verify/2"
-_SHOWN = {
-    "held": ("✓ held", "green"),
-    "violated": ("✗ violated", "red"),
-    "inconclusive": ("? inconclusive", "yellow"),
-    "invalid_evidence": ("! invalid evidence", "magenta"),
-}
-
-
-def functional_text(outcome: GoalOutcome) -> str:
-    """Return the functional of a goal as the contract writes it."""
-    return functional_of(outcome.goal)
 
 
 def functional_of(goal: Goal) -> str:
@@ -43,7 +36,6 @@ def goal_json(
 ) -> dict[str, Any]:
     """Return one element of `goals` of `verify --json` (kcdsl/verdict/verify.schema.json)."""
     goal, verdict = outcome.goal, outcome.verdict
-    reason = verdict.reason if isinstance(verdict, Inconclusive | InvalidEvidence) else None
     threshold = None if goal.threshold is None else float(goal.threshold)
     return {
         "obligation": goal.obligation.id,
@@ -56,13 +48,13 @@ def goal_json(
         **({"states": real_text(goal.states)} if goal.states else {}),
         **({} if goal.alpha is None else {"alpha": real_text(goal.alpha)}),
         "numerics": {side: spec.to_json() for side, spec in numerics.items()},
-        "functional": functional_text(outcome),
+        "functional": functional_of(goal),
         "threshold": threshold,
         "exact": {"threshold": None if goal.threshold is None else real_text(goal.threshold)},
         **outcome.numbers(),
-        **({"margin": _finite(outcome.margin)} if goal.functional == "no_flip" else {}),
+        **({"margin": number(outcome.margin)} if goal.functional == "no_flip" else {}),
         "verdict": verdict_name(verdict),
-        "reason": reason,
+        "reason": reason(verdict),
         "counterexample": getattr(verdict, "counterexample", None),
         "evidence": {
             "kind": outcome.evidence.kind.value,
@@ -75,11 +67,11 @@ def goal_json(
             {
                 "name": case.name,
                 "length": case.length,
-                "bound": case.bound if math.isfinite(case.bound) else None,
+                "bound": number(case.bound),
                 "attack": case.attack,
                 "stable": case.stable,
                 "reason": case.reason,
-                **({"margin": _finite(case.margin)} if goal.functional == "no_flip" else {}),
+                **({"margin": number(case.margin)} if goal.functional == "no_flip" else {}),
                 **({} if case.alpha is None else {"alpha": case.alpha}),
                 **_links_json(case),
             }
@@ -92,25 +84,10 @@ def goal_json(
     }
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _links_json(case: CaseOutcome) -> dict[str, Any]:
     """Return the links of a chain as JSON; nothing for a case that was proved as one."""
-    if not case.links:
-        return {}
-    return {
-        "links": [
-            {
-                "name": link.name,
-                "bound": link.bound if math.isfinite(link.bound) else None,
-                "attack": link.attack,
-                "cached": link.cached,
-            }
-            for link in case.links
-        ]
-    }
+    links = [asdict(link) | {"bound": number(link.bound)} for link in case.links]
+    return {"links": links} if links else {}
 
 
 def chain_table(outcome: GoalOutcome) -> Table | None:
@@ -119,72 +96,48 @@ def chain_table(outcome: GoalOutcome) -> Table | None:
     `ratio` is bound / attack behind each link, `growth` what the ratio is multiplied with there:
     the link with the largest growth is the one that loses.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     chains = [case for case in outcome.cases if case.links]
     if not chains:
         return None
     case = max(chains, key=lambda case: case.bound)
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column(Text(f"{outcome.goal.clause.id}, {case.name}: link"), no_wrap=True)
-    for name in ("bound", "attack", "ratio", "growth"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    rows: list[tuple[str, ...]] = []
     before: float | None = None
     for link in case.links:
         ratio = link.bound / link.attack if link.attack else None
         growth = ratio / before if ratio is not None and before else None
-        numbers = (link.bound, link.attack, ratio, growth)
-        known = "known" if link.cached else ""
-        table.add_row(Text(link.name), *map(number_text, numbers), known)
+        numbers = (quantity(x, "1") for x in (link.bound, link.attack, ratio, growth))
+        rows.append((link.name, *numbers, "known" if link.cached else ""))
         before = ratio
-    return table
-
-
-def _name(clause: Clause) -> str:
-    return f"{clause.id}\nheld out" if clause.holdout else clause.id
-
-
-def number_text(value: float | None) -> str:
-    """Return a number for a table cell; a dash where there is none."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.3g}"
+    head = Column(Text(f"{outcome.goal.clause.id}, {case.name}: link"), no_wrap=True)
+    names = (head, ">bound", ">attack", ">ratio", ">growth", Column("", no_wrap=True))
+    return table(names, rows, pad_edge=False, padding=(0, 1))
 
 
 def _goal_lines(outcome: GoalOutcome) -> list[str]:
     """Return what a goal says, a line for each part of its region, and the margin of an order."""
-    goal, margin = outcome.goal, _finite(outcome.margin)
-    lines = [functional_text(outcome), f"x in {region_text(goal.region)}"]
+    goal, margin = outcome.goal, number(outcome.margin)
+    lines = [functional_of(goal), f"x in {region_text(goal.region)}"]
     lines += [f"states within {real_text(goal.states)}"] if goal.states else []
     lines += [f"weights within {real_text(goal.weights)}"] if goal.weights else []
-    return lines + ([] if margin is None else [f"margin {number_text(margin)}"])
+    return lines + ([] if margin is None else [f"margin {quantity(margin, '1')}"])
 
 
 def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
     """Return the terminal table of `kcdsl verify`; `ratio` is bound / attack."""
-    from rich.table import Table
-    from rich.text import Text
+    numbers = (">bound", ">limit", ">attack", ">ratio", ">n", ">seconds")
+    names = (Column("clause", no_wrap=True), "goal", *numbers, Column("verdict", no_wrap=True))
+    return table(names, map(_goal_cells, outcomes), pad_edge=False, padding=(0, 1))
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column("clause", no_wrap=True)
-    table.add_column("goal", overflow="fold")
-    for name in ("bound", "limit", "attack", "ratio", "n", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for outcome in outcomes:
-        word, colour = _SHOWN[verdict_name(outcome.verdict)]
-        if outcome.evidence.kind is EvidenceKind.PROBABILISTIC:
-            word = f"{word}\nprobabilistic"
-        limit = None if outcome.goal.threshold is None else float(outcome.goal.threshold)
-        table.add_row(
-            _name(outcome.goal.clause),
-            "\n".join(_goal_lines(outcome)),
-            number_text(outcome.bound),
-            number_text(limit),
-            number_text(outcome.attack),
-            number_text(outcome.tightness),
-            str(len(outcome.cases)),
-            f"{outcome.seconds:.2f}",
-            Text(word, style=colour),
-        )
-    return table
+
+def _goal_cells(outcome: GoalOutcome) -> Iterator[str | Text]:
+    goal = outcome.goal
+    limit = None if goal.threshold is None else float(goal.threshold)
+    yield f"{goal.clause.id}\nheld out" if goal.clause.holdout else goal.clause.id
+    yield "\n".join(_goal_lines(outcome))
+    for value in (outcome.bound, limit, outcome.attack, outcome.tightness):
+        yield quantity(value, "1")
+    yield str(len(outcome.cases))
+    yield f"{outcome.seconds:.2f}"
+    word, colour = SHOWN[verdict_name(outcome.verdict)]
+    chance = outcome.evidence.kind is EvidenceKind.PROBABILISTIC
+    yield Text(f"{word}\nprobabilistic" if chance else word, style=colour)

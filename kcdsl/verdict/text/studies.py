@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kcdsl.verdict.experiment import (
-    Column,
     Entry,
     columns,
     entry,
@@ -21,120 +20,81 @@ from kcdsl.verdict.experiment import (
 )
 from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.plan import Plan, PlanRow
-from kcdsl.verdict.quantities import UNREACHED as _UNREACHED
-from kcdsl.verdict.quantities import scale, told
-from kcdsl.verdict.report import not_decided
+from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.result import share_above
-from kcdsl.verdict.text.console import print_on
+from kcdsl.verdict.text.console import folded, heading, print_on, short, table
+from kcdsl.verdict.text.report import clause_table, conclusion, reasons
+from kcdsl.verdict.words import looks_in_words
 
 # --- aggregates -----------------------------------------------------------------------------------
 
 
 def print_aggregate(document: Mapping[str, Any], stream: TextIO, *, queries: bool = False) -> None:
     """Print the document; colours only where the stream is a terminal."""
-    print_on(stream, _render(document))
+    print_on(stream, _aggregate(document))
     if queries:
         print_on(stream, *(Text(f"\n{query};") for query in document["sql"]), soft_wrap=True)
 
 
-def _render(document: Mapping[str, Any]) -> RenderableType:
-    tables, contract = document["tables"], document["contract"]
-    parts: list[RenderableType] = []
-    if contract is not None:
-        name = Text(f"{contract['name']} {contract['version']}", style="bold")
-        parts.append(name.append(f"  {contract['digest'][:19]}", style="dim"))
+def _aggregate(document: Mapping[str, Any]) -> RenderableType:
+    tables, contract, slices = document["tables"], document["contract"], document["slices"]
     files, left = len(tables["files"]), tables["left_out"]
     head = f"{_many('row', tables['rows'])} in {_many('file', files)}, "
-    head += _many("slice", len(document["slices"]))
-    parts.append(Text(head + (f"; {_many('row', left)} in none of them" if left else "")))
-    if contract is not None:
-        parts += [_clauses(document["clauses"]), *_reasons(document)]
-    parts += [_by_tokens(document["slices"]), _by_requests(document["slices"])]
-    if contract is not None:
-        word, style = SHOWN[document["verdict"]]
-        health = document["health"]["score"]
-        parts.append(
-            Text("\n")
-            .append(word, style=style)
-            .append(f"  health {health:.3f}  action {document['action']}")
-        )
-        if open_clauses := not_decided(document["deferred"]):
-            parts.append(Text(open_clauses))
-    return Group(*parts)
-
-
-def _clauses(rows: Iterable[Mapping[str, Any]]) -> Table:
-    table = _table("", ("clause", "slice", "requirement"), ("value", "limit", "evidence"))
-    table.add_column("verdict", no_wrap=True)
-    for row in rows:
-        word, style = SHOWN[row["verdict"]]
-        worse = row["low"] if row["op"] in (">=", ">") else row["high"]
-        unit = scale(row["unit"], row["threshold"])
-        beyond = row["exceedance"]
-        counted = str(row["n"]) if beyond is None else f"{beyond['k']}/{beyond['n']}"
-        cells = (
-            f"{row['clause']} {row['level']}",
-            row["slice"],
-            row["requirement"],
-            told(row["value"], row["threshold"], unit),
-            told(worse, row["threshold"], unit),
-            f"{row['evidence']} {counted}",
-        )
-        table.add_row(*map(Text, cells), Text(word, style=style))
-    return table
-
-
-def _reasons(document: Mapping[str, Any]) -> list[Text]:
-    lines = [
-        Text(f"  {row['clause']} on {row['slice']}: {row['reason']}")
-        for row in document["clauses"]
-        if row["reason"]
-    ]
-    lines += [
-        Text(f"  {name} is not decided: {reason}") for name, reason in document["deferred"].items()
-    ]
-    return lines
+    head += _many("slice", len(slices))
+    head += f"; {_many('row', left)} in none of them" if left else ""
+    counts = (Text(head), _by_tokens(slices), _by_requests(slices))
+    if contract is None:
+        return Group(*counts)
+    deferred = (
+        Text(f"  {name} is not decided: {why}") for name, why in document["deferred"].items()
+    )
+    rows = document["clauses"]
+    decided = (clause_table(rows), *reasons(rows), *deferred)
+    return Group(heading(contract), counts[0], *decided, *counts[1:], "", conclusion(document))
 
 
 def _by_tokens(slices: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(
+    names = _names(slices, "tokens")
+    return table(
+        (
+            *(folded(name, 32) for name in ("slice", "metric")),
+            *(">rows", ">no value", ">NaN, ∞", ">mean", *names, ">largest", ">beyond"),
+        ),
+        (
+            (
+                row["slice"],
+                metric["metric"],
+                f"{row['rows']:,}",
+                f"{found['missing']:,}",
+                f"{found['nan'] + found['infinite']:,}",
+                *map(_number, (found["mean"], *found["percentiles"].values(), found["most"])),
+                _beyond(found["beyond"]),
+            )
+            for row, metric in _metrics(slices)
+            for found in (metric["tokens"],)
+        ),
         "\ntokens",
-        ("slice", "metric"),
-        ("rows", "no value", "NaN, ∞", "mean", *_names(slices, "tokens"), "largest", "beyond"),
     )
-    for row, metric in _metrics(slices):
-        found = metric["tokens"]
-        cells = (
-            row["slice"],
-            metric["metric"],
-            f"{row['rows']:,}",
-            f"{found['missing']:,}",
-            f"{found['nan'] + found['infinite']:,}",
-            _number(found["mean"]),
-            *(_number(x) for x in found["percentiles"].values()),
-            _number(found["most"]),
-            _beyond(found["beyond"]),
-        )
-        table.add_row(*map(Text, cells))
-    return table
 
 
 def _by_requests(slices: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(
+    names = _names(slices, "requests")
+    none: Mapping[str, Any] = {"percentiles": dict.fromkeys(names), "beyond": ()}
+    return table(
+        (*(folded(name, 32) for name in ("slice", "metric")), ">requests", *names, ">beyond"),
+        (
+            (
+                row["slice"],
+                metric["metric"],
+                f"{row['requests']:,}",
+                *map(_number, found["percentiles"].values()),
+                UNREACHED if found is none else _beyond(found["beyond"]),
+            )
+            for row, metric in _metrics(slices)
+            for found in (metric["requests"] or none,)
+        ),
         "\nrequests, each by its worst token",
-        ("slice", "metric"),
-        ("requests", *_names(slices, "requests"), "beyond"),
     )
-    for row, metric in _metrics(slices):
-        found = metric["requests"]
-        if found is None:
-            cells = [_UNREACHED] * (len(_names(slices, "requests")) + 1)
-        else:
-            cells = [_number(x) for x in found["percentiles"].values()]
-            cells.append(_beyond(found["beyond"]))
-        cells = [row["slice"], metric["metric"], f"{row['requests']:,}", *cells]
-        table.add_row(*map(Text, cells))
-    return table
 
 
 def _metrics(
@@ -146,7 +106,7 @@ def _metrics(
 def _names(slices: Sequence[Mapping[str, Any]], side: str) -> list[str]:
     for _, metric in _metrics(slices):
         if metric[side] is not None:
-            return list(metric[side]["percentiles"])
+            return [f">{name}" for name in metric[side]["percentiles"]]
     return []
 
 
@@ -155,26 +115,11 @@ def _beyond(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return _UNREACHED if value is None else f"{value:.4g}"
+    return UNREACHED if value is None else f"{value:.4g}"
 
 
 def _many(word: str, count: int) -> str:
     return f"{count:,} {word if count == 1 else f'{word}s'}"
-
-
-def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
-    table = Table(
-        box=None,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-        title=title or None,
-        title_justify="left",
-    )
-    for name in left:
-        table.add_column(name, overflow="fold", max_width=32)
-    for name in right:
-        table.add_column(name, justify="right", overflow="fold", no_wrap=name == "beyond")
-    return table
 
 
 # --- experiments ----------------------------------------------------------------------------------
@@ -185,44 +130,32 @@ NARROW = "*"
 
 def print_experiment(document: Mapping[str, Any], stream: TextIO) -> None:
     """Print the document; colours only where the stream is a terminal."""
-    print_on(stream, _experiment_parts(document))
+    print_on(stream, _experiment(document))
 
 
-def _experiment_parts(document: Mapping[str, Any]) -> RenderableType:
-    contract = document["manifest"]["contract"]
-    head = Text(f"{contract['name']} {contract['version']}", style="bold")
-    head.append(f"  {contract['digest'][:19]}  {document['experiment']}", style="dim")
-    ran = [cell for cell in document["cells"] if cell["status"] == "ran"]
-    parts: list[RenderableType] = [head, _experiment_table(ran, columns(document))]
+def _experiment(document: Mapping[str, Any]) -> RenderableType:
+    cells, shown = document["cells"], columns(document)
+    ran = [cell for cell in cells if cell["status"] == "ran"]
+    names = (Column(Text("\n".join(column)), justify="right", overflow="fold") for column in shown)
+    first = "variant" if ran and "name" in ran[0] else "cell"
+    rows = ((name_of(cell), *(_shown(entry(cell, column)) for column in shown)) for cell in ran)
+    head = heading(document["manifest"]["contract"], f"  {document['experiment']}")
+    parts: list[RenderableType] = [head, table((first, *names), rows)]
     if any(row["narrow"] for cell in ran for row in cell["rows"]):
         parts.append(Text(f"{NARROW} few units, or close to the threshold: the document has which"))
-    cells = document["cells"]
-    parts += [Text(line) for line in (*failed_checks(cells), *not_run(cells), *not_shown(document))]
-    return Group(*parts)
-
-
-def _experiment_table(cells: Sequence[Mapping[str, Any]], shown: Sequence[Column]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=False)
-    table.add_column("variant" if cells and "name" in cells[0] else "cell", overflow="fold")
-    for clause, slice_ in shown:
-        table.add_column(Text(f"{clause}\n{slice_}"), justify="right", overflow="fold")
-    for cell in cells:
-        found = (_shown(entry(cell, column)) for column in shown)
-        table.add_row(Text(name_of(cell)), *found)
-    return table
+    lines = (*failed_checks(cells), *not_run(cells), *not_shown(document))
+    return Group(*parts, *map(Text, lines))
 
 
 def _shown(found: Entry | None) -> Text:
     if found is None:
-        return Text("–")
-    star = NARROW if found.narrow else ""
-    return Text(f"{found.words}{star}", style=SHOWN[found.verdict][1])
+        return Text(UNREACHED)
+    return Text(found.words + NARROW * bool(found.narrow), style=SHOWN[found.verdict][1])
 
 
 # --- plans ----------------------------------------------------------------------------------------
 
 
-_NONE = "–"
 _STATES = {
     "enough": ("✓ enough", "green"),
     "too_few": ("✗ too few", "yellow"),
@@ -235,50 +168,36 @@ _STATES = {
 
 def print_plan(plan: Plan, stream: TextIO) -> None:
     """Print the plan; colours only where the stream is a terminal."""
-    print_on(stream, render(plan))
-
-
-def render(plan: Plan) -> RenderableType:
-    """Return the plan as something that rich prints."""
-    parts: list[RenderableType] = [_heading(plan), _plan_table(plan), _legend(plan)]
+    sure = f"\n{100 * plan.confidence:g} % for each clause {looks_in_words(plan.looks)}"
+    parts: list[RenderableType] = [
+        heading(plan.contract).append(sure),
+        _plan_table(plan),
+        _legend(plan),
+    ]
     if any(row.pilot is not None for row in plan.rows):
-        parts.append(_pilots(plan.rows, plan.power))
+        parts.append(_pilots(plan.rows, f"{100 * plan.power:.4g} %"))
     parts += _notes(plan.rows)
     parts += [Text(f"not measured: {c}: {why}", style="dim") for c, why in plan.elsewhere.items()]
-    parts.append(_conclusion(plan.rows))
-    return Group(*parts)
-
-
-def _heading(plan: Plan) -> Text:
-    text = Text()
-    text.append(f"{plan.contract['name']} {plan.contract['version']}", style="bold")
-    text.append(f"  {plan.contract['digest'][:19]}\n", style="dim")
-    sure = f"{100 * plan.confidence:g} %"
-    match plan.looks:
-        case 1:
-            text.append(f"{sure} for each clause, one look")
-        case None:
-            text.append(f"{sure} for each clause over any number of looks")
-        case looks:
-            text.append(f"{sure} for each clause over {looks} looks together")
-    return text
+    print_on(stream, *parts, _able(plan.rows))
 
 
 def _plan_table(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=False)
-    table.add_column("clause", no_wrap=True, max_width=15, overflow="ellipsis")
-    table.add_column("slice", max_width=12, overflow="fold")
-    table.add_column("requirement", max_width=24, overflow="fold")
-    for name in ("have", "none", "half", f"{100 * plan.power:.4g} %", "shows"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for row in plan.rows:
-        word, style = _STATES[row.state]
-        shows = _NONE if row.shows is None else f"< {share_above(row.shows)}"
-        counts = (row.have, row.without_any, row.at_half, row.with_power)
-        cells = (row.clause, row.slice, row.requirement, *map(_count, counts), shows)
-        table.add_row(*map(Text, cells), Text(word, style=style))
-    return table
+    return table(
+        (
+            *(short("clause", 15), folded("slice", 12), folded("requirement", 24)),
+            *(">have", ">none", ">half", f">{100 * plan.power:.4g} %", ">shows"),
+            Column("", no_wrap=True),
+        ),
+        (
+            (
+                *(row.clause, row.slice, row.requirement),
+                *map(_count, (row.have, row.without_any, row.at_half, row.with_power)),
+                UNREACHED if row.shows is None else f"< {share_above(row.shows)}",
+                Text(*_STATES[row.state]),
+            )
+            for row in plan.rows
+        ),
+    )
 
 
 def _legend(plan: Plan) -> Text:
@@ -290,27 +209,30 @@ def _legend(plan: Plan) -> Text:
     )
 
 
-def _pilots(rows: Iterable[PlanRow], power: float) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title_justify="left")
-    table.title = "\nas in the pilot"
-    for name in ("clause", "slice"):
-        table.add_column(name, overflow="fold")
-    for name in ("beyond", "mean", f"needed, {100 * power:.4g} %", "threshold shown"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        if row.pilot is None:
-            continue
-        found = row.pilot
-        cells = (
-            row.clause,
-            row.slice,
-            f"{_NONE if found.k is None else found.k} of {found.n}",
-            _figure(found.value),
-            _count(found.needed),
-            _figure(found.threshold),
-        )
-        table.add_row(*map(Text, cells))
-    return table
+def _pilots(rows: Iterable[PlanRow], percent: str) -> Table:
+    return table(
+        (
+            "clause",
+            "slice",
+            ">beyond",
+            ">mean",
+            f">needed, {percent}",
+            ">threshold shown",
+        ),
+        (
+            (
+                row.clause,
+                row.slice,
+                f"{_count(found.k)} of {found.n}",
+                _number(found.value),
+                _count(found.needed),
+                _number(found.threshold),
+            )
+            for row in rows
+            if (found := row.pilot) is not None
+        ),
+        "\nas in the pilot",
+    )
 
 
 def _notes(rows: Iterable[PlanRow]) -> Iterator[Text]:
@@ -339,15 +261,11 @@ def _remarks(row: PlanRow) -> Iterator[str]:
         yield row.note
 
 
-def _conclusion(rows: tuple[PlanRow, ...]) -> Text:
+def _able(rows: tuple[PlanRow, ...]) -> Text:
     able = sum(row.state in ("enough", "census") for row in rows)
     style = "green" if able == len(rows) else "yellow"
     return Text.assemble((f"{able} of {len(rows)} rows", style), " can be shown with what there is")
 
 
 def _count(value: int | None) -> str:
-    return _NONE if value is None else str(value)
-
-
-def _figure(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.4g}"
+    return UNREACHED if value is None else str(value)

@@ -284,7 +284,7 @@ def test_a_census_prints_no_limit_of_a_sample() -> None:
 
 def table_of(report: Report) -> str:
     console = Console(file=StringIO(), width=160)
-    for part in beside_parts(report):
+    for part in beside_parts(report.to_json()):
         console.print(part)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()

@@ -1,13 +1,21 @@
-"""Numbers and findings in words, as the page writes them."""
+"""What a report document says in words: its numbers, its findings, and these as diagnostics.
+
+Build servers show diagnostics: violated clauses and invalid evidence are errors, open clauses are
+warnings that fail too, and nothing but a held clause is a success. What is no verdict is a note.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.model import Diagnostic, Severity
+from kcdsl.diagnostics.render import Checked, Run, render
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.verdict.model import HELD, SIGNS, WORST_FIRST
-from kcdsl.verdict.quantities import quantity, scale, stated, told
+from kcdsl.verdict.quantities import quantity, scale, told
 from kcdsl.verdict.report import not_decided
 
 _WORDS = {
@@ -50,11 +58,6 @@ def brief(value: float) -> str:
 def shown(value: float | None, unit: str) -> str:
     """Return a value with its unit; a dash where there is none."""
     return _with_unit(quantity(value, unit), unit)
-
-
-def threshold_of(row: Mapping[str, Any]) -> str:
-    """Return what a row asks for, as it was stated: <= 0.1 nat."""
-    return f"{row['op']} {_with_unit(stated(row['threshold'], row['unit']), row['unit'])}"
 
 
 def against(value: float | None, row: Mapping[str, Any]) -> str:
@@ -161,7 +164,7 @@ def how_far(row: Mapping[str, Any]) -> str:
         return f"{beyond} of the {counted['of']} are beyond, {row['budget']} may be"
     if value is None or threshold is None:
         return "the requirement does not hold"
-    text = f"{against(value, row)} instead of {threshold_of(row)}"
+    text = f"{against(value, row)} instead of {row['op']} {against(threshold, row)}"
     if threshold and value and row["op"] in ("<=", "<") and value / threshold >= 1.005:
         text += f", {brief(float(f'{value / threshold:.3g}'))} times the limit"
     return text
@@ -179,8 +182,140 @@ def where(row: Mapping[str, Any]) -> str:
 
 
 def limit_of(row: Mapping[str, Any]) -> float | None:
-    """Return the worse limit of a sampled row; a census has no sampling error."""
+    """Return the limit that decides a sampled row; a census has no sampling error."""
     if row["evidence"] != "sample":
         return None
     found = row["low"] if row["op"] in (">=", ">") else row["high"]
     return None if found is None else float(found)
+
+
+def looks_in_words(looks: int | None) -> str:
+    """Return over how many looks at growing data an error is shared."""
+    if looks is None:
+        return "over any number of looks"
+    return "at one look" if looks == 1 else f"over {looks} looks together"
+
+
+# --- beside the limits ----------------------------------------------------------------------------
+
+
+def terse(value: float | None, row: Mapping[str, Any]) -> str:
+    """Return a value of a row without a unit that the row's metric tells, as `against` else."""
+    return told(value, row["threshold"], scale(row["unit"], row["threshold"]))
+
+
+def beside_rows(
+    clauses: Sequence[Mapping[str, Any]],
+    write: Callable[[float | None, Mapping[str, Any]], str] = against,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what was measured, certified and noise beside each threshold, in words.
+
+    The second list has the reasons for which numbers are missing, each once; `certified_note` and
+    `floor_note` of a row are places in it, from 1, and 0 for none.
+    """
+    found: list[dict[str, Any]] = []
+    reasons: list[str] = []
+
+    def note(part: Mapping[str, Any]) -> int:
+        why = part.get("reason")
+        if not why:
+            return 0
+        if why not in reasons:
+            reasons.append(why)
+        return reasons.index(why) + 1
+
+    for row in clauses:
+        beside = row.get("beside") or {}
+        spread = beside.get("measured")
+        if spread is None:
+            continue
+        certified, floor = beside.get("certified") or {}, beside.get("noise_floor") or {}
+        value, partial = certified.get("value"), certified.get("partial")
+        bounded = f"{certified.get('requests')}/{certified.get('of')}"
+        found.append(
+            {
+                **{name: row[name] for name in ("clause", "slice", "verdict", "metric")},
+                **{name: write(spread[name], row) for name in ("p50", "p99", "worst")},
+                "value": write(row["value"], row),
+                "threshold": f"{row['op']} {write(row['threshold'], row)}",
+                "certified": "no bound" if certified and value is None else write(value, row),
+                "partial": ""
+                if value is not None or partial is None
+                else f"{write(partial, row)} on {bounded}",
+                "certified_note": note(certified),
+                "floor": write(floor.get("value"), row),
+                "floor_note": note(floor),
+                "above": bool(floor.get("above")),
+            }
+        )
+    return found, reasons
+
+
+# --- diagnostics ----------------------------------------------------------------------------------
+
+
+DIAGNOSTIC_FORMATS = ("junit", "github", "sarif", "concise", "full")
+"""The formats that show a report as diagnostics."""
+_FOUND = {
+    "violated": (codes.CLAUSE_VIOLATED, Severity.ERROR),
+    "invalid_evidence": (codes.CLAUSE_INVALID, Severity.ERROR),
+    "inconclusive": (codes.CLAUSE_OPEN, Severity.WARNING),
+}
+Places = Mapping[str, Span]
+"""Where each clause stands in the contract."""
+
+
+def in_format(
+    report: Mapping[str, Any],
+    format: str,
+    command: str,
+    source: SourceFile | None = None,
+    places: Places | None = None,
+) -> str:
+    """Return a report in one of `DIAGNOSTIC_FORMATS`, at the places of its clauses."""
+    known = places or {}
+    decided = dict.fromkeys(row["clause"] for row in report["clauses"])
+    checked: tuple[Checked, ...] = ()
+    if source is not None:
+        clauses = tuple((name, known[name]) for name in decided if name in known)
+        checked = (Checked(source.name, clauses),)
+    run = Run(command, checked, fail_on=Severity.WARNING, exit_code=report["exit"])
+    return render(list(diagnostics(report, source, known)), format, None, run)
+
+
+def diagnostics(
+    report: Mapping[str, Any], source: SourceFile | None, places: Places
+) -> Iterator[Diagnostic]:
+    """Yield a finding for each result that is not held, then the notes."""
+    for row in report["clauses"]:
+        if row["verdict"] == "held":
+            continue
+        code, severity = _FOUND[row["verdict"]]
+        yield Diagnostic(
+            code,
+            f"`{row['clause']}` on {row['slice']}: {how_far(row)}",
+            source,
+            places.get(row["clause"]),
+            notes=tuple(filter(None, (f"requires {row['requirement']}", where(row)))),
+            help=_way_out(row),
+            severity=severity,
+        )
+    for warned in report.get("warnings", ()):
+        explained = codes.find(warned["code"])
+        if explained is None:
+            raise ValueError(f"no such code: {warned['code']}")
+        yield Diagnostic(
+            explained,
+            f"`{warned['clause']}` on {warned['slice']}: {warned['message']}",
+            source,
+            places.get(warned["clause"]),
+            severity=Severity.NOTE,
+        )
+
+
+def _way_out(row: Mapping[str, Any]) -> str | None:
+    if row["verdict"] == "inconclusive" and row.get("needed"):
+        return f"about {row['needed']} {row['counted']} would decide it if they are like these"
+    if row.get("action"):
+        return f"the escalation policy asks for: {row['action'].replace('_', ' ')}"
+    return None
