@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kcdsl.verdict.model import SIGNS, WORST_FIRST
+from kcdsl.verdict.quantities import rate_text
 
 Column = tuple[str, str]
 """A clause and a slice."""
@@ -111,10 +112,3 @@ def failed_checks(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _several(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{len(names)} cells, {names[0]} first"
-
-
-def rate_text(rate: float) -> str:
-    """Return a pass rate in percent; never 100 % unless all passed, nor 0 % unless none did."""
-    if rate in (0.0, 1.0):
-        return f"{100 * rate:.0f}%"
-    return f"{min(99.9, max(0.1, 100 * rate)):.1f}%"

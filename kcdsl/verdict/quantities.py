@@ -79,3 +79,10 @@ def scale(unit: str, threshold: float | None) -> str:
     if unit != "ratio" or threshold is None:
         return unit
     return "1" if 0 < abs(threshold) < _SMALL else "%"
+
+
+def rate_text(rate: float) -> str:
+    """Return a pass rate in percent; never 100 % unless all passed, nor 0 % unless none did."""
+    if rate in (0.0, 1.0):
+        return f"{100 * rate:.0f}%"
+    return f"{min(99.9, max(0.1, 100 * rate)):.1f}%"

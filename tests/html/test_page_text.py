@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kcdsl.verdict.html import page
-from kcdsl.verdict.html.heatmap import heatmap
+from kcdsl.verdict.html.page import heatmap
 from kcdsl.verdict.html.svg import labels, powers, ticks
-from kcdsl.verdict.words import brief, findings, how_far
 from kcdsl.verdict.report import Precheck
+from kcdsl.verdict.words import brief, findings, how_far
 from kcdsl_backends.empirical.decide.report import conclude
 from tests.support.evidence import clause, evidence
 

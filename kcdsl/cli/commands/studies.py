@@ -161,12 +161,12 @@ class Attribute(RunsCode):
 def _write_attribution(folder: Path, found: Attribution) -> list[Path]:
     """Write both files, or none; return their names."""
     from kcdsl.source.writing import make_folder, result, write_together
-    from kcdsl.verdict.text.attribution import picture
+    from kcdsl.verdict.html.distributions import picture
 
     make_folder(folder)
     files = [
         result(folder / "attribution.json", found.dumps().encode()),
-        result(folder / "attribution.svg", picture(found).encode()),
+        result(folder / "attribution.svg", picture(found.to_json()).encode()),
     ]
     write_together(files, replace=True)
     return [file.path for file in files]

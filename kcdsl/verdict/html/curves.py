@@ -7,23 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kcdsl.verdict.html.svg import (
+    Drawing,
     Figure,
-    Frame,
     drawable,
-    element,
     left_out,
     linear,
     logarithmic,
-    picture,
     powers,
-    range_of,
     short,
-    text,
     thinned,
     ticks,
     with_unit,
-    x_axis,
-    y_axis,
 )
 from kcdsl.verdict.words import brief, share
 
@@ -38,61 +32,46 @@ def disagreement(curves: Sequence[Mapping[str, Any]], k: int) -> Figure | None:
     own = [curve for curve in curves if curve["k"] == k]
     if not own:
         return None
-    frame = Frame(height=240, right=92)
+    chart = Drawing(height=240, right=92)
     drawn = [(curve["slice"], _supported(curve)) for curve in own[:_LINES]]
-    longest = max(points[-1]["at"] for _, points in drawn)
-    most = max(_share(p) for _, points in drawn for p in points)
-    x = linear(0, max(1, longest), frame.x)
-    y = linear(0, 100 * (most or 0.01), frame.y)
-    top = 100 * (most or 0.01)
-    parts = [y_axis(frame, y, ticks(0, top, 4), "% of texts")]
-    parts.append(x_axis(frame, x, ticks(0, max(1, longest)), "position (tokens)"))
+    longest = max(1, *(points[-1]["at"] for _, points in drawn))
+    top = 100 * (max(_share(p) for _, points in drawn for p in points) or 0.01)
+    x, y = linear(0, longest, chart.x), linear(0, top, chart.y)
+    chart.y_axis(y, ticks(0, top, 4), "% of texts")
+    chart.x_axis(x, ticks(0, longest), "position (tokens)")
     taken: list[float] = []
     for number, (name, supported) in enumerate(drawn, 1):
-        points = [(x(p["at"]), y(100 * _share(p))) for p in supported]
-        parts.append(_steps(points, f"line s{number}"))
-        end = points[-1]
-        parts.append(
-            text(
-                frame.x[1] + 6,
-                _apart(end[1], taken, frame.top) + 4,
-                short(name, 11),
-                class_=f"name t{number}",
-            )
-        )
+        (px, py), *more = [(x(p["at"]), y(100 * _share(p))) for p in supported]
+        path = f"M{px:.1f},{py:.1f}"
+        for px, py in more:
+            path += f"H{px:.1f}V{py:.1f}"
+        chart.add("path", d=path, class_=f"line s{number}")
+        place = _apart(py, taken, chart.top) + 4
+        chart.text(chart.x[1] + 6, place, short(name, 11), f"name t{number}")
     title = f"Texts whose top-{k} tokens have differed, by position"
     last = [(curve["slice"], curve["points"][-1]) for curve in own]
     none = all(p["count"] == 0 for curve in own for p in curve["points"])
     said = "No text disagrees anywhere." if none else ""
     described = said or "; ".join(f"{s}: {100 * _share(p):.3g} % at the end" for s, p in last)
+    outside = sum(curve.get("outside", 0) for curve in own)
     caption = (
         "A text has disagreed from the first position on at which the kernels do not put the same "
         f"{'token' if k == 1 else f'{k} tokens'} first. Texts count as long as they last "
         f"(product-limit estimate); drawn while at least {_SUPPORT} do. {said}"
-        + left_out(
-            sum(c.get("outside", 0) for c in own), "texts with values that are no numbers are"
-        )
+        + left_out(outside, "texts with values that are no numbers are")
     )
     rows = tuple(
         (curve["slice"], str(p["at"]), f"{100 * _share(p):.3g} %", f"{p['count']} of {p['n']}")
         for curve in own
         for p in thinned(curve["points"], 12)
     )
-    svg = picture(f"c{k}", title, described, frame, "".join(parts))
     head = ("slice", "position", "disagreed", "of those that reach it")
-    return Figure(title, caption, svg, head, rows)
+    return chart.figure(f"c{k}", title, caption, head, rows, described)
 
 
 def _share(point: Mapping[str, Any]) -> float:
     found = point.get("share")
     return float(point["count"] / point["n"] if found is None else found)
-
-
-def _steps(points: Sequence[tuple[float, float]], class_: str) -> str:
-    path = f"M{points[0][0]:.1f},{points[0][1]:.1f}"
-    for px, py in points[1:]:
-        path += f"H{px:.1f}V{py:.1f}"
-    return element("path", d=path, class_=class_)
 
 
 def _supported(curve: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -115,96 +94,59 @@ def flips(points: Sequence[Mapping[str, Any]]) -> Figure | None:
     does."""
     if not any(p["count"] for p in points):
         return None
-    frame = Frame(height=230, bottom=50)
+    chart = Drawing(height=230, bottom=50)
     most = max(p["count"] / p["n"] for p in points)
-    y = linear(0, 100 * most, frame.y)
-    parts = [y_axis(frame, y, ticks(0, 100 * most, 4), "% of positions")]
-    wide = (frame.x[1] - frame.x[0]) / len(points)
-    base = frame.y[0]
-    every = max(1, math.ceil(len(points) / 7))
-    for at, point in enumerate(points):
-        x, tall = frame.x[0] + at * wide, base - y(100 * point["count"] / point["n"])
+    y = linear(0, 100 * most, chart.y)
+    chart.y_axis(y, ticks(0, 100 * most, 4), "% of positions")
+    places, wide = _buckets(chart, points, "margin of the training kernel (logits), from", 12)
+    for x, point in zip(places, points, strict=True):
+        tall = chart.y[0] - y(100 * point["count"] / point["n"])
         if point["count"]:
-            parts.append(
-                element(
-                    "rect",
-                    x=x + 2,
-                    y=base - tall,
-                    width=wide - 4,
-                    height=max(2.0, tall),
-                    class_="bar s1",
-                )
-            )
-        if at % every == 0:
-            parts.append(
-                text(
-                    x + wide / 2,
-                    base + 16,
-                    brief(point["low"]),
-                    text_anchor="middle",
-                    class_="tick",
-                )
-            )
-    parts.append(element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="axis"))
-    parts.append(
-        text(
-            sum(frame.x) / 2,
-            frame.height - 12,
-            "margin of the training kernel (logits), from",
-            text_anchor="middle",
-            class_="ax",
-        )
-    )
+            left = x - wide / 2 + 2
+            chart.bar(left, chart.y[0] - tall, wide - 4, max(2.0, tall), "bar s1")
     title = "Other top-1 token, by margin"
-    total, every_n = sum(p["count"] for p in points), sum(p["n"] for p in points)
-    described = f"{share(total, every_n)} of all positions put another token first."
-    rows = tuple((range_of(p), share(p["count"], p["n"])) for p in points)
-    svg = picture("flips", title, described, frame, "".join(parts))
-    return Figure(title, described, svg, ("margin", "flipped"), rows)
+    total, positions = sum(p["count"] for p in points), sum(p["n"] for p in points)
+    described = f"{share(total, positions)} of all positions put another token first."
+    rows = tuple((_range(p), share(p["count"], p["n"])) for p in points)
+    return chart.figure("flips", title, described, ("margin", "flipped"), rows)
 
 
 def drift_by(chart: Mapping[str, Any], number: int) -> Figure:
     """Draw median, 95th percentile and worst drift in ranges of something else."""
     points, metric, by = chart["points"], chart["metric"], chart["by"]
     up = with_unit(metric, chart.get("unit"))
-    frame = Frame(height=250, bottom=58)
+    drawing = Drawing(height=250, bottom=58)
     positive = [p[n] for p in points for n in ("p50", "p95", "worst") if p[n] > 0]
     log = bool(positive) and max(positive) > 30 * min(positive)
     low = min(positive, default=0.0) if log else 0.0
     high = max(positive, default=1.0)
     if log:
         low, high = low / 1.4 or low, drawable(high * 1.4)
-        y = logarithmic(low, high, frame.y)
-        axis = y_axis(frame, y, powers(low, high, 5), up)
+        y = logarithmic(low, high, drawing.y)
+        drawing.y_axis(y, powers(low, high, 5), up)
     else:
-        y = linear(low, drawable(high * 1.05), frame.y)
-        axis = y_axis(frame, y, ticks(low, high, 4), up)
-    places = [
-        frame.x[0] + (i + 0.5) * (frame.x[1] - frame.x[0]) / len(points) for i in range(len(points))
-    ]
-    parts = [axis, _bucket_axis(frame, points, places, by)]
-    for name, class_ in (("p50", "line s1"), ("p95", "line s2")):
-        known = [
-            (px, y(p[name])) for px, p in zip(places, points, strict=True) if p[name] > 0 or not log
-        ]
-        parts.append(_polyline(known, class_))
-        parts += [
-            element("circle", cx=px, cy=py, r=2.6, class_=class_.replace("line", "dot"))
-            for px, py in known
-        ]
-    for px, point in zip(places, points, strict=True):
+        y = linear(low, drawable(high * 1.05), drawing.y)
+        drawing.y_axis(y, ticks(low, high, 4), up)
+    places, _ = _buckets(drawing, points, f"{with_unit(by, _UNITS[by])}, from", 22)
+    _key(drawing)
+    drawn = [(x, p) for x, p in zip(places, points, strict=True)]
+    for name, colour in (("p50", "s1"), ("p95", "s2")):
+        known = [(x, y(p[name])) for x, p in drawn if p[name] > 0 or not log]
+        if known:
+            listed = " ".join(f"{px:.1f},{py:.1f}" for px, py in known)
+            drawing.add("polyline", points=listed, class_=f"line {colour}")
+        for px, py in known:
+            drawing.add("circle", cx=px, cy=py, r=2.6, class_=f"dot {colour}")
+    for x, point in drawn:
         if point["worst"] > 0 or not log:
-            py = y(point["worst"])
-            parts.append(
-                element("path", d=f"M{px - 4:.1f},{py - 4:.1f}l8,8m0,-8l-8,8", class_="cross")
-            )
+            drawing.cross(x, y(point["worst"]))
     title = f"{metric} by {by}"
     described = "; ".join(
-        f"{range_of(p)}: median {brief(p['p50'])}, worst {brief(p['worst'])}" for p in points
+        f"{_range(p)}: median {brief(p['p50'])}, worst {brief(p['worst'])}" for p in points
     )
     head = (f"{by}", f"{chart['of']}s", "mean", "p50", "p95", "worst")
     rows = tuple(
-        (range_of(p), str(p["n"]), *(brief(p[n]) for n in ("mean", "p50", "p95", "worst")))
+        (_range(p), str(p["n"]), *(brief(p[n]) for n in ("mean", "p50", "p95", "worst")))
         for p in points
     )
     zeros = sum(p[name] == 0 for p in points for name in ("p50", "p95", "worst")) if log else 0
@@ -215,44 +157,34 @@ def drift_by(chart: Mapping[str, Any], number: int) -> Figure:
         + left_out(zeros, "marks at zero are")
         + left_out(chart.get("outside", 0), "values that are not finite are")
     )
-    svg = picture(f"b{number}", title, described, frame, "".join(parts))
-    return Figure(title, caption, svg, head, rows)
+    return drawing.figure(f"b{number}", title, caption, head, rows, described)
 
 
-def _polyline(points: Sequence[tuple[float, float]], class_: str) -> str:
-    if not points:
-        return ""
-    listed = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
-    return element("polyline", points=listed, class_=class_)
-
-
-def _bucket_axis(
-    frame: Frame, points: Sequence[Mapping[str, Any]], places: Sequence[float], by: str
-) -> str:
-    base = frame.y[0]
-    parts = [element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="axis")]
+def _buckets(
+    chart: Drawing, points: Sequence[Mapping[str, Any]], title: str, above: float
+) -> tuple[list[float], float]:
+    """Draw an axis of ranges, its title `above` the lower end; return their middles and width."""
+    base, (left, right) = chart.y[0], chart.x
+    wide = (right - left) / len(points)
+    places = [left + (i + 0.5) * wide for i in range(len(points))]
+    chart.line(left, base, right, base, "axis")
     every = max(1, math.ceil(len(points) / 7))
-    for at, (px, point) in enumerate(zip(places, points, strict=True)):
-        if at % every == 0:
-            parts.append(
-                text(px, base + 16, brief(point["low"]), text_anchor="middle", class_="tick")
-            )
-    middle = sum(frame.x) / 2
-    words = f"{with_unit(by, _UNITS[by])}, from"
-    parts.append(text(middle, frame.height - 22, words, text_anchor="middle", class_="ax"))
-    x = frame.x[0]
-    parts.append(
-        element("line", x1=x, x2=x + 18, y1=frame.height - 8, y2=frame.height - 8, class_="line s1")
-    )
-    parts.append(text(x + 23, frame.height - 4, "median", class_="tick"))
-    parts.append(
-        element(
-            "line", x1=x + 80, x2=x + 98, y1=frame.height - 8, y2=frame.height - 8, class_="line s2"
-        )
-    )
-    parts.append(text(x + 103, frame.height - 4, "95th percentile", class_="tick"))
-    parts.append(
-        element("path", d=f"M{x + 204:.1f},{frame.height - 12:.1f}l8,8m0,-8l-8,8", class_="cross")
-    )
-    parts.append(text(x + 217, frame.height - 4, "worst", class_="tick"))
-    return "".join(parts)
+    for x, point in list(zip(places, points, strict=True))[::every]:
+        chart.text(x, base + 16, brief(point["low"]), "tick", "middle")
+    chart.text((left + right) / 2, chart.height - above, title, "ax", "middle")
+    return places, wide
+
+
+def _key(chart: Drawing) -> None:
+    """Say what lines and crosses are."""
+    x, y = chart.x[0], chart.height - 8
+    for left, words, colour in ((x, "median", "s1"), (x + 80, "95th percentile", "s2")):
+        chart.line(left, y, left + 18, y, f"line {colour}")
+        chart.text(left + 23, y + 4, words, "tick")
+    chart.cross(x + 208, y)
+    chart.text(x + 217, y + 4, "worst", "tick")
+
+
+def _range(point: Mapping[str, Any]) -> str:
+    low, high = brief(point["low"]), brief(point["high"])
+    return low if low == high else f"{low} – {high}"

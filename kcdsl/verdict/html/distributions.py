@@ -1,29 +1,25 @@
-"""Distributions of what was measured, and certified bounds with what was measured, as figures."""
+"""Distributions of what was measured, certified bounds beside it, and where drift comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict.html.svg import (
     Cells,
+    Drawing,
     Figure,
-    Frame,
     Scale,
     drawable,
-    element,
     left_out,
     linear,
     logarithmic,
-    picture,
     powers,
     short,
-    text,
     thinned,
     ticks,
     with_unit,
-    x_axis,
-    y_axis,
 )
 from kcdsl.verdict.words import brief, shown
 
@@ -41,16 +37,14 @@ def histogram(chart: Mapping[str, Any], number: int, called: str) -> Figure:
     name = f"|{chart['metric']}|" if chart.get("magnitude") else chart["metric"]
     drawn = rows[:_STRIPS]
     top = 18 + _LINE * max(1, min(_LIMITS, len(chart["limits"])))
-    frame = Frame(height=top + _STRIP * len(drawn) + 44, left=112, top=top)
-    low, high, scale = _reach(chart, frame)
-    parts = []
+    drawing = Drawing(height=top + _STRIP * len(drawn) + 44, left=112, top=top)
+    low, high, scale = _reach(chart, drawing)
     for i, row in enumerate(drawn):
-        base = frame.top + _STRIP * (i + 1)
-        parts.append(_strip(row, chart["edges"], scale, base, frame))
-    parts += _thresholds(chart, scale, low, high, frame)
+        _strip(row, chart["edges"], scale, drawing.top + _STRIP * (i + 1), drawing)
+    _thresholds(chart, scale, low, high, drawing)
     at = powers(low, high) if chart["scale"] == "log" else ticks(low, high)
     worse = "smallest" if chart["better"] == "higher" else "largest"
-    parts.append(x_axis(frame, scale, at, f"{with_unit(name, unit)}, {worse} of each {called}"))
+    drawing.x_axis(scale, at, f"{with_unit(name, unit)}, {worse} of each {called}")
     title = f"{name} by slice"
     zeros, outside = (sum(row[key] for row in rows) for key in ("zeros", "outside"))
     caption = (
@@ -67,12 +61,10 @@ def histogram(chart: Mapping[str, Any], number: int, called: str) -> Figure:
     head = ("slice", f"{called}s", "zero", "not finite", "p50", "p90", "p95", "p99", "worst")
     table = tuple(_spread(row, unit) for row in rows)
     described = "; ".join(f"{row[0]}: median {row[4]}, worst {row[8]}" for row in table[:_STRIPS])
-    return Figure(
-        title, caption, picture(f"h{number}", title, described, frame, "".join(parts)), head, table
-    )
+    return drawing.figure(f"h{number}", title, caption, head, table, described)
 
 
-def _reach(chart: Mapping[str, Any], frame: Frame) -> tuple[float, float, Scale]:
+def _reach(chart: Mapping[str, Any], frame: Drawing) -> tuple[float, float, Scale]:
     """Return the ends of the axis: all values, and thresholds that are not far away."""
     edges = chart["edges"] or [0.0, 1.0]
     low, high = edges[0], edges[-1]
@@ -96,67 +88,45 @@ def _reach(chart: Mapping[str, Any], frame: Frame) -> tuple[float, float, Scale]
 
 
 def _strip(
-    row: Mapping[str, Any], edges: Sequence[float], scale: Scale, base: float, frame: Frame
-) -> str:
+    row: Mapping[str, Any], edges: Sequence[float], scale: Scale, base: float, drawing: Drawing
+) -> None:
     counts, tallest = row["counts"], max(row["counts"], default=0)
     most = f"n = {row['n']}, ▮ {tallest}" if tallest else f"n = {row['n']}"
-    parts = [
-        element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="grid"),
-        text(frame.x[0] - 8, base - 16, short(row["slice"], 15), text_anchor="end", class_="name"),
-        text(frame.x[0] - 8, base - 3, most, text_anchor="end", class_="tick"),
-    ]
-    room = _STRIP - 12
+    (left, right), room = drawing.x, _STRIP - 12
+    drawing.line(left, base, right, base, "grid")
+    drawing.text(left - 8, base - 16, short(row["slice"], 15), "name", "end")
+    drawing.text(left - 8, base - 3, most, "tick", "end")
     for at, count in enumerate(counts):
-        if not count:
-            continue
-        x, end = scale(edges[at]), scale(edges[at + 1])
-        tall = max(2.0, room * count / tallest)
-        wide = max(3.0, end - x - 1)
-        parts.append(
-            element(
-                "rect",
-                x=min(x, frame.x[1] - wide),
-                y=base - tall,
-                width=wide,
-                height=tall,
-                class_="bar s1",
-            )
-        )
+        if count:
+            x, end = scale(edges[at]), scale(edges[at + 1])
+            wide, tall = max(3.0, end - x - 1), max(2.0, room * count / tallest)
+            drawing.bar(min(x, right - wide), base - tall, wide, tall, "bar s1")
     if row["zeros"]:
         tall = max(2.0, room * min(1.0, row["zeros"] / max(tallest, row["zeros"])))
-        parts.append(
-            element("rect", x=frame.x[0] - 5, y=base - tall, width=4, height=tall, class_="bar s0")
-        )
-    spread = row["percentiles"] or {}
+        drawing.bar(left - 5, base - tall, 4, tall, "bar s0")
     for name in ("p50", "p99"):
-        value = spread.get(name)
+        value = (row["percentiles"] or {}).get(name)
         if value is not None and (value > 0 or edges[0] <= 0):
-            x = scale(value)
-            parts.append(element("line", x1=x, x2=x, y1=base - room - 4, y2=base, class_="mark"))
-    return "".join(parts)
+            drawing.line(scale(value), base - room - 4, scale(value), base, "mark")
 
 
 def _thresholds(
-    chart: Mapping[str, Any], scale: Scale, low: float, high: float, frame: Frame
-) -> list[str]:
-    """Return lines at the thresholds, and arrows towards those that lie outside."""
-    parts = []
+    chart: Mapping[str, Any], scale: Scale, low: float, high: float, drawing: Drawing
+) -> None:
+    """Draw lines at the thresholds, and arrows towards those that lie outside."""
     for level, limit in enumerate(chart["limits"][:_LIMITS]):
         value = limit["threshold"]
-        y = frame.top - 8 - _LINE * level
+        y = drawing.top - 8 - _LINE * level
         words = f"{limit['clause']} {limit['op']} {brief(value)}"
         if low <= value <= high and (value > 0 or chart["scale"] != "log"):
             x = scale(value)
-            right = x > sum(frame.x) / 2
-            line = element("line", x1=x, x2=x, y1=frame.top - 6, y2=frame.y[0], class_="limit")
-            parts.append(line)
-            anchor, x = ("end", x - 4) if right else ("start", x + 4)
+            drawing.line(x, drawing.top - 6, x, drawing.y[0], "limit")
+            anchor, x = ("end", x - 4) if x > sum(drawing.x) / 2 else ("start", x + 4)
         else:
             far = value > high
             words = f"{words} →" if far else f"← {words}"
-            anchor, x = ("end", frame.x[1]) if far else ("start", frame.x[0])
-        parts.append(text(x, y, words, text_anchor=anchor, class_="limit-name"))
-    return parts
+            anchor, x = ("end", drawing.x[1]) if far else ("start", drawing.x[0])
+        drawing.text(x, y, words, "limit-name", anchor)
 
 
 def _spread(row: Mapping[str, Any], unit: str) -> Cells:
@@ -168,39 +138,13 @@ def _spread(row: Mapping[str, Any], unit: str) -> Cells:
 def certified(chart: Mapping[str, Any], number: int) -> Figure:
     """Draw certified over measured drift, one dot for each request, on logarithmic axes."""
     points = [p for p in chart["points"] if p["measured"] > 0 and p["certified"] > 0]
-    frame = Frame(height=300)
-    title = f"{chart['metric']}: certified over measured"
-    every = [v for p in points for v in (p["measured"], p["certified"])]
-    if not every:
-        words = "Nothing to draw on logarithmic axes: no request drifts."
-        body = text(frame.width / 2, frame.height / 2, words, text_anchor="middle", class_="ax")
+    drawing = Drawing(height=300)
+    if points:
+        _dots(drawing, points, chart.get("unit"))
     else:
-        measured = [p["measured"] for p in points]
-        low, high = min(every) / 2 or min(every), drawable(max(every) * 2)
-        left = min(measured) / 2 or min(measured)
-        right = drawable(max(max(measured) * 2, min(measured) * 20))
-        x, y = logarithmic(left, right, frame.x), logarithmic(low, high, frame.y)
-        unit = chart.get("unit")
-        body = y_axis(frame, y, powers(low, high, 5), with_unit("certified", unit))
-        across = with_unit("measured, worst of each request", unit)
-        body += x_axis(frame, x, powers(left, right, 5), across)
-        a, b = max(left, low), min(right, high)
-        if a < b:
-            corner = f"{x(a):.1f},{y(a):.1f} {x(b):.1f},{y(b):.1f} {x(b):.1f},{frame.y[0]:.1f}"
-            edge = f" {x(a):.1f},{frame.y[0]:.1f}"
-            body += element("polygon", points=corner + edge, class_="forbidden")
-            body += element("line", x1=x(a), y1=y(a), x2=x(b), y2=y(b), class_="limit")
-            body += text(
-                x(b) - 4,
-                frame.y[0] - 8,
-                "measured above certified: never",
-                text_anchor="end",
-                class_="limit-name",
-            )
-        body += "".join(
-            element("circle", cx=x(p["measured"]), cy=y(p["certified"]), r=3.4, class_="dot s1")
-            for p in points
-        )
+        words = "Nothing to draw on logarithmic axes: no request drifts."
+        drawing.text(drawing.width / 2, drawing.height / 2, words, "ax", "middle")
+    title = f"{chart['metric']}: certified over measured"
     ratios = sorted(p["certified"] / p["measured"] for p in points)
     least = f"least ratio {brief(ratios[0])}" if ratios else "no ratio"
     drawn = f"; {len(points)} are drawn" if 0 < len(points) < chart["n"] else ""
@@ -217,5 +161,151 @@ def certified(chart: Mapping[str, Any], number: int) -> Figure:
         )
         for p in thinned(chart["points"], 20)
     )
-    svg = picture(f"m{number}", title, caption, frame, body)
-    return Figure(title, caption, svg, ("request", "measured", "certified", "ratio"), rows)
+    head = ("request", "measured", "certified", "ratio")
+    return drawing.figure(f"m{number}", title, caption, head, rows)
+
+
+def _dots(drawing: Drawing, points: Sequence[Mapping[str, Any]], unit: str | None) -> None:
+    measured = [p["measured"] for p in points]
+    every = [*measured, *(p["certified"] for p in points)]
+    low, high = min(every) / 2 or min(every), drawable(max(every) * 2)
+    left = min(measured) / 2 or min(measured)
+    right = drawable(max(max(measured) * 2, min(measured) * 20))
+    x, y = logarithmic(left, right, drawing.x), logarithmic(low, high, drawing.y)
+    drawing.y_axis(y, powers(low, high, 5), with_unit("certified", unit))
+    across = with_unit("measured, worst of each request", unit)
+    drawing.x_axis(x, powers(left, right, 5), across)
+    a, b, base = max(left, low), min(right, high), drawing.y[0]
+    if a < b:
+        corners = ((x(a), y(a)), (x(b), y(b)), (x(b), base), (x(a), base))
+        area = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
+        drawing.add("polygon", points=area, class_="forbidden")
+        drawing.line(x(a), y(a), x(b), y(b), "limit")
+        words = "measured above certified: never"
+        drawing.text(x(b) - 4, base - 8, words, "limit-name", "end")
+    for p in points:
+        drawing.add("circle", cx=x(p["measured"]), cy=y(p["certified"]), r=3.4, class_="dot s1")
+
+
+# --- where drift comes from -----------------------------------------------------------------------
+
+
+def attribution(found: Mapping[str, Any]) -> Figure:
+    """Draw what each source contributes: its Shapley value with its interval, and alone."""
+    sources, total = found["sources"], found.get("total")
+    row, fields = 46.0, ("shapley", "alone")
+    drawing = Drawing(height=84 + row * max(1, len(sources)), left=104, right=72, top=22)
+    ends = [s.get(f) or 0.0 for s in sources for f in (*fields, "low", "high")] + [total or 0.0]
+    low, high = min(0.0, *ends), max(0.0, *ends) or 1.0
+    x, zero = linear(low, high * 1.2, drawing.x), linear(low, high * 1.2, drawing.x)(0.0)
+    what = f"{found.get('statistic', '')} {found.get('metric', '')}".strip()
+    drawing.x_axis(x, ticks(low, high), with_unit(what, found.get("unit")))
+    base, top = drawing.y
+    for at, source in enumerate(sources):
+        y = top + row * at + 6
+        drawing.text(drawing.x[0] - 8, y + 18, short(str(source["name"]), 16), "name", "end")
+        _share(drawing, source, y)
+        for index, name in enumerate(fields):
+            if (value := source.get(name)) is not None:
+                end, place = x(value), y + 15 * index
+                wide = max(1.5, abs(end - zero))
+                drawing.bar(min(zero, end), place, wide, 12, f"bar s{index + 1}")
+                drawing.text(max(zero, end) + 5, place + 10, brief(value), "tick")
+        if source.get("low") is not None and source.get("high") is not None:
+            drawing.line(x(source["low"]), y + 6, x(source["high"]), y + 6, "axis")
+    drawing.line(zero, top, zero, base, "axis")
+    if total:
+        drawing.line(x(total), top - 4, x(total), base, "limit")
+        drawing.text(x(total) - 4, top - 8, f"total {brief(total)}", "limit-name", "end")
+    drawing.text(drawing.x[0], top - 8, "above: Shapley value, below: alone", "tick")
+    title = f"Where {what} comes from"
+    described = "; ".join(f"{s['name']}: {_or_dash(s.get('shapley'))}" for s in sources)
+    head = ("source", "Shapley", "alone", "left out", "certified envelope", "can explain it alone")
+    rows = tuple(
+        (
+            str(s["name"]),
+            *(_or_dash(s.get(name)) for name in ("shapley", "alone", "left_out", "envelope")),
+            {True: "yes", False: "no: its envelope is smaller", None: "not known"}[
+                s.get("can_explain")
+            ],
+        )
+        for s in sources
+    )
+    caption = "Shapley values add up to the total. At the right: shares, and what bounds allow."
+    return drawing.figure("attribution", title, caption, head, rows, described)
+
+
+def _share(drawing: Drawing, source: Mapping[str, Any], y: float) -> None:
+    """Write the share of a source, and the most of the drift that a bound lets it make."""
+    right = drawing.width - 4
+    if source.get("share") is not None:
+        drawing.text(right, y + 10, f"{round(100 * source['share'], 1) + 0.0:.1f} %", "tick", "end")
+    bounded = source.get("can_explain") is False and source.get("observed")
+    if bounded and source.get("envelope") is not None:
+        most = 100 * source["envelope"] / source["observed"]
+        drawing.text(right, y + 25, f"≤ {most:.2g} %", "tick", "end")
+
+
+def layers(found: Mapping[str, Any]) -> Figure | None:
+    """Draw the drift of each block when it alone is replaced, and what the rest makes of it."""
+    blocks, first = found.get("layers") or [], found.get("first_block")
+    if not blocks:
+        return None
+    row = 22.0
+    drawing = Drawing(height=64 + row * len(blocks), left=104, top=14)
+    most = max(b.get("drift") or 0.0 for b in blocks) or 1.0
+    x, left = linear(0.0, most * 1.35, drawing.x), drawing.x[0]
+    drawing.x_axis(x, ticks(0.0, most), "drift of the block on what enters it in training")
+    for at, block in enumerate(blocks):
+        y, value = drawing.top + row * at, block.get("drift") or 0.0
+        is_first = block["block"] == first
+        drawing.text(left - 8, y + 13, short(str(block["block"]), 16), "name", "end")
+        colour = "bar s2" if is_first else "bar s1"
+        drawing.bar(left, y + 3, max(1.0, x(value) - left), 13, colour)
+        words = [brief(value), *(["first"] if is_first else [])]
+        words += [f"gain {brief(block['gain'])}"] if block.get("gain") is not None else []
+        drawing.text(x(value) + 5, y + 13, ", ".join(words), "tick")
+    title = "Drift by block"
+    caption = f"The first block that drifts is {first}." if first else "No block drifts."
+    rows = tuple(
+        (str(b["block"]), _or_dash(b.get("drift")), _or_dash(b.get("gain"))) for b in blocks
+    )
+    return drawing.figure("layers", title, caption, ("block", "drift", "gain"), rows)
+
+
+def _or_dash(value: Any) -> str:
+    return "–" if value is None else brief(float(value))
+
+
+_ALONE = (
+    ":root{color-scheme:light dark}svg{background:#fff}"
+    "text{font:12px system-ui,sans-serif;fill:#1a1d21}.tick,.ax{fill:#545b64}.head{font-weight:600}"
+    ".axis{stroke:#545b64}.grid{stroke:#e6e9ed}.s1{fill:#2467a8}.s2{fill:#a85208}"
+    ".limit{stroke:#a3222b}.limit-name{fill:#a3222b}"
+    "@media(prefers-color-scheme:dark){svg{background:#1b1e23}text{fill:#e9ecef}"
+    ".tick,.ax{fill:#a6aeb8}.axis{stroke:#a6aeb8}.grid{stroke:#2a2f37}.s1{fill:#6aaef0}"
+    ".s2{fill:#f0a35c}.limit{stroke:#ff8f87}.limit-name{fill:#ff8f87}}"
+)
+_BLOCKS = 48
+"""The most blocks that the picture of an attribution shows: those that gain or lose most."""
+
+
+def picture(found: Mapping[str, Any]) -> str:
+    """Return an attribution document as one SVG picture, which stands alone."""
+    largest = sorted(found["layers"], key=lambda block: -abs(block["gain"]))[:_BLOCKS]
+    kept = {**found, "layers": [block for block in found["layers"] if block in largest]}
+    figures = tuple(filter(None, (attribution(kept), layers(kept))))
+    drawing = Drawing(width=500, height=8 + sum(figure.size[1] + 28 for figure in figures))
+    drawing.add("style", _ALONE)
+    top = 20.0
+    for figure in figures:
+        wide, high = figure.size
+        drawing.text(14, top, figure.title, "head")
+        drawing.add("svg", figure.svg, x=20, y=top + 8, width=wide, height=high)
+        top += high + 28
+    contract, status = found["contract"], found["status"].replace("_", " ")
+    title = f"{contract['name']}: {found['statistic']}({found['metric']}) by source"
+    size = {"width": drawing.width, "height": drawing.height}
+    described = f"{brief(found['total'])}; {status}"
+    xmlns = "http://www.w3.org/2000/svg"
+    return printable(drawing.svg("picture", title, described, xmlns=xmlns, **size) + "\n")

@@ -18,10 +18,10 @@ from kcdsl.verdict.experiment import (
     failed_checks,
     not_run,
     not_shown,
-    rate_text,
 )
-from kcdsl.verdict.html.svg import Frame, element, picture, text
+from kcdsl.verdict.html.svg import Drawing, element
 from kcdsl.verdict.model import SIGNS
+from kcdsl.verdict.quantities import rate_text
 from kcdsl.verdict.words import VERDICTS, against
 
 _CELL, _HIGH, _LEFT, _TOP, _GAP = 86.0, 44.0, 58.0, 62.0, 26.0
@@ -96,28 +96,30 @@ def _map(document: Mapping[str, Any], column: Column, name: str, title: str) -> 
     high = _TOP + _HIGH * len(axes["length"]) + 18
     lines = wrap(title, int((_width(axes) - 20) / _WIDE))
     head = 12 + _LINE * len(lines)
-    frame = Frame(width=_width(axes), height=head + len(axes["device"]) * high + _FOOT)
-    content = element("style", _STYLE)
-    content += element("rect", class_="bg", width=frame.width, height=frame.height)
+    drawing = Drawing(width=_width(axes), height=head + len(axes["device"]) * high + _FOOT)
+    drawing.add("style", _STYLE)
+    drawing.bar(0, 0, drawing.width, drawing.height, "bg")
     for number, words in enumerate(lines):
-        content += text(10, 20 + _LINE * number, words, style="font-size:14px;font-weight:600")
+        drawing.text(10, 20 + _LINE * number, words, style="font-size:14px;font-weight:600")
     for i, (device, streams) in enumerate(panels):
         x, y = (i % across) * wide + 8, head + (i // across) * high
         words = f"{device}, {streams} {'stream' if streams == 1 else 'streams'}"
-        content += text(x + _LEFT, y + 20, words, style="font-weight:600")
-        content += text(x + _LEFT, y + 37, "requests in a batch", class_="soft")
-        content += text(x, y + 37, "tokens", class_="soft")
+        drawing.text(x + _LEFT, y + 20, words, style="font-weight:600")
+        drawing.text(x + _LEFT, y + 37, "requests in a batch", "soft")
+        drawing.text(x, y + 37, "tokens", "soft")
         for across_, batch in enumerate(axes["batch"]):
-            middle = x + _LEFT + _CELL * (across_ + 0.5)
-            content += text(middle, y + 55, str(batch), text_anchor="middle")
+            drawing.text(x + _LEFT + _CELL * (across_ + 0.5), y + 55, str(batch), anchor="middle")
         for line, length in enumerate(axes["length"]):
             top = y + _TOP + _HIGH * line
-            content += text(x + _LEFT - 8, top + _HIGH / 2 + 4, str(length), text_anchor="end")
+            drawing.text(x + _LEFT - 8, top + _HIGH / 2 + 4, str(length), anchor="end")
             for across_, batch in enumerate(axes["batch"]):
                 cell = cells.get((device, streams, length, batch))
-                content += _cell(cell, column, x + _LEFT + _CELL * across_, top)
-    content += _legend(frame)
-    return picture(name, title, _description(document, column), frame, content)
+                drawing.add("g", _cell(cell, column, x + _LEFT + _CELL * across_, top))
+    signs = " · ".join(f"{sign} {VERDICTS[name][1]}" for name, sign in SIGNS.items())
+    colours = "hue: the verdict; green deepens as more units pass, red as fewer do"
+    drawing.text(10, drawing.height - 28, f"{signs} · – not run · dashed: narrow", "soft")
+    drawing.text(10, drawing.height - 11, colours, "soft")
+    return drawing.svg(name, title, _description(document, column))
 
 
 def _panel(axes: Mapping[str, Any]) -> float:
@@ -129,24 +131,26 @@ def _width(axes: Mapping[str, Any]) -> float:
 
 
 def _cell(cell: Mapping[str, Any] | None, column: Column, x: float, y: float) -> str:
-    found = entry(cell, column)
+    """Return what is drawn of a cell."""
+    found, drawn = entry(cell, column), Drawing()
     box: dict[str, Any] = {"x": x + 1, "y": y + 1, "width": _CELL - 2, "height": _HIGH - 2, "rx": 4}
     middle = x + _CELL / 2
+    drawn.add("title", escape(_why(cell) if found is None else told(found)))
     if found is None:
-        drawn = element("rect", class_="none", **box)
-        drawn += text(middle, y + _HIGH / 2 + 4, "–", text_anchor="middle", class_="soft")
-        return element("g", element("title", escape(_why(cell))) + drawn)
+        drawn.add("rect", class_="none", **box)
+        drawn.text(middle, y + _HIGH / 2 + 4, "–", "soft", "middle")
+        return "".join(drawn.parts)
     ink = _ink(found)
-    drawn = element("rect", fill=_colour(found), **box)
+    drawn.add("rect", fill=_colour(found), **box)
     for words, down, more in (
         (found.words, 19, "font-weight:600"),
         (_units(found.row), 34, "font-size:11px"),
     ):
-        drawn += text(middle, y + down, words, text_anchor="middle", style=f"fill:{ink};{more}")
+        drawn.text(middle, y + down, words, anchor="middle", style=f"fill:{ink};{more}")
     if found.narrow:
         inner = {**box, "x": x + 4, "y": y + 4, "width": _CELL - 8, "height": _HIGH - 8}
-        drawn += element("rect", class_="few", style=f"stroke:{ink}", **inner)
-    return element("g", element("title", escape(told(found))) + drawn)
+        drawn.add("rect", class_="few", style=f"stroke:{ink}", **inner)
+    return "".join(drawn.parts)
 
 
 def _units(row: Mapping[str, Any]) -> str:
@@ -192,14 +196,6 @@ def _ink(found: Entry) -> str:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return _INK["light"] if luminance > 0.179 else _INK["dark"]
-
-
-def _legend(frame: Frame) -> str:
-    signs = " · ".join(f"{sign} {VERDICTS[name][1]}" for name, sign in SIGNS.items())
-    colours = "hue: the verdict; green deepens as more units pass, red as fewer do"
-    return text(
-        10, frame.height - 28, f"{signs} · – not run · dashed: narrow", class_="soft"
-    ) + text(10, frame.height - 11, colours, class_="soft")
 
 
 def _description(document: Mapping[str, Any], column: Column) -> str:

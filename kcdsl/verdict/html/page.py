@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict import words
-from kcdsl.verdict.html import curves, sources
-from kcdsl.verdict.html import distributions as bounds
-from kcdsl.verdict.html import distributions as histograms
-from kcdsl.verdict.html.heatmap import heatmap
+from kcdsl.verdict.html import curves, distributions
 from kcdsl.verdict.html.svg import Figure
+from kcdsl.verdict.model import WORST_FIRST
+from kcdsl.verdict.quantities import rate_text
 from kcdsl.verdict.result import domains_in_words
 
 
@@ -77,43 +77,28 @@ def _sections(
     """Return the chart sections: (id, title, figures), those without figures left out."""
     disagreement = charts.get("disagreement") or []
     by_drift = charts.get("drift_by") or []
-    found = [
-        (
-            "distributions",
-            "Spread",
-            [
-                histograms.histogram(c, n, unit)
-                for n, c in enumerate(charts.get("histograms") or [])
-            ],
-        ),
-        (
-            "agreement",
-            "Agreement",
-            _present(
-                curves.disagreement(disagreement, 1),
-                curves.disagreement(disagreement, 5),
-                curves.flips(charts.get("flips_by_margin") or []),
-            ),
-        ),
-        (
-            "where",
-            "Where drift is",
-            [curves.drift_by(chart, n) for n, chart in enumerate(by_drift)],
-        ),
-        (
-            "certified",
-            "Measured versus certified",
-            [bounds.certified(c, n) for n, c in enumerate(charts.get("certified") or [])],
-        ),
+    histograms, certified = (charts.get(name) or [] for name in ("histograms", "certified"))
+    agreement = (
+        curves.disagreement(disagreement, 1),
+        curves.disagreement(disagreement, 5),
+        curves.flips(charts.get("flips_by_margin") or []),
+    )
+    spread = [distributions.histogram(chart, n, unit) for n, chart in enumerate(histograms)]
+    bounds = [distributions.certified(chart, n) for n, chart in enumerate(certified)]
+    found: list[tuple[str, str, Sequence[Figure | None]]] = [
+        ("distributions", "Spread", spread),
+        ("agreement", "Agreement", agreement),
+        ("where", "Where drift is", [curves.drift_by(c, n) for n, c in enumerate(by_drift)]),
+        ("certified", "Measured versus certified", bounds),
     ]
     if attribution is not None:
-        shown = _present(sources.attribution(attribution), sources.layers(attribution))
-        found.append(("attribution", "Attribution", shown))
-    return [section for section in found if section[2]]
-
-
-def _present(*found: Figure | None) -> list[Figure]:
-    return [figure for figure in found if figure is not None]
+        sources = (distributions.attribution(attribution), distributions.layers(attribution))
+        found.append(("attribution", "Attribution", sources))
+    return [
+        (name, title, [figure for figure in figures if figure is not None])
+        for name, title, figures in found
+        if any(figures)
+    ]
 
 
 def _fingerprints(kernels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -129,3 +114,99 @@ def _fingerprints(kernels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, s
         )
         for side in ("train", "infer")
     ]
+
+
+# --- pass rates of clauses by slice ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One clause on one slice: its verdict, the share of units within, and why it is narrow.
+
+    `large` is what is read first: the number of a decided clause, and of any other that it is not
+    decided, whatever its numbers are.
+    """
+
+    verdict: str
+    sign: str
+    word: str
+    share: str
+    value: str
+    units: str
+    narrow: tuple[str, ...]
+
+    @property
+    def decided(self) -> bool:
+        """Say whether the clause is held or violated."""
+        return self.verdict in ("held", "violated")
+
+    @property
+    def large(self) -> str:
+        """Return what is read first."""
+        return self.share or self.value if self.decided else self.word
+
+    @property
+    def small(self) -> str:
+        """Return the other numbers."""
+        shares = (self.share,) if self.share and not self.decided else ()
+        value = (self.value,) if self.share or not self.decided else ()
+        return " · ".join((*shares, *value, self.units))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One clause over all slices; a slice on which it was not decided has None."""
+
+    clause: str
+    level: str
+    requirement: str
+    cells: tuple[Cell | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heatmap:
+    """All clauses over all slices."""
+
+    slices: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def narrow(self) -> bool:
+        """Say whether a cell is narrow."""
+        return any(cell is not None and cell.narrow for row in self.rows for cell in row.cells)
+
+
+def heatmap(clauses: Sequence[Mapping[str, Any]]) -> Heatmap:
+    """Return the map; the parts of a conjunction share a cell, which shows the worst of them."""
+    slices = tuple(dict.fromkeys(row["slice"] for row in clauses))
+    rows: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for row in clauses:
+        rows.setdefault(row["clause"], {}).setdefault(row["slice"], []).append(row)
+    made = []
+    for name, by_slice in rows.items():
+        first = next(iter(by_slice.values()))[0]
+        cells = tuple(_cell(by_slice[s]) if s in by_slice else None for s in slices)
+        made.append(Row(name, first["level"], _requirement(first), cells))
+    return Heatmap(slices, tuple(made))
+
+
+def _requirement(row: Mapping[str, Any]) -> str:
+    budget = f", up to {row['budget']}" if row.get("budget") else ""
+    return f"{row['requirement']}{budget}"
+
+
+def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
+    row = min(parts, key=lambda part: WORST_FIRST.index(part["verdict"]))
+    sign, word = words.VERDICTS[row["verdict"]]
+    counted = row.get("exceedance")
+    rate = None if counted is None else 1.0 - counted["rate"]
+    beside = row.get("beside") or {}
+    return Cell(
+        row["verdict"],
+        sign,
+        word,
+        "" if rate is None else rate_text(rate),
+        words.against(row["value"], row),
+        f"{row['n']} {row['counted']}" if counted is None else f"{counted['n']} {counted['of']}",
+        tuple(beside.get("narrow") or ()),
+    )

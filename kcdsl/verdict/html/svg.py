@@ -1,11 +1,11 @@
-"""Pieces of SVG: elements, scales and axes. Colours are classes, so that pages decide on them."""
+"""Drawings as SVG: elements, scales, axes. Colours are classes, so that pages decide on them."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from itertools import count
 from typing import Any
@@ -16,9 +16,24 @@ Scale = Callable[[float], float]
 """From a value to a coordinate."""
 
 
+Cells = tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Where a chart draws: a picture of `width` x `height` with room for axes."""
+class Figure:
+    """A picture with its caption, and the numbers it shows."""
+
+    title: str
+    caption: str
+    svg: str
+    head: Cells
+    rows: tuple[Cells, ...]
+    size: tuple[float, float]
+
+
+@dataclass(slots=True)
+class Drawing:
+    """A picture of `width` x `height` that is being drawn, with room for axes around a plot."""
 
     width: float = 460
     height: float = 250
@@ -26,6 +41,7 @@ class Frame:
     right: float = 16
     top: float = 14
     bottom: float = 44
+    parts: list[str] = field(default_factory=list)
 
     @property
     def x(self) -> tuple[float, float]:
@@ -36,6 +52,81 @@ class Frame:
     def y(self) -> tuple[float, float]:
         """Return the lower and the upper end of the plot."""
         return self.height - self.bottom, self.top
+
+    def add(self, name: str, content: str = "", **attributes: object) -> None:
+        """Draw an element."""
+        self.parts.append(element(name, content, **attributes))
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        class_: str | None = None,
+        anchor: str | None = None,
+        **more: object,
+    ) -> None:
+        """Write words, escaped, at a place."""
+        place = {"x": float(x), "y": float(y), "text_anchor": anchor, "class_": class_}
+        self.add("text", escape(words), **place, **more)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, class_: str) -> None:
+        """Draw a straight line."""
+        self.add("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=class_)
+
+    def bar(self, x: float, y: float, width: float, height: float, class_: str) -> None:
+        """Draw a rectangle from its upper left corner."""
+        self.add("rect", x=x, y=y, width=width, height=height, class_=class_)
+
+    def cross(self, x: float, y: float) -> None:
+        """Draw a cross around a place."""
+        self.add("path", d=f"M{x - 4:.1f},{y - 4:.1f}l8,8m0,-8l-8,8", class_="cross")
+
+    def x_axis(self, scale: Scale, at: Sequence[float], title: str) -> None:
+        """Draw the axis below the plot."""
+        base, (left, right) = self.y[0], self.x
+        self.line(left, base, right, base, "axis")
+        for value, label in zip(at, labels(at), strict=True):
+            x = scale(value)
+            self.line(x, base, x, base + 4, "axis")
+            self.text(x, base + 17, label, "tick", "end" if x > right - 8 else "middle")
+        self.text(sum(self.x) / 2, self.height - 6, title, "ax", "middle")
+
+    def y_axis(self, scale: Scale, at: Sequence[float], title: str) -> None:
+        """Draw the axis at the left of the plot, with lines across it."""
+        for value, label in zip(at, labels(at), strict=True):
+            y = scale(value)
+            self.line(self.x[0], y, self.x[1], y, "grid")
+            self.text(self.x[0] - 6, y + 4, label, "tick", "end")
+        middle = sum(self.y) / 2
+        self.text(12, middle, title, "ax", "middle", transform=f"rotate(-90 12 {middle:g})")
+
+    def svg(self, name: str, title: str, description: str, **more: object) -> str:
+        """Return the accessible picture; `name` makes its ids unique on the page."""
+        labelled = element("title", escape(title), id=f"{name}-t")
+        labelled += element("desc", escape(description), id=f"{name}-d")
+        return element(
+            "svg",
+            labelled + "".join(self.parts),
+            viewBox=f"0 0 {self.width:g} {self.height:g}",
+            role="img",
+            aria_labelledby=f"{name}-t {name}-d",
+            class_="chart",
+            **more,
+        )
+
+    def figure(
+        self,
+        name: str,
+        title: str,
+        caption: str,
+        head: Cells,
+        rows: tuple[Cells, ...],
+        described: str | None = None,
+    ) -> Figure:
+        """Return the picture with its numbers; without a description its caption is read out."""
+        picture = self.svg(name, title, caption if described is None else described)
+        return Figure(title, caption, picture, head, rows, (self.width, self.height))
 
 
 def element(name: str, content: str = "", **attributes: object) -> str:
@@ -53,25 +144,6 @@ def element(name: str, content: str = "", **attributes: object) -> str:
 
 def _attribute(value: object) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-
-
-def text(x: float, y: float, words: str, **attributes: object) -> str:
-    """Return escaped words at a place."""
-    return element("text", escape(words), x=float(x), y=float(y), **attributes)
-
-
-def picture(name: str, title: str, description: str, frame: Frame, content: str) -> str:
-    """Return an accessible SVG; `name` makes its ids unique on the page."""
-    labels = element("title", escape(title), id=f"{name}-t")
-    labels += element("desc", escape(description), id=f"{name}-d")
-    return element(
-        "svg",
-        labels + content,
-        viewBox=f"0 0 {frame.width:g} {frame.height:g}",
-        role="img",
-        aria_labelledby=f"{name}-t {name}-d",
-        class_="chart",
-    )
 
 
 # --- scales --------------------------------------------------------------------------------------
@@ -143,49 +215,6 @@ def labels(values: Sequence[float]) -> list[str]:
     return short
 
 
-# --- axes ----------------------------------------------------------------------------------------
-
-
-def x_axis(frame: Frame, scale: Scale, at: Sequence[float], title: str) -> str:
-    """Return the axis below the plot."""
-    base = frame.y[0]
-    parts = [element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="axis")]
-    for value, label in zip(at, labels(at), strict=True):
-        x = scale(value)
-        parts.append(element("line", x1=x, x2=x, y1=base, y2=base + 4, class_="axis"))
-        middle = "end" if x > frame.x[1] - 8 else "middle"
-        parts.append(text(x, base + 17, label, text_anchor=middle, class_="tick"))
-    parts.append(text(sum(frame.x) / 2, frame.height - 6, title, text_anchor="middle", class_="ax"))
-    return "".join(parts)
-
-
-def y_axis(frame: Frame, scale: Scale, at: Sequence[float], title: str) -> str:
-    """Return the axis at the left of the plot, with lines across it."""
-    parts = []
-    for value, label in zip(at, labels(at), strict=True):
-        y = scale(value)
-        parts.append(element("line", x1=frame.x[0], x2=frame.x[1], y1=y, y2=y, class_="grid"))
-        parts.append(text(frame.x[0] - 6, y + 4, label, text_anchor="end", class_="tick"))
-    middle = sum(frame.y) / 2
-    turned = f"rotate(-90 12 {middle:g})"
-    parts.append(text(12, middle, title, text_anchor="middle", class_="ax", transform=turned))
-    return "".join(parts)
-
-
-Cells = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A picture with its caption, and the numbers it shows."""
-
-    title: str
-    caption: str
-    svg: str
-    head: Cells
-    rows: tuple[Cells, ...]
-
-
 def with_unit(name: str, unit: str | None) -> str:
     """Return what an axis is called: kl (nat)."""
     return name if unit in (None, "1") else f"{name} ({unit})"
@@ -197,19 +226,12 @@ def left_out(count: int, what: str) -> str:
 
 
 def short(words: str, most: int) -> str:
+    """Return words, cut where they are longer than `most` characters."""
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def thinned(points: Sequence[Any], most: int) -> list[Any]:
+    """Return at most `most` of the points, evenly, the first and the last among them."""
     if len(points) <= most:
         return list(points)
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
-
-
-def or_dash(value: Any) -> str:
-    return "–" if value is None else brief(float(value))
-
-
-def range_of(point: Mapping[str, Any]) -> str:
-    low, high = brief(point["low"]), brief(point["high"])
-    return low if low == high else f"{low} – {high}"
