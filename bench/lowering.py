@@ -30,8 +30,7 @@ from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph, converted
 from kcdsl.model.lowering.agreement import ComposedAttention, result_type
-from kcdsl.model.lowering.drafts import TYPES
-from kcdsl.model.lowering.evaluate import graph_output, round_to
+from kcdsl.model.lowering.evaluate import TYPES, graph_output, round_to
 from tests.support.random_modules import Variant, random_module
 
 FORMATS_OF_KERNELS = (

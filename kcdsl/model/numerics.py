@@ -503,14 +503,15 @@ def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str |
     form = FORMATS[numerics.stored_format(node.op, node.role)]
     for name in node.inputs:
         source = nodes[name]
-        while source.op in _MOVES and source.op != "embedding":
+        while source.op in UNROUNDED and source.op != "embedding":
             source = nodes[source.inputs[0]]
         if source.format and not form.holds(FORMATS[source.format]):
             return name
     return None
 
 
-_MOVES = frozenset({"view", "concat", "neg", "relu", "embedding"})
+UNROUNDED = frozenset({"view", "concat", "neg", "relu", "embedding"})
+"""Operations that store nothing; inputs, parameters and constants are stored before."""
 
 
 def held_formats(
@@ -524,7 +525,7 @@ def held_formats(
     waiting = [nodes[name]]
     while waiting:
         node = waiting.pop()
-        if node.op in _MOVES:
+        if node.op in UNROUNDED:
             waiting += [nodes[source] for source in node.inputs]
         elif node.op in ("param", "constant"):
             wide = node.format or numerics.compute

@@ -4,7 +4,7 @@
 single operations of patterns and mark attention, and `agreement` runs the graph beside the module.
 """
 
-from kcdsl.model.lowering.drafts import traced_format
+from kcdsl.model.lowering.evaluate import traced_format
 from kcdsl.model.lowering.export import block_graph, converted
 
 __all__ = ["block_graph", "converted", "traced_format"]

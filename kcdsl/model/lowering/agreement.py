@@ -28,8 +28,8 @@ from kcdsl.model.architecture import unchanged
 from kcdsl.model.attention import composed_attention
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.lowering.drafts import NAMES, TYPES
-from kcdsl.model.lowering.evaluate import UNROUNDED, graph_output, round_to
+from kcdsl.model.lowering.evaluate import NAMES, TYPES, graph_output, round_to
+from kcdsl.model.numerics import UNROUNDED
 
 Array = NDArray[Any]
 SCALES = (1.0, 2.0**-60, 2.0**12, 0.0)

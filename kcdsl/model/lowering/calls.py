@@ -17,7 +17,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.lowering.drafts import TYPES, Drafts
+from kcdsl.model.lowering.drafts import Drafts
+from kcdsl.model.lowering.evaluate import TYPES
 from kcdsl.model.lowering.handlers import HANDLERS
 from kcdsl.model.lowering.state import Arguments, Lowering, Plain, Ref, Varied
 

@@ -11,15 +11,61 @@ from numpy.typing import NDArray
 from scipy.special import erf, expit
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.lowering.drafts import TYPES
+from kcdsl.model.numerics import UNROUNDED
 from kcdsl.model.view import View
+
+# --- formats of results: what type promotion gives where a module is converted to each format ----
+
+TYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""The formats that a module can be converted to, as the adapters do it."""
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+OWN = ""
+"""Stored in the kernel's own format."""
+HALF = ("bfloat16", "float16")
+WIDE = "wide"
+"""Stored in float32 by half-precision kernels, and in float64 by those of float64. Only a graph
+under construction has it: inside of an operation."""
+
+
+def traced_format(compute: str) -> str:
+    """Return the format to which a module is converted for a kernel that computes in `compute`."""
+    return compute if compute in TYPES else "float32"
+
+
+def stored_type(name: str, format: str) -> torch.dtype:
+    """Return the type of a result that is stored as a name says, in a module of a format."""
+    if name == WIDE:
+        return torch.promote_types(TYPES[format], torch.float32)
+    return TYPES[name or format]
+
+
+def stored_name(types: Mapping[str, torch.dtype]) -> str | None:
+    """Return where a result is stored whose type is known in each of some formats.
+
+    OWN, a format of `TYPES` that is the same in all, or WIDE; None where no such name says it.
+    """
+    if all(dtype == TYPES[name] for name, dtype in types.items()):
+        return OWN
+    found = set(types.values())
+    if len(found) == 1:
+        return NAMES.get(found.pop())
+    wide = all(
+        dtype == torch.promote_types(TYPES[name], torch.float32) for name, dtype in types.items()
+    )
+    return WIDE if wide else None
+
+
+# --- evaluation ----------------------------------------------------------------------------------
 
 Array = NDArray[Any]
 Round = Callable[[Array, str], Array]
 """Rounds a value to a format of `Node.format`."""
-
-UNROUNDED = frozenset({"embedding", "view", "concat", "neg", "relu"})
-"""Operations that store nothing; inputs, parameters and constants are stored before."""
 
 
 def graph_output(
@@ -32,7 +78,7 @@ def graph_output(
     """Return the value of the output, float64; a value is kept while it is read.
 
     `params` holds the checkpoint tensors by key; `x` is the block input [T, D], None for a graph on
-    token ids. With `compute`, a format of `drafts.TYPES`, every result is formed in float64 and
+    token ids. With `compute`, a format of `TYPES`, every result is formed in float64 and
     rounded to its format, as it is by a kernel that computes in it; else nothing is rounded.
     Raises ValueError where an array has another shape than its node.
 
@@ -68,7 +114,7 @@ def each_node(
         if value is None:
             with np.errstate(all="ignore"):
                 operands = [values[i] for i in node.inputs]
-                value = _OPERATIONS[node.op](node, rounded, *operands)
+                value = MEANING[node.op](node, rounded, *operands)
         if value.dtype != np.bool_ and node.op not in UNROUNDED:
             value = rounded(value, node.format)
         if value.shape != node.shape:
@@ -78,7 +124,7 @@ def each_node(
 
 
 def round_to(value: Array, format: str) -> Array:
-    """Return a float64 array, rounded to nearest even in a format of `drafts.TYPES`; what is beyond
+    """Return a float64 array, rounded to nearest even in a format of `TYPES`; what is beyond
     its largest number becomes infinite."""
     narrow = torch.from_numpy(np.array(value, dtype=np.float64, order="C")).to(TYPES[format])
     return np.asarray(narrow.to(torch.float64).numpy())
@@ -177,7 +223,16 @@ def _written(node: Node) -> bool:
     return bool(node.attrs.get("form") == "written")
 
 
-_OPERATIONS: dict[str, Callable[..., Array]] = {
+POINTWISE: dict[str, Callable[..., Array]] = {
+    "neg": lambda n, s, x: -x,
+    "relu": lambda n, s, x: np.maximum(x, 0.0),
+    "tanh": lambda n, s, x: np.tanh(x),
+    "silu": _silu,
+    "gelu": lambda n, s, x: 0.5 * x * (1.0 + _gelu_share(n, x)),
+}
+"""The functions of single numbers, by the names that they have in PyTorch too."""
+
+MEANING: dict[str, Callable[..., Array]] = POINTWISE | {
     "cast": lambda n, s, x: x,
     "cache": lambda n, s, x: x,
     "embedding": lambda n, s, w: w[np.asarray(n.attrs["ids"])],
@@ -189,11 +244,6 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
     "scale": lambda n, s, x: x * n.attrs["factor"],
     "divide": lambda n, s, x: x / n.attrs["divisor"],
     "shift": lambda n, s, x: x + n.attrs["offset"],
-    "neg": lambda n, s, x: -x,
-    "relu": lambda n, s, x: np.maximum(x, 0.0),
-    "tanh": lambda n, s, x: np.tanh(x),
-    "silu": _silu,
-    "gelu": lambda n, s, x: 0.5 * x * (1.0 + _gelu_share(n, x)),
     "view": _view,
     "concat": lambda n, s, *parts: np.concatenate(parts, axis=n.attrs["dim"]),
     "softmax": _softmax,
@@ -201,3 +251,4 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
     "layer_norm": _norm,
     "rope": _rope,
 }
+"""The value of every operation that is computed, from the node, a rounding and its operands."""

@@ -21,7 +21,8 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering.agreement import MOST, refuse_other_program
 from kcdsl.model.lowering.calls import Traced, lower
-from kcdsl.model.lowering.drafts import NAMES, TYPES, Drafts, finish, remove_dead, traced_format
+from kcdsl.model.lowering.drafts import Drafts, finish, remove_dead
+from kcdsl.model.lowering.evaluate import NAMES, TYPES, traced_format
 from kcdsl.model.lowering.rewrites import RULES, joined_views, mark_attention
 
 _FAKE = "torch._subclasses.fake_tensor"

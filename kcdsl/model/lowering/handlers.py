@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.lowering.drafts import LEAVES
+from kcdsl.model.lowering.evaluate import POINTWISE
 from kcdsl.model.lowering.state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
 from kcdsl.model.view import View
 
@@ -369,7 +370,7 @@ def _pow(s: Lowering, a: Arguments) -> Any:
     return s.emit("rsqrt", [x], s.out_shape)
 
 
-@_handles("neg", "negative", "relu", "tanh", "silu", "sigmoid", "sqrt", "rsqrt", "reciprocal")
+@_handles(*POINTWISE, "negative", "sigmoid", "sqrt", "rsqrt", "reciprocal")
 def _unary(s: Lowering, a: Arguments) -> Any:
     return s.emit("neg" if s.operator == "negative" else s.operator, [a["self"]], s.out_shape)
 

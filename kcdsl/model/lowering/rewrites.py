@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.model.lowering.drafts import UNROUNDED, Draft, Drafts, Rule
+from kcdsl.model.lowering.drafts import LEAVES, OPERATIONS, UNROUNDED, Draft, Drafts, Rule
 from kcdsl.model.view import View
 
 
@@ -145,10 +145,7 @@ def joined_views(drafts: Drafts, node: Draft) -> Draft | None:
     return replace(node, inputs=source.inputs, attrs=view.attrs)
 
 
-ONE_ROUNDING = frozenset({
-    "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu", "gelu",
-    "softmax", "rms_norm", "layer_norm", "rope",
-})  # fmt: skip
+ONE_ROUNDING = OPERATIONS - LEAVES - UNROUNDED - {"cast"}
 """Operations whose rules bound what they form inside, a rounding of the result there included."""
 
 _OF_TWO = frozenset({"add", "sub", "mul"})

@@ -9,16 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kcdsl.model.lowering.drafts import (
-    HALF,
-    OWN,
-    TYPES,
-    Drafts,
-    as_constant,
-    stored_name,
-    stored_type,
-    unsupported,
-)
+from kcdsl.model.lowering.drafts import Drafts, as_constant, unsupported
+from kcdsl.model.lowering.evaluate import HALF, OWN, TYPES, stored_name, stored_type
 
 MASKED = -1e30
 """A score at or below this is masked out: its exp is exactly zero beside any ordinary score."""
@@ -114,7 +106,7 @@ class Lowering:
     """The state of one lowering: the drafts so far, and the current operation.
 
     `formats` are those in which the program was traced. `out_format` is where the current operation
-    stores its result, one of `drafts.stored_name`.
+    stores its result, one of `evaluate.stored_name`.
     """
 
     def __init__(self, formats: tuple[str, ...]) -> None:
