@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 
 from bench.common import Better, Figure, report
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph, converted
 from kcdsl.model.lowering.agreement import ComposedAttention, result_type
 from kcdsl.model.lowering.evaluate import TYPES, graph_output, round_to
+from kcdsl.model.numerics.formats import FORMATS
 from tests.support.random_modules import Variant, random_module
 
 FORMATS_OF_KERNELS = (

@@ -6,9 +6,9 @@ import difflib
 from dataclasses import dataclass
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Numerics, Weights
-from kcdsl.model.preset_table import (
+from kcdsl.model.numerics.formats import FORMATS
+from kcdsl.model.numerics.preset_table import (
     COMPOSED_EXP_ULPS,
     FAST_EXP_ULPS,
     FUSED_EXP_ULPS,

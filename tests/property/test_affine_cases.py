@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.drift.affine import cases as prover

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.affine.result_rounding import cast_freely
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes.box import Box

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.preset_table import TENSOR_CORES
+from kcdsl.model.numerics.preset_table import TENSOR_CORES
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.independent import Chance

@@ -18,10 +18,10 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.llama import build
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
-from kcdsl.model.caching import with_caches
 from kcdsl.model.graph import Node
+from kcdsl.model.lowering.caching import with_caches
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.attack.quantized_inputs import cached
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.boxes.box import Box

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl.model.formats import CASTS
+from kcdsl.model.numerics.formats import CASTS
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.view import View
+from kcdsl.model.graph import View
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine.adjoint import Adjoint

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.boxes.box import Box as ProverBox
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.interval.box import Box

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kcdsl.model.graph import Node
-from kcdsl.model.weights import linear_weight, plain_parameter
+from kcdsl.model.numerics.weights import linear_weight, plain_parameter
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Format
+from kcdsl.model.numerics.formats import FORMATS, Format
 
 _ELEMENTS = 2**24
 """Products that are held at once."""

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Format
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.view import View
+from kcdsl.model.numerics.formats import FORMATS, Format
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops import POINTWISE

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import LAYOUTS
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
-from kcdsl.model.weights import nested_codes
+from kcdsl.model.numerics.formats import LAYOUTS
+from kcdsl.model.numerics.weights import nested_codes
 from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import (

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kcdsl.model.caching import uncached
-from kcdsl.model.formats import FORMATS, LAYOUTS, Format
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.lowering.caching import uncached
 from kcdsl.model.numerics import Numerics, held_formats
+from kcdsl.model.numerics.formats import FORMATS, LAYOUTS, Format
 from kcdsl_backends.attack.accumulation_order import ordered_product, straight, sum_error
 from kcdsl_backends.attack.operations import (
     ELEMENTWISE,

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.architecture import Model
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.view import View
-from kcdsl.model.weights import stored_constant
+from kcdsl.model.numerics.weights import stored_constant
 from kcdsl_backends.drift.boxes.any_length import SHOWN, Axes, FixedLength, attrs_at, row_axes
 from kcdsl_backends.drift.boxes.state import Parameter
 from kcdsl_backends.drift.ops import POINTWISE

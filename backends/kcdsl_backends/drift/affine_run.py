@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node, weight_of
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids, drift_entry
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private, Spread

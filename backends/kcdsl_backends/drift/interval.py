@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import ALONE, Apart, Between, Rounding, Stored, several
 from kcdsl_backends.drift.boxes.state import Kernels, Known, State, Step, combine, settle

@@ -26,10 +26,10 @@ from torch.overrides import TorchFunctionMode
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.architecture import unchanged
 from kcdsl.model.attention import composed_attention
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering.evaluate import NAMES, TYPES, graph_output, round_to
 from kcdsl.model.numerics import UNROUNDED
+from kcdsl.model.numerics.formats import FORMATS
 
 Array = NDArray[Any]
 SCALES = (1.0, 2.0**-60, 2.0**12, 0.0)

@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import erf, expit
 
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl.model.numerics import UNROUNDED
-from kcdsl.model.view import View
 
 # --- formats of results: what type promotion gives where a module is converted to each format ----
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kcdsl.model.graph import View
 from kcdsl.model.lowering.drafts import LEAVES
 from kcdsl.model.lowering.evaluate import POINTWISE
 from kcdsl.model.lowering.state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
-from kcdsl.model.view import View
 
 Handler = Callable[[Lowering, Arguments], Any]
 HANDLERS: dict[str, Handler] = {}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl.model.graph import View
 from kcdsl.model.lowering.drafts import LEAVES, OPERATIONS, UNROUNDED, Draft, Drafts, Rule
-from kcdsl.model.view import View
 
 
 def masked_softmax(drafts: Drafts, node: Draft) -> Draft | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kcdsl.model import formats as prover_formats
+from kcdsl.model.numerics import formats as prover_formats
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.numerics import formats, kernel
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.attack.accumulation_order import ORDERS, ordered_product, sum_error
 
 RNG = np.random.default_rng(11)

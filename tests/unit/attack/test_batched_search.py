@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.formats import FORMATS
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.attack import batched_search
 from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.attack.batched_search import Batch, SmoothedGradient, ValueRanges, widths_of

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.view import View
+from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl_backends.attack.operations import moved, side_by_side
 
 SHAPE = (2, 3, 4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.attack.search import attack, functional
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.drift.boxes.parameters import StoredParameters

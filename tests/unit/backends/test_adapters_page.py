@@ -9,7 +9,7 @@ import pytest
 
 from kcdsl.check.sections.kernels import ADAPTERS as NAMES
 from kcdsl.ir.kernels import KernelRef
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.certifier.backend import _unserved
 from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS

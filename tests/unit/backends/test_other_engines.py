@@ -15,9 +15,9 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS, NO_PACKAGE
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.preset_table import ADAPTER_PRESETS
-from kcdsl.model.presets import resolve
-from kcdsl.model.weights import linear_weight
+from kcdsl.model.numerics.preset_table import ADAPTER_PRESETS
+from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.numerics.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.empirical.sources.kernels import engines
 from kcdsl_backends.empirical.sources.kernels.engines import quantise_linear

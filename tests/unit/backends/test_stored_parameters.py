@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kcdsl.model.graph import Node
-from kcdsl.model.preset_table import PRESETS
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.preset_table import PRESETS
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.drift.boxes.parameters import StoredParameters
 from kcdsl_backends.drift.boxes.state import Kernels
 

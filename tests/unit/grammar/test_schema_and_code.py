@@ -29,7 +29,7 @@ from kcdsl.ir.terms import EvidenceKind, Level
 from kcdsl.metrics import ALIASES as METRIC_ALIASES
 from kcdsl.metrics import METRICS, RECORD_NAMES
 from kcdsl.model import registry
-from kcdsl.model.preset_table import ADAPTER_PRESETS
+from kcdsl.model.numerics.preset_table import ADAPTER_PRESETS
 from kcdsl.units import UNITS
 from kcdsl_grammar import text
 

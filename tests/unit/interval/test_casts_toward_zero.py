@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.model.formats import FORMATS
-from kcdsl.model.weights import cut_to as cut_weight
+from kcdsl.model.numerics.formats import FORMATS
+from kcdsl.model.numerics.weights import cut_to as cut_weight
 from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes.box import Box, NoBound

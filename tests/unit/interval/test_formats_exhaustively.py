@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_certs.recheck.numerics.formats import FORMATS as OTHER
 from kcdsl_certs.recheck.numerics.formats import nearest as other_nearest
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.formats import CODE_FORMATS
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
+from kcdsl.model.numerics.formats import CODE_FORMATS
 from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_backends.drift.boxes.quantizers import (
     codes,

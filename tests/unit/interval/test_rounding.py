@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 

@@ -183,7 +183,7 @@ def test_linears_have_scales_by_their_names() -> None:
 
 def test_a_matrix_unit_counts_subnormal_codes_with_the_static_scale() -> None:
     """Not with the largest number that is there: a static scale knows nothing of it."""
-    from kcdsl.model.preset_table import TENSOR_CORES
+    from kcdsl.model.numerics.preset_table import TENSOR_CORES
 
     core = TENSOR_CORES["hopper_fp8"].to_json()
     left = torch.full((1, 64), 2.0**-12, dtype=torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory

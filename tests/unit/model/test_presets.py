@@ -14,10 +14,10 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import NUMERICS
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
-from kcdsl.model.formats import CASTS
 from kcdsl.model.numerics import Activations, Attention, Weights
-from kcdsl.model.preset_table import ADAPTER_PRESETS, PRESETS, TENSOR_CORES
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.formats import CASTS
+from kcdsl.model.numerics.preset_table import ADAPTER_PRESETS, PRESETS, TENSOR_CORES
+from kcdsl.model.numerics.presets import resolve
 
 
 def kernel(run: str, **numerics: Any) -> KernelRef:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import WEIGHT_OVERFLOW
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.presets import resolve
-from kcdsl.model.weights import linear_weight, plain_parameter, round_to
+from kcdsl.model.numerics.formats import FORMATS
+from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.numerics.weights import linear_weight, plain_parameter, round_to
 
 Array = NDArray[np.float32]
 DTYPES: dict[str, Any] = {

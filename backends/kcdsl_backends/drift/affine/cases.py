@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import CASTS, Casts, Format
+from kcdsl.model.numerics.formats import CASTS, Casts, Format
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.boxes.box import Box, down, gamma, up
 

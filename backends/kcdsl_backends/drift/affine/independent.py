@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import CASTS, Casts
 from kcdsl.model.graph import BlockGraph
+from kcdsl.model.numerics.formats import CASTS, Casts
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.boxes.box import gamma
 from kcdsl_backends.drift.boxes.rounding import Rounding

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import Format
 from kcdsl.model.graph import Node
+from kcdsl.model.numerics.formats import Format
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together, beyond, on_grid
 from kcdsl_backends.drift.affine.error_bounds import elements, norms

@@ -13,8 +13,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.view import View
+from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl_backends.drift.boxes.box import NoBound
 
 SHOWN = 2

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import Format
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics, narrower
+from kcdsl.model.numerics.formats import Format
 
 
 class NoBound(Exception):

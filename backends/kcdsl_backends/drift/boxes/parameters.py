@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.weights import linear_weight, plain_parameter, stored_constant
+from kcdsl.model.numerics.weights import linear_weight, plain_parameter, stored_constant
 from kcdsl_backends.drift.boxes.box import NoBound
 
 
@@ -92,7 +92,7 @@ class StoredParameters:
 
 
 def _storing(numerics: Numerics) -> tuple[object, ...]:
-    """Return all of a kernel's numerics that decides what it stores (kcdsl.model.weights)."""
+    """Return all of a kernel's numerics that decides what it stores."""
     overrides = tuple(
         (each.pattern, each.weights, each.activations.quantised) for each in numerics.overrides
     )

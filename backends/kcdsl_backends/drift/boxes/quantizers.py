@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import (
+from kcdsl.model.numerics import Activations
+from kcdsl.model.numerics.formats import (
     E8M0_EXPONENTS,
     NESTED_LEAST,
     NESTED_MOST,
@@ -16,7 +17,6 @@ from kcdsl.model.formats import (
     Format,
     ScaleLayout,
 )
-from kcdsl.model.numerics import Activations
 from kcdsl_backends.drift.boxes.box import Box, NoBound, down, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, Stored, power_of_two
 

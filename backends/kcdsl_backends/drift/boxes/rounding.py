@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Casts, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.numerics.formats import FORMATS, Casts, Format
 from kcdsl_backends.drift.boxes.box import (
     Box,
     NoBound,

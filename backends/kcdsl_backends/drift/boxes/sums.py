@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import (
+from kcdsl.model.numerics import Activations, MatrixUnit, Numerics, Weights
+from kcdsl.model.numerics.formats import (
     CODE_FORMATS,
     FORMATS,
     CodeFormat,
     ScaleLayout,
 )
-from kcdsl.model.numerics import Activations, MatrixUnit, Numerics, Weights
 from kcdsl_backends.drift.boxes.box import Box, NoBound, gamma, up
 from kcdsl_backends.drift.boxes.quantizers import (
     quantizer,

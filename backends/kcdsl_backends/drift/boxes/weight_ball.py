@@ -15,7 +15,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import (
+from kcdsl.model.graph import Node
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics.formats import (
     CASTS,
     E8M0_EXPONENTS,
     FORMATS,
@@ -24,9 +26,7 @@ from kcdsl.model.formats import (
     Format,
     ScaleLayout,
 )
-from kcdsl.model.graph import Node
-from kcdsl.model.numerics import Numerics, Weights
-from kcdsl.model.weights import group_amax
+from kcdsl.model.numerics.weights import group_amax
 from kcdsl_backends.drift.boxes.box import Box, NoBound, down, refuse_overflow, up
 from kcdsl_backends.drift.boxes.quantizers import LEAST_SCALE, known_steps, quantized_hull
 from kcdsl_backends.drift.boxes.rounding import power_of_two

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import Format
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.numerics.formats import Format
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.error_bounds import on_row, rows, unit_functionals
 from kcdsl_backends.drift.boxes.box import EPS, SAFE, Box, down, gamma, up

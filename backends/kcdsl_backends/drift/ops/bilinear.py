@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.graph import Node
-from kcdsl.model.view import View
+from kcdsl.model.graph import Node, View
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.eigenvalues import Ellipsoids, largest_eigenvalue, longest
 from kcdsl_backends.drift.affine.error_bounds import rows

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.caching import uncached
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.lowering.caching import uncached
 from kcdsl.model.numerics import Activations, Numerics
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.cases import beyond

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kcdsl.model.formats import E8M0_EXPONENTS, NESTED_MOST, CodeFormat, ScaleLayout
 from kcdsl.model.numerics import Activations
+from kcdsl.model.numerics.formats import E8M0_EXPONENTS, NESTED_MOST, CodeFormat, ScaleLayout
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at
 from kcdsl_backends.drift.affine.cases import Cases, Together
 from kcdsl_backends.drift.affine.kernel import KernelRun

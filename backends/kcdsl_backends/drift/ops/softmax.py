@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import Node
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at
 from kcdsl_backends.drift.affine.cases import SCORES, choices, split
 from kcdsl_backends.drift.affine.error_bounds import deviations

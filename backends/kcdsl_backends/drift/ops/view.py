@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
-from kcdsl.model.graph import Node
+from kcdsl.model.graph import Node, View
 from kcdsl.model.numerics import held_formats
-from kcdsl.model.view import View
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.affine.adjoint import Adjoint, part_of, permuted, reshaped, summed
 from kcdsl_backends.drift.affine.cases import Cases
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand

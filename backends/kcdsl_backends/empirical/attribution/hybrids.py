@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.numerics import Activations, Numerics
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.attribution.sources import different, mixed
 from kcdsl_backends.empirical.diagnoses.reference import input_quantiser

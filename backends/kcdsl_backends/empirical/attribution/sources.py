@@ -14,8 +14,8 @@ from typing import Any
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.numerics import Activations, Numerics, Weights, plain_weights
-from kcdsl.model.preset_table import ADAPTER_PRESETS
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.preset_table import ADAPTER_PRESETS
+from kcdsl.model.numerics.presets import resolve
 
 OPERATOR = "operator"
 PRECISION = "precision"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.numerics import Numerics, plain_weights
-from kcdsl.model.weights import linear_weight
+from kcdsl.model.numerics.weights import linear_weight
 from kcdsl_backends.attack.quantized_inputs import to_nearest
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS
 

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Numerics, Weights
+from kcdsl.model.numerics.formats import FORMATS
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import (
     BEYOND,

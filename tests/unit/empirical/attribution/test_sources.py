@@ -9,7 +9,7 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import hybrid

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import Node
+from kcdsl.model.numerics.formats import FORMATS, Format
 from kcdsl_backends.drift.boxes.box import (
     EPS,
     Box,

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.formats import CODE_FORMATS
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.weights import linear_weight
+from kcdsl.model.numerics.formats import CODE_FORMATS
+from kcdsl.model.numerics.weights import linear_weight
 
 Program = Callable[[Tensor], Tensor]
 

@@ -22,8 +22,8 @@ from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, 
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights, plain_weights
-from kcdsl.model.presets import refuse_strays, resolve
-from kcdsl.model.weights import linear_weight
+from kcdsl.model.numerics.presets import refuse_strays, resolve
+from kcdsl.model.numerics.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
 from kcdsl_backends.empirical.sources.kernels.engines import (
     Compiled,

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.formats import CODE_FORMATS, LAYOUTS
+from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 
 LEAST_STATIC, LARGEST_STATIC = 2.0**-100, 2.0**24
 """Between these no product of a scale with a code, nor with another usual scale, loses bits."""

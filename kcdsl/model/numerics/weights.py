@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.formats import (
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics.formats import (
     CODE_FORMATS,
     E8M0_EXPONENTS,
     FORMATS,
@@ -24,7 +25,6 @@ from kcdsl.model.formats import (
     Format,
     ScaleLayout,
 )
-from kcdsl.model.numerics import Numerics, Weights
 
 
 def plain_parameter(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:

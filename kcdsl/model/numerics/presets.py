@@ -10,15 +10,6 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.formats import (
-    ACTIVATION_LAYOUTS,
-    CODE_FORMATS,
-    FORMATS,
-    LAYOUTS,
-    WEIGHT_LAYOUTS,
-    CodeFormat,
-)
-from kcdsl.model.formats import CASTS as MEANINGS
 from kcdsl.model.numerics import (
     Activations,
     Attention,
@@ -31,7 +22,7 @@ from kcdsl.model.numerics import (
     linear_name,
     sums_of_bytes,
 )
-from kcdsl.model.numerics_fields import (
+from kcdsl.model.numerics.fields import (
     as_dictionaries,
     cache_scales,
     choice_of,
@@ -43,7 +34,16 @@ from kcdsl.model.numerics_fields import (
     section_of,
     static_scales,
 )
-from kcdsl.model.preset_table import (
+from kcdsl.model.numerics.formats import (
+    ACTIVATION_LAYOUTS,
+    CODE_FORMATS,
+    FORMATS,
+    LAYOUTS,
+    WEIGHT_LAYOUTS,
+    CodeFormat,
+)
+from kcdsl.model.numerics.formats import CASTS as MEANINGS
+from kcdsl.model.numerics.preset_table import (
     ADAPTER_PRESETS,
     COMPOSED_EXP_ULPS,
     FUSED_EXP_ULPS,

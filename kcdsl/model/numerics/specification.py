@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.model.formats import (
+from kcdsl.model.numerics.formats import (
     CASTS,
     CODE_FORMATS,
     FORMATS,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Weights:
     """How parameters are stored: `format` a float format or one of codes; `scale` "none" (a plain
-    cast) or a layout of scales (kcdsl.model.formats), whose scales are stored in `scale_format`.
+    cast) or a layout of scales (`formats`), whose scales are stored in `scale_format`.
     Dequantised values are rounded to float32, then to the compute format. `rounding` "nearest" or,
     without a scale, "toward_zero"; it is that of every parameter and constant.
 
@@ -74,7 +74,7 @@ class Calibrated:
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Quantisation of the input of every linear: `format` "none" or a format of codes; `scale`
-    "none", a layout of scales (kcdsl.model.formats), which are made of what comes in, or
+    "none", a layout of scales (`formats`), which are made of what comes in, or
     "static".
 
     Dynamic scales are never below `least_scale`, and made of no magnitude above `amax_limit`; what
