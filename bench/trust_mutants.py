@@ -34,28 +34,35 @@ from typing import Any
 
 from kcdsl_backends.empirical.table import checkpoint as journals
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.envelope import bundle_bytes, sign
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import TrustedKey, TrustPolicy, generate
-from kcdsl_certs.manifest import build_manifest
-from kcdsl_certs.proofs import Rechecker
-from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.report import Report
-from kcdsl_certs.requirements import Comparison, RequiredClause
-from kcdsl_certs.rows import SliceSource
+from kcdsl_certs.signatures import TrustedKey, TrustPolicy, bundle_bytes, generate, sign
 from kcdsl_certs.statement import (
     PREDICATE_TYPE,
+    CertifiedClause,
+    Checkpoint,
+    Comparison,
+    Contract,
     Evaluator,
+    Evidence,
+    EvidenceFile,
     Input,
+    Kernel,
     Predicate,
+    ProofReference,
+    Quantity,
+    Region,
+    RequiredClause,
     Scope,
+    SliceSource,
+    Triple,
+    Verdict,
+    build_manifest,
     payload_bytes,
 )
 from kcdsl_certs.strict import canonical_digest, canonical_json
-from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
-from kcdsl_certs.verify import verify
+from kcdsl_certs.verification.proofs import Rechecker
+from kcdsl_certs.verification.report import Report
+from kcdsl_certs.verification.verify import verify
 from tests.support import proofs
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import Change, changes

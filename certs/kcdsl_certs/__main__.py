@@ -20,19 +20,16 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from kcdsl_certs.envelope import LARGEST_BUNDLE
-from kcdsl_certs.manifest import build_manifest, open_regular, plain_path
-from kcdsl_certs.policy import read_policy, trust
-from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
-from kcdsl_certs.recount import Data
+from kcdsl_certs.files import open_regular, plain_path
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import Combined, Report, refused
-from kcdsl_certs.requirements import Expectation
-from kcdsl_certs.statement import STAGES
+from kcdsl_certs.signatures import LARGEST_BUNDLE, read_policy, trust
+from kcdsl_certs.statement import STAGES, Checkpoint, Expectation, build_manifest
 from kcdsl_certs.strict import parse_time, strict_load
-from kcdsl_certs.transferring import Earlier
-from kcdsl_certs.triple import Checkpoint
-from kcdsl_certs.verify import verify
+from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
+from kcdsl_certs.verification.recount import Data
+from kcdsl_certs.verification.report import Combined, Report, refused
+from kcdsl_certs.verification.transfers import Earlier
+from kcdsl_certs.verification.verify import verify
 
 VALID, COULD_NOT_RUN, INVALID = 0, 2, 4
 _LARGEST_KEY = 64 * 1024

@@ -25,9 +25,8 @@ from kcdsl.model.files import (
     folder_files,
     folder_name,
 )
-from kcdsl_certs.manifest import Manifest, build_manifest, files_of
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.triple import Checkpoint
+from kcdsl_certs.statement import Checkpoint, Manifest, build_manifest, files_of
 
 
 class ArtefactRefused(Refusal):

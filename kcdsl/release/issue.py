@@ -17,23 +17,28 @@ from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import code_digests, data_digests, refuse_others, stated_digests
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
-from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
-from kcdsl_certs.envelope import bundle_bytes, sign
-from kcdsl_certs.evidence import EvidenceFile, refuse_unnamed
-from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.requirements import Comparison, RequiredClause
+from kcdsl_certs.signatures import SigningKey, bundle_bytes, sign
 from kcdsl_certs.statement import (
     STAGES,
     AcceptedFinding,
+    CertifiedClause,
+    Comparison,
     Evaluator,
+    Evidence,
+    EvidenceFile,
     Input,
     Predicate,
+    RequiredClause,
     Scope,
+    Triple,
+    Verdict,
+    admissible,
+    numerics_digest,
     payload_bytes,
+    states_machine,
 )
-from kcdsl_certs.triple import Triple, numerics_digest, states_machine
-from kcdsl_certs.verdicts import admissible
+from kcdsl_certs.verification.evidence import refuse_unnamed
 
 DEFAULT_LIFETIME = timedelta(days=90)
 NON_CLAIMS = (

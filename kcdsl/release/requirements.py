@@ -38,12 +38,18 @@ from kcdsl.metrics import find_metric
 from kcdsl.model.files import Artefacts
 from kcdsl.model.registry import is_encoder
 from kcdsl.release.artefacts import companions
-from kcdsl_certs.clauses import Evidence
-from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.requirements import Chain, Comparison, RequiredClause
-from kcdsl_certs.rows import BYTES, SliceSource
+from kcdsl_certs.statement import (
+    Chain,
+    Comparison,
+    Evidence,
+    Quantity,
+    Region,
+    RequiredClause,
+    SliceSource,
+)
 from kcdsl_certs.strict import canonical_digest
+from kcdsl_certs.verification.rows import BYTES
 
 
 def required_clauses(program: Program, base: Path | Artefacts) -> tuple[RequiredClause, ...]:

@@ -21,11 +21,18 @@ from kcdsl.verdict.model import Verdict as Found
 from kcdsl.verdict.outcome import GoalOutcome, Implied
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, reason
-from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.proofs import SOME_MARGIN, method_of
-from kcdsl_certs.requirements import Comparison, RequiredClause
+from kcdsl_certs.statement import (
+    ATTACK,
+    IMPLIED,
+    CertifiedClause,
+    Comparison,
+    Evidence,
+    ProofReference,
+    RequiredClause,
+    Verdict,
+)
 from kcdsl_certs.strict import canonical_digest
-from kcdsl_certs.verdicts import ATTACK
+from kcdsl_certs.verification.proofs import SOME_MARGIN, method_of
 
 # --- measured -------------------------------------------------------------------------------------
 

@@ -20,10 +20,21 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.source.config import load_config, user_folder
-from kcdsl_certs.envelope import LARGEST_BUNDLE, Envelope, decode, pae, parse_bundle
-from kcdsl_certs.keys import SigningKey, load_private
-from kcdsl_certs.policy import Policy, Trust, read_limited, read_policy, trust
+from kcdsl_certs.files import read_limited
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.signatures import (
+    LARGEST_BUNDLE,
+    Envelope,
+    Policy,
+    SigningKey,
+    Trust,
+    decode,
+    load_private,
+    pae,
+    parse_bundle,
+    read_policy,
+    trust,
+)
 
 # --- private keys ---------------------------------------------------------------------------------
 

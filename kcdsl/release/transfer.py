@@ -13,14 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl import __version__
-from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.proofs import LARGEST_PROOF, load_proof
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.statement import Evaluator, Predicate
+from kcdsl_certs.statement import (
+    Carried,
+    CertifiedClause,
+    Evaluator,
+    Left,
+    Predicate,
+    Transfer,
+    Triple,
+    Verdict,
+)
 from kcdsl_certs.strict import strict_load
-from kcdsl_certs.transfer import Carried, Left, Transfer
-from kcdsl_certs.transferring import Weights, weights_of
-from kcdsl_certs.triple import Triple
+from kcdsl_certs.verification.proofs import LARGEST_PROOF, load_proof
+from kcdsl_certs.verification.transfers import Weights, weights_of
 
 ASSUMPTIONS = (
     "with the later weights, too, the training kernel's activations on the rows of the slices lie "

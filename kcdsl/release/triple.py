@@ -19,9 +19,8 @@ from kcdsl.release.artefacts import checkpoint_manifest, companions, data_digest
 from kcdsl.release.requirements import required_clauses, slice_sources
 from kcdsl.source.files import open_regular
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.requirements import Expectation
+from kcdsl_certs.statement import Checkpoint, Contract, Expectation, Kernel, Triple
 from kcdsl_certs.strict import strict_load
-from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 
 Fingerprints = Mapping[str, Mapping[str, Any]]
 """Kernel fingerprints by role, "train" and "infer": plain data without floats."""

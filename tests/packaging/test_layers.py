@@ -70,7 +70,7 @@ def test_a_planted_import_is_found(
     ("module", "absent"),
     [
         ("kcdsl_certs", {"numpy", "torch", "kcdsl", "lark", "yaml", "rich"}),
-        ("kcdsl_certs.verify", {"numpy", "torch", "kcdsl", "lark", "yaml", "rich"}),
+        ("kcdsl_certs.verification.verify", {"numpy", "torch", "kcdsl", "lark", "yaml", "rich"}),
         ("kcdsl_grammar", {"numpy", "torch", "kcdsl", "lark", "yaml", "rich"}),
         ("kcdsl_backends", {"numpy", "torch", "z3", "scipy"}),
         ("kcdsl.cli", {"numpy", "torch", "z3", "scipy", "onnx", "rich"}),

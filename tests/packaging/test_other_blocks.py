@@ -16,8 +16,7 @@ from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.pages import Block, parse
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.route.catalogue import BackendSpec
-from kcdsl_certs.keys import generate
-from kcdsl_certs.policy import read_policy
+from kcdsl_certs.signatures import generate, read_policy
 from tests.support.files import files_below
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kcdsl_certs.quantities import Quantity
+from kcdsl_certs.statement import Quantity
 
 
 def metric(name: str) -> Quantity:

@@ -24,20 +24,19 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from kcdsl.check.compile import load_program
 from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.requirements import required_clauses
-from kcdsl_certs.clauses import Evidence, Verdict
-from kcdsl_certs.envelope import (
+from kcdsl_certs.signatures import (
     PAYLOAD_TYPE,
     Envelope,
     Signature,
+    SigningKey,
     bundle_bytes,
     decode,
+    generate,
     pae,
     parse_bundle,
     sign,
 )
-from kcdsl_certs.evidence import NEEDED
-from kcdsl_certs.keys import SigningKey, generate
-from kcdsl_certs.statement import certificate_id
+from kcdsl_certs.statement import NEEDED, Evidence, Verdict, certificate_id
 from kcdsl_certs.strict import canonical_json, time_text
 
 CONTRACT = """\

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kcdsl.model.files import Artefacts
-    from kcdsl_certs.policy import Trust
-    from kcdsl_certs.report import Combined, Report
-    from kcdsl_certs.requirements import Expectation
+    from kcdsl_certs.signatures import Trust
+    from kcdsl_certs.statement import Expectation
+    from kcdsl_certs.verification.report import Combined, Report
 
 RECHECK = "re-derive every proof by the independent checker"
 
@@ -73,7 +73,7 @@ class Check(Trusts):
         from kcdsl.release.artefacts import ArtefactRefused
         from kcdsl.release.triple import build_expectation
         from kcdsl_certs.rejected import Rejected
-        from kcdsl_certs.report import Combined, refused
+        from kcdsl_certs.verification.report import Combined, refused
 
         if self.signature_only and (self.recheck or self.complete):
             raise refuse(
@@ -120,9 +120,9 @@ class Check(Trusts):
     ) -> Report:
         """Return what the checks of one certificate say."""
         from kcdsl.release.artefacts import input_at_hand
-        from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
-        from kcdsl_certs.transferring import Earlier
-        from kcdsl_certs.verify import verify
+        from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
+        from kcdsl_certs.verification.transfers import Earlier
+        from kcdsl_certs.verification.verify import verify
 
         proofs: ProofChecker | None = PresentProofs(path.parent)
         if self.recheck:
@@ -164,7 +164,7 @@ def _refuse_without_numpy() -> None:
 def read_certificate(path: Path) -> bytes:
     """Return the bytes of a certificate; refuse one that cannot be read."""
     from kcdsl.source.files import open_regular
-    from kcdsl_certs.envelope import LARGEST_BUNDLE
+    from kcdsl_certs.signatures import LARGEST_BUNDLE
 
     try:
         with open_regular(path) as stream:

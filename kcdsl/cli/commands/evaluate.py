@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kcdsl.release.triple import Fingerprints
     from kcdsl.source.writing import NewFile
     from kcdsl.verdict.report import ImpliedClause, Report
-    from kcdsl_certs.keys import SigningKey
+    from kcdsl_certs.signatures import SigningKey
 
 _UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from kcdsl.diagnostics.spans import SourceFile, Span
     from kcdsl.verdict.convergence import Convergence
-    from kcdsl_certs.requirements import Expectation
-    from kcdsl_certs.statement import Predicate
+    from kcdsl_certs.statement import Expectation, Predicate
 
 _UNCHECKED = (
     "neither signatures nor proofs are checked here; `kcdsl check --recheck --complete` checks both"
@@ -162,13 +161,13 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import input_at_hand
     from kcdsl.release.signing import CERTIFICATE, read_envelope
-    from kcdsl_certs.admission import admit
-    from kcdsl_certs.coverage import check_stated
-    from kcdsl_certs.evidence import Evidence
-    from kcdsl_certs.policy import read_limited
+    from kcdsl_certs.files import read_limited
     from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.statement import LARGEST_PAYLOAD, Predicate
-    from kcdsl_certs.verify import check_components, check_evidence, check_recount
+    from kcdsl_certs.verification.admission import admit
+    from kcdsl_certs.verification.coverage import check_stated
+    from kcdsl_certs.verification.evidence import Evidence
+    from kcdsl_certs.verification.verify import check_components, check_evidence, check_recount
 
     signed = file.name.endswith(CERTIFICATE)
     payload = read_envelope(file).payload if signed else read_limited(file, LARGEST_PAYLOAD)

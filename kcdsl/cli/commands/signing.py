@@ -22,13 +22,12 @@ from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
-    from kcdsl_certs.admission import Admitted
-    from kcdsl_certs.envelope import Envelope
-    from kcdsl_certs.keys import SigningKey
+    from kcdsl_certs.signatures import Envelope, SigningKey
+    from kcdsl_certs.verification.admission import Admitted
 
 
 class KeyKind(StrEnum):
-    """The algorithms of signatures, by the names of `kcdsl_certs.keys.Algorithm`."""
+    """The algorithms of signatures, by the names of `kcdsl_certs.signatures.keys.Algorithm`."""
 
     ECDSA_P256 = "ecdsa-p256"
     ED25519 = "ed25519"
@@ -53,7 +52,7 @@ class Keygen(Command):
         """Write both files or none; the private one is readable by its owner alone."""
         from kcdsl.release.signing import password_from
         from kcdsl.source.writing import NewFile, make_folder, write_together
-        from kcdsl_certs.keys import Algorithm, generate
+        from kcdsl_certs.signatures import Algorithm, generate
 
         password = None if self.password_env is None else password_from(self.password_env)
         key = generate(Algorithm(self.algorithm.value))
@@ -101,9 +100,9 @@ class Sign(Command):
             signing_keys,
         )
         from kcdsl.source.writing import write_bytes
-        from kcdsl_certs.admission import admit
-        from kcdsl_certs.envelope import bundle_bytes, sign
         from kcdsl_certs.rejected import Rejected
+        from kcdsl_certs.signatures import bundle_bytes, sign
+        from kcdsl_certs.verification.admission import admit
 
         path = Path(self.statement)
         keys = signing_keys(self.key)
@@ -147,9 +146,9 @@ def _beside(target: Path, statement: Path) -> Path:
 def _read(path: Path, add: bool) -> tuple[bytes, Envelope | None]:
     """Return the statement, and the envelope that it lies in where signatures are added."""
     from kcdsl.release.signing import read_envelope
-    from kcdsl_certs.envelope import PAYLOAD_TYPE
-    from kcdsl_certs.policy import read_limited
+    from kcdsl_certs.files import read_limited
     from kcdsl_certs.rejected import Rejected
+    from kcdsl_certs.signatures import PAYLOAD_TYPE
     from kcdsl_certs.statement import LARGEST_PAYLOAD
 
     if not add:
@@ -165,7 +164,7 @@ def _read(path: Path, add: bool) -> tuple[bytes, Envelope | None]:
 
 def _refuse_signed(before: Envelope, keys: Sequence[SigningKey], path: Path) -> None:
     """Refuse a key that has signed already: one key counts once."""
-    from kcdsl_certs.envelope import MOST_SIGNATURES, pae
+    from kcdsl_certs.signatures import MOST_SIGNATURES, pae
 
     message = pae(before.payload_type, before.payload)
     for key in keys:

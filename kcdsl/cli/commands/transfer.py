@@ -22,9 +22,9 @@ from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
     from kcdsl.release.transfer import Plan, Regions
-    from kcdsl_certs.keys import SigningKey
-    from kcdsl_certs.report import Report
-    from kcdsl_certs.triple import Triple
+    from kcdsl_certs.signatures import SigningKey
+    from kcdsl_certs.statement import Triple
+    from kcdsl_certs.verification.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Transfer(Trusts, RunsCode, Signs):
         from kcdsl.source.files import in_contract
         from kcdsl.source.writing import write_bytes
         from kcdsl_certs.rejected import Rejected
-        from kcdsl_certs.transferring import Weights
+        from kcdsl_certs.verification.transfers import Weights
 
         path = Path(self.certificate)
         keys = signing_keys(self.sign)
@@ -109,12 +109,12 @@ class Transfer(Trusts, RunsCode, Signs):
         from datetime import UTC, datetime
 
         from kcdsl.release.triple import build_expectation
-        from kcdsl_certs.envelope import decode, parse_bundle
-        from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
         from kcdsl_certs.rejected import Rejected
-        from kcdsl_certs.report import refused
-        from kcdsl_certs.transferring import earlier_triple
-        from kcdsl_certs.verify import verify
+        from kcdsl_certs.signatures import decode, parse_bundle
+        from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
+        from kcdsl_certs.verification.report import refused
+        from kcdsl_certs.verification.transfers import earlier_triple
+        from kcdsl_certs.verification.verify import verify
 
         folder = Path(self.certificate).parent
         kernels = fingerprints_in(self.kernels)
@@ -167,8 +167,8 @@ def _signed(
 ) -> bytes:
     from kcdsl.release.issue import utc_now
     from kcdsl.release.transfer import transfer_of
-    from kcdsl_certs.envelope import bundle_bytes, sign
-    from kcdsl_certs.transfer import transfer_bytes
+    from kcdsl_certs.signatures import bundle_bytes, sign
+    from kcdsl_certs.statement import transfer_bytes
 
     assert report.predicate is not None
     assert report.certificate is not None

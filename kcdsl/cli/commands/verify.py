@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kcdsl.route.catalogue import Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.outcome import GoalOutcome, Implied
-    from kcdsl_certs.keys import SigningKey
+    from kcdsl_certs.signatures import SigningKey
 
 
 class Switch(StrEnum):
@@ -162,8 +162,7 @@ class Verify(RunsCode, Certifies):
 
     def _asked(self, goals: tuple[Goal, ...]) -> tuple[Goal, ...]:
         """Return the goals with the regions and the probability that options ask for."""
-        from kcdsl_certs.clauses import WIDEST
-        from kcdsl_certs.verdicts import LARGEST_ALPHA, LEAST_ALPHA
+        from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA, WIDEST
 
         if self.weights is not None:
             rho = _exact(

@@ -12,7 +12,7 @@ from kcdsl.cli.common.declare import Command, choice, switch, value, values
 from kcdsl.cli.common.readers import whole
 
 if TYPE_CHECKING:
-    from kcdsl_certs.policy import Trust
+    from kcdsl_certs.signatures import Trust
 
 MOST_LOOKS = 10_000
 LONGEST_DAYS = 3660

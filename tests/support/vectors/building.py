@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kcdsl_certs.envelope import PAYLOAD_TYPE, bundle_bytes, sign
-from kcdsl_certs.keys import SigningKey
+from kcdsl_certs.signatures import PAYLOAD_TYPE, SigningKey, bundle_bytes, sign
 from kcdsl_certs.statement import Predicate, payload_bytes
 from kcdsl_certs.strict import canonical_json
 from tests.support.vectors.golden import (

@@ -8,11 +8,18 @@ from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.quantities import Quantity, Region
-from kcdsl_certs.statement import Input, Predicate, Scope
-from kcdsl_certs.triple import Kernel
+from kcdsl_certs.statement import (
+    IMPLIED,
+    Evidence,
+    EvidenceFile,
+    Input,
+    Kernel,
+    Predicate,
+    Quantity,
+    Region,
+    Scope,
+    Verdict,
+)
 from tests.support.vectors.building import Vector, certificate, with_result
 from tests.support.vectors.golden import (
     INFER,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kcdsl_certs.envelope import PAYLOAD_TYPE, Envelope, Signature, bundle_bytes, pae
+from kcdsl_certs.signatures import PAYLOAD_TYPE, Envelope, Signature, bundle_bytes, pae
 from kcdsl_certs.statement import Predicate, Scope, payload_bytes
 from tests.support.vectors.building import (
     Vector,

@@ -17,17 +17,33 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
 
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import SigningKey, load_private
-from kcdsl_certs.manifest import build_manifest
-from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.requirements import Chain, Comparison, Expectation, RequiredClause
-from kcdsl_certs.rows import BYTES, SliceSource
-from kcdsl_certs.statement import Evaluator, Input, Predicate, Scope
+from kcdsl_certs.signatures import SigningKey, load_private
+from kcdsl_certs.statement import (
+    CertifiedClause,
+    Chain,
+    Checkpoint,
+    Comparison,
+    Contract,
+    Evaluator,
+    Evidence,
+    EvidenceFile,
+    Expectation,
+    Input,
+    Kernel,
+    Predicate,
+    ProofReference,
+    Quantity,
+    Region,
+    RequiredClause,
+    Scope,
+    SliceSource,
+    Triple,
+    Verdict,
+    build_manifest,
+)
 from kcdsl_certs.strict import canonical_digest, canonical_json
-from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
+from kcdsl_certs.verification.rows import BYTES
 
 SEED_A = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
 SEED_B = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")

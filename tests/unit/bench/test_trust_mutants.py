@@ -12,7 +12,7 @@ import pytest
 
 from bench import trust_mutants
 from bench.trust_mutants import GENERATORS, Scene
-from kcdsl_certs import verify as checker
+from kcdsl_certs.verification import verify as checker
 
 
 @pytest.fixture(scope="module")

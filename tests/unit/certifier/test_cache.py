@@ -196,7 +196,7 @@ def test_the_version_of_the_rules_is_that_of_every_source(tmp_path: Path) -> Non
 
 
 def test_the_rules_are_of_every_package_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shares of what is left to chance, too, which are those of `kcdsl_certs.verdicts`."""
+    """The shares of what is left to chance, too, which are those of `statement.verdicts`."""
     seen: list[str] = []
 
     def digest(roots: Sequence[Path], beside: str) -> str:

@@ -11,18 +11,23 @@ from types import ModuleType
 import pytest
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
-from kcdsl_certs.envelope import (
+from kcdsl_certs.signatures import (
     PAYLOAD_TYPE,
+    Algorithm,
     Envelope,
     Signature,
+    SigningKey,
+    TrustedKey,
+    TrustPolicy,
     bundle_bytes,
     decode,
+    generate,
     pae,
     parse_bundle,
     sign,
     signers,
+    unique_keys,
 )
-from kcdsl_certs.keys import Algorithm, SigningKey, TrustedKey, TrustPolicy, generate, unique_keys
 
 _S = b'{"_type":"https://in-toto.io/Statement/v1"}'
 _SINGLE = "2WAfaHm5jluo0w+0rk8uVkluELJYWjSmU9x7EUzx+AyteDGJ4/nqyJXfmAUVFIAoQafWm7AxBZNw5M9ixNHiCA=="

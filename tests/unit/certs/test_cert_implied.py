@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.coverage import check_implied
-from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.requirements import Chain, Comparison, RequiredClause
+from kcdsl_certs.statement import (
+    IMPLIED,
+    CertifiedClause,
+    Chain,
+    Comparison,
+    Evidence,
+    ProofReference,
+    Quantity,
+    Region,
+    RequiredClause,
+    Verdict,
+)
+from kcdsl_certs.verification.coverage import check_implied
 from tests.support.quantities import margin, norm, statistic
 
 _SPAN = 0.125

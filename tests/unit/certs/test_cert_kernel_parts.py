@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.clauses import Verdict
-from kcdsl_certs.policy import read_policy
-from kcdsl_certs.proofs import Outcome
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import Report
-from kcdsl_certs.statement import Predicate
-from kcdsl_certs.triple import (
+from kcdsl_certs.signatures import read_policy
+from kcdsl_certs.statement import (
     PARTS,
     Contract,
     Kernel,
+    Predicate,
     Triple,
+    Verdict,
     relaxed,
     states,
     states_machine,
 )
-from kcdsl_certs.triple import Checkpoint as Weights
+from kcdsl_certs.statement import Checkpoint as Weights
+from kcdsl_certs.verification.proofs import Outcome
+from kcdsl_certs.verification.report import Report
 
 
 def triple(**changes: Any) -> Triple:

@@ -9,7 +9,8 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from kcdsl_certs.keys import (
+from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.signatures import (
     Algorithm,
     PublicKey,
     TrustedKey,
@@ -18,7 +19,6 @@ from kcdsl_certs.keys import (
     load_private,
     load_public,
 )
-from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import parse_time
 
 _KINDS = frozenset({"t"})

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl_certs.manifest import build_manifest
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement import build_manifest
 
 
 def _tree(folder: Path, files: dict[str, bytes]) -> Path:
@@ -132,6 +132,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         def hexdigest(self) -> str:
             return self.digest.hexdigest()
 
-    monkeypatch.setattr("kcdsl_certs.manifest.hashlib.sha256", Growing)
+    monkeypatch.setattr("kcdsl_certs.statement.manifest.hashlib.sha256", Growing)
     with pytest.raises(Rejected, match="checkpoint/changed"):
         build_manifest(path)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl_certs.manifest import build_manifest, open_regular, plain_path
+from kcdsl_certs.files import open_regular, plain_path
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement import build_manifest
 
 
 def refused(path: Path) -> str:
@@ -75,7 +76,7 @@ def test_a_file_that_is_replaced_while_it_is_hashed_is_refused(
             swap(path, other)
         return plain()
 
-    monkeypatch.setattr("kcdsl_certs.manifest.hashlib.sha256", swapping)
+    monkeypatch.setattr("kcdsl_certs.statement.manifest.hashlib.sha256", swapping)
     assert refused(path) == "checkpoint/changed"
 
 
@@ -89,7 +90,7 @@ def test_a_file_added_while_others_are_hashed_is_refused(
         (tmp_path / "late").write_bytes(b"y")
         return plain()
 
-    monkeypatch.setattr("kcdsl_certs.manifest.hashlib.sha256", adding)
+    monkeypatch.setattr("kcdsl_certs.statement.manifest.hashlib.sha256", adding)
     assert refused(tmp_path) == "checkpoint/changed"
 
 

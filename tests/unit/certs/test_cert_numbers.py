@@ -12,16 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from kcdsl_certs.clauses import (
+from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
+from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement import (
     CertifiedClause,
     Evidence,
     ProofReference,
+    Quantity,
+    Region,
     Verdict,
+    admissible,
+    certifies,
+    check_verdict,
+    lower_tail,
+    overall,
 )
-from kcdsl_certs.quantities import Quantity, Region
-from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.verdicts import admissible, certifies, check_verdict, lower_tail, overall
 from tests.support.quantities import margin, metric, norm, share, statistic
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)

@@ -17,10 +17,14 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference
-from kcdsl_certs.proofs import SOME_MARGIN, Outcome, Rechecker
-from kcdsl_certs.quantities import Region
-from kcdsl_certs.statement import Predicate
+from kcdsl_certs.statement import (
+    CertifiedClause,
+    Evidence,
+    Predicate,
+    ProofReference,
+    Region,
+)
+from kcdsl_certs.verification.proofs import SOME_MARGIN, Outcome, Rechecker
 from tests.support.quantities import margin, norm
 
 

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.quantities import Quantity
-from kcdsl_certs.requirements import Comparison, RequiredClause, uncovered
+from kcdsl_certs.statement import (
+    CertifiedClause,
+    Comparison,
+    Evidence,
+    ProofReference,
+    Quantity,
+    RequiredClause,
+    Verdict,
+    uncovered,
+)
 from tests.support.quantities import metric, norm
 
 _KL = Comparison("C/all/0", metric("kl"), "<=", Fraction(1, 2), "nat")

@@ -15,23 +15,32 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.envelope import Signature, bundle_bytes, sign
-from kcdsl_certs.keys import Algorithm, TrustedKey, TrustPolicy, generate
-from kcdsl_certs.proofs import Outcome, PresentProofs, ProofResult
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import STEPS, Check, Combined, Report, refused
-from kcdsl_certs.requirements import Expectation, RequiredClause
+from kcdsl_certs.signatures import (
+    Algorithm,
+    Signature,
+    TrustedKey,
+    TrustPolicy,
+    bundle_bytes,
+    generate,
+    sign,
+)
 from kcdsl_certs.statement import (
     PREDICATE_TYPE,
+    CertifiedClause,
+    Expectation,
     Predicate,
+    RequiredClause,
     Scope,
+    Triple,
+    Verdict,
     certificate_id,
     parse_predicate,
     payload_bytes,
 )
 from kcdsl_certs.strict import parse_time
-from kcdsl_certs.triple import Triple
+from kcdsl_certs.verification.proofs import Outcome, PresentProofs, ProofResult
+from kcdsl_certs.verification.report import STEPS, Check, Combined, Report, refused
 from tests.support.quantities import statistic
 
 Certify = Callable[..., bytes]

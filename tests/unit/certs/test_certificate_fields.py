@@ -20,20 +20,24 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.clauses import ProofReference
-from kcdsl_certs.envelope import bundle_bytes, sign
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import TrustedKey, TrustPolicy
-from kcdsl_certs.manifest import build_manifest
-from kcdsl_certs.proofs import Rechecker
-from kcdsl_certs.quantities import Region
 from kcdsl_certs.reals import Measured
-from kcdsl_certs.report import Report
-from kcdsl_certs.requirements import Comparison
-from kcdsl_certs.statement import PREDICATE_TYPE, AcceptedFinding, payload_bytes
+from kcdsl_certs.signatures import TrustedKey, TrustPolicy, bundle_bytes, sign
+from kcdsl_certs.statement import (
+    PREDICATE_TYPE,
+    AcceptedFinding,
+    Checkpoint,
+    Comparison,
+    EvidenceFile,
+    ProofReference,
+    Region,
+    Triple,
+    build_manifest,
+    payload_bytes,
+)
 from kcdsl_certs.strict import canonical_digest, canonical_json, parse_time
-from kcdsl_certs.triple import Checkpoint, Triple
-from kcdsl_certs.verify import verify
+from kcdsl_certs.verification.proofs import Rechecker
+from kcdsl_certs.verification.report import Report
+from kcdsl_certs.verification.verify import verify
 from tests.support import proofs
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import Change, changes, field_of, places

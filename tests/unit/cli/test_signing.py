@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.envelope import decode, parse_bundle
+from kcdsl_certs.signatures import decode, parse_bundle
 from kcdsl_certs.statement import Predicate, parse_predicate
 from tests.support.small_models import write_contract, write_model
 

@@ -19,12 +19,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.release.transfer import ASSUMPTIONS
-from kcdsl_certs.envelope import bundle_bytes, decode, parse_bundle, sign
-from kcdsl_certs.keys import load_private
 from kcdsl_certs.reals import parse_real
-from kcdsl_certs.statement import parse_statement
+from kcdsl_certs.signatures import bundle_bytes, decode, load_private, parse_bundle, sign
+from kcdsl_certs.statement import (
+    Carried,
+    Transfer,
+    parse_statement,
+    parse_transfer,
+    transfer_bytes,
+)
 from kcdsl_certs.strict import canonical_json, strict_load
-from kcdsl_certs.transfer import Carried, Transfer, parse_transfer, transfer_bytes
 from tests.support.small_models import write_contract, write_model
 
 RHO = 0.01

@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kcdsl.cli.commands.verify import Verify
-from kcdsl_certs.proofs import SOME_MARGIN
+from kcdsl_certs.verification.proofs import SOME_MARGIN
 from tests.support.small_models import write_model
 
 CONTRACT = """\

@@ -52,8 +52,8 @@ def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) 
 @pytest.mark.full
 def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: Path) -> None:
     """The clause is bound to a chain as to any proof: by block, region, functional and cases."""
-    from kcdsl_certs.proofs import bind
     from kcdsl_certs.rejected import Rejected
+    from kcdsl_certs.verification.proofs import bind
 
     write_contract(folder, MODEL)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0

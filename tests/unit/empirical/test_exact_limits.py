@@ -13,7 +13,7 @@ from scipy import stats
 
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.statistics import Confidence, NotMeasurable, exact
-from kcdsl_certs.verdicts import certifies
+from kcdsl_certs.statement import certifies
 
 ALPHA = Fraction(1, 20)
 counts = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))

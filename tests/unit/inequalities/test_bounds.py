@@ -25,7 +25,7 @@ from kcdsl.inequalities import (
     span_from_norm,
     tv,
 )
-from kcdsl_certs.bound_chain import implied_bound
+from kcdsl_certs.verification.bound_chain import implied_bound
 
 UPPER = tuple(name for name in NAMES if name != "ess")
 GRID = sorted(

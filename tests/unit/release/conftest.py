@@ -23,10 +23,15 @@ from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import SigningKey, load_private
 from kcdsl_certs.reals import real_text
+from kcdsl_certs.signatures import SigningKey, load_private
+from kcdsl_certs.statement import (
+    CertifiedClause,
+    Evidence,
+    EvidenceFile,
+    ProofReference,
+    Verdict,
+)
 
 CONTRACT = """\
 kcdsl: 1

@@ -15,9 +15,8 @@ from kcdsl.release.issue import issue
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.__main__ import main
-from kcdsl_certs.clauses import CertifiedClause, ProofReference
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import SigningKey
+from kcdsl_certs.signatures import SigningKey
+from kcdsl_certs.statement import CertifiedClause, EvidenceFile, ProofReference
 
 AT = ("--at", "2026-12-01T00:00:00Z")
 COMMENTS = """\

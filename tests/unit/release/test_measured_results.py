@@ -16,8 +16,7 @@ from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import certified_clauses, result_of
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
-from kcdsl_certs.clauses import CertifiedClause, Evidence
-from kcdsl_certs.requirements import Comparison, RequiredClause
+from kcdsl_certs.statement import CertifiedClause, Comparison, Evidence, RequiredClause
 from tests.support.quantities import statistic
 
 
@@ -190,7 +189,7 @@ def test_counts_of_several_comparisons_are_stated_of_none_of_them(
 
 
 def test_limits_of_one_of_two_terms_do_not_pass_for_limits_of_their_difference() -> None:
-    limits = {"low": 0.96, "high": 0.99, "value": 0.97, "exact_value": None}
+    limits: dict[str, Any] = {"low": 0.96, "high": 0.99, "value": 0.97, "exact_value": None}
     found = result(required(">=", Fraction(0)), row(Held(), evidence="sample", **limits))
     assert (found.verdict, found.low, found.alpha) == ("INCONCLUSIVE", None, None)
     counterpart = result(

@@ -22,13 +22,19 @@ from kcdsl.release.issue import issue, results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.evidence import ROLES, EvidenceFile
-from kcdsl_certs.evidence import Evidence as EvidenceFolder
-from kcdsl_certs.keys import SigningKey, generate
-from kcdsl_certs.proofs import Outcome
-from kcdsl_certs.report import STEPS, Combined, Report
-from kcdsl_certs.report import Check as Step
+from kcdsl_certs.signatures import SigningKey, generate
+from kcdsl_certs.statement import (
+    ROLES,
+    CertifiedClause,
+    Evidence,
+    EvidenceFile,
+    ProofReference,
+    Verdict,
+)
+from kcdsl_certs.verification.evidence import Evidence as EvidenceFolder
+from kcdsl_certs.verification.proofs import Outcome
+from kcdsl_certs.verification.report import STEPS, Combined, Report
+from kcdsl_certs.verification.report import Check as Step
 
 Cli = Callable[..., Any]
 Results = Callable[[ProofReference], list[CertifiedClause]]

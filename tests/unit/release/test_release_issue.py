@@ -39,11 +39,9 @@ from kcdsl.source.writing import write_bytes
 from kcdsl.verdict.model import Evidence as ProvedBy
 from kcdsl.verdict.model import Held
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
-from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
-from kcdsl_certs.envelope import parse_bundle
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.signatures import SigningKey, parse_bundle
+from kcdsl_certs.statement import CertifiedClause, Evidence, EvidenceFile, Verdict
 from tests.support.vectors.golden import ed25519_from_seed
 
 NOW = datetime.fromisoformat("2026-11-30T12:00:00+00:00")

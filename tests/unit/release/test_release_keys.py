@@ -9,9 +9,8 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.release.signing import PASSWORD_VARIABLE, read_private_key, signing_keys
-from kcdsl_certs.keys import generate
-from kcdsl_certs.policy import load_key
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.signatures import generate, load_key
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from kcdsl.ir.terms import (
 from kcdsl_backends.smt import BACKEND, ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.axioms import number
 from kcdsl_backends.smt.solver import Outcome, Solver
-from kcdsl_certs.bound_chain import implied_bound, span_of_norm
+from kcdsl_certs.verification.bound_chain import implied_bound, span_of_norm
 
 Build = Any
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from kcdsl_backends.empirical.statistics.estimates import check_counts, check_rate
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.verdicts import lower_tail
+from kcdsl_certs.statement import lower_tail
 
 _NEAR = 1e-9
 """Relative error that the float64 tail is far within; nearer to the level it is not trusted."""

@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.verdicts import LARGEST_ALPHA, LEAST_ALPHA
+from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
 LARGEST_PROOF = 256 * 2**20

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_certs.manifest import open_regular
+from kcdsl_certs.files import open_regular
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.graphs.reading import Reader

@@ -6,16 +6,15 @@ names. The digest of the manifest itself does. Both go into a certificate.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import stat
 import unicodedata
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from kcdsl_certs.files import open_regular, shown
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import canonical_digest
 
@@ -82,7 +81,7 @@ def build_manifest(checkpoint: Path) -> Manifest:
         seen[identity] = name
         resources.append(resource)
     if files_of(checkpoint) != found:
-        raise Rejected("checkpoint/changed", f"{_said(checkpoint.name)} changed while it was read")
+        raise Rejected("checkpoint/changed", f"{shown(checkpoint.name)} changed while it was read")
     return Manifest(tuple(resources))
 
 
@@ -93,15 +92,15 @@ def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
     """
     mode = os.lstat(checkpoint).st_mode
     if stat.S_ISLNK(mode):
-        raise Rejected("checkpoint/symlink", f"{_said(checkpoint.name)} is a symbolic link")
+        raise Rejected("checkpoint/symlink", f"{shown(checkpoint.name)} is a symbolic link")
     if stat.S_ISDIR(mode):
         pairs = [(_name(path, checkpoint), path) for path in _walk(checkpoint)]
     elif stat.S_ISREG(mode):
         pairs = [(_checked_name(checkpoint.name), checkpoint)]
     else:
-        raise Rejected("checkpoint/special-file", f"{_said(checkpoint.name)} is no regular file")
+        raise Rejected("checkpoint/special-file", f"{shown(checkpoint.name)} is no regular file")
     if not pairs:
-        raise Rejected("checkpoint/empty", f"{_said(checkpoint.name)} holds no file")
+        raise Rejected("checkpoint/empty", f"{shown(checkpoint.name)} holds no file")
     once: dict[str, str] = {}
     for name, _ in pairs:
         same = once.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
@@ -115,13 +114,13 @@ def _walk(folder: Path) -> list[Path]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():
-                raise Rejected("checkpoint/symlink", f"{_said(entry.name)} is a symbolic link")
+                raise Rejected("checkpoint/symlink", f"{shown(entry.name)} is a symbolic link")
             if entry.is_dir(follow_symlinks=False):
                 found.extend(_walk(Path(entry.path)))
             elif entry.is_file(follow_symlinks=False):
                 found.append(Path(entry.path))
             else:
-                raise Rejected("checkpoint/special-file", f"{_said(entry.name)} is no regular file")
+                raise Rejected("checkpoint/special-file", f"{shown(entry.name)} is no regular file")
     return found
 
 
@@ -134,14 +133,10 @@ def _checked_name(part: str) -> str:
     try:
         part.encode("utf-8")
     except UnicodeEncodeError:
-        raise Rejected("checkpoint/name", f"{_said(part)} is not UTF-8") from None
+        raise Rejected("checkpoint/name", f"{shown(part)} is not UTF-8") from None
     if part in ("", ".", "..") or "/" in part or not part.isprintable():
-        raise Rejected("checkpoint/name", f"{_said(part)} is not a plain file name")
+        raise Rejected("checkpoint/name", f"{shown(part)} is not a plain file name")
     return part
-
-
-def _said(name: str) -> str:
-    return name if name.isprintable() else ascii(name)
 
 
 def _hash_file(path: Path, name: str) -> tuple[Resource, tuple[int, int]]:
@@ -182,34 +177,3 @@ def _is_hollow(descriptor: int, found: os.stat_result) -> bool:
     finally:
         os.lseek(descriptor, 0, os.SEEK_SET)
     return stored * 4 < found.st_size
-
-
-def open_regular(path: Path, reason: str, *, links: bool = True) -> BufferedReader:
-    """Open a regular file to read; raises Rejected with `reason` for a pipe, a device or a folder.
-
-    Nothing is waited for, and with `links` false a symbolic link is refused, as
-    `checkpoint/symlink`. Raises OSError where the file cannot be opened.
-    """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-    if not links:
-        flags |= getattr(os, "O_NOFOLLOW", 0)
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno == errno.ELOOP and not links:
-            raise Rejected("checkpoint/symlink", f"{_said(path.name)} is a symbolic link") from None
-        if os.path.isdir(path):
-            raise Rejected(reason, f"{_said(path.name)} is no regular file") from None
-        raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    raise Rejected(reason, f"{_said(path.name)} is no regular file")
-
-
-def plain_path(path: Path) -> Path:
-    """Return a path whose folders are no links and no `..`, as the system would follow them; what
-    the last step of it names is left as it is."""
-    if path.name in ("", ".", ".."):
-        return Path(os.path.realpath(path))
-    return Path(os.path.realpath(path.parent)) / path.name

@@ -8,33 +8,38 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kcdsl_certs import envelope as dsse
-from kcdsl_certs.clauses import Verdict
-from kcdsl_certs.coverage import check_clauses
-from kcdsl_certs.evidence import Evidence, refuse_unnamed
-from kcdsl_certs.evidence import compare as compare_evidence
-from kcdsl_certs.keys import TrustedKey, TrustPolicy, unique_keys
-from kcdsl_certs.manifest import open_regular
-from kcdsl_certs.proofs import Outcome, ProofChecker
-from kcdsl_certs.recount import Data, Recount
+from kcdsl_certs.files import open_regular
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import TRANSFER_STEPS, Log, NotRun, Report, Stop, refused
-from kcdsl_certs.requirements import RequiredClause
-from kcdsl_certs.rows import SliceSource
+from kcdsl_certs.signatures import TrustedKey, TrustPolicy, unique_keys
+from kcdsl_certs.signatures import envelope as dsse
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
     PREDICATE_TYPE,
     STATEMENT_TYPE,
+    TRANSFER_TYPE,
     Predicate,
+    RequiredClause,
+    SliceSource,
     Statement,
+    Transfer,
+    Triple,
+    Verdict,
     certificate_id,
+    differences,
     parse_predicate,
     parse_statement,
+    parse_transfer,
+    relaxed,
+    states,
 )
 from kcdsl_certs.strict import strict_load, time_text
-from kcdsl_certs.transfer import TRANSFER_TYPE, Transfer, parse_transfer
-from kcdsl_certs.transferring import Earlier, compare
-from kcdsl_certs.triple import Triple, differences, relaxed, states
+from kcdsl_certs.verification.coverage import check_clauses
+from kcdsl_certs.verification.evidence import Evidence, refuse_unnamed
+from kcdsl_certs.verification.evidence import compare as compare_evidence
+from kcdsl_certs.verification.proofs import Outcome, ProofChecker
+from kcdsl_certs.verification.recount import Data, Recount
+from kcdsl_certs.verification.report import TRANSFER_STEPS, Log, NotRun, Report, Stop, refused
+from kcdsl_certs.verification.transfers import Earlier, compare
 
 Clock = Callable[[], datetime]
 

@@ -11,44 +11,10 @@ from typing import Any
 
 from kcdsl_certs.reals import parse_real
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import Fields
 
 BYTES = "bytes"
 """The tokenizer that this package has: one token for each byte of UTF-8."""
 _LARGEST_POWER = 400
-
-
-@dataclass(frozen=True, slots=True)
-class SliceSource:
-    """Where the rows of a slice come from.
-
-    `data` is a file as the contract names it, `where` the predicate as a slice digest has it,
-    `tokens` says how text becomes tokens, and `units` whether each row is measured by itself.
-    """
-
-    data: str
-    where: Any
-    tokens: str = "other"
-    units: str = "rows"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "data": self.data,
-            "where": self.where,
-            "tokens": self.tokens,
-            "units": self.units,
-        }
-
-    @staticmethod
-    def from_json(value: Any) -> SliceSource:
-        """Read the record of `to_json`."""
-        fields = Fields.of(value, "slice")
-        source = SliceSource(
-            fields.text("data"), fields.raw("where"), fields.text("tokens"), fields.text("units")
-        )
-        fields.done()
-        return source
 
 
 @dataclass(frozen=True, slots=True)

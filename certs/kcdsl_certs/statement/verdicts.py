@@ -5,7 +5,9 @@ from __future__ import annotations
 from decimal import Context, Decimal, DivisionByZero, InvalidOperation, Overflow
 from fractions import Fraction
 
-from kcdsl_certs.clauses import (
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement.clauses import (
     DOMAINS,
     IMPLIED,
     LOWER,
@@ -15,8 +17,6 @@ from kcdsl_certs.clauses import (
     Verdict,
     holds,
 )
-from kcdsl_certs.reals import real_text
-from kcdsl_certs.rejected import Rejected
 
 _CONTEXT = Context(
     prec=50,

@@ -8,15 +8,27 @@ from __future__ import annotations
 from collections.abc import Set
 from fractions import Fraction
 
-from kcdsl_certs.bound_chain import METRICS, implied_bound, span_of_norm
-from kcdsl_certs.clauses import LOWER, UPPER, WIDEST, CertifiedClause, Evidence, Verdict, holds
-from kcdsl_certs.quantities import Quantity
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.requirements import Chain, RequiredClause, uncovered
-from kcdsl_certs.statement import Predicate
-from kcdsl_certs.triple import Triple, numerics_digest, states_machine
-from kcdsl_certs.verdicts import check_verdict
+from kcdsl_certs.statement import (
+    LOWER,
+    UPPER,
+    WIDEST,
+    CertifiedClause,
+    Chain,
+    Evidence,
+    Predicate,
+    Quantity,
+    RequiredClause,
+    Triple,
+    Verdict,
+    check_verdict,
+    holds,
+    numerics_digest,
+    states_machine,
+    uncovered,
+)
+from kcdsl_certs.verification.bound_chain import METRICS, implied_bound, span_of_norm
 
 LOGITS_BLOCK = "model"
 _NORMS = {"inf": ("logit_linf",), "2": ("logit_linf", "logit_l2", "logit_l2_centered")}

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
-from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.rows import SliceSource
+from kcdsl_certs.statement.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
+from kcdsl_certs.statement.quantities import Quantity, Region
+from kcdsl_certs.statement.triple import Triple
 from kcdsl_certs.strict import Fields
-from kcdsl_certs.triple import Triple
 
 SCHEMA = "kcdsl.expectation/3"
 
@@ -169,6 +168,39 @@ def _comparison(value: Any) -> Comparison:
     if comparison.op not in OPERATORS:
         raise Rejected("statement/malformed", f"{comparison.op!r} is no comparison")
     return comparison
+
+
+@dataclass(frozen=True, slots=True)
+class SliceSource:
+    """Where the rows of a slice come from.
+
+    `data` is a file as the contract names it, `where` the predicate as a slice digest has it,
+    `tokens` says how text becomes tokens, and `units` whether each row is measured by itself.
+    """
+
+    data: str
+    where: Any
+    tokens: str = "other"
+    units: str = "rows"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "data": self.data,
+            "where": self.where,
+            "tokens": self.tokens,
+            "units": self.units,
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> SliceSource:
+        """Read the record of `to_json`."""
+        fields = Fields.of(value, "slice")
+        source = SliceSource(
+            fields.text("data"), fields.raw("where"), fields.text("tokens"), fields.text("units")
+        )
+        fields.done()
+        return source
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,26 +11,29 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kcdsl_certs.coverage import check_results, refuse_stray
-from kcdsl_certs.envelope import LARGEST_BUNDLE, decode, parse_bundle
-from kcdsl_certs.evidence import Evidence
-from kcdsl_certs.policy import read_limited
-from kcdsl_certs.proofs import load_proof
+from kcdsl_certs.files import read_limited
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import NotRun
+from kcdsl_certs.signatures import LARGEST_BUNDLE, decode, parse_bundle
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
     PREDICATE_TYPE,
     STATEMENT_TYPE,
+    TRANSFER_TYPE,
     Predicate,
+    Transfer,
     certificate_id,
     parse_predicate,
     parse_statement,
+    parse_transfer,
     payload_bytes,
+    transfer_bytes,
 )
 from kcdsl_certs.strict import strict_load, time_text
-from kcdsl_certs.transfer import TRANSFER_TYPE, Transfer, parse_transfer, transfer_bytes
-from kcdsl_certs.verify import check_evidence
+from kcdsl_certs.verification.coverage import check_results, refuse_stray
+from kcdsl_certs.verification.evidence import Evidence
+from kcdsl_certs.verification.proofs import load_proof
+from kcdsl_certs.verification.report import NotRun
+from kcdsl_certs.verification.verify import check_evidence
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,46 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.manifest import open_regular
+from kcdsl_certs.files import open_regular
 from kcdsl_certs.reals import parse_real
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import LARGEST_DOCUMENT, Fields, loose_load, plain_name
-from kcdsl_certs.triple import Triple
-from kcdsl_certs.verdicts import MEASURED
+from kcdsl_certs.statement import (
+    MEASURED,
+    NEEDED,
+    CertifiedClause,
+    EvidenceFile,
+    Triple,
+    Verdict,
+)
+from kcdsl_certs.strict import LARGEST_DOCUMENT, Fields, loose_load
 
-NEEDED = ("trace", "records", "report", "kernels")
-"""What every measured result rests on: what the kernels gave, the record of each request, what was
-concluded, and the fingerprints of the kernels that ran."""
-ROLES = (*NEEDED, "journal", "counterexample")
 _CHUNK = 1 << 20
 _KERNELS, _REPORT = "kcdsl.kernels/1", "kcdsl.report/2"
 _WORDS = {Verdict.PASSED: ("held",), Verdict.FAILED: ("violated",)}
-
-
-@dataclass(frozen=True, slots=True)
-class EvidenceFile:
-    """A file beside the certificate: the digest decides, `path` says where to look."""
-
-    role: str
-    path: str
-    sha256: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"role": self.role, "path": self.path, "digest": {"sha256": self.sha256}}
-
-    @staticmethod
-    def from_json(value: Any) -> EvidenceFile:
-        """Read the record of `to_json`."""
-        fields = Fields.of(value, "predicate.evidence")
-        role = fields.text("role")
-        if role not in ROLES:
-            raise Rejected("statement/malformed", f"predicate.evidence: there is no role {role!r}")
-        path = plain_name(fields.text("path"), "predicate.evidence.path")
-        file = EvidenceFile(role, path, fields.sha256("digest"))
-        fields.done()
-        return file
 
 
 def refuse_unnamed(clauses: tuple[CertifiedClause, ...], files: tuple[EvidenceFile, ...]) -> None:

@@ -12,13 +12,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict, holds
-from kcdsl_certs.manifest import open_regular
-from kcdsl_certs.quantities import Quantity, Region
+from kcdsl_certs.files import open_regular
 from kcdsl_certs.reals import parse_hex, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement import (
+    LOWER,
+    UPPER,
+    CertifiedClause,
+    Evidence,
+    Quantity,
+    Region,
+    Triple,
+    Verdict,
+    holds,
+)
 from kcdsl_certs.strict import Fields, sha256_of, strict_base64, strict_load
-from kcdsl_certs.triple import Triple
 
 _WIDER = {"points": {"ball"}}
 """Kinds of region that hold those of another kind: balls around points hold the points."""

@@ -7,9 +7,9 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from kcdsl_certs.quantities import Quantity, Region
 from kcdsl_certs.reals import Measured, Rounding, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement.quantities import Quantity, Region
 from kcdsl_certs.strict import Fields, plain_name
 
 _Member = TypeVar("_Member", bound=StrEnum)

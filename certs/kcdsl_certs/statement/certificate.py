@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import Fields, canonical_json, parse_time, sha256_of, time_text
-from kcdsl_certs.triple import Triple
-from kcdsl_certs.verdicts import overall
+from kcdsl_certs.statement.clauses import CertifiedClause, Verdict
+from kcdsl_certs.statement.triple import Triple
+from kcdsl_certs.statement.verdicts import overall
+from kcdsl_certs.strict import Fields, canonical_json, parse_time, plain_name, sha256_of, time_text
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.2"
 SUBJECT_NAME = "kcdsl-triple"
 STAGES = ("offline-ci", "shadow", "canary", "full")
 LARGEST_PAYLOAD = 6 * 1024 * 1024
+NEEDED = ("trace", "records", "report", "kernels")
+"""What every measured result rests on: what the kernels gave, the record of each request, what was
+concluded, and the fingerprints of the kernels that ran."""
+ROLES = (*NEEDED, "journal", "counterexample")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,31 @@ class Scope:
 
     complete: bool
     covers: tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceFile:
+    """A file beside the certificate: the digest decides, `path` says where to look."""
+
+    role: str
+    path: str
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"role": self.role, "path": self.path, "digest": {"sha256": self.sha256}}
+
+    @staticmethod
+    def from_json(value: Any) -> EvidenceFile:
+        """Read the record of `to_json`."""
+        fields = Fields.of(value, "predicate.evidence")
+        role = fields.text("role")
+        if role not in ROLES:
+            raise Rejected("statement/malformed", f"predicate.evidence: there is no role {role!r}")
+        path = plain_name(fields.text("path"), "predicate.evidence.path")
+        file = EvidenceFile(role, path, fields.sha256("digest"))
+        fields.done()
+        return file
 
 
 @dataclass(frozen=True, slots=True)

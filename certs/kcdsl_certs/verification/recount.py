@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.clauses import CertifiedClause, Verdict
-from kcdsl_certs.manifest import open_regular
-from kcdsl_certs.proofs import LARGEST_PROOF, load_proof
+from kcdsl_certs.files import open_regular
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.rows import Row, Selected, SliceSource, read_rows, select
+from kcdsl_certs.statement import (
+    ATTACK,
+    MEASURED,
+    CertifiedClause,
+    SliceSource,
+    Verdict,
+)
 from kcdsl_certs.strict import LARGEST_DOCUMENT, Fields, canonical_digest, loose_load, strict_load
-from kcdsl_certs.verdicts import ATTACK, MEASURED
+from kcdsl_certs.verification.proofs import LARGEST_PROOF, load_proof
+from kcdsl_certs.verification.rows import Row, Selected, read_rows, select
 
 Data = Callable[[str], Path | None]
 """Finds a data file by the name that the contract gives it; None where it is not at hand."""

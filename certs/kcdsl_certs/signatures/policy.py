@@ -9,9 +9,7 @@ import base64
 import binascii
 import dataclasses
 import hashlib
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +18,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.keys import LONGEST_VALIDITY, PublicKey, TrustedKey, TrustPolicy, load_public
+from kcdsl_certs.files import read_limited
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
+from kcdsl_certs.signatures.keys import (
+    LONGEST_VALIDITY,
+    PublicKey,
+    TrustedKey,
+    TrustPolicy,
+    load_public,
+)
+from kcdsl_certs.statement import PARTS, PREDICATE_TYPE, STAGES, TRANSFER_TYPE
 from kcdsl_certs.strict import parse_time, time_text
-from kcdsl_certs.transfer import TRANSFER_TYPE
-from kcdsl_certs.triple import PARTS
 
 ROLES = {"certificate": PREDICATE_TYPE, "transfer": TRANSFER_TYPE}
 _LARGEST = 4 * 1024 * 1024
@@ -214,22 +217,6 @@ def load_key(path: Path) -> PublicKey:
     """Read a public key; raises Rejected."""
     with _naming(path):
         return load_public(read_limited(path, _LARGEST_KEY))
-
-
-def read_limited(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file; raise Rejected for another one, or a larger one."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Rejected("file/not-regular", "it is no regular file")
-            data = stream.read(limit + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no name of a file"
-        raise Rejected("file/unreadable", f"it cannot be read: {reason}") from None
-    if len(data) > limit:
-        raise Rejected("file/size", f"it has more than {limit} bytes")
-    return data
 
 
 class _naming:

@@ -10,11 +10,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs import envelope as dsse
-from kcdsl_certs.clauses import CertifiedClause
-from kcdsl_certs.coverage import check_clauses
-from kcdsl_certs.manifest import build_manifest, open_regular
-from kcdsl_certs.proofs import (
+from kcdsl_certs.files import open_regular
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.signatures import envelope as dsse
+from kcdsl_certs.statement import (
+    LARGEST_PAYLOAD,
+    TRANSFER_TYPE,
+    Carried,
+    CertifiedClause,
+    Checkpoint,
+    Predicate,
+    RequiredClause,
+    Transfer,
+    Triple,
+    build_manifest,
+    carried_over,
+    certificate_id,
+    parse_predicate,
+    parse_statement,
+)
+from kcdsl_certs.strict import strict_load, time_text
+from kcdsl_certs.verification.coverage import check_clauses
+from kcdsl_certs.verification.proofs import (
     LARGEST_PROOF,
     Outcome,
     PresentProofs,
@@ -23,20 +41,7 @@ from kcdsl_certs.proofs import (
     bind,
     load_proof,
 )
-from kcdsl_certs.reals import real_text
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.report import Check, Log, NotRun, Report
-from kcdsl_certs.requirements import RequiredClause
-from kcdsl_certs.statement import (
-    LARGEST_PAYLOAD,
-    Predicate,
-    certificate_id,
-    parse_predicate,
-    parse_statement,
-)
-from kcdsl_certs.strict import strict_load, time_text
-from kcdsl_certs.transfer import TRANSFER_TYPE, Carried, Transfer, carried_over
-from kcdsl_certs.triple import Checkpoint, Triple
+from kcdsl_certs.verification.report import Check, Log, NotRun, Report
 
 VerifyBase = Callable[[bytes, Triple, ProofChecker], Report]
 """Verifies an earlier certificate against the triple with the earlier checkpoint."""

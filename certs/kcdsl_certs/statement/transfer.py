@@ -13,10 +13,9 @@ from datetime import datetime
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.reals import Measured, parse_real, real_text
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.statement import (
+from kcdsl_certs.statement.certificate import (
     STAGES,
     STATEMENT_TYPE,
     SUBJECT_NAME,
@@ -24,8 +23,9 @@ from kcdsl_certs.statement import (
     Predicate,
     Scope,
 )
+from kcdsl_certs.statement.clauses import WIDEST, CertifiedClause, Verdict
+from kcdsl_certs.statement.triple import Triple
 from kcdsl_certs.strict import Fields, canonical_json, parse_time, time_text
-from kcdsl_certs.triple import Triple
 
 TRANSFER_TYPE = "urn:kcdsl:attestation:weights-transfer:v0.1"
 REASONS = ("no-region", "weights", "states")

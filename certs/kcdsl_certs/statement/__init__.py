@@ -1,0 +1,87 @@
+"""What a statement says: results, requirements, the triple and its digest, verdicts of numbers."""
+
+from kcdsl_certs.statement.certificate import (
+    LARGEST_PAYLOAD,
+    NEEDED,
+    PREDICATE_TYPE,
+    ROLES,
+    STAGES,
+    STATEMENT_TYPE,
+    AcceptedFinding,
+    Evaluator,
+    EvidenceFile,
+    Input,
+    Predicate,
+    Scope,
+    Statement,
+    certificate_id,
+    parse_predicate,
+    parse_statement,
+    payload_bytes,
+)
+from kcdsl_certs.statement.clauses import (
+    IMPLIED,
+    LOWER,
+    UPPER,
+    WIDEST,
+    CertifiedClause,
+    Evidence,
+    ProofReference,
+    Verdict,
+    holds,
+)
+from kcdsl_certs.statement.manifest import Manifest, build_manifest, files_of
+from kcdsl_certs.statement.quantities import Quantity, Region
+from kcdsl_certs.statement.requirements import (
+    Chain,
+    Comparison,
+    Expectation,
+    RequiredClause,
+    SliceSource,
+    uncovered,
+)
+from kcdsl_certs.statement.transfer import (
+    TRANSFER_TYPE,
+    Carried,
+    Left,
+    Transfer,
+    carried_over,
+    parse_transfer,
+    transfer_bytes,
+)
+from kcdsl_certs.statement.triple import (
+    PARTS,
+    Checkpoint,
+    Contract,
+    Kernel,
+    Triple,
+    differences,
+    numerics_digest,
+    relaxed,
+    states,
+    states_machine,
+)
+from kcdsl_certs.statement.verdicts import (
+    ATTACK,
+    LARGEST_ALPHA,
+    LEAST_ALPHA,
+    MEASURED,
+    admissible,
+    certifies,
+    check_verdict,
+    lower_tail,
+    overall,
+)
+
+__all__ = [
+    "ATTACK", "IMPLIED", "LARGEST_ALPHA", "LARGEST_PAYLOAD", "LEAST_ALPHA", "LOWER", "MEASURED",
+    "NEEDED", "PARTS", "PREDICATE_TYPE", "ROLES", "STAGES", "STATEMENT_TYPE", "TRANSFER_TYPE",
+    "UPPER", "WIDEST", "AcceptedFinding", "Carried", "CertifiedClause", "Chain", "Checkpoint",
+    "Comparison", "Contract", "Evaluator", "Evidence", "EvidenceFile", "Expectation", "Input",
+    "Kernel", "Left", "Manifest", "Predicate", "ProofReference", "Quantity", "Region",
+    "RequiredClause", "Scope", "SliceSource", "Statement", "Transfer", "Triple", "Verdict",
+    "admissible", "build_manifest", "carried_over", "certificate_id", "certifies",
+    "check_verdict", "differences", "files_of", "holds", "lower_tail", "numerics_digest",
+    "overall", "parse_predicate", "parse_statement", "parse_transfer", "payload_bytes",
+    "relaxed", "states", "states_machine", "transfer_bytes", "uncovered",
+]  # fmt: skip
