@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -28,6 +37,23 @@ def one_thread() -> Iterator[None]:
 def threads_for(elements: int) -> AbstractContextManager[None]:
     """Return the context of work on so many elements: one thread if they are few."""
     return nullcontext() if elements >= SMALL else one_thread()
+
+
+@contextmanager
+def quietly(level: int = logging.WARNING) -> Iterator[None]:
+    """Keep what a library prints, warns of, and logs up to a level from the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(level)
+    try:
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 _P = ParamSpec("_P")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -234,6 +235,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- predicates ----------------------------------------------------------------------------------
 
 
+_COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "==": eq,
+    "!=": ne,
+    "<": lt,
+    "<=": le,
+    ">": gt,
+    ">=": ge,
+}
+
+
 def _every(
     parts: Sequence[Predicate], request: Request, file: RequestFile, slice_name: str
 ) -> list[bool]:
@@ -262,7 +273,7 @@ def _holds(predicate: Predicate, request: Request, file: RequestFile, slice_name
                     request.line,
                     "give the field to every row, or name a field that all rows have",
                 )
-            return _compare(actual, op, value)
+            return bool(_COMPARISONS[op](actual, value))
         case _:
             assert_never(predicate)
 
@@ -271,23 +282,6 @@ def _kind(value: str | bool | Fraction) -> str:
     if isinstance(value, bool):
         return "boolean"
     return "string" if isinstance(value, str) else "number"
-
-
-def _compare(left: Any, op: str, right: Any) -> bool:
-    match op:
-        case "==":
-            return bool(left == right)
-        case "!=":
-            return bool(left != right)
-        case "<":
-            return bool(left < right)
-        case "<=":
-            return bool(left <= right)
-        case ">":
-            return bool(left > right)
-        case ">=":
-            return bool(left >= right)
-    raise ValueError(f"unknown comparison {op!r}")
 
 
 def _refuse_line(

@@ -295,4 +295,4 @@ def test_a_library_without_the_place_to_look_at_addresses_is_refused() -> None:
 
     place = destination("https://a.example", False)
     with pytest.raises(Forbidden, match="this version of httpx"):
-        network.client(Other, place, 1.0, 1.0, time.monotonic)
+        network.client(Other, place, 1.0, 1.0, network.Deadline(1.0, time.monotonic))

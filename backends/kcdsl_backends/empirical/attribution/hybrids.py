@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.attribution.sources import different, mixed
 from kcdsl_backends.empirical.diagnoses.reference import input_quantiser
-from kcdsl_backends.empirical.sources.kernels import Kernel
+from kcdsl_backends.empirical.sources.kernels import Kernel, NotRun
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 
@@ -120,10 +120,11 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Known(NotRun):
     """A kernel whose outputs for one request are known already."""
 
-    kernel: Kernel
+    lacks: ClassVar[str] = "a kernel that ran already gives no"
+    instead: ClassVar[str] = "read logits or hidden states"
     outputs: Outputs
 
     def logits(self, ids: Any) -> Tensor:
@@ -133,22 +134,6 @@ class Known:
     def hidden(self, ids: Any) -> Tensor:
         """Return the last hidden states [T, D]."""
         return self.outputs["hidden"]
-
-    def block(self, name: str, x: Tensor) -> Tensor:
-        """Run the real block."""
-        return self.kernel.block(name, x)
-
-    def tokens(self, ids: Any) -> Tensor:
-        """Return checked token ids on the kernel's device."""
-        return self.kernel.tokens(ids)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Run the real kernel."""
-        return self.kernel.forward(tokens)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies the kernel."""
-        return self.kernel.fingerprint()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +254,12 @@ class Group:
         return indices.reshape(shape)
 
 
-class Recorder(TorchFunctionMode):
-    """Remembers the experts that every router chooses."""
+class _Routers(TorchFunctionMode):
+    """Sees every choice of experts, and returns what is to be chosen."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self._group = group
-        self._seen: list[Tensor] = []
 
     def __torch_function__(
         self,
@@ -284,10 +268,23 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one torch function, and remember it where it chooses."""
+        """Run one torch function."""
         result = func(*args, **(kwargs or {}))
-        if _chooses(func):
-            self._seen.append(self._group.rows(result[1].detach().cpu()))
+        return self._chosen(result, args[0]) if getattr(func, "__name__", "") == "topk" else result
+
+    def _chosen(self, result: Any, scores: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Recorder(_Routers):
+    """Remembers the experts that every router chooses."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._seen: list[Tensor] = []
+
+    def _chosen(self, result: Any, scores: Tensor) -> Any:
+        self._seen.append(self._group.rows(result[1].detach().cpu()))
         return result
 
     def choices(self) -> tuple[Choices, ...]:
@@ -298,28 +295,16 @@ class Recorder(TorchFunctionMode):
         )
 
 
-class Replay(TorchFunctionMode):
+class Replay(_Routers):
     """Gives every router the experts that were recorded; padding keeps its own.
 
     After the run, `finish` raises Unreplayable where routers were left over.
     """
 
     def __init__(self, group: Group, recorded: Sequence[Choices]) -> None:
-        super().__init__()
-        self._group = group
+        super().__init__(group)
         self._recorded = recorded
         self._next = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run one torch function, with the recorded choice in place of its own."""
-        result = func(*args, **(kwargs or {}))
-        return self._replayed(result, args[0]) if _chooses(func) else result
 
     def finish(self) -> None:
         """Say that the run has ended."""
@@ -327,7 +312,7 @@ class Replay(TorchFunctionMode):
         if left:
             raise Unreplayable(f"{self._next} routers ran, and {left.pop()} were recorded")
 
-    def _replayed(self, result: Any, scores: Tensor) -> Any:
+    def _chosen(self, result: Any, scores: Tensor) -> Any:
         own = self._group.rows(result[1]).clone()
         for index, choices in enumerate(self._recorded):
             if self._next >= len(choices):
@@ -343,17 +328,12 @@ class Replay(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
 
-def _chooses(func: Callable[..., Any]) -> bool:
-    return getattr(func, "__name__", "") == "topk"
-
-
 def equal_choices(first: Sequence[Choices], second: Sequence[Choices]) -> bool:
     """Say whether both sides chose the same experts for every token, in any order of preference."""
     return all(
-        len(a) == len(b) and all(_same_experts(x, y) for x, y in zip(a, b, strict=True))
+        len(a) == len(b)
+        and all(
+            torch.equal(x.sort(-1).values, y.sort(-1).values) for x, y in zip(a, b, strict=True)
+        )
         for a, b in zip(first, second, strict=True)
     )
-
-
-def _same_experts(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.sort(-1).values, second.sort(-1).values)

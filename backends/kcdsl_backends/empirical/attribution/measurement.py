@@ -232,8 +232,7 @@ def values_between(subject: Subject, request: Request, train: Outputs, other: Ou
 
     Raises ValueError where it has none.
     """
-    pair = Known(subject.pair.train, train), Known(subject.pair.infer, other)
-    unit = run_request(request, *pair, subject.plan, _no_block).unit
+    unit = run_request(request, Known(train), Known(other), subject.plan, _no_block).unit
     why = unit.failure or unit.problems.get(subject.metric)
     if why is None and subject.metric not in unit.values:
         why = f"it has no value of {subject.metric}"

@@ -7,7 +7,6 @@ from kcdsl_backends.empirical.collection.context import (
     Context,
     KernelContext,
     Progress,
-    Source,
     Workers,
 )
 from kcdsl_backends.empirical.collection.kernels import KernelSource
@@ -40,7 +39,7 @@ def collect(
 
 def source_of(
     context: Context, journal: Journal | None = None, spread: Workers | None = None
-) -> Source:
+) -> KernelSource | ServerSource | RolloutSource:
     """Return the source that a context was loaded for."""
     match context:
         case RolloutContext():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,28 +59,6 @@ class Context:
             looks=self.looks,
             **measured,
         )
-
-
-class Source(Protocol):
-    """What fills the evidence table: local kernels, a server, recorded rollouts."""
-
-    @property
-    def context(self) -> Context:
-        """Return what is known of the contract."""
-        ...
-
-    @property
-    def slices(self) -> Collection[str]:
-        """Return the names of the slices that are read, buckets of tables included."""
-        ...
-
-    def check(self, clauses: Sequence[Clause]) -> None:
-        """Refuse (KC624) a clause that reads what the source cannot give."""
-        ...
-
-    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
-        """Measure what the clauses read on every request of the slices."""
-        ...
 
 
 class Workers(Protocol):

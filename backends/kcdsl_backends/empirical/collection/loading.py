@@ -16,7 +16,7 @@ from torch import Tensor
 from kcdsl import __version__
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.canonical import digest
-from kcdsl.ir.tables import Gap, expand_tables, gaps, whole_of
+from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.hf import compared_program
@@ -41,7 +41,7 @@ from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.servers.kernel import load_server
-from kcdsl_backends.requests import Request, RequestFile, requests_of, select
+from kcdsl_backends.requests import Request, requests_of, select
 
 PREPARE_STEPS = 3
 
@@ -94,43 +94,62 @@ def prepare(
     names = {s.name for s in chosen}
     missed = tuple(gap for gap in gaps(stated) if gap.whole in names)
     chosen += _buckets(program, stated, names)
+    data_of = {s.name: _data_of(program, s) for s in (*chosen, *(gap.slice for gap in missed))}
+    common: dict[str, Any] = {
+        "program": stated,
+        "contract": _identity(stated),
+        "environment": {**_environment(place), **functions_record(user)},
+        "seed": seed,
+        "looks": looks,
+    }
+    unread = {
+        "checkpoint": stated.model.checkpoint,
+        "sha256": None,
+        "architecture": stated.model.architecture or stated.model.module,
+        "encoder": False,
+    }
     if program.infer.recording is not None and not holds_logits(program.infer):
-        found, scored = _recorded(
-            stated, files, place, chosen, missed, seed=seed, looks=looks, progress=progress
-        )
-        if scored is None or not crosscheck:
-            return found
-        texts = (r.prompt + r.tokens for rows in found.rows.values() for r in rows)
-        return replace(found, model={**found.model, **_compared(program, scored, texts)})
-    if all(holds_logits(kernel) for kernel in sides):
-        return prepare_logits(
-            stated,
+        scoring = load_model(stated.model, files) if stated.train.recording is None else None
+        progress("load", 1, PREPARE_STEPS)
+        found = prepare_recorded(
             files,
             chosen,
             missed,
-            {s.name: _data_of(program, s) for s in (*chosen, *(gap.slice for gap in missed))},
-            stated_vocabulary(stated, files),
-            contract=_identity(stated),
-            model=_unread_model(stated),
-            environment={**_environment(place), **functions_record(user)},
-            seed=seed,
-            looks=looks,
-            user=user,
+            data_of,
+            train=None if scoring is None else load_kernel(stated.train, scoring, place),
+            vocabulary=stated_vocabulary(stated, files) if scoring is None else scoring.limits[0],
+            progress=progress,
+            model={**unread, "sha256": None if scoring is None else scoring.checkpoint.sha256},
+            device=place.type,
+            **common,
+        )
+        if scoring is None or not crosscheck:
+            return found
+        texts = (r.prompt + r.tokens for rows in found.rows.values() for r in rows)
+        return replace(found, model={**found.model, **_compared(program, scoring, texts)})
+    if all(holds_logits(kernel) for kernel in sides):
+        vocabulary = stated_vocabulary(stated, files)
+        return prepare_logits(
+            files, chosen, missed, data_of, vocabulary, model=unread, user=user, **common
         )
     model = load_model(program.model, files)
     progress("load", 1, PREPARE_STEPS)
-    data = _files(program, chosen, model)
-    selected = {s.name: select(data[_data_of(program, s)], s) for s in chosen}
+    tokenizer = model.tokenizer_source
+    tokenize = None if tokenizer is None else tokenizer.encode
+    data = {
+        name: requests_of(files, name, tokenize, model.ids)
+        for name in dict.fromkeys(data_of[s.name] for s in chosen)
+    }
+    selected = {s.name: select(data[data_of[s.name]], s) for s in chosen}
     texts = (request.tokens for rows in selected.values() for request in rows)
     train = _kernel(program.train, model, place, selected)
     infer = _kernel(program.infer, model, place, selected)
     progress("load", 2, PREPARE_STEPS)
     spoiled = spoiled_slices(
-        (gap, select(data[_data_of(program, gap.slice)], gap.slice)) for gap in missed
+        (gap, select(data[data_of[gap.slice.name]], gap.slice)) for gap in missed
     )
     progress("load", 3, PREPARE_STEPS)
     return KernelContext(
-        program=stated,
         train=train,
         infer=infer,
         block_input=_block_inputs(model),
@@ -145,83 +164,32 @@ def prepare(
             side: fingerprint_digest(kernel.fingerprint())
             for side, kernel in (("train", train), ("infer", infer))
         },
-        contract=_identity(stated),
         model={
-            "checkpoint": program.model.checkpoint,
+            **unread,
             "sha256": model.checkpoint.sha256,
-            "architecture": program.model.architecture or program.model.module,
             "encoder": model.encoder_only,
             **(_compared(program, model, texts) if crosscheck else {}),
         },
-        environment={**_environment(place), **functions_record(user)},
         device=place,
         artefacts=files,
         certify=_certify(program, model) if bounded else None,
         bound_model=_bound_model(program, model) if bounded and not served else None,
         bound_seconds=bound_seconds,
-        seed=seed,
         seconds=seconds,
-        looks=looks,
         user=user,
         spoiled=spoiled,
         changed_weights=watch_weights({"train": train, "infer": infer}),
         reference=None
         if served or not all(kernel.claims for kernel in sides)
         else reference_of(model, resolve(program.train), resolve(program.infer)),
+        **common,
     )
-
-
-def _recorded(
-    stated: Program,
-    files: Artefacts,
-    place: torch.device,
-    chosen: Sequence[Slice],
-    missed: Sequence[Gap],
-    *,
-    seed: int,
-    looks: int | None,
-    progress: Progress,
-) -> tuple[RolloutContext, Model | None]:
-    """Read what was recorded; the model only where the training kernel has to score it."""
-    model = load_model(stated.model, files) if stated.train.recording is None else None
-    train = None if model is None else load_kernel(stated.train, model, place)
-    progress("load", 1, PREPARE_STEPS)
-    found = prepare_recorded(
-        stated,
-        files,
-        chosen,
-        missed,
-        {s.name: _data_of(stated, s) for s in (*chosen, *(gap.slice for gap in missed))},
-        train=train,
-        vocabulary=stated_vocabulary(stated, files) if model is None else model.limits[0],
-        progress=progress,
-        contract=_identity(stated),
-        model={
-            **_unread_model(stated),
-            "sha256": None if model is None else model.checkpoint.sha256,
-        },
-        environment=_environment(place),
-        device=place.type,
-        seed=seed,
-        looks=looks,
-    )
-    return found, model
 
 
 def _compared(program: Program, model: Model, rows: Iterable[Sequence[int]]) -> dict[str, str]:
     """Return `program` of the report's model: what a comparison with transformers came to."""
     said = compared_program(program.model.architecture, model, rows)
     return {} if said is None else {"program": said}
-
-
-def _unread_model(stated: Program) -> dict[str, Any]:
-    """Return what the contract says of a model whose checkpoint was not read."""
-    return {
-        "checkpoint": stated.model.checkpoint,
-        "sha256": None,
-        "architecture": stated.model.architecture or stated.model.module,
-        "encoder": False,
-    }
 
 
 def _identity(stated: Program) -> dict[str, str]:
@@ -284,13 +252,6 @@ def _data_of(program: Program, slice_: Slice) -> str:
             span=None,
         )
     return name
-
-
-def _files(program: Program, chosen: Sequence[Slice], model: Model) -> dict[str, RequestFile]:
-    tokenizer = model.tokenizer_source
-    tokenize = None if tokenizer is None else tokenizer.encode
-    names = dict.fromkeys(_data_of(program, s) for s in chosen)
-    return {name: requests_of(model.files, name, tokenize, model.ids) for name in names}
 
 
 def _block_inputs(model: Model) -> Any:

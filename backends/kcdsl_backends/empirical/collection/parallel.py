@@ -85,57 +85,42 @@ class Spread:
         from a worker that has something else, and what loading the contract raises in a worker.
         """
         data = pickle.dumps(self.recipe)
-        pieces = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
+        waiting = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
         found: dict[str, Run] = {}
-        waiting = list(range(len(pieces)))
-        for _ in range(ATTEMPTS):
-            if waiting:
-                waiting = self._try(data, pieces, waiting, found, decided_by, arrived, imported)
+        for _ in range(ATTEMPTS if waiting else 0):
+            pool, lost = self._open(len(waiting)), []
+            try:
+                futures: list[tuple[tuple[Request, ...], Future[bytes]]] = []
+                for piece in waiting:
+                    try:
+                        keys = tuple(request.key for request in piece)
+                        futures.append((piece, pool.submit(run_piece, data, keys)))
+                    except BrokenExecutor:
+                        lost.append(piece)
+                for piece, future in futures:
+                    try:
+                        answer = pickle.loads(future.result())
+                    except (BrokenExecutor, WorkerLost):
+                        lost.append(piece)
+                        continue
+                    runs = _checked(answer, data, piece, decided_by)
+                    imported(answer.code)
+                    for request, run in zip(piece, runs, strict=True):
+                        found[request.key] = run
+                        arrived(request, run)
+            finally:
+                pool.kill()
+            waiting = lost
+            if not waiting:
+                break
         if waiting:
-            first = pieces[waiting[0]]
             raise refuse(
                 codes.WORKER_LOST,
-                f"the worker of the requests from {first[0].id!r} on ended {ATTEMPTS} times before "
-                "they were done",
+                f"the worker of the requests from {waiting[0][0].id!r} on ended {ATTEMPTS} times"
+                " before they were done",
                 help="want of memory is the usual cause: use fewer --jobs",
             )
         return found
-
-    def _try(
-        self,
-        data: bytes,
-        pieces: Sequence[tuple[Request, ...]],
-        numbers: Sequence[int],
-        found: dict[str, Run],
-        decided_by: Mapping[str, str],
-        arrived: Callable[[Request, Run], None],
-        imported: Callable[[Code], None],
-    ) -> list[int]:
-        """Run pieces on new workers; return the numbers of those whose worker was lost."""
-        pool = self._open(len(numbers))
-        lost: list[int] = []
-        try:
-            futures: dict[int, Future[bytes]] = {}
-            for number in numbers:
-                keys = tuple(request.key for request in pieces[number])
-                try:
-                    futures[number] = pool.submit(run_piece, data, keys)
-                except BrokenExecutor:
-                    lost.append(number)
-            for number, future in futures.items():
-                try:
-                    answer = pickle.loads(future.result())
-                except (BrokenExecutor, WorkerLost):
-                    lost.append(number)
-                    continue
-                runs = _checked(answer, data, pieces[number], decided_by)
-                imported(answer.code)
-                for request, run in zip(pieces[number], runs, strict=True):
-                    found[request.key] = run
-                    arrived(request, run)
-        finally:
-            pool.kill()
-        return lost
 
     def _open(self, pieces: int) -> Any:
         if self.engine == "ray":

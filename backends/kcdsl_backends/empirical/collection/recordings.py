@@ -115,7 +115,6 @@ def _rows(files: Artefacts, name: str) -> Rows:
 
 
 def prepare_recorded(
-    stated: Program,
     artefacts: Artefacts,
     chosen: Sequence[Slice],
     missed: Sequence[Gap],
@@ -124,13 +123,14 @@ def prepare_recorded(
     train: Kernel | None,
     vocabulary: int | None,
     progress: Progress,
+    program: Program,
     **settings: Any,
 ) -> RolloutContext:
     """Read the recordings of the chosen slices and of what tables miss.
 
     `data_of` names the file of each slice; `settings` are further fields of `RolloutContext`.
     """
-    recordings = load_recordings(stated, artefacts, list(data_of.values()), vocabulary)
+    recordings = load_recordings(program, artefacts, list(data_of.values()), vocabulary)
     progress("load", 2, 3)
     files = {name: _as_requests(found) for name, found in recordings.items()}
     by_key = {
@@ -144,22 +144,19 @@ def prepare_recorded(
         (gap, _selected(files[data_of[gap.slice.name]], gap.slice)) for gap in missed
     )
     every = {id(r): r for found in rows.values() for r in found}
-    idle = sum(bool(r.tokens) and r.counted == 0 for r in every.values())
+    idle = sum(not counts(r) for r in every.values())
     if idle:  # such a row has no value; trainers write it for what was cut off
-        rows = {
-            name: tuple(r for r in found if not r.tokens or r.counted)
-            for name, found in rows.items()
-        }
+        rows = {name: tuple(r for r in found if counts(r)) for name, found in rows.items()}
     progress("load", 3, 3)
-    recorded = stated.train.recording
+    recorded = program.train.recording
     said = None if recorded is None else semantics_of(recorded.logprobs)
     if train is not None:
-        said = Semantics("processed", float(stated.constants.temperature))
+        said = Semantics("processed", float(program.constants.temperature))
     notes = () if train is not None else (NOTHING_RAN,)
     if idle:
         notes = (*notes, f"{idle} rollouts count no token and were left out")
     return RolloutContext(
-        program=stated,
+        program=program,
         recordings=recordings,
         rows=rows,
         data_of=data_of,
@@ -242,12 +239,13 @@ NOTHING_RAN = (
 
 
 def prepare_logits(
-    stated: Program,
     artefacts: Artefacts,
     chosen: Sequence[Slice],
     missed: Sequence[Gap],
     data_of: Mapping[str, str],
     vocabulary: int | None,
+    *,
+    program: Program,
     **settings: Any,
 ) -> KernelContext:
     """Read the requests and both recordings; `settings` are further fields of `KernelContext`.
@@ -265,10 +263,11 @@ def prepare_logits(
     slices = {s.name: select(files[data_of[s.name]], s) for s in chosen}
     distinct = list({r.key: r for rows in slices.values() for r in rows}.values())
     train, infer = (
-        load_recorded_logits(kernel, artefacts, distinct) for kernel in (stated.train, stated.infer)
+        load_recorded_logits(kernel, artefacts, distinct)
+        for kernel in (program.train, program.infer)
     )
     return KernelContext(
-        program=stated,
+        program=program,
         train=train,
         infer=infer,
         block_input=_no_block,

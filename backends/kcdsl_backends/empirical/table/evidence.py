@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -148,17 +148,7 @@ class Column:
 
     def at(self, rows: slice | NDArray[np.intp]) -> Column:
         """Return some of the entries."""
-        return Column(
-            self.values[rows],
-            self.missing[rows],
-            self.nan[rows],
-            self.infinite[rows],
-            self.fractions[rows],
-            self.least[rows],
-            self.most[rows],
-            self.totals[rows],
-            self.faults[rows],
-        )
+        return Column(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @property
     def complete(self) -> NDArray[np.bool_]:

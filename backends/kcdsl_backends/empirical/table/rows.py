@@ -248,63 +248,45 @@ def sampling_of(program: Program) -> dict[str, float] | None:
     }
 
 
+TRACE_SCHEMA = "kcdsl.trace/1"
+
+
 def records(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """Return the trace record of every request, by its key."""
-    timed: dict[str, list[Any]] = {}
+    """Return the trace record of every request, by its key.
+
+    A request that failed has no replay signature: there is nothing to replay against.
+    """
+    timed: dict[str, list[float]] = {}
     for unit in evidence.timing.runs:
-        timed.setdefault(unit.key, []).append(unit)
+        seconds = float(unit.values["latency"][0])
+        if not math.isnan(seconds):
+            timed.setdefault(unit.key, []).append(seconds)
     inside: dict[str, list[str]] = {}
     for name, keys in evidence.slices.items():
         for key in keys:
             inside.setdefault(key, []).append(name)
-    return {
-        request.key: trace_record(
-            request,
-            evidence.runs[request.key],
-            slices=inside.get(request.key, ()),
-            kernels={side: str(evidence.kernels[side]["digest"]) for side in ("train", "infer")},
-            sampling=sampling_of(evidence.program),
-            runs=timed.get(request.key, ()),
-        )
-        for request in evidence.requests
-    }
-
-
-TRACE_SCHEMA = "kcdsl.trace/1"
-
-
-def trace_record(
-    request: Request,
-    run: Run,
-    *,
-    slices: Sequence[str],
-    kernels: Mapping[str, str],
-    sampling: Mapping[str, float] | None,
-    runs: Sequence[Unit] = (),
-) -> dict[str, Any]:
-    """Return the record of one request.
-
-    `kernels` holds the digests of both fingerprints, `runs` the timed runs of the request, and
-    `sampling` how tokens are drawn (None: nothing states it). A request that failed has no replay
-    signature: there is nothing to replay against.
-    """
-    failed = run.unit.failure is not None
-    return {
-        "schema": TRACE_SCHEMA,
-        "request": request.key,
-        "slices": list(slices),
-        "build_fingerprint": kernels["infer"],
-        "reference_fingerprint": kernels["train"],
-        "request_shape": [1, request.length],
-        "rng_seed": run.seed,
-        "sampling_params": None if sampling is None else dict(sampling),
-        "replay_signature": None if failed else run.replay_signature,
-        "digests": dict(sorted(run.digests.items())),
-        "failure": run.unit.failure,
-        "nonfinite": run.nonfinite,
-        "values": {name: summary(v) for name, v in sorted(run.unit.values.items())},
-        "latency_s": [float(unit.values["latency"][0]) for unit in runs if not _lost(unit)],
-    }
+    kernels = {side: str(evidence.kernels[side]["digest"]) for side in ("train", "infer")}
+    found = {}
+    for request in evidence.requests:
+        run = evidence.runs[request.key]
+        unit = run.unit
+        found[request.key] = {
+            "schema": TRACE_SCHEMA,
+            "request": request.key,
+            "slices": inside.get(request.key, []),
+            "build_fingerprint": kernels["infer"],
+            "reference_fingerprint": kernels["train"],
+            "request_shape": [1, request.length],
+            "rng_seed": run.seed,
+            "sampling_params": sampling_of(evidence.program),
+            "replay_signature": None if unit.failure is not None else run.replay_signature,
+            "digests": dict(sorted(run.digests.items())),
+            "failure": unit.failure,
+            "nonfinite": run.nonfinite,
+            "values": {name: summary(v) for name, v in sorted(unit.values.items())},
+            "latency_s": timed.get(request.key, []),
+        }
+    return found
 
 
 def summary(values: Array) -> dict[str, float | int | None]:
@@ -318,8 +300,3 @@ def summary(values: Array) -> dict[str, float | int | None]:
         "min": float(values.min()) if finite else None,
         "max": float(values.max()) if finite else None,
     }
-
-
-def _lost(unit: Unit) -> bool:
-    value = float(unit.values["latency"][0])
-    return value != value

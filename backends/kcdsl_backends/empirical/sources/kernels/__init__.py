@@ -28,8 +28,8 @@ class Blocks(Protocol):
         ...
 
 
-class Kernel(Blocks, Protocol):
-    """A program that runs the model: token ids [T] in, logits [T, V] or states [T, D] out."""
+class Outputs(Blocks, Protocol):
+    """A program that gives what a model makes of token ids [T]."""
 
     def logits(self, ids: Any) -> Tensor:
         """Return the logits [T, V], in the format in which the kernel gives them."""
@@ -38,6 +38,10 @@ class Kernel(Blocks, Protocol):
     def hidden(self, ids: Any) -> Tensor:
         """Return the last hidden states [T, D]."""
         ...
+
+
+class Kernel(Outputs, Protocol):
+    """A program that runs the model: token ids [T] in, logits [T, V] or states [T, D] out."""
 
     def tokens(self, ids: Any) -> Tensor:
         """Return checked token ids on the device of the kernel."""

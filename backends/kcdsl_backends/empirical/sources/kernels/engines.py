@@ -7,10 +7,6 @@ runs.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +21,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import CODE_FORMATS
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl_backends.process import quietly
 
 Program = Callable[[Tensor], Tensor]
 
@@ -310,7 +307,7 @@ def quantise_linear(linear: nn.Linear, original: Tensor, numerics: Numerics) -> 
             f"torchao takes groups of {TILE} inputs, and a linear has {linear.in_features}",
             help="write `scale: per_channel`",
         )
-    with _quietly():
+    with quietly():
         from torchao.quantization import quantize_
 
         compute = linear.weight.dtype
@@ -366,20 +363,3 @@ def _four_bits(scale: str) -> Any:
         weight_dtype=getattr(torch, "int4"),  # noqa: B009
         granularity=PerAxis(0) if scale == "per_channel" else PerGroup(128),
     )
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep torchao's remarks on extensions for other machines from the terminal."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.empirical.sources.kernels.engines import Program, other_weight
+from kcdsl_backends.process import quietly
 
 EXAMPLE = 5
 """Tokens of the sequence with which a part is exported; the length stays free."""
@@ -65,7 +63,7 @@ class Sessions:
         return run
 
     def _session(self, name: str, part: Program, like: Tensor) -> Any:
-        with TemporaryDirectory() as folder, _quietly():
+        with TemporaryDirectory() as folder, quietly(logging.ERROR):
             path = Path(folder) / "part.onnx"
             _export(
                 part,
@@ -212,20 +210,3 @@ def _session(model: Path | bytes) -> Any:
     options.log_severity_level = 3
     given = os.fspath(model) if isinstance(model, Path) else model
     return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep the exporter's progress and remarks from the terminal."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -33,7 +33,7 @@ from kcdsl_backends.empirical.metrics.user import Unusable, call
 from kcdsl_backends.empirical.requirements import norm_name
 from kcdsl_backends.empirical.sources.kernels import (
     BlockInput,
-    Kernel,
+    Outputs,
     Plan,
     block_drift,
     tensor_digest,
@@ -48,7 +48,7 @@ _SAMPLED = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
 
 
 def run_request(
-    request: Request, train: Kernel, infer: Kernel, plan: Plan, block_input: BlockInput
+    request: Request, train: Outputs, infer: Outputs, plan: Plan, block_input: BlockInput
 ) -> Run:
     """Run both kernels on a request; where one fails, the unit says so and has no values."""
     seed = sampled.request_seed(plan.seed, request.key)
@@ -74,8 +74,8 @@ def run_request(
 
 def _measure(
     request: Request,
-    train: Kernel,
-    infer: Kernel,
+    train: Outputs,
+    infer: Outputs,
     plan: Plan,
     block_input: BlockInput,
     seed: int,
@@ -115,7 +115,7 @@ def _undefined(logits: Tensor) -> int:
 
 
 def _noise_ratio(
-    request: Request, train: Kernel, infer: Kernel, logits: tuple[Tensor, Tensor]
+    request: Request, train: Outputs, infer: Outputs, logits: tuple[Tensor, Tensor]
 ) -> Array:
     """Return the errors of infer over those of train, [T], against a recorded run in float32."""
     for kernel in (train, infer):

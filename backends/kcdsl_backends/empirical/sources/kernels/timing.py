@@ -107,13 +107,11 @@ def time_requests(
         _attempt(forward, request)
         if generate is not None:
             _generated(generate, request, device, clock)
-    _reset_peak(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     runs: list[Unit] = []
     digests: dict[str, list[str]] = {}
-    started = clock()
-    for turn in range(rounds):
-        if turn >= FEWEST_ROUNDS and clock() - started > seconds:
-            break
+    for turn in _turns(rounds, seconds, clock, progress):
         for request in requests:
             _synchronise(device)
             begin = clock()
@@ -129,7 +127,6 @@ def time_requests(
             if turn < DIGEST_ROUNDS:
                 digest = "failed" if output is None else tensor_digest(output)
                 digests.setdefault(request.key, []).append(digest)
-        progress(turn + 1, rounds)
     return Timing(tuple(runs), {k: _equal(d) for k, d in digests.items()}, _peak(device))
 
 
@@ -153,14 +150,21 @@ def time_served(
     with closing(in_order(requests[:WARM_UP], timed, at_once)) as units:
         list(units)
     runs: list[Unit] = []
+    for _ in _turns(rounds, seconds, clock, progress):
+        with closing(in_order(requests, timed, at_once)) as units:
+            runs += units
+    return Timing(tuple(runs))
+
+
+def _turns(
+    rounds: int, seconds: float, clock: Clock, progress: Callable[[int, int], None]
+) -> Iterator[int]:
     started = clock()
     for turn in range(rounds):
         if turn >= FEWEST_ROUNDS and clock() - started > seconds:
-            break
-        with closing(in_order(requests, timed, at_once)) as units:
-            runs += units
+            return
+        yield turn
         progress(turn + 1, rounds)
-    return Timing(tuple(runs))
 
 
 def greedy(kernel: Kernel) -> Generate:
@@ -239,11 +243,6 @@ def _equal(digests: list[str]) -> tuple[int, int]:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _peak(device: torch.device) -> float | None:

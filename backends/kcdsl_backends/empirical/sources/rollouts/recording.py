@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ from kcdsl_backends.empirical.sources.rollouts.record import (
 from kcdsl_backends.empirical.sources.rollouts.rows import Mapped, Rows, text_dump
 
 Array = NDArray[np.float64]
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _BY_CHANCE = -20.0
 """ln of the probability above which what was sampled may begin with its prompt by chance."""
@@ -211,10 +213,9 @@ class _Reader:
             named = dict.fromkeys(sizes, column)
         for role, size in sizes.items():
             if role in self.have:
-                found[role], named[role] = self.rows.flags(row, self.have[role]), self.have[role]
-                if found[role].size != size:
-                    what = f"{found[role].size} values for {size} tokens"
-                    raise self.rows.refusal(row, self.have[role], what)
+                named[role] = self.have[role]
+                flags = self.rows.flags(row, self.have[role])
+                found[role] = self._sized(row, self.have[role], flags, size)
         keep, kept = found["attention"], found["prompt_attention"]
         if bool((keep[1:] & ~keep[:-1]).any()):
             what = "padding in front of sampled tokens, or a hole among them"
@@ -228,10 +229,12 @@ class _Reader:
         column = self.have.get("mask")
         if column is None:
             return np.ones(int(keep.sum()), dtype=bool)
-        mask = self.rows.flags(row, column)
-        if mask.size != wide:
-            raise self.rows.refusal(row, column, f"{mask.size} values for {wide} tokens")
-        return mask[keep]
+        return self._sized(row, column, self.rows.flags(row, column), wide)[keep]
+
+    def _sized(self, row: int, column: str, found: NDArray[_Scalar], wide: int) -> NDArray[_Scalar]:
+        if found.shape[0] != wide:
+            raise self.rows.refusal(row, column, f"{found.shape[0]} values for {wide} tokens")
+        return found
 
     def _ids(self, row: int, role: str) -> NDArray[np.int64]:
         return self.rows.whole(row, self.have[role], 1)
@@ -241,10 +244,7 @@ class _Reader:
         read: Callable[[int, str, int], NDArray[Any]] = (
             self.rows.whole if role in _IDS else self.rows.finite
         )
-        found = read(row, column, dimensions)
-        if found.shape[0] != wide:
-            raise self.rows.refusal(row, column, f"{found.shape[0]} values for {wide} tokens")
-        return found
+        return self._sized(row, column, read(row, column, dimensions), wide)
 
     def _advantages(self, row: int, wide: int, keep: NDArray[np.bool_]) -> Array:
         column = self.have["advantages"]
@@ -252,9 +252,7 @@ class _Reader:
         found = self.rows.finite(row, column, 0 if single else 1)
         if single:
             return np.full(int(keep.sum()), float(found))
-        if found.size != wide:
-            raise self.rows.refusal(row, column, f"{found.size} values for {wide} tokens")
-        return found[keep]
+        return self._sized(row, column, found, wide)[keep]
 
     def _side(
         self, row: int, side: str, semantics: Semantics | None, wide: int, keep: NDArray[np.bool_]
@@ -262,9 +260,7 @@ class _Reader:
         column = self.have.get(f"{side}_logs")
         if column is None:
             return None
-        logs = self.rows.array(row, column, 1)
-        if logs.size != wide:
-            raise self.rows.refusal(row, column, f"{logs.size} values for {wide} tokens")
+        logs = self._sized(row, column, self.rows.array(row, column, 1), wide)
         return Side(_below_zero(logs[keep]), semantics, self._top(row, side, wide, keep))
 
     def _top(self, row: int, side: str, wide: int, keep: NDArray[np.bool_]) -> TopLogs | None:

@@ -185,18 +185,10 @@ FORMATS: Mapping[str, Mapping[str, str]] = {"rows": _OWN, "verl": _VERL, "trl": 
 """The column of each role by format. `rows` is ours: columns are named as roles."""
 
 TEXT_DUMPS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "verl": (
-        ("input", "output", "score"),
-        "the files of `trainer.rollout_data_dir` hold texts and scores only, no tokens and no "
-        "log-probabilities; write the batch itself (docs/rollouts.md)",
-    ),
-    "trl": (
-        ("prompt", "completion"),
-        "the files of `log_completions` hold texts, rewards and advantages only, no tokens and no "
-        "log-probabilities; write the batch itself (docs/rollouts.md)",
-    ),
+    "verl": (("input", "output", "score"), "`trainer.rollout_data_dir` hold texts and scores"),
+    "trl": (("prompt", "completion"), "`log_completions` hold texts, rewards and advantages"),
 }
-"""Dumps of texts, known by their columns, with what they do not hold."""
+"""Dumps of texts, known by their columns, with what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +210,10 @@ def text_dump(format: str, present: Collection[str]) -> str | None:
     known = TEXT_DUMPS.get(format)
     if known is None or not set(known[0]) <= set(present):
         return None
-    return known[1]
+    return (
+        f"the files of {known[1]} only, no tokens and no log-probabilities; write the batch itself"
+        " (docs/rollouts.md)"
+    )
 
 
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")

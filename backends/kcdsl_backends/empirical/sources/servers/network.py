@@ -162,16 +162,28 @@ def _inside(address: _Address) -> Iterable[_Address]:
             yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The moment of `clock` until which bytes may come; `came` is called as often as they do."""
+
+    until: float
+    clock: Callable[[], float]
+    came: Callable[[], None] = lambda: None
+
+    def left(self, timeout: float | None) -> float:
+        """Return how long to wait; raises ReadTimeout where the time is over."""
+        import httpcore
+
+        left = self.until - self.clock()
+        if left <= 0:
+            raise httpcore.ReadTimeout("the time for the whole answer is over")
+        return left if timeout is None else min(left, timeout)
+
+
 def client(
-    library: Any,
-    place: Destination,
-    connect: float,
-    whole: float,
-    clock: Callable[[], float],
-    came: Callable[[], None] = lambda: None,
+    library: Any, place: Destination, connect: float, whole: float, deadline: Deadline
 ) -> httpx.Client:
-    """Return a client that asks the server of a contract alone, and that ends in time. `came` is
-    called whenever bytes have come.
+    """Return a client that asks the server of a contract alone, and that ends in time.
 
     Raises Forbidden.
     """
@@ -185,7 +197,7 @@ def client(
     pool = transport._pool
     if not hasattr(pool, "_network_backend"):
         raise Forbidden("this version of httpx does not let addresses be looked at")
-    pool._network_backend = _Guard(place if proxy is None else None, clock() + whole, clock, came)
+    pool._network_backend = _Guard(place if proxy is None else None, deadline)
     made: httpx.Client = library.Client(
         transport=transport,
         timeout=library.Timeout(whole, connect=connect),
@@ -198,14 +210,8 @@ def client(
 class _Guard:
     """A network of httpcore that connects to addresses that were looked at, until a deadline."""
 
-    def __init__(
-        self,
-        place: Destination | None,
-        deadline: float,
-        clock: Callable[[], float],
-        came: Callable[[], None],
-    ) -> None:
-        self.place, self.deadline, self.clock, self.came = place, deadline, clock, came
+    def __init__(self, place: Destination | None, deadline: Deadline) -> None:
+        self.place, self.deadline = place, deadline
 
     def connect_tcp(
         self,
@@ -231,7 +237,7 @@ class _Guard:
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 last = error
                 continue
-            return _Timed(stream, self.deadline, self.clock, self.came)
+            return _Timed(stream, self.deadline)
         assert last is not None
         raise last
 
@@ -242,30 +248,16 @@ class _Guard:
 class _Timed:
     """A connection whose every read and write ends before the deadline."""
 
-    def __init__(
-        self,
-        stream: Any,
-        deadline: float,
-        clock: Callable[[], float],
-        came: Callable[[], None],
-    ) -> None:
-        self.stream, self.deadline, self.clock, self.came = stream, deadline, clock, came
-
-    def _left(self, timeout: float | None) -> float:
-        import httpcore
-
-        left = self.deadline - self.clock()
-        if left <= 0:
-            raise httpcore.ReadTimeout("the time for the whole answer is over")
-        return left if timeout is None else min(left, timeout)
+    def __init__(self, stream: Any, deadline: Deadline) -> None:
+        self.stream, self.deadline = stream, deadline
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        data: bytes = self.stream.read(max_bytes, self._left(timeout))
-        self.came()
+        data: bytes = self.stream.read(max_bytes, self.deadline.left(timeout))
+        self.deadline.came()
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self.stream.write(buffer, self._left(timeout))
+        self.stream.write(buffer, self.deadline.left(timeout))
 
     def close(self) -> None:
         self.stream.close()
@@ -273,8 +265,8 @@ class _Timed:
     def start_tls(
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> Any:
-        inner = self.stream.start_tls(ssl_context, server_hostname, self._left(timeout))
-        return _Timed(inner, self.deadline, self.clock, self.came)
+        inner = self.stream.start_tls(ssl_context, server_hostname, self.deadline.left(timeout))
+        return _Timed(inner, self.deadline)
 
     def get_extra_info(self, info: str) -> Any:
         return self.stream.get_extra_info(info)

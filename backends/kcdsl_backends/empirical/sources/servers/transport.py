@@ -14,7 +14,13 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.verdict.quantities import stated
-from kcdsl_backends.empirical.sources.servers.network import HOSTS, Forbidden, client, destination
+from kcdsl_backends.empirical.sources.servers.network import (
+    HOSTS,
+    Deadline,
+    Forbidden,
+    client,
+    destination,
+)
 
 LATER = frozenset((408, 425, 429, 500, 502, 503, 504))
 """Answers after which it is asked again."""
@@ -191,8 +197,9 @@ class Transport:
         except ValueError as error:
             raise self._no_address(error) from None
         times = self.limits.connect, self.limits.answer
+        deadline = Deadline(self.clock() + self.limits.answer, self.clock, came)
         try:
-            with client(httpx, place, *times, self.clock, came) as asking:
+            with client(httpx, place, *times, deadline) as asking:
                 came()
                 asked = asking.stream(method, self.url + path, json=body, headers=headers)
                 with asked as reply:

@@ -28,6 +28,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     PLACE,
     TokenTable,
     above,
+    belonging_nowhere,
     below,
     double,
     quoted,
@@ -199,11 +200,7 @@ def _found(rows: Sequence[dict[str, Any]], asked: Sequence[Asked]) -> Found:
     found: Found = {}
     for row in rows:
         if row["slice"] is None:
-            raise refuse(
-                codes.TOKEN_TABLE,
-                f"{row['rows']} rows have no slice",
-                help="a row that belongs nowhere is not dropped: name its slice, or leave it out",
-            )
+            raise belonging_nowhere(row["rows"], "slice")
         for i, one in enumerate(asked):
             ranks = row.get(f"ranks_{i}")
             found[row["slice"], one.metric] = Tokens(
@@ -227,29 +224,14 @@ def _percentiles(database: Database, slice_of: str, one: Asked, counted: Found, 
                 name: found.percentiles
                 for (name, _), found in _found(rows, [replace(one, limits=())]).items()
             }
-        else:
-            ranks = {names[0]: _searched(database, slice_of, names[0], one, own[names[0]], most)}
+        else:  # a slice by itself
+            name, values = names[0], own[names[0]].values
+            at = (quantile_rank(values, q) for q in one.quantiles)
+            search = (database, slice_of, name, one.metric)
+            ranks = {name: tuple(order_statistic(*search, n, values, most) + 0.0 for n in at)}
         for name in names:
             done[name, one.metric] = replace(own[name], percentiles=ranks[name])
     return done
-
-
-def _searched(
-    database: Database, slice_of: str, name: str, one: Asked, found: Tokens, most: int
-) -> tuple[float, ...]:
-    return tuple(
-        order_statistic(
-            database,
-            slice_of,
-            name,
-            one.metric,
-            quantile_rank(found.values, q),
-            found.values,
-            most,
-        )
-        + 0.0
-        for q in one.quantiles
-    )
 
 
 def _batches(sizes: dict[str, int], most: int) -> Iterator[list[str]]:

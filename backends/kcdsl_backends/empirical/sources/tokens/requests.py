@@ -18,12 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.terms import Abs, Arith, Metric, Number, Term
 from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.sources.tokens.database import Database
-from kcdsl_backends.empirical.sources.tokens.tables import PLACE, REQUEST, double, quoted, text
+from kcdsl_backends.empirical.sources.tokens.tables import (
+    PLACE,
+    REQUEST,
+    belonging_nowhere,
+    double,
+    quoted,
+    text,
+)
 from kcdsl_backends.empirical.statistics import beyond_range
 from kcdsl_backends.empirical.table.evidence import OUTSIDE, SEVERAL, Column, Floats, Reduced
 
@@ -55,19 +61,10 @@ def reduce_requests(
         if not any(bool((rest > 0).any()) for rest in rests):
             break
         count += _MORE
-    _refuse_nameless(found)
-    return _by_slice(database, slice_of, terms, steps, found)
-
-
-def _refuse_nameless(found: Any) -> None:
     for name in ("slice", "request"):
-        lacking = found.column(name).null_count
-        if lacking:
-            raise refuse(
-                codes.TOKEN_TABLE,
-                f"some rows have no {name}",
-                help="a row that belongs nowhere is not dropped: give it one, or leave it out",
-            )
+        if found.column(name).null_count:
+            raise belonging_nowhere("some", name)
+    return _by_slice(database, slice_of, terms, steps, found)
 
 
 def _by_slice(

@@ -24,6 +24,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     SLICE,
     TokenTable,
     above,
+    belonging_nowhere,
     below,
     double,
     quoted,
@@ -245,11 +246,7 @@ def _refuse_lacking(database: Database, fields: Sequence[str]) -> None:
     for i, field in enumerate(fields):
         lacking = int(found[f"lacking_{i}"])
         if lacking and field == SLICE:
-            raise refuse(
-                codes.TOKEN_TABLE,
-                f"{lacking} rows have no slice",
-                help="a row that belongs nowhere is not dropped: name its slice, or leave it out",
-            )
+            raise belonging_nowhere(str(lacking), "slice")
         if lacking:
             raise refuse(
                 codes.REQUEST_FIELD,

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.source.files import open_regular, shown
 
 REQUEST, SLICE, POSITION, NAMES = "request", "slice", "position", "kcdsl.slices"
@@ -212,3 +212,12 @@ def below(value: Fraction) -> float:
 def above(value: Fraction) -> float:
     """Return the smallest float64 that is at least a number."""
     return -below(-value)
+
+
+def belonging_nowhere(what: str, thing: str) -> Refusal:
+    """Return the refusal of rows without what tells where they belong."""
+    return refuse(
+        codes.TOKEN_TABLE,
+        f"{what} rows have no {thing}",
+        help=f"a row that belongs nowhere is not dropped: name its {thing}, or leave it out",
+    )
