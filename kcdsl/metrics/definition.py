@@ -36,7 +36,7 @@ class MetricDefinition:
     `needs` are the data it is computed from: `logits` (of both kernels), `hidden`, `sampled`,
     `tokens`, `labels`, `rewards`, `text`, `timing`, `memory`, `outcomes` or `repeats`; of recorded
     runs also `gold` (logits of a run in float32 or wider), `topk`, `rollouts`, `advantages`,
-    `gradients`, `routes` or `stamps`.
+    `gradients` or `routes`.
 
     Tiers: A full logits or states of both kernels; B the k likeliest tokens of both; C tokens
     sampled from the inference kernel; D recorded behaviour; E the clock, the memory counter,
