@@ -135,7 +135,7 @@ def _read_row(
         row = json.loads(
             line,
             parse_float=_decimal,
-            parse_constant=_no_constant,
+            parse_constant=_decimal,
             object_pairs_hook=_without_duplicates,
         )
     except (ValueError, RecursionError) as error:
@@ -214,13 +214,11 @@ def _plain(raw: Any) -> str | bool | Fraction | None:
 
 def _decimal(digits: str) -> Decimal:
     number = Decimal(digits)
+    if not number.is_finite():
+        raise ValueError(f"{digits} is not a JSON value")
     if number and abs(number.adjusted()) > 400:
         raise ValueError(f"the number {digits} is out of range")
     return number
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not a JSON value")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

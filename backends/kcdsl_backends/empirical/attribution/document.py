@@ -28,6 +28,7 @@ from kcdsl_backends.empirical.attribution.envelopes import HEAD
 from kcdsl_backends.empirical.attribution.measurement import Measured
 from kcdsl_backends.empirical.attribution.shapley import (
     Coefficients,
+    Column,
     Split,
     Statistic,
     Table,
@@ -77,7 +78,13 @@ def assemble(
     players = measured.players
     shares = split(len(players), values)
     figures = _figures(frame, table, players, shares)
-    total = _total(frame, measured, table, figures)
+    if players:
+        total = figures["total"][""]
+    else:
+        total = Figure(_value(frame, measured.infer) - values[0])
+    noise = 0.0 if measured.noise is None else _value(frame, measured.noise) - values[0]
+    method: Method = "shapley" if shares.whole else "orders_that_run"
+    between = sorted(measured.coalitions.items(), key=lambda item: (item[0].bit_count(), item[0]))
     found = _sources(frame, measured, shares, figures, _Bounds(tuple(bounds), layers), total.value)
     status, reason = _status(frame, measured, table, shares, found)
     return Attribution(
@@ -95,13 +102,15 @@ def assemble(
         reason=reason,
         total=total,
         baseline=values[0],
-        noise=_noise(frame, measured, values[0]),
-        method=_method(shares),
+        noise=noise,
+        method=method if players and shares.shares else "none",
         orders=(shares.orders, shares.all_orders),
         sources=found,
         terms=_terms(players, shares, figures),
         interactions=_interactions(players, figures),
-        between=_between(measured, values),
+        between=tuple(
+            Between(c.taken, values.get(mask), c.reason, c.simulated) for mask, c in between
+        ),
         layers=layers,
         envelopes=tuple(bounds),
         candidates=candidates(found, bounds, layers, frame.of_metric)
@@ -119,7 +128,7 @@ def _figures(frame: Frame, table: Table, players: Sequence[str], shares: Split) 
     count, known = len(players), table.columns
     full = (1 << count) - 1
     columns: dict[str, dict[str, Coefficients]] = {
-        "total": _given({"": _total_of(full, known)}),
+        "total": {"": {full: Fraction(1), 0: Fraction(-1)}} if full and full in known else {},
         "alone": _given({p: alone(i, known) for i, p in enumerate(players)}),
         "left_out": _given({p: left_out(i, count, known) for i, p in enumerate(players)}),
         "shapley": dict(zip(players, shares.shares, strict=False)),
@@ -132,22 +141,13 @@ def _figures(frame: Frame, table: Table, players: Sequence[str], shares: Split) 
         ),
     }
     found = intervals(table, {name: c for name, c in columns.items() if c}, frame.seed)
-    return {name: {key: _figure(k, frame) for key, k in c.items()} for name, c in found.items()}
-
-
-def _figure(found: Figure, frame: Frame) -> Figure:
-    """Return a number with its interval; without one where the evidence is not valid."""
-    return found if frame.blocked is None else Figure(found.value)
+    if frame.blocked is None:
+        return found
+    return {name: {key: Figure(k.value) for key, k in c.items()} for name, c in found.items()}
 
 
 def _given(columns: Mapping[str, Coefficients | None]) -> dict[str, Coefficients]:
     return {name: found for name, found in columns.items() if found is not None}
-
-
-def _total_of(full: int, known: Mapping[int, Any]) -> Coefficients | None:
-    if not full or full not in known:
-        return None
-    return {full: Fraction(1), 0: Fraction(-1)}
 
 
 def _term_shares(players: Sequence[str], known: Mapping[int, Any]) -> dict[str, Coefficients]:
@@ -165,23 +165,9 @@ def _term_shares(players: Sequence[str], known: Mapping[int, Any]) -> dict[str, 
     }
 
 
-def _total(frame: Frame, measured: Measured, table: Table, figures: Figures) -> Figure:
-    if measured.players:
-        return figures["total"][""]
-    alone_table = Table(frame.statistic, frame.better, {0: measured.infer})
-    return Figure(alone_table.values()[0] - table.values()[0])
-
-
-def _noise(frame: Frame, measured: Measured, baseline: float) -> float:
-    if measured.noise is None:
-        return 0.0
-    return Table(frame.statistic, frame.better, {0: measured.noise}).values()[0] - baseline
-
-
-def _method(shares: Split) -> Method:
-    if not shares.players or not shares.shares:
-        return "none"
-    return "shapley" if shares.whole else "orders_that_run"
+def _value(frame: Frame, found: Column) -> float:
+    """Return the statistic of one column."""
+    return Table(frame.statistic, frame.better, {0: found}).values()[0]
 
 
 def _status(
@@ -323,11 +309,6 @@ def _interactions(players: Sequence[str], figures: Figures) -> tuple[Interaction
         for first, second in combinations(players, 2)
         if f"{first}+{second}" in found
     )
-
-
-def _between(measured: Measured, values: Mapping[int, float]) -> tuple[Between, ...]:
-    ordered = sorted(measured.coalitions.items(), key=lambda item: (item[0].bit_count(), item[0]))
-    return tuple(Between(c.taken, values.get(mask), c.reason, c.simulated) for mask, c in ordered)
 
 
 MOST = 0.5

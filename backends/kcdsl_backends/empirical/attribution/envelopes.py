@@ -23,7 +23,7 @@ hybrid claims nothing and is not held against B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -39,7 +39,7 @@ from kcdsl.model.numerics.presets import resolve
 from kcdsl.verdict.attribution import Envelope
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
-from kcdsl_backends.empirical.bounds.blocks import Certify, compare_request
+from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify, compare_request
 from kcdsl_backends.empirical.bounds.requests import Box, logit_bounds
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.sources.kernels import Blocks, block_drift
@@ -97,84 +97,68 @@ def envelopes(
     Raises Refusal (KC625) where a real hybrid, or infer itself, drifts beyond its bound.
     """
     names = own_blocks(pair.model)
-    entering = {r.key: _inputs(pair.model, r, names) for r in requests}
+    entering = {r.key: pair.model.all_block_inputs(list(r.tokens), names) for r in requests}
     chosen = [s for s in (*players, None) if s != sources.ROUTING]
     found: list[Envelope] = []
     for done, source in enumerate(chosen, 1):
-        kernel, numerics, claims = _alone(pair, source)
+        kernel, numerics = _alone(pair, source)
         if numerics is None:
             continue
         certify = make(resolve(pair.train_ref), numerics)
         for name in names:
-            meaning = of_logits if name == HEAD else _no_metric
-            rows = [
-                _compare(
-                    *(pair, source, name, r, entering[r.key][name], kernel, claims, certify),
-                    meaning,
-                )
-                for r in requests
-                if name in entering[r.key]
-            ]
+            rows = []
+            for request in requests:
+                x = entering[request.key].get(name)
+                if x is None:
+                    continue
+                x = x.to(torch.float32)
+                bound = certify(name, x)
+                row = _compare(pair, name, request, x, kernel, bound)
+                if row.certified is not None and name == HEAD:
+                    row = replace(row, metric=of_logits(np.asarray(bound.drift_bound, np.float64)))
+                rows.append(replace(row, source=source or ""))
             if rows and source is not None:
                 found.append(_together(rows))
         progress("envelopes", done, len(chosen))
     return tuple(found)
 
 
-def _inputs(model: Model, request: Request, names: Sequence[str]) -> Mapping[str, Tensor]:
-    known = model.all_block_inputs(list(request.tokens), names)
-    return {name: x.to(torch.float32) for name, x in known.items() if x is not None}
-
-
-def _alone(pair: Pair, source: str | None) -> tuple[Blocks | None, Numerics | None, bool]:
-    """Return the kernel that has this source of infer (None: infer itself), what it claims, and
-    whether it is real: no kernel where none computes so, no claim where that has no meaning."""
+def _alone(pair: Pair, source: str | None) -> tuple[Blocks | None, Numerics | None]:
+    """Return the kernel that has this source of infer (None: infer itself), and what it claims: no
+    kernel where none computes so or it is simulated, no claim where that has no meaning."""
     if source is None:
-        return pair.infer, resolve(pair.infer_ref), True
+        return pair.infer, resolve(pair.infer_ref)
     if source == sources.BATCH:
-        return InBatch(pair.train), resolve(pair.train_ref), True
+        return InBatch(pair.train), resolve(pair.train_ref)
     try:
         numerics = resolve(sources.mixed(pair.train_ref, pair.infer_ref, (source,)))
     except Refusal:
-        return None, None, False
+        return None, None
     try:
         made = hybrid(pair, (source,))
     except (Refusal, RuntimeError, ValueError):
-        return None, numerics, False
-    return made.kernel, numerics, not made.simulated
+        return None, numerics
+    return None if made.simulated else made.kernel, numerics
 
 
 def _compare(
-    pair: Pair,
-    source: str | None,
-    name: str,
-    request: Request,
-    x: Tensor,
-    kernel: Blocks | None,
-    claims: bool,
-    certify: Certify,
-    meaning: OfLogits,
+    pair: Pair, name: str, request: Request, x: Tensor, kernel: Blocks | None, bound: CertifiedBound
 ) -> Envelope:
-    bound = certify(name, x)
+    """Return what was measured of a block beside the bound of one source."""
     limits = np.asarray(bound.drift_bound, dtype=np.float64)
     measured: float | None = None
-    if kernel is not None and claims:
+    if kernel is not None:
         measured = compare_request(
             request, name, pair.train, kernel, lambda r, b: x, lambda b, states: bound
         ).measured
     with torch.no_grad():
         observed = block_drift(pair.train, pair.infer, name, x).abs().numpy()
-    row = Envelope(source or "", name, request.key, float(observed.max()), None, None, measured)
+    row = Envelope("", name, request.key, float(observed.max()), None, None, measured)
     if not bool(np.isfinite(limits).all()):
         return replace(row, reason=getattr(bound, "reason", None) or "some elements have no bound")
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(observed == 0, 0.0, observed / limits)
-    ratio = float(min(ratios.max(), _MOST))
-    return replace(row, certified=float(limits.max()), ratio=ratio, metric=meaning(limits))
-
-
-def _no_metric(limits: Array) -> float | None:
-    return None
+    return replace(row, certified=float(limits.max()), ratio=float(min(ratios.max(), _MOST)))
 
 
 def _together(rows: Sequence[Envelope]) -> Envelope:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -140,7 +140,9 @@ def measure(subject: Subject, progress: Progress = lambda stage, done, total: No
     coalitions = {0: Coalition((), _column(subject, base, itself))}
     if players:
         coalitions[(1 << len(players)) - 1] = Coalition(players, last)
-    todo = [m for m in _by_kernel(players, own) if m not in coalitions]
+    numeric = sum(1 << i for i, player in enumerate(players) if player in own)
+    every = sorted(range(1 << len(players)), key=lambda mask: (mask & numeric, mask))
+    todo = [mask for mask in every if mask not in coalitions]  # those of one kernel in a row
     loaded: tuple[frozenset[str], Hybrid] | None = None
     for done, mask in enumerate(todo, 1):
         taken = tuple(p for i, p in enumerate(players) if mask >> i & 1)
@@ -149,10 +151,11 @@ def measure(subject: Subject, progress: Progress = lambda stage, done, total: No
             if loaded is None or loaded[0] != wanted:
                 loaded = None  # let go of the kernel before the next is loaded
                 loaded = (wanted, hybrid(pair, wanted))
+            experts = chosen if sources.ROUTING in taken else base.choices
             manner = Manner(
                 subject.parts,
                 batches if sources.BATCH in taken else None,
-                _replayed(base, chosen, taken),
+                experts if any(base.choices.values()) else None,
             )
             found = _column(subject, base, run_all(loaded[1].kernel, subject.requests, manner))
             coalitions[mask] = Coalition(taken, found, simulated=loaded[1].simulated)
@@ -160,12 +163,6 @@ def measure(subject: Subject, progress: Progress = lambda stage, done, total: No
             coalitions[mask] = Coalition(taken, None, failure_words(error))
         progress("kernels between", done, len(todo))
     return Measured(players, coalitions, missing, last, _noise(subject, base))
-
-
-def _by_kernel(players: Sequence[str], own: Sequence[str]) -> list[int]:
-    """Return all coalitions, those of one kernel in a row."""
-    numeric = sum(1 << i for i, player in enumerate(players) if player in own)
-    return sorted(range(1 << len(players)), key=lambda mask: (mask & numeric, mask))
 
 
 def _usable_batches(subject: Subject) -> tuple[Batches | None, str | None]:
@@ -205,15 +202,6 @@ def _why_no_routing(subject: Subject, base: _Base, chosen: Mapping[str, Choices]
     if equal_choices([base.choices[k] for k in keys], [chosen[k] for k in keys]):
         return "both sides choose the same experts for every token"
     return None
-
-
-def _replayed(
-    base: _Base, chosen: Mapping[str, Choices], taken: Sequence[str]
-) -> Mapping[str, Choices] | None:
-    """Return the experts that a hybrid takes; None for a model without any."""
-    if not any(base.choices.values()):
-        return None
-    return chosen if sources.ROUTING in taken else base.choices
 
 
 def _column(subject: Subject, base: _Base, runs: Iterable[Ran]) -> Column:

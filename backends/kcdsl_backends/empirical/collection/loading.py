@@ -84,7 +84,11 @@ def prepare(
     served = program.infer.service is not None
     sides = (program.train, program.infer)
     recorded = any(kernel.recording is not None for kernel in sides)
-    shown = not served and not recorded and not any(_foreign(k) for k in sides)
+    shown = (
+        not served
+        and not recorded
+        and not any(find_adapter(kernel.run).unproved is not None for kernel in sides)
+    )
     bounded = crosscheck and shown
     user = load_functions(program, base)
     for function in user:
@@ -93,7 +97,10 @@ def prepare(
     stated, program = program, expand_tables(program)
     names = {s.name for s in chosen}
     missed = tuple(gap for gap in gaps(stated) if gap.whole in names)
-    chosen += _buckets(program, stated, names)
+    declared = {s.name for s in stated.slices}  # the others are buckets of their tables
+    chosen += tuple(
+        s for s in program.slices if s.name not in declared and whole_of(s.name) in names
+    )
     data_of = {s.name: _data_of(program, s) for s in (*chosen, *(gap.slice for gap in missed))}
     common: dict[str, Any] = {
         "program": stated,
@@ -212,18 +219,6 @@ def _chosen(program: Program, names: Sequence[str]) -> tuple[Slice, ...]:
                 help=f"did you mean {near[0]!r}?" if near else f"slices: {', '.join(known)}",
             )
     return tuple(s for s in program.slices if not names or s.name in names)
-
-
-def _buckets(program: Program, stated: Program, chosen: set[str]) -> tuple[Slice, ...]:
-    """Return the slices that stand for buckets of the chosen ones."""
-    declared = {s.name for s in stated.slices}
-    return tuple(s for s in program.slices if s.name not in declared and whole_of(s.name) in chosen)
-
-
-def _foreign(kernel: KernelRef) -> bool:
-    """Say whether a kernel is a program of another library, which shows no blocks and whose
-    numerics are claimed of its outputs alone: no certified bound stands beside it."""
-    return find_adapter(kernel.run).unproved is not None
 
 
 def _kernel(

@@ -47,7 +47,7 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
 )
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_backends.empirical.table.evidence import Array, Run
+from kcdsl_backends.empirical.table.evidence import Run
 from kcdsl_backends.requests import Request
 
 
@@ -129,12 +129,11 @@ def _outcome(run: Run) -> tuple[object, ...]:
         run.nonfinite,
         unit.failure,
         dict(unit.problems),
-        {name: _bits(values) for name, values in unit.values.items()},
+        {
+            name: np.asarray(values, dtype=np.float64).tobytes()
+            for name, values in unit.values.items()
+        },
     )
-
-
-def _bits(values: Array) -> bytes:
-    return np.asarray(values, dtype=np.float64).tobytes()
 
 
 def key_of(context: KernelContext, plan: Plan, requests: Sequence[Request]) -> str:

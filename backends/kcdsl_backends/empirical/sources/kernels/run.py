@@ -208,7 +208,9 @@ def _policy_values(
         drawn.append(sampled_tokens)
         labels = tokens[start + 1 : start + 1 + rows]
         if labels.numel():
-            head = _head(pair, labels.numel())
+            n = labels.numel()
+            logs = (pair.train_logits, pair.infer_logits, pair.train_log, pair.infer_log)
+            head = PolicyPair(*(log[:n] for log in logs))
             if "ece_gap" in plan.metrics:
                 found.update(calibration.confidences(head, labels))
             found.update(_scores(head, labels, plan.metrics))
@@ -244,12 +246,6 @@ def _needs_policies(plan: Plan) -> bool:
     """Say whether the policies themselves are read: to sample from them, or to score labels."""
     asked = any("sampled" in user.metric.needs for user in plan.user)
     return asked or bool(plan.metrics & (_SAMPLED | _LABELLED | set(AGGREGATES)))
-
-
-def _head(pair: PolicyPair, n: int) -> PolicyPair:
-    return PolicyPair(
-        pair.train_logits[:n], pair.infer_logits[:n], pair.train_log[:n], pair.infer_log[:n]
-    )
 
 
 def _scores(head: PolicyPair, labels: Tensor, metrics: frozenset[str]) -> dict[str, Array]:

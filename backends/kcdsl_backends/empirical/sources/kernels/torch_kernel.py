@@ -18,7 +18,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention
+from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights, plain_weights
@@ -195,7 +195,8 @@ def _load(
         return TorchKernel(ref, numerics, own, place, program, None)
     module = copy.deepcopy(model.module).to(TORCH_TYPES[numerics.compute])
     _refuse_overflow(module, numerics)
-    use_attention(module, _program(adapter))
+    composed = adapter.style == "composed"
+    use_attention(module, Composed() if composed else ScaledDotProduct(adapter.backend))
     module = module.to(place).eval().requires_grad_(False)
     if adapter.engine in _QUANTISERS:
         engine = _QUANTISERS[adapter.engine](ref.run, model, module, numerics)
@@ -289,10 +290,6 @@ def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     if codes_held is None:
         return [(name, tensor)]
     return [(f"{name}.qdata", codes_held), (f"{name}.scale", getattr(tensor, "scale"))]  # noqa: B009
-
-
-def _program(adapter: Adapter) -> AttentionProgram:
-    return Composed() if adapter.style == "composed" else ScaledDotProduct(adapter.backend)
 
 
 def _stored_weights(model: Model, module: nn.Module, numerics: Numerics) -> dict[str, Tensor]:
