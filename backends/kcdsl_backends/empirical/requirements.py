@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TypeVar, assert_never
 
 from kcdsl.diagnostics import codes
-from kcdsl.diagnostics.model import refuse
+from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.kernels import LOGITS, KernelRef
@@ -164,6 +164,14 @@ def block_place(program: Program, block: str) -> Span | None:
     """Return where the contract first speaks of the drift of a block."""
     terms = (t for clause in program.clauses for t in terms_of(clause.require))
     return next((t.of.span for t in terms if isinstance(t, Norm) and t.of.block == block), None)
+
+
+def unreadable(
+    clause: Clause, what: str, why: str, help: str, notes: tuple[str, ...] = ()
+) -> Refusal:
+    """Return the refusal of a clause that reads what its source does not give."""
+    message = f"the clause `{clause.id}` reads {what}, {why}"
+    return refuse(codes.METRIC_OUT_OF_REACH, message, notes=notes, help=help)
 
 
 # --- windows -------------------------------------------------------------------------------------

@@ -17,7 +17,13 @@ from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.metrics.measures import STATE_FUNCTIONS, gradient_function
 from kcdsl_backends.empirical.metrics.user import UserFunction, measures_of
-from kcdsl_backends.empirical.requirements import GENERATED, PROOFS, measured_norms, metrics_of
+from kcdsl_backends.empirical.requirements import (
+    GENERATED,
+    PROOFS,
+    measured_norms,
+    metrics_of,
+    unreadable,
+)
 from kcdsl_backends.empirical.sources.kernels import BlockInput, Kernel, Plan
 from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence, Run
 from kcdsl_backends.requests import Request, RequestFile
@@ -161,11 +167,7 @@ def check_metrics(context: KernelContext, clauses: Sequence[Clause]) -> None:
             )
             problem = _out_of_reach(name, context) or (missing and (missing, help))
             if problem:
-                raise refuse(
-                    codes.METRIC_OUT_OF_REACH,
-                    f"the clause `{clause.id}` reads `{name}`, but {problem[0]}",
-                    help=problem[1],
-                )
+                raise unreadable(clause, f"`{name}`", f"but {problem[0]}", problem[1])
         for block, _ in sorted(measured_norms(clause.require)):
             if block not in context.blocks:
                 raise refuse(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
@@ -19,7 +19,13 @@ from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prech
 from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements import PROOFS, is_runtime, measured_norms, metrics_of
+from kcdsl_backends.empirical.requirements import (
+    PROOFS,
+    is_runtime,
+    measured_norms,
+    metrics_of,
+    unreadable,
+)
 from kcdsl_backends.empirical.sources.kernels import Kernel, timing
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
 from kcdsl_backends.empirical.sources.rollouts.prompts import Group, run_of, score
@@ -168,12 +174,9 @@ class ServerSource:
         return found
 
 
-def _beyond(clause: Clause, what: str, why: str) -> Exception:
-    return refuse(
-        codes.METRIC_OUT_OF_REACH,
-        f"the clause `{clause.id}` reads {what}, which a server does not give: {why}",
-        help="metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/adapters.md",
-    )
+def _beyond(clause: Clause, what: str, why: str) -> Refusal:
+    help = "metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/adapters.md"
+    return unreadable(clause, what, f"which a server does not give: {why}", help)
 
 
 @dataclass(frozen=True, slots=True)

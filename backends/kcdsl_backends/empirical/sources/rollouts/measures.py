@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal
 from kcdsl.ir.kernels import ROLES
 from kcdsl.ir.terms import Clause
 from kcdsl.metrics import METRICS
@@ -37,7 +37,7 @@ from kcdsl_backends.empirical.metrics.measures import (
 )
 from kcdsl_backends.empirical.metrics.recorded import TYPES
 from kcdsl_backends.empirical.metrics.sequences import greedy_divergence_step
-from kcdsl_backends.empirical.requirements import measured_norms, metrics_of
+from kcdsl_backends.empirical.requirements import measured_norms, metrics_of, unreadable
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Rollout, Side
 
 _KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_gap": "match"}
@@ -315,23 +315,19 @@ def _why_not(name: str) -> str:
     return _LOGITS
 
 
-def _out_of_reach(clause: Clause, name: str, why: str) -> Exception:
-    return refuse(
-        codes.METRIC_OUT_OF_REACH,
-        f"the clause `{clause.id}` reads `{name}`, but {why}",
-        help="metrics of recordings, and what each of them reads: docs/rollouts.md",
-    )
+def _out_of_reach(clause: Clause, name: str, why: str) -> Refusal:
+    help = "metrics of recordings, and what each of them reads: docs/rollouts.md"
+    return unreadable(clause, f"`{name}`", f"but {why}", help)
 
 
 def _lacking(
     clause: Clause, name: str, missing: Sequence[str], columns: Mapping[str, str]
-) -> Exception:
-    named = [f"`{columns.get(role, role)}`" for role in missing]
-    first = missing[0]
-    return refuse(
-        codes.METRIC_OUT_OF_REACH,
-        f"the clause `{clause.id}` reads `{name}`, but the recording has no column"
-        f" {' and no '.join(named)}",
-        notes=tuple(f"{role}: {ROLES[role]}" for role in missing),
-        help=f"record it, or name its column: columns: {{{first}: NAME}}",
+) -> Refusal:
+    named = " and no ".join(f"`{columns.get(role, role)}`" for role in missing)
+    return unreadable(
+        clause,
+        f"`{name}`",
+        f"but the recording has no column {named}",
+        f"record it, or name its column: columns: {{{missing[0]}: NAME}}",
+        tuple(f"{role}: {ROLES[role]}" for role in missing),
     )
