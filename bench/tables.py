@@ -11,10 +11,10 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from kcdsl.check.sections.kernels import ADAPTERS
 from kcdsl.metrics import ALIASES, LN_2_UP, METRICS, MetricDefinition
 from kcdsl.metrics.definition import ABSOLUTE_MEAN
 from kcdsl.model import registry
+from kcdsl.model.adapters import ADAPTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 _ORDER = ("mean", "rate", "max", "min", "quantile")

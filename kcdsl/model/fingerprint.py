@@ -29,13 +29,12 @@ import rfc8785
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import service_json
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model.adapters import distribution_of
 from kcdsl.model.numerics.presets import resolve
 from kcdsl.source.files import open_regular, user_place
 from kcdsl.source.writing import write_bytes
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/2"
-LIBRARIES = {"torchao": "torchao", "onnxruntime": "onnxruntime", "hf": "transformers"}
-"""What the names of adapters begin with, and the library that runs them."""
 _WITH_DEVICE = ("nvidia-", "triton", "pytorch-triton", "rocm", "amd-")
 """What the names of distributions begin with that bring the programs of a GPU."""
 
@@ -79,10 +78,7 @@ def kernel_fingerprint(
 
 
 def _software(ref: KernelRef, kind: str, machine: Machine) -> dict[str, Any]:
-    names = ["torch"]
-    first = ref.run.partition(".")[0]
-    if first in LIBRARIES:
-        names.append(LIBRARIES[first])
+    names = [name for name in ("torch", distribution_of(ref.run)) if name is not None]
     compiled = ref.run == "torch.compile"
     if kind != "cpu":
         names += [name for name in machine.libraries() if name.startswith(_WITH_DEVICE)]

@@ -11,6 +11,7 @@ import torch
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
+from kcdsl.model.adapters import find_adapter, refuse_unserved
 from kcdsl.model.architecture import load_model
 from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts
@@ -21,7 +22,6 @@ from kcdsl.route.goals import Goal
 from kcdsl.verdict.counterexample import Replayed, counterexample
 from kcdsl.verdict.model import Evidence, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import GoalOutcome
-from kcdsl_backends.adapters import find_adapter, refuse_unserved
 from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.cases import (
     StatedCase,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from fractions import Fraction
 
 from kcdsl.check.sections.sources import (
-    FOLDERS,
     RECORDED,
     SERVERS,
     read_folder,
@@ -29,29 +28,9 @@ from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model import registry
+from kcdsl.model.adapters import adapter_names, is_adapter
 from kcdsl.model.numerics.presets import RESULTS
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
-
-ADAPTERS = (
-    "torch.eager",
-    "torch.sdpa",
-    "torch.sdpa.math",
-    "torch.sdpa.flash",
-    "torch.sdpa.efficient",
-    "torch.sdpa.cudnn",
-    "torch.compile",
-    "torch.scaled_mm",
-    "torchao.float8_weight_only",
-    "torchao.int8_weight_only",
-    "torchao.int8_dynamic",
-    "torchao.int4_weight_only",
-    "onnxruntime.float32",
-    "onnxruntime.dynamic_int8",
-    *FOLDERS,
-    *SERVERS,
-    *RECORDED,
-)
-"""The programs that can run a kernel (field `run`)."""
 
 _UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
@@ -156,7 +135,7 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
     if raw is None:
         return None
     before = len(reporter.sink.found)
-    if raw.run.text not in ADAPTERS:
+    if not is_adapter(raw.run.text):
         reporter.error(
             UNKNOWN_ADAPTER,
             f"no adapter is called `{raw.run.text}`",
@@ -183,9 +162,9 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
 
 def _other_adapter(name: str) -> str:
     longer = f"torch.{name}"
-    if longer in ADAPTERS:
+    if is_adapter(longer):
         return meant(longer, f"did you mean `{longer}`?")
-    return suggest(name, ADAPTERS, "adapters")
+    return suggest(name, adapter_names(), "adapters")
 
 
 def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter, whole: bool) -> None:

@@ -1,4 +1,4 @@
-"""Presets of numerics, matrix units, and the presets of adapters, as tables (docs/numerics.md).
+"""Presets of numerics and matrix units, as tables (docs/numerics.md).
 
 The sources of all numbers stand in docs/numerics.md.
 """
@@ -132,23 +132,3 @@ TENSOR_CORES = {
     "blackwell_fp8": TensorCore(_BLACKWELL_8, _HOPPER_16),
 }
 """Matrix units as published (docs/numerics.md, section Tensor cores)."""
-
-ADAPTER_PRESETS = {
-    "torch.eager": "torch-eager",
-    "torch.sdpa": "torch-sdpa-flash",
-    "torch.sdpa.math": "torch-sdpa-math",
-    "torch.sdpa.flash": "torch-sdpa-flash",
-    "torch.sdpa.efficient": "torch-sdpa-efficient",
-    "torch.sdpa.cudnn": "torch-sdpa-cudnn",
-    "torch.compile": "torch-compile",
-    "torch.scaled_mm": "torch-scaled-mm",
-    "torchao.float8_weight_only": "torchao-float8-weights",
-    "torchao.int8_weight_only": "torchao-int8-weights",
-    "torchao.int8_dynamic": "torchao-int8-dynamic",
-    "torchao.int4_weight_only": "torchao-int4-weights",
-    "onnxruntime.float32": "onnxruntime-float32",
-    "onnxruntime.dynamic_int8": "onnxruntime-int8",
-    "hf.transformers": "torch-eager",
-    "hf.transformers.sdpa": "torch-sdpa-flash",
-}
-"""The preset that a kernel has where its numerics name none. A server has none."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model.adapters import preset_of
 from kcdsl.model.numerics import (
     Activations,
     Attention,
@@ -44,7 +45,6 @@ from kcdsl.model.numerics.formats import (
 )
 from kcdsl.model.numerics.formats import CASTS as MEANINGS
 from kcdsl.model.numerics.preset_table import (
-    ADAPTER_PRESETS,
     COMPOSED_EXP_ULPS,
     FUSED_EXP_ULPS,
     PRESETS,
@@ -101,7 +101,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
             help="give it `numerics`, such as `{preset: flash-attention-2}`, if they are known",
         )
     if isinstance(spec, KernelRef):
-        given.setdefault("preset", ADAPTER_PRESETS.get(spec.run))
+        given.setdefault("preset", preset_of(spec.run))
     refuse_unknown(given, "numerics", Numerics.__dataclass_fields__)
     preset = given.pop("preset", None)
     if preset is None:

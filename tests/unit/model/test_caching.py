@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal
+from kcdsl.model.adapters import ADAPTERS, refuse_unserved
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.drift.boxes.box import NoBound

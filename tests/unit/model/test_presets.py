@@ -13,10 +13,11 @@ import pytest
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import NUMERICS
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.model.numerics import Activations, Attention, Weights
 from kcdsl.model.numerics.formats import CASTS
-from kcdsl.model.numerics.preset_table import ADAPTER_PRESETS, PRESETS, TENSOR_CORES
+from kcdsl.model.numerics.preset_table import PRESETS, TENSOR_CORES
 from kcdsl.model.numerics.presets import resolve
 
 
@@ -62,7 +63,7 @@ def test_the_promised_presets_exist() -> None:
         "torch-sdpa-cudnn", "fp8-w8a8-blocks", "vllm-fp8-per-token",
         "fp8-w8a8-blocks-e8m0", "awq-int4", "nvfp4-weights", "nvfp4", "mxfp4",
     }  # fmt: skip
-    assert set(ADAPTER_PRESETS.values()) <= set(PRESETS)
+    assert {preset for one in ADAPTERS.values() for preset in one.presets} <= set(PRESETS)
 
 
 def test_defaults_follow_the_style() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model.adapters import preset_of
 from kcdsl.model.numerics import Activations, Numerics, Weights, plain_weights
-from kcdsl.model.numerics.preset_table import ADAPTER_PRESETS
 from kcdsl.model.numerics.presets import resolve
 
 OPERATOR = "operator"
@@ -119,7 +119,7 @@ def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelR
         or ((OPERATOR in chosen) == (PRECISION in chosen))
     )
     record: dict[str, Any] = {
-        "preset": dict(program.numerics).get("preset") or ADAPTER_PRESETS.get(program.run),
+        "preset": dict(program.numerics).get("preset") or preset_of(program.run),
         "compute": formats.compute,
         "accumulate": formats.accumulate,
         "casts": _casts(a, b),
@@ -137,7 +137,7 @@ def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelR
         held = of[PRECISION if OPERATOR not in own else OPERATOR].to_json()["attention"]
         record["attention"] = held
     else:
-        record["preset"] = ADAPTER_PRESETS.get(program.run, record["preset"])
+        record["preset"] = preset_of(program.run) or record["preset"]
     return replace(program, numerics=tuple(sorted(record.items())))
 
 

@@ -18,12 +18,12 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
+from kcdsl.model.adapters import find_adapter
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress, spoiled_slices

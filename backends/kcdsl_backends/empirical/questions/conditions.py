@@ -25,8 +25,8 @@ from kcdsl.ir.formulas import walk
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, HasFields, Program
+from kcdsl.model.adapters import find_adapter
 from kcdsl.model.attention import SDP_BACKENDS
-from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.collection.context import (
     KernelContext,
     Progress,
@@ -290,7 +290,7 @@ def _runs(
 def _settled(kernel: TorchKernel) -> AbstractContextManager[Any]:
     """Hold what single runs set and reset for the whole process, so that threads do not undo it
     for each other."""
-    backend = ADAPTERS[kernel.ref.run].backend
+    backend = find_adapter(kernel.ref.run).backend
     stack = ExitStack()
     stack.enter_context(exact_settings(kernel.device))
     stack.enter_context(sdpa_kernel([SDP_BACKENDS[backend]]) if backend else nullcontext())

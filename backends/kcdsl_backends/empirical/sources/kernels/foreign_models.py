@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model.adapters import Adapter
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.hf import HuggingFace, load_folder
 from kcdsl.model.attention import SDP_BACKENDS, composed_attention
 from kcdsl.model.checkpoint import load_checkpoint
 from kcdsl.model.files import Artefacts, copy_hashed, folder_files, folder_name, weight_files
-from kcdsl_backends.adapters import Adapter
 
 ATTENTION = {"composed": "eager", "fused": "sdpa"}
 """What transformers calls the styles of attention."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.files import Artefacts
@@ -24,7 +26,6 @@ from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights, plain_weights
 from kcdsl.model.numerics.presets import refuse_strays, resolve
 from kcdsl.model.numerics.weights import linear_weight
-from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
 from kcdsl_backends.empirical.sources.kernels.engines import (
     Compiled,
     Engine,
@@ -198,8 +199,8 @@ def _load(
     composed = adapter.style == "composed"
     use_attention(module, Composed() if composed else ScaledDotProduct(adapter.backend))
     module = module.to(place).eval().requires_grad_(False)
-    if adapter.engine in _QUANTISERS:
-        engine = _QUANTISERS[adapter.engine](ref.run, model, module, numerics)
+    if ":" in adapter.engine:
+        engine: Engine = resolve_name(adapter.engine)(ref.run, model, module, numerics)
         return TorchKernel(ref, numerics, model, place, module, None, engine)
     stored = _stored_weights(model, module, numerics)
     interception = None
@@ -231,7 +232,8 @@ def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics
     )
 
 
-def _scaled(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+def scaled_products(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    """Give the linears float8 products by `torch._scaled_mm`."""
     originals = dict(model.module.named_parameters(remove_duplicate=False))
     expected = expected_weights(module, originals, numerics)
     for name, weight in expected.items():
@@ -245,7 +247,8 @@ def _scaled(run: str, model: Model, module: nn.Module, numerics: Numerics) -> En
     return as_it_is
 
 
-def _torchao(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+def torchao_linears(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    """Give the linears weights that torchao quantises."""
     device = next(module.parameters()).device.type
     if numerics.activations.format != "none" and not exact_bytes(device):
         raise refuse(
@@ -271,17 +274,11 @@ def _torchao(run: str, model: Model, module: nn.Module, numerics: Numerics) -> E
     return as_it_is
 
 
-def _onnx_runtime(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+def onnx_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    """Return sessions of ONNX Runtime for the parts of a model."""
     originals = dict(model.module.named_parameters(remove_duplicate=False))
     expected = expected_weights(module, originals, numerics)
     return Sessions(run, numerics, tuple(expected.values()), model.limits[1])
-
-
-_QUANTISERS: dict[str, Callable[[str, Model, nn.Module, Numerics], Engine]] = {
-    "scaled_mm": _scaled,
-    "torchao": _torchao,
-    "onnxruntime": _onnx_runtime,
-}
 
 
 def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -12,9 +12,9 @@ import numpy as np
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.kernels import KernelRef, Service
+from kcdsl.model.adapters import find_adapter
 from kcdsl.model.architecture import Model
 from kcdsl.model.fingerprint import kernel_fingerprint
-from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.sources.kernels import NotRun
 from kcdsl_backends.empirical.sources.kernels.engines import need
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs

@@ -1,9 +1,17 @@
-"""The kernel adapters: what each computes, so that claims it does not keep are refused."""
+"""The kernel adapters: what each computes, so that claims it does not keep are refused.
+
+A distribution of its own brings one by an entry point of the group `kcdsl.adapters`: its name is
+the name of the adapter, its object an `Adapter`. Commands that only read a contract take the names
+from the metadata and import nothing.
+"""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Activations, Numerics, Weights
@@ -15,6 +23,9 @@ from kcdsl.model.numerics.preset_table import (
     SMALLEST_TILE,
     WHOLE_ROW,
 )
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 CPU_FLASH_TILE = 512
 """Keys per tile of the CPU flash kernel (aten/native/cpu/FlashAttentionKernel.cpp)."""
@@ -41,6 +52,11 @@ class Adapter:
     it yields: A logits, B the likeliest tokens at each position, C the tokens that it draws.
     `unproved` says why nothing here holds it to its numerics, so that a proof about these is none
     about it.
+    `engine` says how it is run: "torch", "compile", "hf", "server" and "recorded" by the ways that
+    kcdsl has, else `package.module:function`. That takes the name of the adapter, the model, its
+    module converted to the compute format on its device, and the numerics; it may change the
+    module, and returns the program that runs in place of a part, by the part's name
+    (`kcdsl_backends.empirical.sources.kernels.engines.Engine`).
     """
 
     style: str
@@ -74,6 +90,7 @@ class Adapter:
         return self.on_cuda if self.on_cuda is not None and device == "cuda" else self.computes
 
 
+_ENGINES = "kcdsl_backends.empirical.sources.kernels.torch_kernel"
 _E4M3_ROWS = Weights("fp8_e4m3", "per_channel")
 _E4M3_TENSOR = Weights("fp8_e4m3", "per_tensor")
 _CPU = ("cpu",)
@@ -149,7 +166,7 @@ ADAPTERS: dict[str, Adapter] = {
     "torch.scaled_mm": Adapter(
         "composed",
         ("torch-scaled-mm", "fp8-w8a8-per-channel", "fp8-w8a8-per-tensor"),
-        engine="scaled_mm",
+        engine=f"{_ENGINES}:scaled_products",
         computes=("float32", "bfloat16"),
         weights=(_E4M3_ROWS, _E4M3_TENSOR),
         activations=(Activations("fp8_e4m3", "per_token"), Activations("fp8_e4m3", "per_tensor")),
@@ -159,7 +176,7 @@ ADAPTERS: dict[str, Adapter] = {
     "torchao.float8_weight_only": Adapter(
         "composed",
         ("torchao-float8-weights", "fp8-weights"),
-        engine="torchao",
+        engine=f"{_ENGINES}:torchao_linears",
         computes=("float32", "bfloat16"),
         weights=(_E4M3_ROWS, _E4M3_TENSOR),
         free=True,
@@ -168,7 +185,7 @@ ADAPTERS: dict[str, Adapter] = {
     "torchao.int8_weight_only": Adapter(
         "composed",
         ("torchao-int8-weights",),
-        engine="torchao",
+        engine=f"{_ENGINES}:torchao_linears",
         computes=("float32",),
         weights=(Weights("int8_full", "per_channel"), Weights("int8_full", "per_tensor")),
         free=True,
@@ -177,7 +194,7 @@ ADAPTERS: dict[str, Adapter] = {
     "torchao.int8_dynamic": Adapter(
         "composed",
         ("torchao-int8-dynamic",),
-        engine="torchao",
+        engine=f"{_ENGINES}:torchao_linears",
         computes=("float32",),
         weights=(Weights("int8_full", "per_channel"), Weights("int8_full", "per_tensor")),
         activations=(Activations("int8_full", "per_token"),),
@@ -187,7 +204,7 @@ ADAPTERS: dict[str, Adapter] = {
     "torchao.int4_weight_only": Adapter(
         "composed",
         ("torchao-int4-weights",),
-        engine="torchao",
+        engine=f"{_ENGINES}:torchao_linears",
         computes=("float32",),
         weights=(Weights("int4_full", "per_channel"), Weights("int4_full", "group_128")),
         free=True,
@@ -196,7 +213,7 @@ ADAPTERS: dict[str, Adapter] = {
     "onnxruntime.float32": Adapter(
         "composed",
         ("onnxruntime-float32",),
-        engine="onnxruntime",
+        engine=f"{_ENGINES}:onnx_sessions",
         computes=("float32",),
         weights=(Weights("float32"),),
         free=True,
@@ -207,7 +224,7 @@ ADAPTERS: dict[str, Adapter] = {
     "onnxruntime.dynamic_int8": Adapter(
         "composed",
         ("onnxruntime-int8", "onnxruntime-int8-pairs"),
-        engine="onnxruntime",
+        engine=f"{_ENGINES}:onnx_sessions",
         computes=("float32",),
         weights=(Weights("int8", "per_tensor"), Weights("int8", "per_channel")),
         activations=(Activations("uint8", "per_tensor"),),
@@ -245,16 +262,83 @@ ADAPTERS: dict[str, Adapter] = {
 }
 
 
-def find_adapter(run: str) -> Adapter:
-    """Return the adapter of this name. Refuse an unknown one."""
+GROUP = "kcdsl.adapters"
+"""The group of entry points of adapters in other distributions."""
+_FOREIGN = "it is of another distribution"
+
+
+@lru_cache(maxsize=1)
+def foreign_adapters() -> Mapping[str, EntryPoint]:
+    """Return the entry points of other distributions by the names of their adapters.
+
+    Raises ValueError where two have one name, or one has that of a built-in adapter.
+    """
+    from importlib.metadata import entry_points
+
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
+        if entry.name in ADAPTERS or entry.name in found:
+            first = found[entry.name].value if entry.name in found else "kcdsl"
+            raise ValueError(f"adapter {entry.name!r} is offered by {first} and {entry.value}")
+        found[entry.name] = entry
+    return found
+
+
+def adapter_names() -> tuple[str, ...]:
+    """Return the names of all adapters, those of other distributions last; imports none of them."""
+    return (*ADAPTERS, *foreign_adapters())
+
+
+def is_adapter(run: str) -> bool:
+    """Say whether there is an adapter of this name."""
+    return run in ADAPTERS or run in foreign_adapters()
+
+
+def preset_of(run: str) -> str | None:
+    """Return the preset that a kernel has where its numerics name none; None for a kernel that
+    claims nothing by itself, and for adapters of other distributions."""
+    return next(iter(ADAPTERS[run].presets), None) if run in ADAPTERS else None
+
+
+def distribution_of(run: str) -> str | None:
+    """Return the distribution that runs an adapter, beside torch."""
     if run not in ADAPTERS:
-        near = difflib.get_close_matches(run, ADAPTERS, n=1)
+        dist = foreign_adapters()[run].dist if run in foreign_adapters() else None
+        return None if dist is None else dist.name
+    return next(iter(ADAPTERS[run].library[1:]), None)
+
+
+def find_adapter(run: str) -> Adapter:
+    """Return the adapter of this name; imports that of another distribution.
+
+    Refuse an unknown one, and an entry point that holds none. Nothing holds an adapter of another
+    distribution to its numerics.
+    """
+    if run in ADAPTERS:
+        return ADAPTERS[run]
+    if run not in foreign_adapters():
+        known = adapter_names()
+        near = difflib.get_close_matches(run, known, n=1)
         raise refuse(
             codes.UNKNOWN_ADAPTER,
-            f"unknown kernel adapter {run!r}; known: {', '.join(ADAPTERS)}",
+            f"unknown kernel adapter {run!r}; known: {', '.join(known)}",
             help=f"did you mean {near[0]!r}?" if near else None,
         )
-    return ADAPTERS[run]
+    entry = foreign_adapters()[run]
+    try:
+        found: object = entry.load()
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
+        raise refuse(
+            codes.KERNEL_FAILED,
+            f"the adapter {run!r} ({entry.value}) cannot be imported:"
+            f" {type(error).__name__}: {error}",
+        ) from error
+    if not isinstance(found, Adapter):
+        raise refuse(
+            codes.KERNEL_FAILED,
+            f"the adapter {run!r} ({entry.value}) is no kcdsl.model.adapters.Adapter",
+        )
+    return replace(found, unproved=found.unproved or _FOREIGN)
 
 
 def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str) -> None:

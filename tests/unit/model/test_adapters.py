@@ -1,0 +1,68 @@
+"""Adapters of other distributions: known by their metadata, imported when a kernel runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.model import adapters
+from kcdsl.model.adapters import Adapter, adapter_names, find_adapter, is_adapter
+
+ADAPTER = Adapter("composed", ("torch-eager",), engine="nowhere:engine")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
+    """Give the entry points that are installed; none at first."""
+    points: list[EntryPoint] = []
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    adapters.foreign_adapters.cache_clear()
+    yield points
+    adapters.foreign_adapters.cache_clear()
+
+
+def test_an_adapter_is_found_and_nothing_holds_it_to_its_numerics(
+    installed: list[EntryPoint],
+) -> None:
+    installed.append(EntryPoint("mine.kernel", f"{__name__}:ADAPTER", adapters.GROUP))
+    assert adapter_names()[-1] == "mine.kernel"
+    found = find_adapter("mine.kernel")
+    assert (found.engine, found.unproved) == (ADAPTER.engine, "it is of another distribution")
+
+
+def test_an_adapter_is_not_imported_to_know_its_name(installed: list[EntryPoint]) -> None:
+    installed.append(EntryPoint("mine.kernel", "module_that_is_nowhere:ADAPTER", adapters.GROUP))
+    assert is_adapter("mine.kernel")
+    assert not is_adapter("mine")
+    assert "module_that_is_nowhere" not in sys.modules
+    with pytest.raises(Refusal, match="cannot be imported"):
+        find_adapter("mine.kernel")
+
+
+def test_what_is_no_adapter_is_refused(installed: list[EntryPoint]) -> None:
+    installed.append(EntryPoint("mine.kernel", f"{__name__}:Path", adapters.GROUP))
+    assert Path is not Adapter
+    with pytest.raises(Refusal, match=r"is no kcdsl\.model\.adapters\.Adapter"):
+        find_adapter("mine.kernel")
+
+
+@pytest.mark.parametrize("name", ["torch.eager", "mine.kernel"])
+def test_one_name_for_two_adapters_is_an_error(installed: list[EntryPoint], name: str) -> None:
+    installed += [
+        EntryPoint(name, f"{module}:ADAPTER", adapters.GROUP) for module in ("one", "two")
+    ]
+    with pytest.raises(ValueError, match="offered by"):
+        adapter_names()
+
+
+def test_an_unknown_adapter_is_refused_with_the_names_there_are(
+    installed: list[EntryPoint],
+) -> None:
+    installed.append(EntryPoint("mine.kernel", f"{__name__}:ADAPTER", adapters.GROUP))
+    with pytest.raises(Refusal, match=r"known: torch\.eager.*mine\.kernel"):
+        find_adapter("mine.kernal")
