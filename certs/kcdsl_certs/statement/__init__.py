@@ -22,6 +22,7 @@ from kcdsl_certs.statement.certificate import (
 from kcdsl_certs.statement.clauses import (
     IMPLIED,
     LOWER,
+    OPERATORS,
     UPPER,
     WIDEST,
     CertifiedClause,
@@ -75,7 +76,8 @@ from kcdsl_certs.statement.verdicts import (
 
 __all__ = [
     "ATTACK", "IMPLIED", "LARGEST_ALPHA", "LARGEST_PAYLOAD", "LEAST_ALPHA", "LOWER", "MEASURED",
-    "NEEDED", "PARTS", "PREDICATE_TYPE", "ROLES", "STAGES", "STATEMENT_TYPE", "TRANSFER_TYPE",
+    "NEEDED", "OPERATORS", "PARTS", "PREDICATE_TYPE", "ROLES", "STAGES", "STATEMENT_TYPE",
+    "TRANSFER_TYPE",
     "UPPER", "WIDEST", "AcceptedFinding", "Carried", "CertifiedClause", "Chain", "Checkpoint",
     "Comparison", "Contract", "Evaluator", "Evidence", "EvidenceFile", "Expectation", "Input",
     "Kernel", "Left", "Manifest", "Predicate", "ProofReference", "Quantity", "Region",

@@ -48,6 +48,11 @@ class Evaluator:
     version: str
 
 
+def named(id: str, slice: str | None) -> dict[str, Any]:
+    """Return the record of a clause on a slice, or on none."""
+    return {"id": id} if slice is None else {"id": id, "slice": slice}
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """The (clause, slice) pairs that the certificate speaks about.
@@ -125,7 +130,7 @@ class Predicate:
             "verdict": self.verdict.value,
             "scope": {
                 "complete": self.scope.complete,
-                "covers": [_pair(id, slice) for id, slice in self.scope.covers],
+                "covers": [named(id, slice) for id, slice in self.scope.covers],
             },
             "clauses": [clause.to_json() for clause in self.clauses],
             "inputs": [{"name": i.name, "digest": {"sha256": i.sha256}} for i in self.inputs],
@@ -228,10 +233,6 @@ def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
     evaluator.done()
     fields.done()
     return predicate, stated
-
-
-def _pair(id: str, slice: str | None) -> dict[str, str]:
-    return {"id": id} if slice is None else {"id": id, "slice": slice}
 
 
 def _covered(value: Any) -> tuple[str, str | None]:

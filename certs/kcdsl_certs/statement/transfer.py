@@ -22,10 +22,11 @@ from kcdsl_certs.statement.certificate import (
     Evaluator,
     Predicate,
     Scope,
+    named,
 )
 from kcdsl_certs.statement.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.statement.triple import Triple
-from kcdsl_certs.strict import Fields, canonical_json, parse_time, time_text
+from kcdsl_certs.strict import Fields, canonical_json, parse_time, plain_name, time_text
 
 TRANSFER_TYPE = "urn:kcdsl:attestation:weights-transfer:v0.1"
 REASONS = ("no-region", "weights", "states")
@@ -48,7 +49,7 @@ class Carried:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        record = _named(self.id, self.slice)
+        record = named(self.id, self.slice)
         if self.weights is not None and self.moved is not None and self.tensor is not None:
             record["weights"] = real_text(self.weights)
             record["moved"] = Measured(self.moved, "up").to_json()
@@ -70,7 +71,7 @@ class Left:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        record = {**_named(self.id, self.slice), "reason": self.reason, "detail": self.detail}
+        record = {**named(self.id, self.slice), "reason": self.reason, "detail": self.detail}
         if self.block is not None:
             record["block"] = self.block
         if self.tensor is not None and self.element is not None:
@@ -129,9 +130,7 @@ def parse_transfer(value: Any) -> Transfer:
     """Read the body of a statement; unknown fields are refused."""
     fields = Fields.of(value, "predicate")
     base, evaluator = fields.inner("base"), fields.inner("evaluator")
-    path, stage = base.text("path"), fields.text("stage")
-    if path in (".", "..") or any(mark in path for mark in ("/", "\\", "\0", ":")):
-        raise Rejected("statement/malformed", "predicate.base.path is not a plain file name")
+    path, stage = plain_name(base.text("path"), "predicate.base.path"), fields.text("stage")
     if stage not in STAGES:
         raise Rejected("statement/malformed", f"predicate.stage is {stage!r}")
     transfer = Transfer(
@@ -157,10 +156,6 @@ def parse_transfer(value: Any) -> Transfer:
     if not transfer.carried:
         raise Rejected("transfer/nothing", "no result goes over")
     return transfer
-
-
-def _named(id: str, slice: str | None) -> dict[str, Any]:
-    return {"id": id} if slice is None else {"id": id, "slice": slice}
 
 
 def _carried(value: Any) -> Carried:

@@ -84,7 +84,7 @@ def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
         return _admitted_by_proof(clause)
     census = clause.evidence is Evidence.CENSUS
     admitted = _admitted_by_census(clause) if census else _admitted_by_sample(clause)
-    if clause.quantity.is_of_every_run:
+    if clause.quantity.is_of_every_run or clause.method == ATTACK:  # runs that were searched for
         return (admitted - {Verdict.PASSED}) or _OPEN
     return admitted
 

@@ -141,18 +141,15 @@ class Recount:
         """A box for each length of the slice's rows, or one of any length."""
         if not chosen.rows and not chosen.open:
             raise Rejected("recount/rows-missing", f"{clause.label}: the slice selects no row")
+        if kind == "rows" and len(names) != 1:
+            detail = f"{clause.label}: {len(names)} boxes of any length"
+            raise Rejected("recount/rows-extra", detail)
         lengths = {row.length for row in chosen.rows}
         if kind == "hull" and None not in lengths and not chosen.open:
-            expected = sorted(f"hull-{length}" for length in lengths)
-            if sorted(names) != expected:
+            if sorted(names) != sorted(f"hull-{length}" for length in lengths):
                 detail = f"{clause.label}: boxes of {len(lengths)} lengths, {len(names)} are proved"
                 raise Rejected("recount/rows-missing", detail)
             self._say(clause, f"{len(names)} box(es) for every length", chosen)
-            return
-        if kind == "rows" and len(names) != 1:
-            raise Rejected(
-                "recount/rows-extra", f"{clause.label}: {len(names)} boxes of any length"
-            )
         self._note(self.beyond, f"{clause.label}: which rows lie in its box(es)")
 
     def _attacked(self, clause: CertifiedClause, chosen: Selected) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kcdsl_certs.reals import parse_real
 from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement import OPERATORS, holds
 
 BYTES = "bytes"
 """The tokenizer that this package has: one token for each byte of UTF-8."""
@@ -150,21 +151,9 @@ def _test(row: Row, name: str, op: str, stated: Any) -> bool | None:
         raise Rejected("recount/predicate", f"the field {name} is compared with no value")
     if actual is None or type(actual) is not type(value):
         raise Rejected("recount/rows", f"the row {row.id} has no such field {name}")
-    return _compared(actual, op, value)
-
-
-def _compared(left: Any, op: str, right: Any) -> bool:
-    match op:
-        case "==":
-            return bool(left == right)
-        case "!=":
-            return bool(left != right)
-        case "<":
-            return bool(left < right)
-        case "<=":
-            return bool(left <= right)
-        case ">":
-            return bool(left > right)
-        case ">=":
-            return bool(left >= right)
-    raise Rejected("recount/predicate", f"there is no comparison {op!r}")
+    if op == "!=":
+        return bool(actual != value)
+    if op not in OPERATORS:
+        raise Rejected("recount/predicate", f"there is no comparison {op!r}")
+    left: Any = actual
+    return holds(left, op, value)

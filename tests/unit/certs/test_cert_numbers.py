@@ -208,6 +208,9 @@ _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
         ({"value": Fraction("0.1"), "exceed": 1, "quantity": _EACH}, "FAILED"),
         ({"value": Fraction("0.1"), "exceed": 1, "quantity": _MAX}, "FAILED"),
         ({"value": Fraction("0.1"), "exceed": 1}, "PASSED INCONCLUSIVE"),
+        ({**_BELOW, "method": "one-sided-limits/1"}, "PASSED INCONCLUSIVE"),
+        ({**_BELOW, "method": "attack/1"}, "INCONCLUSIVE"),
+        ({**_BELOW, "method": "attack/1", "value": Fraction("0.6")}, "FAILED INCONCLUSIVE"),
         *(
             ({**kind, "quantity": quantity}, admitted)
             for quantity in _OF_EVERY_RUN

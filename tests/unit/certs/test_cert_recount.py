@@ -1,0 +1,78 @@
+"""Coverage counted again: what is said of boxes of proofs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement import (
+    CertifiedClause,
+    Evidence,
+    ProofReference,
+    Region,
+    SliceSource,
+    Verdict,
+)
+from kcdsl_certs.strict import canonical_digest
+from kcdsl_certs.verification.recount import Recount
+from tests.support.quantities import norm
+
+DATA = b'{"id": "a", "tokens": [1, 2]}\n{"id": "b", "tokens": [1, 2, 3]}\n'
+WHERE = {"all": []}
+
+
+def counted(folder: Path, kind: str, names: list[str]) -> Recount:
+    """Return the count of one proved result whose proof has these cases."""
+    proof = json.dumps({"cases": [{"name": name} for name in names]}).encode()
+    (folder / "x.proof.json").write_bytes(proof)
+    (folder / "data.jsonl").write_bytes(DATA)
+    digest = hashlib.sha256(DATA).hexdigest()
+    clause = CertifiedClause(
+        obligation="C/all/0",
+        id="C",
+        quantity=norm("inf", "attn_0"),
+        op="<=",
+        tau=Fraction(1, 2),
+        unit="1",
+        evidence=Evidence.PROOF,
+        method="interval/1",
+        verdict=Verdict.PASSED,
+        slice="all",
+        slice_digest=canonical_digest({"data": digest, "where": WHERE}),
+        region=Region(kind, "all", longest=8 if kind == "rows" else None),
+        n=len(names),
+        proof=ProofReference(hashlib.sha256(proof).hexdigest(), "x.proof.json"),
+    )
+    source = SliceSource("data.jsonl", WHERE)
+    count = Recount(
+        {"all": source}, lambda name: folder / name, {source.data: digest}, folder, None
+    )
+    count.run([clause])
+    return count
+
+
+def test_boxes_are_counted_and_their_rows_are_not(tmp_path: Path) -> None:
+    """A box for every length is there; that the rows lie in them is the evaluator's word."""
+    count = counted(tmp_path, "hull", ["hull-3", "hull-2"])
+    assert count.counted == ["C [all]: 2 box(es) for every length of 2 row(s)"]
+    assert count.beyond == ["C [all]: which rows lie in its box(es)"]
+    rows = counted(tmp_path, "rows", ["rows"])
+    assert (rows.counted, rows.beyond) == ([], ["C [all]: which rows lie in its box(es)"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "reason"),
+    [
+        ("hull", ["hull-2"], "recount/rows-missing"),
+        ("hull", ["hull-2", "hull-3", "hull-4"], "recount/rows-missing"),
+        ("rows", ["rows", "more"], "recount/rows-extra"),
+    ],
+)
+def test_other_boxes_are_refused(tmp_path: Path, kind: str, names: list[str], reason: str) -> None:
+    with pytest.raises(Rejected, match=reason):
+        counted(tmp_path, kind, names)
