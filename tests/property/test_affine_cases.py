@@ -19,8 +19,8 @@ from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes.box import Box as ProverBox
 from kcdsl_certs.recheck.affine import cases as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.derivation.affine import pair as derive
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.affine_walk import pair as derive
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import read

@@ -16,8 +16,8 @@ from kcdsl_backends.drift.affine.result_rounding import cast_freely
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_certs.recheck.derivation.affine import drift as derive
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.affine_walk import drift as derive
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs

@@ -23,9 +23,9 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.tape import Entry
-from kcdsl_certs.recheck.derivation.affine import pair as derive
-from kcdsl_certs.recheck.derivation.affine import walk
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.affine_walk import pair as derive
+from kcdsl_certs.recheck.affine_walk import walk
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import read

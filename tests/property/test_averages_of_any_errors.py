@@ -21,8 +21,8 @@ from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.ops.bilinear import heads
 from kcdsl_backends.drift.ops.single_row import row_of_values
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.derivation.affine import walk
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.affine_walk import walk
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import Pass, parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.ops.linear import bilinear

@@ -18,7 +18,7 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.affine_walk import walk
 from tests.support import proofs
 from tests.support.affine_rules import RULES, Build, scores, source, turned
 from tests.support.ball import numbers, runs

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.derivation.linear_bounds import walk
+from kcdsl_certs.recheck.bounds_walk import walk
 from kcdsl_certs.recheck.interval.state import Scene
 from kcdsl_certs.recheck.linear_bounds.context import Context
 from kcdsl_certs.recheck.linear_bounds.tape import Functional

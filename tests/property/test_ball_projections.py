@@ -18,8 +18,8 @@ import torch
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.derivation.affine import walk
-from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
+from kcdsl_certs.recheck.affine_walk import walk
+from kcdsl_certs.recheck.bounds_walk import walk as derive
 from kcdsl_certs.recheck.linear_bounds.context import halves
 from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from tests.support import proofs

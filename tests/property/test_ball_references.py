@@ -15,7 +15,7 @@ import pytest
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.derivation.affine import walk
+from kcdsl_certs.recheck.affine_walk import walk
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs

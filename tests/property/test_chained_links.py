@@ -29,7 +29,7 @@ from kcdsl_backends.drift import interval
 from kcdsl_backends.drift.affine_forms import output_ellipsoids
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.chain_document import parse_chain
 from kcdsl_certs.recheck.documents.document import load, numbers_of
 from kcdsl_certs.recheck.interval.parameters import read

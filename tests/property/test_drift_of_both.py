@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_certs.recheck.derivation.affine import pair
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.affine_walk import pair
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs

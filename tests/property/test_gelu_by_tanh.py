@@ -23,13 +23,8 @@ from kcdsl_backends.drift.ops.activations import (
     GELU_TANH,
 )
 from kcdsl_certs.recheck.interval import box
-from kcdsl_certs.recheck.ops.elementwise.functions import GELU_TANH as THEIRS
-from kcdsl_certs.recheck.ops.elementwise.functions import (
-    gelu_tanh_bend,
-    gelu_tanh_second,
-    image,
-    slopes,
-)
+from kcdsl_certs.recheck.ops.functions import GELU_TANH as THEIRS
+from kcdsl_certs.recheck.ops.functions import gelu_tanh_bend, gelu_tanh_second, image, slopes
 from tests.support.graphs import run_graph
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)

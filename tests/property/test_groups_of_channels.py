@@ -22,14 +22,14 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.ops import quantized_input as prover
 from kcdsl_certs.recheck.affine.adjoint import Adjoint as CheckedAdjoint
-from kcdsl_certs.recheck.derivation.affine import drift
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.affine_walk import drift
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.quantisers import quantised
 from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.linear import quantised_inputs as checker
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation

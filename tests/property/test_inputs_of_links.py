@@ -15,8 +15,8 @@ from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes.box import Box
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.derivation.affine import walk
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.affine_walk import walk
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box as CheckerBox
 from kcdsl_certs.recheck.interval.parameters import read

@@ -14,13 +14,13 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.derivation.affine import pair as derive
-from kcdsl_certs.recheck.derivation.affine import walk
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.affine_walk import pair as derive
+from kcdsl_certs.recheck.affine_walk import walk
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, numeric
+from kcdsl_certs.recheck.interval_walk import propagate
 from tests.support import kernels, proofs
 from tests.support.caches import CACHES, with_caches
 from tests.support.grids import by_turns

@@ -16,13 +16,13 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
-from kcdsl_certs.recheck.derivation.affine import drift as affine
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.interval import propagate
-from kcdsl_certs.recheck.derivation.linear_bounds import derive as checked_planes
+from kcdsl_certs.recheck.affine_walk import drift as affine
+from kcdsl_certs.recheck.bounds_walk import derive as checked_planes
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.numerics.kernel import fits
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected

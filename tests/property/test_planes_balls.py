@@ -20,8 +20,8 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.linear.tape import Functional as ProverFunctional
 from kcdsl_backends.drift.linear_bounds import linear_walk as prove
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
+from kcdsl_certs.recheck.bounds_walk import walk as derive
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import Parameters, read
 from kcdsl_certs.recheck.linear_bounds.tape import Functional

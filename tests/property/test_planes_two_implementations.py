@@ -21,8 +21,8 @@ from kcdsl_backends.drift.linear.tape import LinearEntry as ProverEntry
 from kcdsl_backends.drift.linear_bounds import linear_bounds
 from kcdsl_backends.drift.linear_bounds import linear_walk as prove
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.linear_bounds import walk as derive
+from kcdsl_certs.recheck.bounds_walk import walk as derive
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.linear_bounds.context import Context

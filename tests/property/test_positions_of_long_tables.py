@@ -12,12 +12,12 @@ import torch
 from kcdsl_backends.drift.boxes.box import Box as ProverBox
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops import any_length as prover_rules
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Scene, numeric
+from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.ops.attention import context as checker_rules
 from tests.support import kernels, proofs, sequences
 from tests.support.prover import numerics

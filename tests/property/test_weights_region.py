@@ -18,14 +18,14 @@ from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.derivation.affine import pair
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.affine_walk import pair
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval import weight_ball
 from kcdsl_certs.recheck.interval.parameters import Parameters, read
 from kcdsl_certs.recheck.interval.state import Mask, numeric
+from kcdsl_certs.recheck.interval_walk import propagate
 from tests.support import kernels, proofs, prover
 from tests.support.grids import by_turns
 from tests.support.rationals import nearby as rational

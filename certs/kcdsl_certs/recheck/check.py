@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, Chain, parse_chain
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.graphs.graph import Block

@@ -246,18 +246,18 @@ def _member(kind: type[_Member], text: str, place: str) -> _Member:
         raise Rejected("statement/malformed", f"{place}: {text!r} is no {kind.__name__}") from None
 
 
-def holds(left: Fraction, op: str, right: Fraction) -> bool:
+def holds(left: Any, op: str, right: Any) -> bool:
     """Decide `left op right` exactly."""
     match op:
         case "<=":
-            return left <= right
+            return bool(left <= right)
         case "<":
-            return left < right
+            return bool(left < right)
         case ">=":
-            return left >= right
+            return bool(left >= right)
         case ">":
-            return left > right
+            return bool(left > right)
         case "==":
-            return left == right
+            return bool(left == right)
         case _:
             raise Rejected("statement/malformed", f"{op!r} is no comparison")

@@ -155,5 +155,4 @@ def _test(row: Row, name: str, op: str, stated: Any) -> bool | None:
         return bool(actual != value)
     if op not in OPERATORS:
         raise Rejected("recount/predicate", f"there is no comparison {op!r}")
-    left: Any = actual
-    return holds(left, op, value)
+    return holds(actual, op, value)

@@ -15,13 +15,13 @@ from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_certs.recheck.affine.form import Form
-from kcdsl_certs.recheck.derivation.affine import drift as derive
-from kcdsl_certs.recheck.derivation.affine import walk
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.interval import propagate
+from kcdsl_certs.recheck.affine_walk import drift as derive
+from kcdsl_certs.recheck.affine_walk import walk
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, Scene, numeric
+from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from tests.support import proofs

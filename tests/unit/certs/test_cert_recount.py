@@ -23,7 +23,7 @@ from kcdsl_certs.verification.recount import Recount
 from tests.support.quantities import norm
 
 DATA = b'{"id": "a", "tokens": [1, 2]}\n{"id": "b", "tokens": [1, 2, 3]}\n'
-WHERE = {"all": []}
+WHERE: dict[str, list[str]] = {"all": []}
 
 
 def counted(folder: Path, kind: str, names: list[str]) -> Recount:

@@ -16,7 +16,7 @@ from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes.box import NoBound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.numerics import specification

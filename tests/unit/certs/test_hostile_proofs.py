@@ -251,8 +251,8 @@ def test_memory_that_is_not_given_is_a_reason(tmp_path: Path) -> None:
 def test_the_estimate_lies_below_what_is_used(good: tuple[Document, Path]) -> None:
     """Nothing that fits may be refused: each count is at most what the arrays of a check take."""
     from kcdsl_certs.recheck.affine.form import Form
-    from kcdsl_certs.recheck.derivation.affine import walk
-    from kcdsl_certs.recheck.derivation.derivation import Derivation
+    from kcdsl_certs.recheck.affine_walk import walk
+    from kcdsl_certs.recheck.derivation import Derivation
     from kcdsl_certs.recheck.interval.parameters import read
 
     proof = parse(proofs.dump(good[0]))

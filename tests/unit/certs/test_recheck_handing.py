@@ -16,10 +16,10 @@ from kcdsl_backends.drift.affine import interface_ellipsoids as prover
 from kcdsl_backends.drift.affine.adjoint import Adjoint as Functionals
 from kcdsl_backends.drift.affine.tape import Tape as Pages
 from kcdsl_backends.drift.boxes.box import Box as Boxes
+from kcdsl_certs.recheck import output
 from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.tape import Tape
-from kcdsl_certs.recheck.derivation import output
 from kcdsl_certs.recheck.interval.box import Box
 
 

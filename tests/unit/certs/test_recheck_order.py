@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.derivation import output
+from kcdsl_certs.recheck import output, recheck
 from tests.support import proofs
 
 Floats = np.ndarray

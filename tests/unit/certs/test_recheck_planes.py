@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.derivation.derivation import Derivation
-from kcdsl_certs.recheck.derivation.linear_bounds import derive
+from kcdsl_certs.recheck.bounds_walk import derive
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import read

@@ -19,11 +19,10 @@ from kcdsl_certs.recheck.interval.state import Mask, Scene, State, gamma, reduce
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from kcdsl_certs.recheck.ops import functions, norms, views
 from kcdsl_certs.recheck.ops.attention import context, probabilities, rope
 from kcdsl_certs.recheck.ops.attention.softmax import softmax_interval
-from kcdsl_certs.recheck.ops.elementwise import functions, pointwise
 from kcdsl_certs.recheck.ops.linear import quantised_inputs
-from kcdsl_certs.recheck.ops.norms import norms
 from kcdsl_certs.rejected import Rejected
 
 mp.dps = 60
@@ -356,10 +355,10 @@ def test_relu_of_a_drift_that_may_be_cut_off() -> None:
     # both ends below zero: no drift; training below and inference above: part of it
     t, d = Box(np.array([-1.0]), np.array([1.0])), box.exact(np.array([0.5]))
     state = reduce(t, box.add(t, d), d)
-    found = pointwise.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [state])
+    found = views.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [state])
     assert (found.d.lo[0], found.d.hi[0]) == (0.0, 0.5)
     moved = State(box.neg(state.t), box.neg(state.i), box.neg(state.d))
-    found = pointwise.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [moved])
+    found = views.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [moved])
     assert (found.d.lo[0], found.d.hi[0]) == (-0.5, 0.0)
 
 

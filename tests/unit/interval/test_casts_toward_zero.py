@@ -19,8 +19,8 @@ from kcdsl_backends.attack.accumulation_order import straight
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes.box import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_certs.recheck.derivation.affine import walk
-from kcdsl_certs.recheck.derivation.derivation import Derivation
+from kcdsl_certs.recheck.affine_walk import walk
+from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval import box as other_box
 from kcdsl_certs.recheck.interval import state as other

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kcdsl_certs.recheck.graphs.view import View
+from kcdsl_certs.recheck.graphs.graph import View
 from kcdsl_certs.recheck.interval.box import Bools, Floats
 
 

@@ -15,7 +15,7 @@ from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Scene, State, Value, numeric, reduce, stored, target
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.recheck.ops.elementwise.arithmetic import operands_of, times
+from kcdsl_certs.recheck.ops.arithmetic import operands_of, times
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected

@@ -28,7 +28,7 @@ from kcdsl_certs.recheck.interval.state import (
 from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.recheck.ops.elementwise.arithmetic import operands_of, settled, underflow
+from kcdsl_certs.recheck.ops.arithmetic import operands_of, settled, underflow
 from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 

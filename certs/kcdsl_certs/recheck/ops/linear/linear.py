@@ -38,9 +38,9 @@ from kcdsl_certs.recheck.linear_bounds.context import (
 )
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.leaves import around, held
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation, quantised
-from kcdsl_certs.recheck.ops.moves.leaves import around, held
 from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.rejected import Rejected
 

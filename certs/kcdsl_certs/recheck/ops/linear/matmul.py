@@ -33,7 +33,7 @@ from kcdsl_certs.recheck.interval.sums import rounding_of_sums
 from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Reading, halves
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.recheck.ops.elementwise.arithmetic import mul_affine, mul_interval
+from kcdsl_certs.recheck.ops.arithmetic import mul_affine, mul_interval
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.bilinear import averages
 from kcdsl_certs.recheck.ops.operation import Operation

@@ -32,7 +32,7 @@ from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, hal
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.recheck.ops.elementwise.functions import (
+from kcdsl_certs.recheck.ops.functions import (
     GELU_CURVE,
     GELU_TANH_CURVE,
     SILU_CURVE,

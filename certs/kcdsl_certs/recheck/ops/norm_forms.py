@@ -18,8 +18,8 @@ from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma, target
 from kcdsl_certs.recheck.interval.weight_ball import alike
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.recheck.ops.elementwise.arithmetic import underflow
-from kcdsl_certs.recheck.ops.norms.errors import (
+from kcdsl_certs.recheck.ops.arithmetic import underflow
+from kcdsl_certs.recheck.ops.norm_errors import (
     LEAST_VARIANCE,
     MOST_SQUARES,
     Loss,
@@ -27,7 +27,7 @@ from kcdsl_certs.recheck.ops.norms.errors import (
     losses,
     root_error,
 )
-from kcdsl_certs.recheck.ops.norms.norms import (
+from kcdsl_certs.recheck.ops.norms import (
     layer_norm_bounds,
     layer_norm_interval,
     rms_norm_bounds,

@@ -17,7 +17,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import sum_of
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.reverse_passes import ellipsoid, length
 from kcdsl_certs.recheck.affine.tape import Bound
-from kcdsl_certs.recheck.derivation.affine import Pair, Row, bound_functionals, in_row
+from kcdsl_certs.recheck.affine_walk import Pair, Row, bound_functionals, in_row
 from kcdsl_certs.recheck.documents.document import Functional
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised

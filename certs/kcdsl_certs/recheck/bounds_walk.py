@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import units
-from kcdsl_certs.recheck.derivation.interval import apply, magnitudes
 from kcdsl_certs.recheck.documents.hints import Bent, PlaneHints, Searched
 from kcdsl_certs.recheck.graphs.graph import Array
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
 from kcdsl_certs.recheck.interval.state import Scene, State, reduce
+from kcdsl_certs.recheck.interval_walk import apply, magnitudes
 from kcdsl_certs.recheck.linear_bounds.context import DEVIATION, DRIFT, Context, elements, is_number
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, Slopes
 from kcdsl_certs.recheck.ops.table import operation_of

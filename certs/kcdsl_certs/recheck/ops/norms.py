@@ -23,9 +23,9 @@ from kcdsl_certs.recheck.linear_bounds.context import (
 )
 from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.ops.arithmetic import underflow
 from kcdsl_certs.recheck.ops.attention.probabilities import others
-from kcdsl_certs.recheck.ops.elementwise.arithmetic import underflow
-from kcdsl_certs.recheck.ops.norms.errors import (
+from kcdsl_certs.recheck.ops.norm_errors import (
     LEAST_VARIANCE,
     MOST_SQUARES,
     Norm,

@@ -8,16 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kcdsl_certs.recheck.derivation.affine import Pair, pair
-from kcdsl_certs.recheck.derivation.interval import magnitudes, propagate
-from kcdsl_certs.recheck.derivation.linear_bounds import derive
-from kcdsl_certs.recheck.derivation.output import (
-    bound,
-    interface_ellipsoids,
-    of_drift,
-    of_rows,
-    stays,
-)
+from kcdsl_certs.recheck.affine_walk import Pair, pair
+from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof
 from kcdsl_certs.recheck.graphs.any_length import marks_of
 from kcdsl_certs.recheck.graphs.graph import Array, Block
@@ -25,10 +17,12 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import Parameters, Tensor
 from kcdsl_certs.recheck.interval.state import Held, Own, Rows, Scene, State, numeric
+from kcdsl_certs.recheck.interval_walk import magnitudes, propagate
 from kcdsl_certs.recheck.numerics.formats import Floats
 from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
-from kcdsl_certs.recheck.ops.moves.leaves import table
+from kcdsl_certs.recheck.ops.leaves import table
 from kcdsl_certs.recheck.ops.table import POINTWISE
+from kcdsl_certs.recheck.output import bound, interface_ellipsoids, of_drift, of_rows, stays
 from kcdsl_certs.rejected import Rejected
 
 

@@ -13,12 +13,12 @@ from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk,
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.reverse_passes import kept, room
 from kcdsl_certs.recheck.affine.tape import Bound, Entry, Tape
-from kcdsl_certs.recheck.derivation.interval import enclosed
 from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, pinned, shrunk
+from kcdsl_certs.recheck.interval_walk import enclosed
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.table import computed, operation_of
 from kcdsl_certs.rejected import Rejected

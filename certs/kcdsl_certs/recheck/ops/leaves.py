@@ -21,8 +21,8 @@ from kcdsl_certs.recheck.interval.weight_ball import alike
 from kcdsl_certs.recheck.linear_bounds.context import Added, Context, halves, nothing
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FORMATS, nearest
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.recheck.ops.moves.view import add_versions
 from kcdsl_certs.recheck.ops.operation import Operation
+from kcdsl_certs.recheck.ops.views import add_versions
 from kcdsl_certs.rejected import Rejected
 
 

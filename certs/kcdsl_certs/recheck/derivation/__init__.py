@@ -1,1 +1,0 @@
-"""Derive the bound of a case from its block graph, in each domain."""

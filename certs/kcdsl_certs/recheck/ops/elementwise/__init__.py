@@ -1,1 +1,0 @@
-"""Arithmetic and functions of single elements."""

@@ -1,1 +1,0 @@
-"""Leaves, and operations that only move elements."""

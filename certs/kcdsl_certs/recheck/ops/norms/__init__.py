@@ -1,1 +1,0 @@
-"""layer_norm and rms_norm."""
