@@ -127,10 +127,9 @@ class KernelSource:
 
     def _runs(self, plan: Plan, progress: Progress) -> dict[str, Run]:
         context, journal, requests = self.context, self.journal, self.context.requests
-        known = frozenset() if journal is None else resume(journal, context, plan, requests)
-        done = len(known)
+        runs = {} if journal is None else resume(journal, context, plan, requests)
+        done = len(runs)
         progress("both kernels", done, len(requests))
-        runs: dict[str, Run] = {}
         code = OwnCode(context.artefacts, journal)
 
         def arrived(request: Request, run: Run) -> None:
@@ -141,22 +140,16 @@ class KernelSource:
             done += 1
             progress("both kernels", done, len(requests))
 
-        away: dict[str, Run] = {}
+        left = [request for request in requests if request.key not in runs]
         if self.spread is not None:
-            left = [request for request in requests if request.key not in known]
             decided_by = decisive(context, plan, requests)
-            away = self.spread.runs(left, decided_by, arrived, code.imported)
-        for request in requests:
-            found = journal.run(request) if journal is not None and request.key in known else None
-            if found is None and self.spread is not None:
-                found = away[request.key]
-            elif found is None:
-                found = run_request(
-                    request, context.train, context.infer, plan, context.block_input
-                )
-                arrived(request, found)
-            runs[request.key] = found
-        return runs
+            runs |= self.spread.runs(left, decided_by, arrived, code.imported)
+        else:
+            for request in left:
+                run = run_request(request, context.train, context.infer, plan, context.block_input)
+                runs[request.key] = run
+                arrived(request, run)
+        return {request.key: runs[request.key] for request in requests}
 
     def _crosschecks(
         self, usable: Sequence[Request], progress: Progress

@@ -53,27 +53,26 @@ from kcdsl_backends.requests import Request
 
 def resume(
     journal: Journal, context: KernelContext, plan: Plan, requests: Sequence[Request]
-) -> frozenset[str]:
-    """Open the journal; return the keys of the requests that need not be run again.
+) -> dict[str, Run]:
+    """Open the journal; return what requests gave that need not be run again.
 
     Raises Refusal where the journal cannot be written.
     """
     key = key_of(context, plan, requests)
     journal.open(key)
-    known = [request for request in requests if journal.run(request) is not None]
-    if not known:
-        return frozenset()
+    found = [(request, run) for request in requests if (run := journal.run(request)) is not None]
+    if not found:
+        return {}
     if not taken_over_code(journal, context.artefacts):
         journal.restart(key, "own code that was imported then has changed since")
-        return frozenset()
-    first = known[0]
-    before = journal.run(first)
+        return {}
+    first, before = found[0]
     again = run_request(first, context.train, context.infer, plan, context.block_input)
-    if before is None or _outcome(again) != _outcome(before):
+    if _outcome(again) != _outcome(before):
         journal.restart(key, f"the request {first.key} gives other bits than it gave before")
-        return frozenset()
-    journal.take_over(len(known), len(requests))
-    return frozenset(request.key for request in known)
+        return {}
+    journal.take_over(len(found), len(requests))
+    return {request.key: run for request, run in found}
 
 
 _CODE = "own code"

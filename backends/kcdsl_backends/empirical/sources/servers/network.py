@@ -128,7 +128,10 @@ def _is_here(addresses: tuple[_Address, ...]) -> bool:
 
 def _is_special(address: _Address) -> bool:
     """Say whether an address is of the link, of a cloud's metadata, of many, or of nobody."""
-    return _is_secret(_at_the_end(address)) or any(
+    # Most forms of version 6 that stand for an address of version 4 have it at their end:
+    # compatible, translated, ISATAP, and a translator's own prefix.
+    end = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return _is_secret(end) or any(
         _is_secret(one)
         or one.is_multicast
         or one.is_unspecified
@@ -139,14 +142,6 @@ def _is_special(address: _Address) -> bool:
 
 def _is_secret(address: _Address) -> bool:
     return address.is_link_local or any(address in network for network in _METADATA)
-
-
-def _at_the_end(address: _Address) -> _Address:
-    """Return the last four bytes of an address of version 6, where most of the forms that stand for
-    one of version 4 have it: compatible, translated, ISATAP, and a translator's own prefix."""
-    if isinstance(address, ipaddress.IPv4Address):
-        return address
-    return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
 
 
 def _inside(address: _Address) -> Iterable[_Address]:

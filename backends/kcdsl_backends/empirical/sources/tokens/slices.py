@@ -70,16 +70,13 @@ def membership(table: TokenTable, members: Sequence[Member] | None) -> str:
 
 def belonging(table: TokenTable, members: Sequence[Member]) -> list[str]:
     """Return the condition of each slice on its rows."""
-    return [_test_of(table, member) for member in members]
-
-
-def _test_of(table: TokenTable, member: Member) -> str:
-    tests = []
-    if member.named is not None:
-        tests.append(_has_name(table, member.named))
-    if member.where is not None and member.where != AllOf(()):
-        tests.append(predicate(member.where, table, member.name))
-    return " AND ".join(tests) if tests else "TRUE"
+    found = []
+    for member in members:
+        tests = [] if member.named is None else [_has_name(table, member.named)]
+        if member.where is not None and member.where != AllOf(()):
+            tests.append(predicate(member.where, table, member.name))
+        found.append(" AND ".join(tests) if tests else "TRUE")
+    return found
 
 
 def _has_name(table: TokenTable, name: str) -> str:
@@ -99,19 +96,22 @@ def _named(table: TokenTable) -> str:
     return f"CASE WHEN {quoted(SLICE)} >= 0 THEN ([{names}])[{quoted(SLICE)} + 1] END"
 
 
+_NUMBERS = ("number", "integer")
+
+
 def predicate(where: Predicate, table: TokenTable, name: str) -> str:
     """Return a predicate of a slice as a condition on rows; raises Refusal (KC622)."""
     match where:
         case AllOf(parts):
-            return _joined(" AND ", [predicate(p, table, name) for p in parts], "TRUE")
+            return f"({' AND '.join(predicate(p, table, name) for p in parts) or 'TRUE'})"
         case AnyOf(parts):
-            return _joined(" OR ", [predicate(p, table, name) for p in parts], "FALSE")
+            return f"({' OR '.join(predicate(p, table, name) for p in parts) or 'FALSE'})"
         case NoneOf(part):
             return f"(NOT {predicate(part, table, name)})"
         case FieldTest(field, op, value):
             kind = table.fields.get(field)
-            wanted = _kinds(value)
-            if kind not in wanted:
+            wanted = {bool: ("boolean",), str: ("string",)}.get(type(value), _NUMBERS)
+            if kind is None or kind not in wanted:
                 problem = "no such column" if kind is None else f"a column of kind {kind}"
                 raise refuse(
                     codes.REQUEST_FIELD,
@@ -162,10 +162,6 @@ def position_query() -> str:
     )
 
 
-def _joined(word: str, parts: Sequence[str], empty: str) -> str:
-    return f"({word.join(parts)})" if parts else empty
-
-
 def tested_fields(where: Predicate) -> frozenset[str]:
     """Return the fields that a predicate reads."""
     match where:
@@ -179,35 +175,21 @@ def tested_fields(where: Predicate) -> frozenset[str]:
             assert_never(where)
 
 
-def _kinds(value: str | bool | Fraction) -> tuple[str, ...]:
-    if isinstance(value, bool):
-        return ("boolean",)
-    return ("string",) if isinstance(value, str) else ("number", "integer")
-
-
 def _test(column: str, op: str, value: str | bool | Fraction, kind: str) -> str:
     sign = {"==": "=", "!=": "<>"}.get(op, op)
     if isinstance(value, bool):
         return f"{column} {sign} {str(value).upper()}"
     if isinstance(value, str):
         return f"{column} {sign} {text(value)}"
-    if op in ("==", "!="):
-        exact = value.denominator == 1 if kind == "integer" else Fraction(below(value)) == value
-        if not exact:
+    there = value.denominator == 1 if kind == "integer" else Fraction(below(value)) == value
+    if not there:  # the column cannot hold the number itself
+        if op in ("==", "!="):
             return "TRUE" if op == "!=" else "FALSE"
-    elif op in ("<=", "<") and not _is_there(value, kind):
-        sign = "<="
-    elif op in (">=", ">") and not _is_there(value, kind):
-        sign = ">="
+        sign = f"{op[0]}="
     down = op in ("<=", "<", "==", "!=")
     if kind == "integer":
         return f"{column} {sign} {math.floor(value) if down else math.ceil(value)}"
     return f"{column}::DOUBLE {sign} {double(below(value) if down else above(value))}"
-
-
-def _is_there(value: Fraction, kind: str) -> bool:
-    """Say whether a column of this kind can hold the number itself."""
-    return value.denominator == 1 if kind == "integer" else Fraction(below(value)) == value
 
 
 # --- checks --------------------------------------------------------------------------------------
