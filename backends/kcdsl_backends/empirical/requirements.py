@@ -247,18 +247,13 @@ def allowed_rate(clause: Clause) -> Fraction | None:
         return Fraction(0)
     if isinstance(formula, Quantified):
         return Fraction(0) if formula.quantifier == "forall" else None
-    comparison = main_comparison(formula)
-    return None if comparison is None else _of_comparison(comparison)
-
-
-def _of_comparison(comparison: Compare) -> Fraction | None:
-    found = sides(comparison)
+    found = threshold(formula)
     return None if found is None else _of_term(*found)
 
 
-def sides(comparison: Compare) -> tuple[Term, str, Fraction] | None:
-    """Return a comparison with a number as (term, operator, number); None for one of two terms."""
-    match comparison:
+def threshold(formula: Formula) -> tuple[Term, str, Fraction] | None:
+    """Return (term, operator, number) of a comparison with a number; None for other formulas."""
+    match main_comparison(formula):
         case Compare(op, term, Constant(value)) if not isinstance(term, Constant):
             return term, op, value
         case _:
@@ -267,8 +262,7 @@ def sides(comparison: Compare) -> tuple[Term, str, Fraction] | None:
 
 def better_of(clause: Clause) -> str:
     """Return which values are good by the operator: "lower" or "higher"."""
-    comparison = main_comparison(clause.require)
-    found = None if comparison is None else sides(comparison)
+    found = threshold(clause.require)
     return "higher" if found is not None and found[1] in _LOWER else "lower"
 
 
@@ -310,8 +304,7 @@ def _of_term(term: Term, op: str, tau: Fraction) -> Fraction | None:
 def is_mean(clause: Clause) -> bool:
     """Say whether a clause compares one mean of values (or its magnitude) with a number; a rate
     over tokens is one."""
-    comparison = main_comparison(clause.require)
-    found = None if comparison is None else sides(comparison)
+    found = threshold(clause.require)
     if found is None or clause.budget is not None:
         return False
     term = found[0].of if isinstance(found[0], Abs) else found[0]
@@ -336,8 +329,7 @@ class Bounded:
 def bounded_mean(clause: Clause) -> Bounded | None:
     """Return the range of a mean of one metric; None for others, for a range that is open at an
     end, and for a threshold outside of it."""
-    comparison = main_comparison(clause.require)
-    found = None if comparison is None else sides(comparison)
+    found = threshold(clause.require)
     if found is None or not is_mean(clause):
         return None
     term, op, tau = found

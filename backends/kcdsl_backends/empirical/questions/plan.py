@@ -38,9 +38,9 @@ from kcdsl_backends.empirical.requirements import (
     obstacle,
     requirement_text,
     sampling_unit,
-    sides,
     slices_of,
     statistic_count,
+    threshold,
     window_count,
 )
 from kcdsl_backends.empirical.statistics import CONFIDENCE, FEWEST_CLUSTERS, Confidence
@@ -257,8 +257,7 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
 
 def _room(part: Clause, value: float) -> float:
     """Return how far a mean lies within its threshold; negative beyond it."""
-    comparison = main_comparison(part.require)
-    found = None if comparison is None else sides(comparison)
+    found = threshold(part.require)
     assert found is not None
     term, op, tau = found
     magnitude = abs(value) if isinstance(term, Abs) else value

@@ -16,7 +16,11 @@ from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Clause
 from kcdsl.source.files import MARK, MARKED, read_source, shown
-from kcdsl_backends.empirical.requirements import allowed_rate, bounded_mean, main_comparison, sides
+from kcdsl_backends.empirical.requirements import (
+    allowed_rate,
+    bounded_mean,
+    threshold,
+)
 from kcdsl_backends.empirical.statistics.estimates import (
     Array,
 )
@@ -136,8 +140,7 @@ def _of_the_same(row: Mapping[str, Any], part: Clause) -> bool:
     Units beyond another threshold, or counted otherwise, are no units beyond this one; a mean is
     the same mean whatever it was compared with.
     """
-    comparison = main_comparison(part.require)
-    found = None if comparison is None else sides(comparison)
+    found = threshold(part.require)
     if found is None:
         return bool(row["requirement"] == (part.text or part.id))
     term, op, tau = found

@@ -16,7 +16,7 @@ from kcdsl.ir.terms import Abs, Statistic, Term
 from kcdsl_backends.empirical.decide.report import slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
 from kcdsl_backends.empirical.questions.prior_report import Observed, Pilot
-from kcdsl_backends.empirical.requirements import allowed_rate, is_mean, main_comparison, sides
+from kcdsl_backends.empirical.requirements import allowed_rate, is_mean, threshold
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
@@ -38,8 +38,7 @@ class _TracePilot:
 
     def observe(self, obligation: Obligation) -> Observed | None:
         part, data = obligation.part, self.slices.get(obligation.slice or "")
-        comparison = main_comparison(part.require)
-        found = None if comparison is None else sides(comparison)
+        found = threshold(part.require)
         if found is None or data is None or not data.requests:
             return None
         term, op, tau = found
