@@ -46,7 +46,7 @@ def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[
     found = tuple((name, _scales(_place("input_scale", name), v)) for name, v in scales)
     if nested and any(len(given) != 1 for _, given in found):
         raise refusal("activations.input_scale of nvfp4 is one number for each linear")
-    if format != "uint8":
+    if not CODE_FORMATS[format].zero_point:
         if "input_zero_point" in section:
             raise refusal(f"{format} activations have no zero point", help="uint8 activations have")
         return found, ()

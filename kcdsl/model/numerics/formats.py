@@ -148,8 +148,9 @@ class CodeFormat:
     from a zero point, and scales come from the range of the numbers.
 
     `rules` are those of the layouts (`ScaleLayout.rule`) that its scales may have. `static`: a
-    scale may be calibrated before. `activations`: inputs of linears may be quantised to it. `ball`:
-    weights that are stored so have bounds in a region around them.
+    scale may be calibrated before. `weights`: they may be stored so. `activations`: inputs of
+    linears may be quantised to it. `ball`: weights that are stored so have bounds in a region
+    around them. `units`: there are matrix units that multiply its codes.
     """
 
     name: str
@@ -162,13 +163,20 @@ class CodeFormat:
     zero_point: bool = False
     rules: tuple[str, ...] = ("amax", "batch")
     static: bool = False
+    weights: bool = True
     activations: bool = True
     ball: bool = False
+    units: bool = False
 
     @property
     def integer(self) -> bool:
         """Say whether the codes are integers."""
         return self.grid.min_exponent >= 7
+
+    @property
+    def signed_byte(self) -> bool:
+        """Say whether the codes are signed integers of eight bits."""
+        return self.integer and not self.zero_point and self.above == 127.0
 
     @property
     def top_exponent(self) -> int:
@@ -193,20 +201,19 @@ _POWERS = ("amax", "batch", "ceil", "floor")
 _INTEGERS = Format("integer", 8, 7, 255.0)
 
 
-def _floats(
-    grid: Format, *rules: str, top: float | None = None, static: bool = False, ball: bool = False
-) -> CodeFormat:
+def _floats(grid: Format, *rules: str, top: float | None = None, **may: bool) -> CodeFormat:
+    """Return codes that are numbers of a format; `may` are flags of `CodeFormat`."""
     last, given = top or grid.largest, rules or ("amax", "batch")
-    return CodeFormat(grid.name, grid, last, last, last, rules=given, static=static, ball=ball)
+    return CodeFormat(grid.name, grid, last, last, last, rules=given, **may)
 
 
 CODE_FORMATS: dict[str, CodeFormat] = {
     found.name: found
     for found in (
-        _floats(FORMATS["fp8_e4m3"], *_POWERS, static=True, ball=True),
-        _floats(FORMATS["fp8_e5m2"], *_POWERS, static=True, ball=True),
-        _floats(Format("fp8_e4m3fnuz", 4, -7, 240.0), top=224.0, static=True),
-        _floats(Format("fp8_e5m2fnuz", 3, -15, 57344.0), static=True),
+        _floats(FORMATS["fp8_e4m3"], *_POWERS, static=True, ball=True, units=True),
+        _floats(FORMATS["fp8_e5m2"], *_POWERS, static=True, ball=True, units=True),
+        _floats(Format("fp8_e4m3fnuz", 4, -7, 240.0), top=224.0, static=True, units=True),
+        _floats(Format("fp8_e5m2fnuz", 3, -15, 57344.0), static=True, units=True),
         _floats(Format("fp6_e2m3", 4, 0, 7.5), "floor"),
         _floats(Format("fp6_e3m2", 3, -2, 28.0), "floor"),
         _floats(Format("fp4_e2m1", 2, 0, 6.0), "floor", "nested"),
@@ -223,7 +230,7 @@ CODE_FORMATS: dict[str, CodeFormat] = {
         ),
         CodeFormat(
             *("uint8", _INTEGERS, 255.0, 255.0, 255.0),
-            zero_point=True, rules=("amax",), static=True,
+            zero_point=True, rules=("amax",), static=True, weights=False,
         ),
         CodeFormat(
             *("uint4", _INTEGERS, 15.0, 15.0, 15.0), zero_point=True, activations=False

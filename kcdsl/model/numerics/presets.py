@@ -55,7 +55,7 @@ from kcdsl.model.numerics.preset_table import (
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 CASTS = tuple(MEANINGS)
-SCALED_FORMATS = tuple(name for name in CODE_FORMATS if name != "uint8")
+SCALED_FORMATS = tuple(name for name, form in CODE_FORMATS.items() if form.weights)
 WEIGHT_FORMATS = tuple(dict.fromkeys((*FORMATS, *SCALED_FORMATS)))
 WEIGHT_ROUNDINGS = ("nearest", "toward_zero")
 WEIGHT_SCALES = ("none", *WEIGHT_LAYOUTS)
@@ -344,7 +344,7 @@ def _tensor_core(
         )
     if any(each.nested for each in quantised):
         raise refusal("no matrix unit for activations of nvfp4 is known", ("none",))
-    eight = bool(quantised) and all(each.format.startswith("fp8") for each in quantised)
+    eight = bool(quantised) and all(each.codes.units for each in quantised)
     if core.linears != core.others and not eight:
         raise refusal(
             "the unit of the linears multiplies quantised inputs, and activations are not"

@@ -166,7 +166,7 @@ def plain_weights(numerics: Numerics) -> tuple[Weights, ...]:
 
 def sums_of_bytes(weights: Weights, activations: Activations) -> bool:
     """Say whether products of unsigned with signed bytes may be summed in 16 bits."""
-    signed = weights.format in ("int8", "int8_full")
+    signed = weights.format in CODE_FORMATS and weights.codes.signed_byte
     one = weights.scale in ("per_tensor", "per_channel")
     return signed and one and activations.quantised and activations.codes.zero_point
 
