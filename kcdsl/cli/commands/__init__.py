@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, Entry] = {
     "lint": Entry(
         "lint:Lint", "check contracts and report what is wrong, without running anything"
     ),
-    "fmt": Entry("fmt:Fmt", "write contracts in the house layout; comments and meaning stay"),
+    "fmt": Entry("compile:Fmt", "write contracts in the house layout; comments and meaning stay"),
     "diff": Entry(
         "compile:Diff", "say whether a contract became stricter or weaker, clause by clause"
     ),
@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, Entry] = {
         "verify:Verify", "decide the clauses about every input of a region, write certificates"
     ),
     "replay": Entry(
-        "replay:Replay", "run a counterexample again, or decide every clause from a trace"
+        "results:Replay", "run a counterexample again, or decide every clause from a trace"
     ),
     "plan": Entry("studies:Plan", "tell how many requests the clauses need to be decidable"),
     "evaluate": Entry(
@@ -57,9 +57,7 @@ COMMANDS: Mapping[str, Entry] = {
     "check": Entry(
         "check:Check", "verify signature, triple, freshness and coverage of a certificate"
     ),
-    "transfer": Entry(
-        "transfer:Transfer", "carry the results of a certificate over to later weights"
-    ),
+    "transfer": Entry("check:Transfer", "carry the results of a certificate over to later weights"),
     "keygen": Entry("signing:Keygen", "make a key pair for signing certificates"),
     "sign": Entry(
         "signing:Sign", "show and sign the statement of a certificate; no contract is run"

@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.cli.commands.verify import recording
 from kcdsl.cli.common import switch, value, values
 from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code, results_folder
-from kcdsl.cli.common.groups import Certifies, Looks, RunsCode
 from kcdsl.cli.common.options import (
+    Certifies,
     Device,
     Engine,
+    Looks,
+    RunsCode,
     choose_device,
     contract_argument,
     device_option,
     engine_option,
     jobs_option,
     json_option,
+    not_negative,
     output_option,
+    positive,
     seed_option,
     slice_option,
 )
@@ -36,7 +40,6 @@ from kcdsl.cli.common.output import (
     say,
 )
 from kcdsl.cli.common.plugins import measuring_backend, solver_if_installed
-from kcdsl.cli.common.readers import not_negative, positive
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
 

@@ -28,7 +28,7 @@ from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, SUFFIXES, Checked, Run,
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
 from kcdsl.source.config import CODES_HELP, code_or_beginning, load_config
-from kcdsl.source.files import SIZE_LIMIT, decode_source, is_folder, read_source
+from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source
 
 if TYPE_CHECKING:
     from kcdsl.check.sections.structure import RawClause
@@ -74,24 +74,12 @@ class Lint(Command):
     unsafe_fixes: bool = switch("with --fix or --diff, apply the probable ones too")
     diff: bool = switch("show what --fix would change, and write nothing")
     stdin_filename: str = value("NAME", "the name of standard input", "<stdin>")
-    watch: bool = switch("check again whenever a file changes, until Ctrl-C")
     exit_zero: bool = switch("exit 0 whatever is found, unless nothing could run")
 
     def run(self) -> Exit:
         """Print every finding; exit code 1 if one is at least as severe as `--fail-on`, 2 if a
         file cannot be read."""
-        session = _Session(self)
-        if not self.watch:
-            return session.run()
-        if _STDIN in self.paths:
-            raise refuse(USAGE, "standard input cannot be watched", help="name files or folders")
-        from kcdsl.cli.common.watch import watch
-
-        def again() -> Exit:
-            session.wishes = _Wishes(self)
-            return session.run()
-
-        return watch(session.watched, again)
+        return _Session(self).run()
 
 
 class _Wishes:
@@ -176,7 +164,7 @@ def _codes(given: Sequence[str] | None, name: str, configured: tuple[str, ...]) 
 
 
 class _Session:
-    """Runs over the same paths; keeps which files the last one has read."""
+    """One run over the paths of a command, and what it found."""
 
     def __init__(self, command: Lint) -> None:
         self.command = command
@@ -184,46 +172,19 @@ class _Session:
         self.found: list[Diagnostic] = []
         self.suppressed: list[Suppressed] = []
         self.files: list[Checked] = []
-        self.behind: set[Path] = set()
         self.fixed = 0
         self.changed = 0
 
-    def watched(self) -> set[Path]:
-        """Return the files whose change matters: the contracts, those that are named and not
-        there yet, and what they import or name."""
-        named = {Path(name) for name in self.command.paths}
-        paths, _ = self._paths()
-        return {*paths, *self.behind, *(path for path in named if not is_folder(path))}
-
     def run(self) -> Exit:
         """Check every path once and write the findings."""
-        self.found, self.suppressed, self.files = [], [], []
-        self.fixed = self.changed = 0
         for source, folder, path in self._texts():
             self._check(source, folder, path)
-        if self.wishes.config.file is not None:
-            self.behind.add(Path(self.wishes.config.file.name))
         shown = [d for d in dict.fromkeys(self.found) if self.wishes.shows(d)]
         code = self._code(shown)
         if self.command.diff and not shown:
             return Exit.VIOLATED if self.changed and not self.command.exit_zero else Exit.HELD
         self._deliver(shown, code)
         return code
-
-    def _paths(self) -> tuple[list[Path], list[Diagnostic]]:
-        """Return the files that the paths name, and what is wrong with other paths."""
-        config = self.wishes.config
-        found: dict[Path, None] = {}
-        wrong: list[Diagnostic] = []
-        for name in self.command.paths or (None,):
-            given = () if name is None else (name,)
-            try:
-                paths = contracts_in(given, Path(), config.exclude, config.origin("exclude").folder)
-            except Refusal as refusal:
-                wrong.extend(refusal.diagnostics)
-            else:
-                found.update(dict.fromkeys(paths))
-        return list(found), wrong
 
     def _texts(self) -> Iterator[tuple[SourceFile, Path | None, Path | None]]:
         """Yield each text with its folder and file; what cannot be read is among the findings."""
@@ -235,8 +196,16 @@ class _Session:
             if source is not None:
                 yield source, Path(name).parent, None
             return
-        paths, wrong = self._paths()
-        self.found.extend(wrong)
+        config = self.wishes.config
+        paths: dict[Path, None] = {}
+        asked: list[tuple[str, ...]] = [(path,) for path in self.command.paths] or [()]
+        for given in asked:
+            try:
+                found = contracts_in(given, Path(), config.exclude, config.origin("exclude").folder)
+            except Refusal as refusal:
+                self.found.extend(refusal.diagnostics)
+            else:
+                paths.update(dict.fromkeys(found))
         for path in paths:
             source = self._read(str(path), partial(read_source, path))
             if source is not None:
@@ -284,9 +253,6 @@ class _Session:
         clauses = analysis.raw.clauses if analysis.raw is not None else ()
         named = tuple((clause.id.text, _whole(clause)) for clause in clauses)
         self.files.append(Checked(analysis.source.name, named))
-        sources = [d.source for d in found if d.source is not None]
-        self.behind |= {Path(source.name) for source in sources}
-        self.behind |= {item.loaded.path for item in analysis.imports if item.loaded is not None}
 
     def _code(self, shown: Sequence[Diagnostic]) -> Exit:
         if any(d.code in _UNREADABLE for d in shown):

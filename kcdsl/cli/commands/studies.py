@@ -11,21 +11,26 @@ from typing import TYPE_CHECKING
 
 from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.contracts import read_contract, refuse_foreign_code, results_folder
-from kcdsl.cli.common.groups import Looks, RunsCode
 from kcdsl.cli.common.options import (
     Device,
+    Looks,
+    RunsCode,
     choose_device,
     contract_argument,
+    count,
     device_option,
+    gigabytes,
     json_option,
     output_option,
+    percentile,
+    positive,
+    probability,
     seed_option,
     slice_option,
 )
+from kcdsl.cli.common.options import requirement as read_requirement
 from kcdsl.cli.common.output import deliver, progress_bars, say
 from kcdsl.cli.common.plugins import attributor, measuring_backend, planner
-from kcdsl.cli.common.readers import count, gigabytes, percentile, positive, probability
-from kcdsl.cli.common.readers import requirement as read_requirement
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import UNKNOWN_SLICE, USAGE
 from kcdsl.diagnostics.render.terminal import json_text

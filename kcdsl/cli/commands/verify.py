@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.common import choice, switch, value, values
 from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code, results_folder
-from kcdsl.cli.common.groups import Certifies, RunsCode
 from kcdsl.cli.common.options import (
+    Certifies,
     Device,
     Engine,
+    RunsCode,
     choose_device,
     contract_argument,
+    count,
     device_option,
     engine_option,
     execution_of,
     jobs_option,
     json_option,
     output_option,
+    positive,
 )
 from kcdsl.cli.common.output import print_json, progress_bars, say
 from kcdsl.cli.common.plugins import formal_backend, solver_if_installed
-from kcdsl.cli.common.readers import count, positive
 from kcdsl.diagnostics import Refusal, Severity, refuse
 from kcdsl.diagnostics.codes import (
     NO_BACKEND,

@@ -1,16 +1,21 @@
-"""Arguments that several commands take, each declared once."""
+"""Arguments that several commands take, each declared once, and the readers of their values."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal, InvalidOperation
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kcdsl.cli.common.declare import argument, choice, switch, value, values
-from kcdsl.cli.common.readers import count, seed
+from kcdsl.cli.common.declare import Command, argument, choice, switch, value, values
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_DEVICE
 from kcdsl.route.catalogue import ENGINES
@@ -18,6 +23,129 @@ from kcdsl.route.catalogue import ENGINES
 if TYPE_CHECKING:
     from kcdsl.release.triple import Fingerprints
     from kcdsl.route.catalogue import Execution
+    from kcdsl_certs.signatures import Trust
+
+
+# --- readers of values ----------------------------------------------------------------------------
+
+
+LARGEST_SEED = 2**63 - 1
+"""What every generator of random numbers takes."""
+MOST_DIGITS = 400
+"""How far from 1 a number may lie, in powers of ten: farther than any float64."""
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the reader of a whole number between two ends."""
+    ends = f"of at least {least}" if most is None else f"between {least} and {most}"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be a whole number {ends}, not {text!r}")
+        return value
+
+    return read
+
+
+count = whole(1)
+"""Read how many of something, at least one."""
+seed = whole(0, LARGEST_SEED)
+"""Read a seed."""
+
+
+def number(text: str) -> float:
+    """Return a finite number, and NaN for what is none: no comparison with it holds."""
+    try:
+        found = float(text)
+    except ValueError:
+        return float("nan")
+    return found if abs(found) < float("inf") else float("nan")
+
+
+def positive(text: str) -> float:
+    """Return a positive, finite number."""
+    found = number(text)
+    if not found > 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
+    return found
+
+
+def not_negative(text: str) -> float:
+    """Return a finite number that is not negative."""
+    found = number(text)
+    if not found >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number that is not negative, not {text!r}")
+    return found
+
+
+def probability(text: str) -> float:
+    """Return a number between 0 and 1, both left out."""
+    found = number(text)
+    if not 0 < found < 1:
+        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, not {text!r}")
+    return found
+
+
+def seconds(text: str) -> float:
+    """Return a time that a solver may take."""
+    found = number(text)
+    if not 0.001 <= found <= 1e6:
+        raise argparse.ArgumentTypeError("a number of seconds from 0.001 to 1,000,000")
+    return found
+
+
+def gigabytes(text: str) -> int:
+    """Return a size of memory in bytes."""
+    found = not_negative(text)
+    if not 0.1 <= found < 2**20:
+        raise argparse.ArgumentTypeError("must be at least 0.1")
+    return int(found * 2**30)
+
+
+def fraction(text: str) -> Fraction | None:
+    """Return the exact value of a decimal number or a quotient of two whole ones; None for what is
+    neither, and for what no float64 comes near."""
+    try:
+        above, quotient, below = text.partition("/")
+        numbers = [Decimal(part.strip()) for part in ((above, below) if quotient else (above,))]
+    except InvalidOperation:
+        return None
+    if not all(n.is_finite() and abs(n.adjusted()) <= MOST_DIGITS for n in numbers):
+        return None
+    first, *rest = map(Fraction, numbers)
+    if not rest:
+        return first
+    return None if rest[0] == 0 else first / rest[0]
+
+
+def percentile(text: str) -> Fraction:
+    """Return a percentile as a share of 1."""
+    found = fraction(text)
+    if found is None or not 0 < found < 100 or (found * 10**7).denominator != 1:
+        raise argparse.ArgumentTypeError("must be between 0 and 100, with at most 7 decimals")
+    return found / 100
+
+
+def requirement(text: str) -> tuple[str, str, Fraction]:
+    """Return metric, comparison and limit of a requirement such as `kl <= 0.05`."""
+    for op in ("<=", ">=", "<", ">"):
+        name, found, limit = text.partition(op)
+        if found:
+            exact = fraction(limit)
+            if name.strip() and exact is not None:
+                return name.strip(), op, exact
+            break
+    raise argparse.ArgumentTypeError(
+        f"must be METRIC <= NUMBER, or with >=, < or >, not {text!r}; numbers are in base units"
+    )
+
+
+# --- options --------------------------------------------------------------------------------------
+
 
 KERNELS = (
     "kernel fingerprints, the kernels.json of `kcdsl evaluate`, instead of those of this machine"
@@ -139,3 +267,106 @@ def fingerprints_in(kernels: str | None) -> Fingerprints | None:
     from kcdsl.release.triple import read_kernels
 
     return read_kernels(Path(kernels))
+
+
+# --- options that go together ---------------------------------------------------------------------
+
+
+MOST_LOOKS = 10_000
+LONGEST_DAYS = 3660
+
+
+class Stage(StrEnum):
+    """What a certificate is for."""
+
+    OFFLINE_CI = "offline-ci"
+    SHADOW = "shadow"
+    CANARY = "canary"
+    FULL = "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsCode(Command):
+    """A command that runs Python code of its contract, where the user allows that."""
+
+    epilog: ClassVar[str | None] = (
+        "This command runs code of the contract, once that is allowed: a model factory, and "
+        "metrics of its own. SECURITY.md says when."
+    )
+    allow_code: bool = switch(
+        "run the Python code that the contract names, with your rights (default: only where the "
+        "contract is below trusted-folders of your own configuration)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looks(Command):
+    """How often growing data is looked at."""
+
+    looks: int = value(
+        "K",
+        "evaluations of growing data that share the error, this one included",
+        1,
+        read=whole(1, MOST_LOOKS),
+        group="looks",
+    )
+    anytime: bool = switch("limits that hold at every look, however many", group="looks")
+
+    @property
+    def looks_taken(self) -> int | None:
+        """Return how many looks share the error; None for any number."""
+        return None if self.anytime else self.looks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs(Command):
+    """Who signs what the command writes."""
+
+    sign: tuple[str, ...] = values(
+        "KEY",
+        "sign in this process, which also ran the kernels, by this private key; repeatable. "
+        "`kcdsl sign` keeps the key away from them (default: a statement that it signs)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certifies(Signs):
+    """What a certificate says beside its results."""
+
+    stage: Stage = choice(Stage, "what the certificate is for", Stage.OFFLINE_CI)
+    valid_for: int = value(
+        "DAYS", "how long the certificate is valid", 90, read=whole(1, LONGEST_DAYS)
+    )
+
+    @property
+    def lifetime(self) -> timedelta:
+        """Return how long the certificate is valid."""
+        return timedelta(days=self.valid_for)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trusts(Command):
+    """Whom a check trusts."""
+
+    policy: str | None = value(
+        "FILE",
+        "which keys may sign what, and what is revoked (default: $KCDSL_POLICY, then policy.toml "
+        "of the user's configuration; never a file of the contract's folder)",
+    )
+    key: tuple[str, ...] = values(
+        "PUB",
+        "a trusted public key, repeatable: of those in the policy only these, within the limits "
+        "that it sets for them",
+    )
+    threshold: int | None = value(
+        "N", "how many distinct keys must have signed; not below that of the policy", read=int
+    )
+    revocations: tuple[str, ...] = values(
+        "FILE", "certificates and keys that are revoked, beside those of the policy; repeatable"
+    )
+
+    def trust_for(self, folder: Path) -> Trust:
+        """Return what a check of a contract in a folder goes by; raises Refusal."""
+        from kcdsl.release.signing import trusted
+
+        return trusted(self.policy, self.key, self.threshold, self.revocations, folder)

@@ -194,7 +194,7 @@ def attribution(found: Mapping[str, Any]) -> Figure:
     """Draw what each source contributes: its Shapley value with its interval, and alone."""
     sources, total = found["sources"], found.get("total")
     row, fields = 46.0, ("shapley", "alone")
-    drawing = Drawing(height=84 + row * max(1, len(sources)), left=104, right=72, top=22)
+    drawing = Drawing(height=98 + row * max(1, len(sources)), left=104, right=72, top=36)
     ends = [s.get(f) or 0.0 for s in sources for f in (*fields, "low", "high")] + [total or 0.0]
     low, high = min(0.0, *ends), max(0.0, *ends) or 1.0
     x, zero = linear(low, high * 1.2, drawing.x), linear(low, high * 1.2, drawing.x)(0.0)
@@ -210,14 +210,16 @@ def attribution(found: Mapping[str, Any]) -> Figure:
                 end, place = x(value), y + 15 * index
                 wide = max(1.5, abs(end - zero))
                 drawing.bar(min(zero, end), place, wide, 12, f"bar s{index + 1}")
-                drawing.text(max(zero, end) + 5, place + 10, brief(value), "tick")
+                whisker = source.get("high") if name == "shapley" else None
+                beyond = max(zero, end, end if whisker is None else x(whisker))
+                drawing.text(beyond + 5, place + 10, brief(value), "tick")
         if source.get("low") is not None and source.get("high") is not None:
             drawing.line(x(source["low"]), y + 6, x(source["high"]), y + 6, "axis")
     drawing.line(zero, top, zero, base, "axis")
     if total:
         drawing.line(x(total), top - 4, x(total), base, "limit")
         drawing.text(x(total) - 4, top - 8, f"total {brief(total)}", "limit-name", "end")
-    drawing.text(drawing.x[0], top - 8, "above: Shapley value, below: alone", "tick")
+    drawing.text(drawing.x[0], 12, "above: Shapley value, below: alone", "tick")
     title = f"Where {what} comes from"
     described = "; ".join(f"{s['name']}: {_or_dash(s.get('shapley'))}" for s in sources)
     head = ("source", "Shapley", "alone", "left out", "certified envelope", "can explain it alone")
@@ -252,7 +254,7 @@ def layers(found: Mapping[str, Any]) -> Figure | None:
     if not blocks:
         return None
     row = 22.0
-    drawing = Drawing(height=64 + row * len(blocks), left=104, top=14)
+    drawing = Drawing(height=64 + row * len(blocks), left=104, right=84, top=14)
     most = max(b.get("drift") or 0.0 for b in blocks) or 1.0
     x, left = linear(0.0, most * 1.35, drawing.x), drawing.x[0]
     drawing.x_axis(x, ticks(0.0, most), "drift of the block on what enters it in training")
@@ -262,9 +264,10 @@ def layers(found: Mapping[str, Any]) -> Figure | None:
         drawing.text(left - 8, y + 13, short(str(block["block"]), 16), "name", "end")
         colour = "bar s2" if is_first else "bar s1"
         drawing.bar(left, y + 3, max(1.0, x(value) - left), 13, colour)
-        words = [brief(value), *(["first"] if is_first else [])]
-        words += [f"gain {brief(block['gain'])}"] if block.get("gain") is not None else []
-        drawing.text(x(value) + 5, y + 13, ", ".join(words), "tick")
+        drawing.text(x(value) + 5, y + 13, brief(value) + " first" * is_first, "tick")
+        if block.get("gain") is not None:
+            gain = f"gain {brief(block['gain'])}"
+            drawing.text(drawing.width - 4, y + 13, gain, "tick", "end")
     title = "Drift by block"
     caption = f"The first block that drifts is {first}." if first else "No block drifts."
     rows = tuple(

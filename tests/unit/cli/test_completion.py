@@ -13,7 +13,7 @@ import pytest
 
 from kcdsl.cli import COMMANDS
 from kcdsl.cli.commands import load
-from kcdsl.cli.completion import SCRIPTS, offered
+from kcdsl.cli.commands.settings import SCRIPTS, offered
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

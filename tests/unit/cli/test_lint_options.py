@@ -1,4 +1,4 @@
-"""`kcdsl lint`: formats and files, folders, standard input, fixes, watching."""
+"""`kcdsl lint`: formats and files, folders, standard input, fixes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.cli.common.readers import (
+from kcdsl.cli.common.options import (
     LARGEST_SEED,
     count,
     fraction,
