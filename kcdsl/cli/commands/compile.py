@@ -20,7 +20,6 @@ from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
-from kcdsl.format import format_text
 from kcdsl.ir.terms import Library, ModelRef, Program
 from kcdsl.route.router import Route, route
 from kcdsl.source.config import load_config
@@ -367,6 +366,8 @@ def _read(name: str, path: Path | None) -> SourceFile:
 
 def _formatted(source: SourceFile) -> str:
     """Return the text in the house layout; raises Refusal where it has none."""
+    from kcdsl.format import format_text
+
     sink = Sink()
     text = format_text(source, sink)
     if text is None:

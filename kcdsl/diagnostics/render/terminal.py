@@ -3,7 +3,6 @@ could do to it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -71,6 +70,8 @@ def json_for_terminals(text: str) -> str:
 
 def json_text(document: Any, **how: Any) -> str:
     """Return a JSON document that no terminal obeys, ending with a line break."""
+    import json
+
     text = json.dumps(document, **{"indent": 2, "ensure_ascii": False} | how)
     return f"{json_for_terminals(text)}\n"
 
