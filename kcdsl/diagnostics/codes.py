@@ -58,9 +58,7 @@ class Code:
     @property
     def summary(self) -> str:
         """Return what it means in one sentence: the first of its page."""
-        from kcdsl.diagnostics.pages import first_sentence
-
-        return first_sentence(self.explanation)
+        return self.page.first_sentence
 
     @property
     def uri(self) -> str | None:

@@ -149,10 +149,10 @@ def test_a_share_is_not_what_is_read_first_of_a_clause_that_is_not_decided() -> 
         (cell,) = heatmap([{**row, "verdict": verdict}]).rows[0].cells
         assert cell is not None
         firsts[verdict] = cell.large
-        assert "100 %" in f"{cell.large} {cell.small}"
+        assert "100%" in f"{cell.large} {cell.small}"
     assert firsts == {
-        "held": "100 %",
-        "violated": "100 %",
+        "held": "100%",
+        "violated": "100%",
         "inconclusive": "not decided",
         "invalid_evidence": "invalid evidence",
     }
@@ -177,12 +177,12 @@ def test_the_heat_map_shows_the_worst_part_of_a_conjunction() -> None:
     (line,) = heatmap([row, worse]).rows
     (cell,) = line.cells
     assert cell is not None
-    assert (cell.verdict, cell.share) == ("violated", "50.0 %")
+    assert (cell.verdict, cell.share) == ("violated", "50.0%")
 
 
 def test_a_share_is_whole_only_where_it_is_exactly_that() -> None:
     (row,) = conclude(evidence((clause("N-KL", "max", "kl", "10"),))).to_json()["clauses"]
-    for rate, shown in ((0.0, "100 %"), (1e-9, "99.9 %"), (1.0, "0 %"), (1 - 1e-9, "0.1 %")):
+    for rate, shown in ((0.0, "100%"), (1e-9, "99.9%"), (1.0, "0%"), (1 - 1e-9, "0.1%")):
         one = {**row, "exceedance": {**row["exceedance"], "rate": rate}}
         (cell,) = heatmap([one]).rows[0].cells
         assert cell is not None

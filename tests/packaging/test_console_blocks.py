@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kcdsl.diagnostics.pages import Block, parse
 from tests.support.commands import PLAIN_TERMINAL, run_here
 from tests.support.files import files_below
-from tests.support.pages import agrees, alone, settled, stand_in
+from tests.support.pages import Block, agrees, alone, blocks, settled, stand_in
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -106,8 +105,8 @@ def _rewrites_sources(command: str, folder: Path) -> bool:
 def _is_the_block_below(command: str, folder: Path) -> bool:
     """Compare the steps of the demo with the commands that README.md shows, which are run."""
     steps = (REPOSITORY / "examples" / "tiny_lm" / "demo.steps").read_text(encoding="utf-8")
-    blocks = parse((REPOSITORY / "README.md").read_text(encoding="utf-8")).blocks
-    shown = [line for b in blocks if b.language == "console" for line, _ in commands(b)]
+    examples = list(blocks((REPOSITORY / "README.md").read_text(encoding="utf-8")))
+    shown = [line for b in examples if b.language == "console" for line, _ in commands(b)]
     wanted = [line.removeprefix("step ") for line in steps.splitlines() if line[:5] == "step "]
     return "examples/demo.sh examples/tiny_lm" in _recipe(command) and shown == [
         f"kcdsl {words}" for words in wanted
@@ -221,7 +220,7 @@ def escaping(name: str, text: str) -> list[str]:
     """Return the lines of a page that show a command and are neither run nor listed."""
     found: list[str] = []
     listed = NOT_RUN.get(name, {})
-    for block in parse(text).blocks:
+    for block in blocks(text):
         lines = block.text.splitlines()
         if block.language not in READABLE:
             found.append(f"```{block.language}")
@@ -269,8 +268,8 @@ def test_a_command_that_escapes_is_found(text: str) -> None:
 
 def test_what_is_listed_is_shown(pages: dict[str, str]) -> None:
     for name, listed in NOT_RUN.items():
-        blocks = parse(pages[name]).blocks
-        shown = [_bare(x) for b in blocks if b.language == "sh" for x in b.text.splitlines()]
+        examples = list(blocks(pages[name]))
+        shown = [_bare(x) for b in examples if b.language == "sh" for x in b.text.splitlines()]
         assert set(listed) == set(filter(None, shown)), name
 
 
@@ -297,7 +296,7 @@ def test_a_command_that_ends_does_not_wait(tmp_path: Path) -> None:
 
 def test_other_tests_run_what_is_left_to_them(repository: Path, pages: dict[str, str]) -> None:
     for name, test in ELSEWHERE.items():
-        assert any(block.language == "console" for block in parse(pages[name]).blocks), name
+        assert any(block.language == "console" for block in blocks(pages[name])), name
         text = (repository / test).read_text(encoding="utf-8")
         assert Path(name).name in text
         assert "console" in text
@@ -373,7 +372,7 @@ def test_pages_that_take_minutes_have_commands() -> None:
 def test_outputs_are_those_of_the_program(repository: Path, tmp_path: Path, name: str) -> None:
     folder = FOLDERS.get(name, _empty)(repository, tmp_path)
     compared = 0
-    for block in parse((repository / name).read_text(encoding="utf-8")).blocks:
+    for block in blocks((repository / name).read_text(encoding="utf-8")):
         if block.language == "file":
             (folder / (block.name or "")).write_text(block.text, encoding="utf-8")
         elif block.language == "console":
@@ -419,7 +418,7 @@ def run(command: str, folder: Path) -> str:
 def test_a_synopsis_is_that_of_the_parser(
     pages: dict[str, str], cli: Cli, name: str, command: str
 ) -> None:
-    (block,) = (b for b in parse(pages[name]).blocks if b.language == "text")
+    (block,) = (b for b in blocks(pages[name]) if b.language == "text")
     usage = " ".join(cli(command, "--help").stdout.partition("\n\n")[0].split())
     usage = re.sub(r"\{([^{}]*)\}", lambda found: found[1].replace(",", "|"), usage)
     common = {"-h", "--traceback", "--color auto|always|never"}

@@ -13,11 +13,12 @@ import yaml
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
-from kcdsl.diagnostics.pages import Block, parse
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.route.catalogue import BackendSpec
 from kcdsl_certs.signatures import generate, read_policy
+from tests.support import pages
 from tests.support.files import files_below
+from tests.support.pages import Block
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCTESTS = {"docs/ir.md"}
@@ -29,7 +30,7 @@ def blocks(*languages: str) -> Iterator[tuple[str, Block]]:
     for path in files_below(REPOSITORY):
         name = path.relative_to(REPOSITORY).as_posix()
         if path.suffix == ".md" and not name.startswith("kcdsl/diagnostics/pages/"):
-            for block in parse(path.read_text(encoding="utf-8")).blocks:
+            for block in pages.blocks(path.read_text(encoding="utf-8")):
                 if block.language in languages:
                     yield name, block
 

@@ -15,12 +15,11 @@ import pytest
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.codes import DATA_ABSENT, find
 from kcdsl.diagnostics.model import Sink
-from kcdsl.diagnostics.pages import names
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.comments import find_comments
 from kcdsl.source.files import read_source
 from kcdsl.source.yaml_nodes import scalars
-from tests.support.pages import completed, stand_in
+from tests.support.pages import blocks, completed, names, stand_in
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -33,7 +32,7 @@ def wrong() -> Iterator[tuple[str, str]]:
     for name in names():
         code = find(name)
         assert code is not None
-        for number, block in enumerate(code.page.blocks):
+        for number, block in enumerate(blocks(code.page.text)):
             if block.language == "yaml" and block.kind == "bad":
                 yield f"{name} {number}", completed(block.text)
     for path in sorted((CORPUS / "rejected").glob("*.kc.yaml")):

@@ -1,4 +1,19 @@
-"""Run the examples of the pages of diagnostic codes."""
+"""Read and run the examples of the pages of diagnostic codes.
+
+Fenced blocks are examples:
+
+- `yaml bad at="…"` and `yaml good` are contracts; a base contract supplies sections they lack.
+  `at` is the text that the finding covers;
+- `file NAME` writes a file, `python` is run where files of bytes are needed (`python bad` ends with
+  a refusal), and `console bad` and `console good` hold commands with what they print: lines
+  `$ kcdsl …`, or `$ NAME=VALUE kcdsl …` for a variable of the environment;
+- `varies="…"` is a pattern of what differs from run to run; blanks do not count there;
+- `planted="module.name=expression"` shows a defect or a lack that no input has: what `name` gives
+  is replaced by the value of the expression while the commands run.
+
+In what a command prints, `…` stands for any text in its line, and for any lines where it stands
+alone. The folder `tiny_lm` is that of `examples/tiny_lm`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +28,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import kcdsl
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Diagnostic, Sink
-from kcdsl.diagnostics.pages import Block
+from kcdsl.diagnostics.pages import FENCE
 from kcdsl.diagnostics.spans import SourceFile
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL
 
@@ -30,9 +46,65 @@ BASE = {
     "clauses": "clauses:\n  BASE: {require: mean(tv) <= 5%, slices: [long], level: L1}\n",
 }
 """The sections that an example which leaves them out gets."""
+_OPTION = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+PAGES = Path(kcdsl.__file__).parent / "diagnostics" / "pages"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY_LM = ("model.safetensors", "config.json", "contract.yaml", "prompts.jsonl")
 FILES = ("model.safetensors", "requests.jsonl", "config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block: its language, its kind (such as `bad` or `good`), its text.
+
+    `at` is the text that the finding of a bad contract covers, `varies` a pattern of what differs
+    from run to run, `planted` the defect that it shows, and `name` that of a file. The whole block,
+    fences included, stands at `start` to `end` of the page.
+    """
+
+    language: str
+    kind: str
+    text: str
+    at: str | None = None
+    name: str | None = None
+    varies: str | None = None
+    planted: str | None = None
+    start: int = 0
+    end: int = 0
+
+
+def names() -> tuple[str, ...]:
+    """Return the codes that have a page."""
+    return tuple(sorted(path.stem for path in PAGES.glob("*.md")))
+
+
+def sections(text: str) -> tuple[str, ...]:
+    """Return the headings of the sections of a page."""
+    prose = FENCE.sub("", text).splitlines()
+    return tuple(line[3:].strip() for line in prose if line.startswith("## "))
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a page."""
+    for fence in FENCE.finditer(text):
+        language, _, rest = fence[1].strip().partition(" ")
+        options = {
+            name: value.replace('\\"', '"').replace("\\n", "\n")
+            for name, value in _OPTION.findall(rest)
+        }
+        words = rest.split()
+        kind = words[0] if words and words[0] in {"bad", "good", "roughly"} else ""
+        yield Block(
+            language,
+            kind,
+            fence[2],
+            options.get("at"),
+            rest.strip() if language == "file" else None,
+            options.get("varies"),
+            options.get("planted"),
+            fence.start(),
+            fence.end(),
+        )
 
 
 def stand_in(folder: Path) -> None:

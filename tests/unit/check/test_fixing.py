@@ -11,12 +11,11 @@ from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.fixing import edited, fix
 from kcdsl.diagnostics.codes import DATA_ABSENT, find
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
-from kcdsl.diagnostics.pages import names
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.source.files import read_source
 from tests.support import hostile
-from tests.support.pages import completed, stand_in
+from tests.support.pages import blocks, completed, names, stand_in
 
 HEAD = """kcdsl: 1
 contract: c
@@ -41,7 +40,7 @@ def documents(repository: Path, folder: Path) -> Iterator[tuple[str, SourceFile,
     for name in names():
         code = find(name)
         assert code is not None
-        for number, block in enumerate(code.page.blocks):
+        for number, block in enumerate(blocks(code.page.text)):
             if block.language == "yaml" and block.kind == "bad":
                 yield f"{name} {number}", SourceFile("contract.yaml", completed(block.text)), folder
     for path in sorted((repository / "grammar" / "corpus" / "rejected").glob("*.yaml")):

@@ -13,7 +13,7 @@ import pytest
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.codes import FAMILIES, RETIRED, Code, all_codes, find
 from kcdsl.diagnostics.model import Diagnostic
-from kcdsl.diagnostics.pages import parse
+from kcdsl.diagnostics.pages import Page
 from kcdsl.diagnostics.render import Run
 from kcdsl.diagnostics.render.sarif import render_sarif
 
@@ -87,7 +87,7 @@ def test_whoever_speaks_of_a_code_takes_its_page(repository: Path, cli: Cli) -> 
     rules = {rule["id"]: rule for rule in document["runs"][0]["tool"]["driver"]["rules"]}
     assert set(pages) == set(explained) == set(rules)
     for code in all_codes():
-        written = parse(pages[code.id])
+        written = Page(pages[code.id])
         assert explained[code.id]["markdown"] == written.markdown
         assert explained[code.id]["explanation"] == written.summary
         assert rules[code.id]["help"]["markdown"] == written.markdown

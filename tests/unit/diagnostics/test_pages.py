@@ -10,15 +10,18 @@ import pytest
 
 from kcdsl.diagnostics.codes import all_codes, find
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.diagnostics.pages import Page, names, page
+from kcdsl.diagnostics.pages import Page, page
 from tests.support.pages import (
     agrees,
     alone,
+    blocks,
     consoles,
     found,
+    names,
     prepare,
     provide,
     run_planted,
+    sections,
     settled,
 )
 
@@ -40,13 +43,14 @@ def the_page(name: str) -> Page:
 def test_the_form_of_a_page(name: str) -> None:
     code, read = find(name), the_page(name)
     assert code is not None
-    assert read.heading == f"{code.id}: {code.title}"
+    assert read.text.partition("\n")[0] == f"# {code.id}: {code.title}"
     assert read.summary.endswith(".")
-    assert read.sections[:3] == ("Why is this bad", "Example", "Use instead")
-    kinds = [block.kind for block in read.blocks if block.kind]
+    assert sections(read.text)[:3] == ("Why is this bad", "Example", "Use instead")
+    examples = list(blocks(read.text))
+    kinds = [block.kind for block in examples if block.kind]
     assert "bad" in kinds
     assert "good" in kinds
-    for block in read.blocks:
+    for block in examples:
         assert block.language in {"yaml", "file", "python", "console"}
         assert block.kind in {"bad", "good"} or block.language in {"file", "python"}
     prose = re.sub(r"^```.*?^```$", "", read.text, flags=re.MULTILINE | re.DOTALL)
@@ -55,7 +59,7 @@ def test_the_form_of_a_page(name: str) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_examples_of_contracts(name: str, tmp_path: Path) -> None:
-    for block in the_page(name).blocks:
+    for block in blocks(the_page(name).text):
         if block.language != "yaml" or not block.kind:
             continue
         source, diagnostics = found(block.text, tmp_path)
@@ -72,9 +76,9 @@ def test_examples_of_contracts(name: str, tmp_path: Path) -> None:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", names())
 def test_examples_of_commands(name: str, tmp_path: Path, cli: Cli, cli_process: Cli) -> None:
-    blocks = the_page(name).blocks
-    provide(blocks, tmp_path)
-    for block in blocks:
+    examples = list(blocks(the_page(name).text))
+    provide(examples, tmp_path)
+    for block in examples:
         if block.language == "python" and block.kind == "bad":
             with pytest.raises(Refusal) as refused:
                 prepare(block, tmp_path)
