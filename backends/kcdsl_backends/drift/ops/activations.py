@@ -114,7 +114,7 @@ def _trusted(box: Box, magnitude: Tensor) -> Box:
     return box.widen(up(2.0**-46 * torch.maximum(box.mag(), magnitude.clamp_max(1.0)) + 2.0**-1000))
 
 
-def _good_to(size: Callable[[Tensor, Tensor, Rounding], Tensor]) -> Error:
+def good_to(size: Callable[[Tensor, Tensor, Rounding], Tensor]) -> Error:
     """Return the error of a function that is good to 16 units in the last place of a magnitude."""
     return lambda x, y, kernel: 16 * kernel.u_function * size(x, y, kernel) + 2.0**-100
 
@@ -157,7 +157,7 @@ GELU = Smooth(
     2.0,
     0.7979,
     0.7788,
-    _good_to(lambda x, y, kernel: x),
+    good_to(lambda x, y, kernel: x),
 )
 
 
@@ -193,7 +193,7 @@ GELU_TANH = Smooth(
     2.0134807246242579,
     0.7979,
     0.7788,
-    _good_to(lambda x, y, kernel: x),
+    good_to(lambda x, y, kernel: x),
 )
 SILU = Smooth(
     lambda x: x * torch.sigmoid(x),
@@ -204,7 +204,7 @@ SILU = Smooth(
     (-0.1, 0.5 + 2.0**-40),
     0.5001,
     0.3083,
-    _good_to(lambda x, y, kernel: x if absolute_sigmoid(kernel) else y),
+    good_to(lambda x, y, kernel: x if absolute_sigmoid(kernel) else y),
 )
 TANH = Smooth(
     torch.tanh,
@@ -215,7 +215,7 @@ TANH = Smooth(
     (-0.77, 0.77),
     0.7699,
     2.0001,
-    _good_to(lambda x, y, kernel: y),
+    good_to(lambda x, y, kernel: y),
 )
 
 

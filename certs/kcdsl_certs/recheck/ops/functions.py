@@ -32,12 +32,12 @@ class Function:
 
 
 def _gelu_value(x: Floats) -> tuple[Floats, Floats]:
-    return _about(x * _normal(x), np.abs(x) * 2.0**-50)
+    return about(x * _normal(x), np.abs(x) * 2.0**-50)
 
 
 def _gelu_slope(x: Floats) -> tuple[Floats, Floats]:
     density = np.exp(-x * x / 2) * (1 / math.sqrt(2 * math.pi))
-    return _about(_normal(x) + x * density, np.full(x.shape, 2.0**-47))
+    return about(_normal(x) + x * density, np.full(x.shape, 2.0**-47))
 
 
 def _by_tanh(x: Floats) -> tuple[Floats, Floats]:
@@ -49,21 +49,21 @@ def _by_tanh(x: Floats) -> tuple[Floats, Floats]:
 
 def _gelu_tanh_value(x: Floats) -> tuple[Floats, Floats]:
     twice, _ = _by_tanh(np.clip(x, -30.0, 30.0))
-    return _about(x * _logistic(twice), np.abs(x) * 2.0**-49)
+    return about(x * logistic(twice), np.abs(x) * 2.0**-49)
 
 
 def _gelu_tanh_slope(x: Floats) -> tuple[Floats, Floats]:
     near = np.clip(x, -30.0, 30.0)
     twice, steep = _by_tanh(near)
-    s, other = _logistic(twice), _logistic(-twice)
-    return _about(s + near * s * other * steep, np.full(x.shape, 2.0**-46))
+    s, other = logistic(twice), logistic(-twice)
+    return about(s + near * s * other * steep, np.full(x.shape, 2.0**-46))
 
 
 def gelu_tanh_second(x: Floats) -> Floats:
     """Return the second derivative of x·σ(w), w = 2u: σ'(2w' + xw'' + x(1 - 2σ)w'²)."""
     near = np.clip(x, -30.0, 30.0)
     twice, steep = _by_tanh(near)
-    s, other = _logistic(twice), _logistic(-twice)
+    s, other = logistic(twice), logistic(-twice)
     bent = 12 * _SPREAD * _CUBIC * near
     return np.asarray(s * other * (2 * steep + near * bent + near * (other - s) * steep * steep))
 
@@ -78,31 +78,33 @@ def _erf(x: Floats) -> Floats:
 
 
 def _silu_value(x: Floats) -> tuple[Floats, Floats]:
-    return _about(x * _logistic(x), np.abs(x) * _logistic(x) * _TRUST)
+    return about(x * logistic(x), np.abs(x) * logistic(x) * _TRUST)
 
 
 def _silu_slope(x: Floats) -> tuple[Floats, Floats]:
-    s, other = _logistic(x), _logistic(-x)
-    return _about(s + x * s * other, np.full(x.shape, 2.0**-47))
+    s, other = logistic(x), logistic(-x)
+    return about(s + x * s * other, np.full(x.shape, 2.0**-47))
 
 
-def _logistic(x: Floats) -> Floats:
+def logistic(x: Floats) -> Floats:
+    """Return 1/(1 + e^-x), good to a few units in its last place."""
     e = np.exp(-np.abs(x))
     return np.asarray(np.where(x >= 0, 1.0, e) / (1 + e))
 
 
 def _tanh_value(x: Floats) -> tuple[Floats, Floats]:
     y = np.tanh(x)
-    lo, hi = _about(y, np.abs(y) * _TRUST)
+    lo, hi = about(y, np.abs(y) * _TRUST)
     return np.maximum(lo, -1.0), np.minimum(hi, 1.0)
 
 
 def _tanh_slope(x: Floats) -> tuple[Floats, Floats]:
     y = np.tanh(x)
-    return _about(1 - y * y, np.full(x.shape, 2.0**-47))
+    return about(1 - y * y, np.full(x.shape, 2.0**-47))
 
 
-def _about(y: Floats, radius: Floats) -> tuple[Floats, Floats]:
+def about(y: Floats, radius: Floats) -> tuple[Floats, Floats]:
+    """Return y - r and y + r, rounded outward, for an r a little above the radius that is given."""
     wide = radius * (1 + 2.0**-40) + 2.0**-1000
     return box.down(y - wide), box.above(y + wide)
 
