@@ -18,10 +18,10 @@ from scipy import stats
 from bench.common import Better, Figure, report
 from bench.coverage_shares import shares_held
 from kcdsl.ir.terms import Abs, Metric, Statistic
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
-from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
-from kcdsl_backends.empirical.statistics.rates import limit_ranks, most_exceedances
+from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
+from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, confidence_over
+from kcdsl_backends.empirical.statistics.rates import CLOPPER_PEARSON, limit_ranks, most_exceedances
 from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 
 Array = NDArray[np.float64]
@@ -50,7 +50,7 @@ def mean_misses(level: Level, n: int, runs: int, confidence: Confidence) -> tupl
     below = above = 0
     for run in range(runs):
         sums, sizes = clustered(generator, n, level)
-        found = statistics.clustered_ratio(sums, sizes, seed=run, confidence=confidence)
+        found = bootstrap.clustered_ratio(sums, sizes, seed=run, confidence=confidence)
         below += found.low is not None and found.low > 1
         above += found.high is not None and found.high < 1
     return below / runs, above / runs
@@ -106,7 +106,7 @@ def false_alarms(family: int, runs: int) -> tuple[float, float]:
     for row in p:
         values = [Fraction(x) for x in row.tolist()]
         candidates = [i for i in range(family) if values[i] <= ONE_LOOK.error]
-        found, _ = statistics.holm(family, ONE_LOOK.error, candidates, _reached(values))
+        found, _ = estimates.holm(family, ONE_LOOK.error, candidates, _reached(values))
         alone += bool((row <= 0.05).any())
         holm += bool(found)
     return alone / runs, holm / runs
@@ -120,7 +120,7 @@ def magnitudes(runs: int) -> tuple[float, float]:
     size = Abs(Statistic("mean", Metric("log_ratio"), None))
     for run in range(runs):
         values = generator.normal(size=40)
-        found = statistics.clustered_ratio(values, sizes, seed=run)
+        found = bootstrap.clustered_ratio(values, sizes, seed=run)
         alone += _above(found.low, tau) or _above(None if found.high is None else -found.high, tau)
         units = (Unit(str(i), 1, {"log_ratio": values[i : i + 1]}) for i in range(40))
         data = SliceData("all", tuple(units))
@@ -162,7 +162,7 @@ def thresholds(runs: int) -> tuple[float, float]:
     true = -math.log(float(rate))
     allowed = most_exceedances(n, rate, ONE_LOOK)
     assert allowed is not None
-    naive = drawn[:, statistics.quantile_rank(n, 1 - rate) - 1]
+    naive = drawn[:, rates.quantile_rank(n, 1 - rate) - 1]
     return float((naive < true).mean()), float((drawn[:, n - allowed - 1] < true).mean())
 
 
@@ -175,7 +175,7 @@ def figures(runs: int = 1000) -> list[Figure]:
         found.append(Figure(name, value, Better.LOWER, limit, conditions))
 
     for rate, n in ((Fraction(1, 100), 1000), (Fraction(1, 20), 200)):
-        k = exact.most_exceedances(n, rate, ONE_LOOK.error)
+        k = EXACT.most_exceedances(n, rate, ONE_LOOK.error)
         assert k is not None
         chance = float(stats.binom.cdf(k, n, float(rate)))
         add(f"false pass: rate of {rate}", chance, error, f"exact, {n} units")

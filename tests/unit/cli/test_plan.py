@@ -132,7 +132,7 @@ def test_enough_means_that_evaluate_could_hold_it(write: Write, planned: Any) ->
     """One row fewer than needed is too few, and what may exceed keeps a sampled verdict held."""
     from fractions import Fraction
 
-    from kcdsl_backends.empirical import statistics
+    from kcdsl_backends.empirical.statistics import estimates, rates
 
     for n, state in ((298, "too_few"), (299, "enough"), (1000, "enough")):
         row = planned(write(n, "P99"))["P99 all"]
@@ -140,8 +140,8 @@ def test_enough_means_that_evaluate_could_hold_it(write: Write, planned: Any) ->
         k = row["may_exceed"]
         if k is not None:
             rate = Fraction(1, 100)
-            assert statistics.shows_below(k, n, rate, statistics.ONE_LOOK)
-            assert not statistics.shows_below(k + 1, n, rate, statistics.ONE_LOOK)
+            assert rates.shows_below(k, n, rate, estimates.ONE_LOOK)
+            assert not rates.shows_below(k + 1, n, rate, estimates.ONE_LOOK)
 
 
 def test_a_plan_comes_before_the_data(write: Write, planned: Any) -> None:
@@ -301,7 +301,7 @@ def test_rare_flips_are_shown_about_as_often_as_planned(
 ) -> None:
     """Requests drawn from the pilot, as many as it names, hold the clause about 80 % of the time:
     too few have no flips to resample, and such a sample shows nothing."""
-    from kcdsl_backends.empirical.statistics import clustered_ratio
+    from kcdsl_backends.empirical.statistics.bootstrap import clustered_ratio
 
     flips = np.array([float(i % every == 0) for i in range(240)])
     folder = write(300, "FLIPS", "TOP1")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bench import coverage
-from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, bootstrap
+from kcdsl_backends.empirical.statistics import bootstrap, estimates
+from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence
 
 
 def _noise(runs: int, share: float = 0.05) -> float:
@@ -32,11 +32,11 @@ def test_a_long_tail_widens_the_limit_on_its_side() -> None:
     sizes = np.ones(40)
     mild = np.random.default_rng(0).normal(size=40)
     for values, side in ((np.exp(mild), 1), (-np.exp(mild), 0), (mild, None)):
-        found = statistics.clustered_ratio(values, sizes, seed=0)
-        plain = bootstrap._studentised_limits(values, sizes, ONE_LOOK, 0, statistics.RESAMPLES)
+        found = bootstrap.clustered_ratio(values, sizes, seed=0)
+        plain = bootstrap._studentised_limits(values, sizes, ONE_LOOK, 0, bootstrap.RESAMPLES)
         worst = values[np.abs(values - values.mean()).argmax()]
         again = bootstrap._studentised_limits(
-            np.append(values, worst), np.ones(41), ONE_LOOK, 0, statistics.RESAMPLES
+            np.append(values, worst), np.ones(41), ONE_LOOK, 0, bootstrap.RESAMPLES
         )
         wanted = list(plain)
         if side is not None:
@@ -85,7 +85,7 @@ def test_a_threshold_by_rank_keeps_its_promise_and_a_quantile_does_not() -> None
 def test_percentile_limits_are_exact_in_small_samples() -> None:
     assert coverage.percentile_misses(60, Fraction(19, 20), 4000, ONE_LOOK) <= 0.05 + _noise(4000)
     assert coverage.percentile_misses(58, Fraction(19, 20), 10, ONE_LOOK) == 0
-    anytime = statistics.confidence_over(None)
+    anytime = estimates.confidence_over(None)
     assert coverage.percentile_misses(400, Fraction(9, 10), 4000, anytime) <= 0.01
 
 
@@ -101,8 +101,8 @@ def test_the_mirrored_bootstrap_takes_off_the_bias_of_a_difference() -> None:
             rows = np.asarray(drawn)
             return abs(float(a[rows].mean() - b[rows].mean()))
 
-        found = statistics.clustered_statistic(gap, 60, seed=run, confidence=ONE_LOOK, count=299)
-        draws = [gap(r) for block in statistics.resamples(60, run, 299) for r in block]
+        found = bootstrap.clustered_statistic(gap, 60, seed=run, confidence=ONE_LOOK, count=299)
+        draws = [gap(r) for block in bootstrap.resamples(60, run, 299) for r in block]
         assert found.low is not None
         mirrored += found.low > 0.0
         plain += float(np.quantile(draws, 0.05)) > 0.0
@@ -113,14 +113,14 @@ def test_the_mirrored_bootstrap_takes_off_the_bias_of_a_difference() -> None:
 def test_a_statistic_without_a_value_has_no_limits() -> None:
     """Resamples that have none are not left out silently, and a NaN is no limit."""
 
-    def estimate(bad: float | None, share: float) -> statistics.Estimate:
+    def estimate(bad: float | None, share: float) -> estimates.Estimate:
         generator = np.random.default_rng(0)
 
         def value(drawn: Sequence[int]) -> float | None:
             first = list(drawn) == list(range(30))
             return 1.0 if first or generator.random() > share else bad
 
-        return statistics.clustered_statistic(value, 30, seed=0, confidence=ONE_LOOK, count=399)
+        return bootstrap.clustered_statistic(value, 30, seed=0, confidence=ONE_LOOK, count=399)
 
     for bad, share in ((None, 0.05), (math.nan, 0.01)):
         found = estimate(bad, share)
@@ -129,11 +129,11 @@ def test_a_statistic_without_a_value_has_no_limits() -> None:
     assert (found.low, found.high) == (None, None)
     found = estimate(None, 0.0)
     assert (found.low, found.high) == (1.0, 1.0)
-    with pytest.raises(statistics.NotMeasurable):
-        statistics.clustered_statistic(
+    with pytest.raises(estimates.NotMeasurable):
+        bootstrap.clustered_statistic(
             lambda drawn: None, 30, seed=0, confidence=ONE_LOOK, count=399
         )
-    tiny = statistics.clustered_statistic(
+    tiny = bootstrap.clustered_statistic(
         lambda drawn: 1.0, 30, seed=0, confidence=Confidence(Fraction(1, 10**4)), count=399
     )
     assert tiny.low is None

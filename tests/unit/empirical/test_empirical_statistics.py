@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.statistics import bootstrap, estimates, planning, rates
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 
 values_list = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
 
@@ -20,7 +20,7 @@ values_list = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
 def test_a_percentile_is_below_tau_exactly_when_few_enough_exceed(
     values: list[float], q: Fraction, tau: float
 ) -> None:
-    found = statistics.quantile(np.array(values), q, None)
+    found = rates.quantile(np.array(values), q, None)
     exceeding = sum(not (v <= tau) for v in values)
     assert (found.value <= tau) == (exceeding <= len(values) - math.ceil(q * len(values)))
     assert found.value in values
@@ -30,8 +30,8 @@ def test_a_percentile_is_below_tau_exactly_when_few_enough_exceed(
 def test_an_upper_limit_of_a_percentile_needs_enough_requests(q: int, n: int) -> None:
     few, enough = np.arange(float(n - 1)), np.arange(float(n))
     share = Fraction(q, 100)
-    assert statistics.quantile(few, share).high is None
-    assert statistics.quantile(enough, share).high == n - 1
+    assert rates.quantile(few, share).high is None
+    assert rates.quantile(enough, share).high == n - 1
 
 
 def test_limits_of_a_percentile_cover_it_as_often_as_they_say() -> None:
@@ -39,7 +39,7 @@ def test_limits_of_a_percentile_cover_it_as_often_as_they_say() -> None:
     q, runs, missed = Fraction(9, 10), 400, [0, 0]
     true = -math.log(0.1)
     for _ in range(runs):
-        found = statistics.quantile(generator.exponential(size=120), q)
+        found = rates.quantile(generator.exponential(size=120), q)
         assert found.low is not None
         assert found.high is not None
         missed[0] += found.low > true
@@ -49,55 +49,55 @@ def test_limits_of_a_percentile_cover_it_as_often_as_they_say() -> None:
 
 def test_clopper_pearson_matches_known_values() -> None:
     """One-sided 95 %: 0 of 300 gives 0.00993608; after 0 of n the limit is 1 - alpha^(1/n)."""
-    assert statistics.proportion(0, 300).high == pytest.approx(0.00993608, abs=1e-8)
-    assert statistics.proportion(0, 59).high == pytest.approx(1 - 0.05 ** (1 / 59))
-    assert statistics.proportion(300, 300).low == pytest.approx(0.05 ** (1 / 300))
-    assert statistics.proportion(0, 300).low == 0
-    assert statistics.proportion(3, 3).high == 1
+    assert rates.proportion(0, 300).high == pytest.approx(0.00993608, abs=1e-8)
+    assert rates.proportion(0, 59).high == pytest.approx(1 - 0.05 ** (1 / 59))
+    assert rates.proportion(300, 300).low == pytest.approx(0.05 ** (1 / 300))
+    assert rates.proportion(0, 300).low == 0
+    assert rates.proportion(3, 3).high == 1
 
 
 @pytest.mark.parametrize(
     ("rate", "n"), [(Fraction(5, 100), 59), (Fraction(1, 100), 299), (Fraction(1, 1000), 2995)]
 )
 def test_units_needed_for_a_budget_are_those_that_decide_it(rate: Fraction, n: int) -> None:
-    assert statistics.units_for_budget(rate) == n
-    assert statistics.exceedance([False] * n).high <= rate
-    assert statistics.exceedance([False] * (n - 1)).high > rate
+    assert planning.units_for_budget(rate) == n
+    assert rates.exceedance([False] * n).high <= rate
+    assert rates.exceedance([False] * (n - 1)).high > rate
 
 
 @pytest.mark.parametrize("bad", [[], [1.0, math.nan], [math.inf, 0.0], [-math.inf]])
 def test_empty_and_non_finite_values_are_never_measured(bad: list[float]) -> None:
     for function in (
-        lambda v: statistics.quantile(v, Fraction(1, 2)),
-        statistics.largest,
-        statistics.smallest,
-        lambda v: statistics.clustered_ratio(v, np.ones(len(v)), seed=0),
+        lambda v: rates.quantile(v, Fraction(1, 2)),
+        rates.largest,
+        rates.smallest,
+        lambda v: bootstrap.clustered_ratio(v, np.ones(len(v)), seed=0),
     ):
         with pytest.raises(NotMeasurable):
             function(np.array(bad))
     with pytest.raises(NotMeasurable):
-        statistics.proportion(0, 0)
+        rates.proportion(0, 0)
 
 
 def test_means_do_not_depend_on_the_order_of_requests() -> None:
     sums, sizes = [1e16, 1.0, -1e16, 3.0] * 3, [1.0] * 12
-    forward = statistics.clustered_ratio(sums, sizes, seed=0, confidence=None)
-    backward = statistics.clustered_ratio(sums[::-1], sizes, seed=0, confidence=None)
+    forward = bootstrap.clustered_ratio(sums, sizes, seed=0, confidence=None)
+    backward = bootstrap.clustered_ratio(sums[::-1], sizes, seed=0, confidence=None)
     assert forward.value == backward.value == 1.0
 
 
 def test_a_mean_weighs_tokens_and_resamples_requests() -> None:
     sums, sizes = [10.0] * 10 + [0.0] * 10, [10.0] * 10 + [30.0] * 10
-    found = statistics.clustered_ratio(sums, sizes, seed=0)
+    found = bootstrap.clustered_ratio(sums, sizes, seed=0)
     assert found.value == 0.25
     assert found.n == 20
     assert found.low is not None
     assert found.high is not None
     assert found.low < 0.25 < found.high
     mixed = np.random.default_rng(0).exponential(size=20)
-    first = statistics.clustered_ratio(mixed, sizes, seed=0)
-    assert statistics.clustered_ratio(mixed, sizes, seed=0) == first
-    assert statistics.clustered_ratio(mixed, sizes, seed=1) != first
+    first = bootstrap.clustered_ratio(mixed, sizes, seed=0)
+    assert bootstrap.clustered_ratio(mixed, sizes, seed=0) == first
+    assert bootstrap.clustered_ratio(mixed, sizes, seed=1) != first
 
 
 def test_limits_of_a_mean_cover_it_on_clustered_data() -> None:
@@ -108,7 +108,7 @@ def test_limits_of_a_mean_cover_it_on_clustered_data() -> None:
         level = generator.normal(size=40)
         sizes = generator.integers(5, 40, size=40).astype(float)
         sums = level * sizes + generator.normal(size=40) * np.sqrt(sizes)
-        found = statistics.clustered_ratio(sums, sizes, seed=run)
+        found = bootstrap.clustered_ratio(sums, sizes, seed=run)
         assert found.low is not None
         assert found.high is not None
         missed[0] += found.low > 0
@@ -121,7 +121,7 @@ def test_limits_of_a_mean_cover_it_on_clustered_data() -> None:
 def test_few_requests_give_no_limits() -> None:
     for n, limited in ((19, False), (20, True)):
         sums, sizes = np.arange(1.0, n + 1), np.ones(n)
-        found = statistics.clustered_ratio(sums, sizes, seed=0)
+        found = bootstrap.clustered_ratio(sums, sizes, seed=0)
         assert (found.low is not None) == (found.high is not None) == limited
 
 
@@ -130,29 +130,29 @@ def test_lower_and_upper_ranks_are_mirror_images() -> None:
     values = np.random.default_rng(0).normal(size=1000)
     for n in (59, 60, 100, 473, 1000):
         for q in (Fraction(1, 20), Fraction(9, 10), Fraction(1, 2)):
-            for confidence in (statistics.ONE_LOOK, statistics.confidence_over(None)):
-                found = statistics.quantile(values[:n], q, confidence)
-                turned = statistics.quantile(-values[:n], 1 - q, confidence)
+            for confidence in (estimates.ONE_LOOK, estimates.confidence_over(None)):
+                found = rates.quantile(values[:n], q, confidence)
+                turned = rates.quantile(-values[:n], 1 - q, confidence)
                 mirrored = [None if x is None else -x for x in (turned.high, turned.low)]
                 assert [found.low, found.high] == mirrored
 
 
 def test_equal_values_at_the_end_of_their_range_give_the_limit_of_equal_draws() -> None:
     """Twenty times 100 % shows 86 %, not 100 %."""
-    found = statistics.clustered_ratio([5.0] * 20, [5.0] * 20, seed=0, bounds=(0.0, 1.0))
+    found = bootstrap.clustered_ratio([5.0] * 20, [5.0] * 20, seed=0, bounds=(0.0, 1.0))
     assert found.low == pytest.approx(0.05 ** (1 / 20))
     assert found.high == 1
-    low = statistics.clustered_ratio([0.0] * 20, [5.0] * 20, seed=0, bounds=(0.0, 1.0))
+    low = bootstrap.clustered_ratio([0.0] * 20, [5.0] * 20, seed=0, bounds=(0.0, 1.0))
     assert low.low == 0
     assert low.high == pytest.approx(1 - 0.05 ** (1 / 20))
-    inside = statistics.clustered_ratio([2.0] * 20, [5.0] * 20, seed=0, bounds=(0.0, 1.0))
+    inside = bootstrap.clustered_ratio([2.0] * 20, [5.0] * 20, seed=0, bounds=(0.0, 1.0))
     assert (inside.low, inside.high) == (None, None)
 
 
 def test_many_requests_are_resampled_in_blocks() -> None:
-    blocks = list(statistics.resamples(5_000_000, 0, 3))
+    blocks = list(bootstrap.resamples(5_000_000, 0, 3))
     assert [b.shape for b in blocks] == [(1, 5_000_000)] * 3
-    small = np.concatenate(list(statistics.resamples(10, 0, 1999)))
+    small = np.concatenate(list(bootstrap.resamples(10, 0, 1999)))
     assert small.shape == (1999, 10)
     assert small.min() == 0
     assert small.max() == 9

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.statistics import Confidence, eprocess
-from kcdsl_backends.empirical.statistics.rates import limit_ranks
+from kcdsl_backends.empirical.statistics import estimates, planning, rates
+from kcdsl_backends.empirical.statistics.estimates import Confidence
+from kcdsl_backends.empirical.statistics.rates import E_PROCESS, limit_ranks
 
 ALPHA = Fraction(1, 20)
 ANYTIME = Confidence(anytime=True)
@@ -32,7 +32,7 @@ PERCENT = Fraction(1, 100)
 def test_values_of_quadrature_with_fifty_digits(
     k: int, n: int, rate: Fraction, wanted: float
 ) -> None:
-    assert eprocess.log_certify(k, n, rate) == pytest.approx(wanted, rel=5e-10)
+    assert rates.log_certify(k, n, rate) == pytest.approx(wanted, rel=5e-10)
 
 
 def test_both_processes_against_sums_over_a_grid() -> None:
@@ -42,8 +42,8 @@ def test_both_processes_against_sums_over_a_grid() -> None:
     weight = p**-0.5 * (1 - p) ** -0.5
     ratio = k * np.log(p / 0.1) + (n - k) * np.log((1 - p) / 0.9)
     for function, side, count in (
-        (eprocess.log_certify, p < 0.1, 4),
-        (eprocess.log_alarm, p > 0.1, 30),
+        (rates.log_certify, p < 0.1, 4),
+        (rates.log_alarm, p > 0.1, 30),
     ):
         ratio = count * np.log(p / 0.1) + (n - count) * np.log((1 - p) / 0.9)
         mixture = (weight * np.exp(ratio))[side].sum() / weight[side].sum()
@@ -53,47 +53,47 @@ def test_both_processes_against_sums_over_a_grid() -> None:
 @pytest.mark.parametrize(("k", "n"), [(500, 1000), (2000, 20_000), (10, 1000), (1000, 1000)])
 def test_a_gross_violation_is_never_certified(k: int, n: int) -> None:
     """A floor below the truncated mass would make 923 and 2196 of the first two."""
-    assert eprocess.log_certify(k, n, PERCENT) == 0
-    assert not eprocess.shows_below(k, n, PERCENT, ALPHA)
-    assert eprocess._log_mixture(k, n, PERCENT, below=True) <= 0
-    assert eprocess.log_alarm(0, n, PERCENT) == eprocess.log_alarm(n // 100, n, PERCENT) == 0
+    assert rates.log_certify(k, n, PERCENT) == 0
+    assert not E_PROCESS.shows_below(k, n, PERCENT, ALPHA)
+    assert rates._log_mixture(k, n, PERCENT, below=True) <= 0
+    assert rates.log_alarm(0, n, PERCENT) == rates.log_alarm(n // 100, n, PERCENT) == 0
 
 
 def test_the_mass_is_not_floored() -> None:
-    assert eprocess._log_mixture(500, 1000, PERCENT, below=True) == -math.inf
+    assert rates._log_mixture(500, 1000, PERCENT, below=True) == -math.inf
 
 
 @pytest.mark.parametrize("rate", [Fraction(0), Fraction(1), Fraction(-1), Fraction(2)])
 def test_a_budget_of_nothing_is_refused(rate: Fraction) -> None:
-    for function in (eprocess.log_certify, eprocess.log_alarm):
+    for function in (rates.log_certify, rates.log_alarm):
         with pytest.raises(ValueError, match="between 0 and 1"):
             function(0, 10, rate)
     with pytest.raises(ValueError, match="between 0 and 1"):
-        statistics.units_for_budget(rate, ANYTIME)
+        planning.units_for_budget(rate, ANYTIME)
 
 
 @pytest.mark.parametrize(
     ("rate", "n"), [(PERCENT, 377), (Fraction(1, 1000), 3787), (Fraction(1, 10_000), 37_883)]
 )
 def test_units_without_any_exceedance(rate: Fraction, n: int) -> None:
-    assert statistics.units_for_budget(rate, ANYTIME) == n
-    assert eprocess.shows_below(0, n, rate, ALPHA)
-    assert not eprocess.shows_below(0, n - 1, rate, ALPHA)
-    assert eprocess.upper_limit(0, 10 * n, ALPHA) == pytest.approx(3.79 / (10 * n), rel=0.02)
+    assert planning.units_for_budget(rate, ANYTIME) == n
+    assert E_PROCESS.shows_below(0, n, rate, ALPHA)
+    assert not E_PROCESS.shows_below(0, n - 1, rate, ALPHA)
+    assert E_PROCESS.upper_limit(0, 10 * n, ALPHA) == pytest.approx(3.79 / (10 * n), rel=0.02)
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_printed_limits_are_rounded_outward(pair: tuple[int, int]) -> None:
     k, n = pair
-    low, high = eprocess.lower_limit(k, n, ALPHA), eprocess.upper_limit(k, n, ALPHA)
+    low, high = E_PROCESS.lower_limit(k, n, ALPHA), E_PROCESS.upper_limit(k, n, ALPHA)
     assert low <= k / n <= high
     if high < 1:
-        assert eprocess.shows_below(k, n, Fraction(high), ALPHA)
-        assert not eprocess.shows_below(k, n, Fraction(high) * (1 - Fraction(1, 10**9)), ALPHA)
+        assert E_PROCESS.shows_below(k, n, Fraction(high), ALPHA)
+        assert not E_PROCESS.shows_below(k, n, Fraction(high) * (1 - Fraction(1, 10**9)), ALPHA)
     if low > 0:
-        assert eprocess.shows_above(k, n, Fraction(low), ALPHA)
-        assert not eprocess.shows_above(k, n, Fraction(low) * (1 + Fraction(1, 10**9)), ALPHA)
-    fixed = statistics.limits(k, n, Confidence())
+        assert E_PROCESS.shows_above(k, n, Fraction(low), ALPHA)
+        assert not E_PROCESS.shows_above(k, n, Fraction(low) * (1 + Fraction(1, 10**9)), ALPHA)
+    fixed = rates.limits(k, n, Confidence())
     assert low <= fixed[0]
     assert high >= fixed[1]
 
@@ -101,11 +101,11 @@ def test_printed_limits_are_rounded_outward(pair: tuple[int, int]) -> None:
 @given(st.integers(1, 2000), st.fractions(Fraction(1, 200), Fraction(1, 2), max_denominator=200))
 def test_a_pass_at_every_look_is_one_at_a_single_look(n: int, rate: Fraction) -> None:
     """So a certificate, which re-computes the binomial tail, accepts it."""
-    k = eprocess.most_exceedances(n, rate, ALPHA)
+    k = E_PROCESS.most_exceedances(n, rate, ALPHA)
     if k is not None:
-        assert statistics.shows_below(k, n, rate, Confidence())
-        assert eprocess.shows_below(k, n, rate, ALPHA)
-        assert not eprocess.shows_below(k + 1, n, rate, ALPHA)
+        assert rates.shows_below(k, n, rate, Confidence())
+        assert E_PROCESS.shows_below(k, n, rate, ALPHA)
+        assert not E_PROCESS.shows_below(k + 1, n, rate, ALPHA)
 
 
 def test_ranks_at_every_look_lie_outside_of_those_at_one() -> None:
@@ -144,7 +144,7 @@ def test_looking_often_certifies_falsely_unless_the_limit_knows() -> None:
     assert often > 0.15
     assert _passes(k[:, -1:], n[-1:], once) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1500)
     assert _passes(k, n, ANYTIME) <= 0.05
-    planned = statistics.confidence_over(100)
+    planned = estimates.confidence_over(100)
     assert _passes(k, n, planned) <= 0.05
     good, n = _counted(0.002, runs=300, looks=50, every=100)
     assert _passes(good, n, ANYTIME) == 1
@@ -152,9 +152,9 @@ def test_looking_often_certifies_falsely_unless_the_limit_knows() -> None:
 
 def _decided(k: int, n: int) -> bool | None:
     """Return whether k of n show at most 1 % at every look; None where they show neither."""
-    if eprocess.shows_above(k, n, PERCENT, ALPHA):
+    if E_PROCESS.shows_above(k, n, PERCENT, ALPHA):
         return False
-    return True if eprocess.shows_below(k, n, PERCENT, ALPHA) else None
+    return True if E_PROCESS.shows_below(k, n, PERCENT, ALPHA) else None
 
 
 def test_a_second_test_of_the_same_claim_agrees() -> None:
@@ -191,7 +191,7 @@ def test_no_torch_is_needed() -> None:
     import sys
 
     code = (
-        "import sys; import kcdsl_backends.empirical.statistics; "
+        "import sys; import kcdsl_backends.empirical.statistics.planning; "
         "import kcdsl_backends.empirical.questions.plan; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

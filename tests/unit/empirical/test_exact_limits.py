@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.statistics import Confidence, NotMeasurable, exact
+from kcdsl_backends.empirical.statistics import rates
+from kcdsl_backends.empirical.statistics.estimates import Confidence, NotMeasurable
+from kcdsl_backends.empirical.statistics.rates import CLOPPER_PEARSON as EXACT
 from kcdsl_certs.statement import certifies
 
 ALPHA = Fraction(1, 20)
@@ -22,12 +23,15 @@ counts = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.j
 @given(counts)
 def test_limits_are_those_of_another_implementation_rounded_outward(pair: tuple[int, int]) -> None:
     k, n = pair
-    for side, ours in (("less", exact.upper_limit), ("greater", exact.lower_limit)):
+    for side, ours in (
+        ("less", EXACT.upper_limit),
+        ("greater", EXACT.lower_limit),
+    ):
         found = stats.binomtest(k, n, alternative=side).proportion_ci(0.95, "exact")
         theirs = found.high if side == "less" else found.low
         assert ours(k, n, ALPHA) == pytest.approx(theirs, rel=1e-6, abs=1e-300)
-    assert exact.lower_limit(k, n, ALPHA) <= k / n <= exact.upper_limit(k, n, ALPHA)
-    high, low = exact.upper_limit(k, n, ALPHA), exact.lower_limit(k, n, ALPHA)
+    assert EXACT.lower_limit(k, n, ALPHA) <= k / n <= EXACT.upper_limit(k, n, ALPHA)
+    high, low = EXACT.upper_limit(k, n, ALPHA), EXACT.lower_limit(k, n, ALPHA)
     assert k == n or stats.binom.cdf(k, n, high) <= 0.05 * (1 + 1e-9)
     assert k == 0 or stats.binom.sf(k - 1, n, low) <= 0.05 * (1 + 1e-9)
 
@@ -41,22 +45,22 @@ def test_a_rate_is_shown_exactly_where_the_binomial_tail_says_so(
         (math.comb(n, i) * rate**i * (1 - rate) ** (n - i) for i in range(k + 1)), Fraction(0)
     )
     wanted = k < n * rate and tail <= ALPHA
-    assert exact.shows_below(k, n, rate, ALPHA) == wanted
-    assert exact.shows_above(n - k, n, 1 - rate, ALPHA) == wanted
+    assert EXACT.shows_below(k, n, rate, ALPHA) == wanted
+    assert EXACT.shows_above(n - k, n, 1 - rate, ALPHA) == wanted
 
 
 def test_a_tail_next_to_the_level_is_decided_with_many_digits() -> None:
     """(1/2)^2 is a quarter. Doubles cannot tell 10^-20 on either side of it; at the very level,
     where no number of digits tells, nothing is shown."""
     half, quarter, hair = Fraction(1, 2), Fraction(1, 4), Fraction(1, 10**20)
-    assert exact.shows_below(0, 2, half + hair, quarter)
-    assert not exact.shows_below(0, 2, half - hair, quarter)
-    assert not exact.shows_below(0, 2, half, quarter)
+    assert EXACT.shows_below(0, 2, half + hair, quarter)
+    assert not EXACT.shows_below(0, 2, half - hair, quarter)
+    assert not EXACT.shows_below(0, 2, half, quarter)
 
 
 @given(st.integers(1, 3000), st.fractions(Fraction(1, 300), Fraction(1, 2), max_denominator=300))
 def test_what_passes_here_passes_in_a_certificate(n: int, rate: Fraction) -> None:
-    k = exact.most_exceedances(n, rate, ALPHA)
+    k = EXACT.most_exceedances(n, rate, ALPHA)
     if k is None:
         assert not certifies(0, n, rate, ALPHA)
         return
@@ -66,32 +70,32 @@ def test_what_passes_here_passes_in_a_certificate(n: int, rate: Fraction) -> Non
 
 def test_the_zero_failure_limit() -> None:
     for n in (1, 59, 299, 2995):
-        limit = exact.upper_limit(0, n, ALPHA)
+        limit = EXACT.upper_limit(0, n, ALPHA)
         assert limit == pytest.approx(1 - 0.05 ** (1 / n), rel=1e-11)
         assert limit >= 1 - 0.05 ** (1 / n)
-    assert exact.upper_limit(0, 10**6, ALPHA) == pytest.approx(3.0e-6, rel=2e-3)
+    assert EXACT.upper_limit(0, 10**6, ALPHA) == pytest.approx(3.0e-6, rel=2e-3)
 
 
 @pytest.mark.parametrize("confidence", [Confidence(), Confidence(anytime=True)])
 def test_nothing_is_shown_by_nothing(confidence: Confidence) -> None:
-    assert not statistics.shows_below(0, 0, Fraction(1, 2), confidence)
-    assert not statistics.shows_above(0, 0, Fraction(1, 2), confidence)
-    assert not statistics.shows_below(0, 10**9, Fraction(0), confidence)
-    assert statistics.shows_above(1, 10**9, Fraction(0), confidence)
+    assert not rates.shows_below(0, 0, Fraction(1, 2), confidence)
+    assert not rates.shows_above(0, 0, Fraction(1, 2), confidence)
+    assert not rates.shows_below(0, 10**9, Fraction(0), confidence)
+    assert rates.shows_above(1, 10**9, Fraction(0), confidence)
     with pytest.raises(NotMeasurable):
-        statistics.proportion(0, 0, confidence)
+        rates.proportion(0, 0, confidence)
     with pytest.raises(NotMeasurable):
-        statistics.exceedance([], confidence)
+        rates.exceedance([], confidence)
     for k, n in ((-1, 5), (6, 5)):
         with pytest.raises(ValueError, match="of 5"):
-            statistics.proportion(k, n, confidence)
+            rates.proportion(k, n, confidence)
 
 
 def test_a_tail_out_of_reach_of_exact_arithmetic_shows_nothing() -> None:
     """Beyond ten million units, a tail within rounding of its level is not taken for less."""
     n = 20_000_000
-    rate = Fraction(exact.upper_limit(0, n, ALPHA)) * (1 - Fraction(1, 10**11))
-    assert not exact.shows_below(0, n, rate, ALPHA)
+    rate = Fraction(EXACT.upper_limit(0, n, ALPHA)) * (1 - Fraction(1, 10**11))
+    assert not EXACT.shows_below(0, n, rate, ALPHA)
 
 
 # --- order statistics ----------------------------------------------------------------------------
@@ -103,13 +107,13 @@ def test_a_tail_out_of_reach_of_exact_arithmetic_shows_nothing() -> None:
 )
 def test_a_percentile_is_a_count_in_integers(values: list[float], q: Fraction) -> None:
     tau, n = 0.5, len(values)
-    value = statistics.quantile(np.array(values), q, None).value
+    value = rates.quantile(np.array(values), q, None).value
     exceed = sum(v > tau for v in values)
     assert (value <= tau) == (exceed <= n - max(1, math.ceil(q * n)))
 
 
 def test_p99_says_that_a_hundred_times_the_exceedances_are_at_most_n() -> None:
     for n in range(1, 1200):
-        rank = statistics.quantile_rank(n, Fraction(99, 100))
+        rank = rates.quantile_rank(n, Fraction(99, 100))
         for k in {0, n // 100, n // 100 + 1, n} & set(range(n + 1)):
             assert (k <= n - rank) == (100 * k <= n)

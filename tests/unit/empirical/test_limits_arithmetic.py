@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl_backends.empirical.decide.interval import Interval, compare
-from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.statistics.estimates import Interval, NotMeasurable, compare
 
 numbers = st.fractions(-10, 10, max_denominator=20)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.statistics import Confidence
+from kcdsl_backends.empirical.statistics import bootstrap, estimates, planning, rates
+from kcdsl_backends.empirical.statistics.estimates import Confidence
 
 ALPHA = Fraction(1, 20)
-ANYTIME = statistics.confidence_over(None)
+ANYTIME = estimates.confidence_over(None)
 
 
 def _holm_of_p(p: list[float], error: Fraction) -> set[int]:
@@ -30,15 +30,15 @@ def _holm_of_p(p: list[float], error: Fraction) -> set[int]:
 @given(st.lists(st.floats(0, 0.2), max_size=30))
 def test_stepping_by_levels_is_holms_method(p: list[float]) -> None:
     candidates = [i for i, value in enumerate(p) if Fraction(value) <= ALPHA]
-    found, level = statistics.holm(len(p), ALPHA, candidates, lambda i, at: Fraction(p[i]) <= at)
+    found, level = estimates.holm(len(p), ALPHA, candidates, lambda i, at: Fraction(p[i]) <= at)
     assert found == _holm_of_p(p, ALPHA)
     assert 0 < level <= ALPHA
 
 
 def test_a_family_holds_its_candidates() -> None:
     with pytest.raises(ValueError, match="2 candidates in a family of 1"):
-        statistics.holm(1, ALPHA, [0, 1], lambda i, at: True)
-    assert statistics.holm(0, ALPHA, [], lambda i, at: True) == (frozenset(), ALPHA)
+        estimates.holm(1, ALPHA, [0, 1], lambda i, at: True)
+    assert estimates.holm(0, ALPHA, [], lambda i, at: True) == (frozenset(), ALPHA)
 
 
 # --- planning ------------------------------------------------------------------------------------
@@ -50,66 +50,64 @@ def test_needed_units_are_enough_and_one_less_is_not(
     rate: Fraction, confidence: Confidence
 ) -> None:
     for k in (0, 1, 7):
-        n = statistics.units_for_budget(rate, confidence, k=k)
-        assert statistics.shows_below(k, n, rate, confidence)
-        assert not statistics.shows_below(k, n - 1, rate, confidence)
-    half = statistics.units_at_rate(rate, rate / 2, confidence)
+        n = planning.units_for_budget(rate, confidence, k=k)
+        assert rates.shows_below(k, n, rate, confidence)
+        assert not rates.shows_below(k, n - 1, rate, confidence)
+    half = planning.units_at_rate(rate, rate / 2, confidence)
     assert half is not None
-    assert statistics.shows_below(math.ceil(half * rate / 2), half, rate, confidence)
+    assert rates.shows_below(math.ceil(half * rate / 2), half, rate, confidence)
     smaller = [n for n in range(1, half) if n * rate / 2 == int(n * rate / 2)]
-    assert not any(
-        statistics.shows_below(int(n * rate / 2), n, rate, confidence) for n in smaller[-20:]
-    )
+    assert not any(rates.shows_below(int(n * rate / 2), n, rate, confidence) for n in smaller[-20:])
 
 
 def test_known_numbers_of_units() -> None:
     """ln 0.05 / ln(1 - δ), and 377, 3787, 37883 at every look."""
     wanted = {59: "1/20", 299: "1/100", 2995: "1/1000", 29_956: "1/10000", 2_995_731: "1/1000000"}
     for n, rate in wanted.items():
-        assert statistics.units_for_budget(Fraction(rate)) == n
-    assert statistics.units_for_budget(Fraction(1, 100), Confidence(Fraction(1, 100))) == 459
+        assert planning.units_for_budget(Fraction(rate)) == n
+    assert planning.units_for_budget(Fraction(1, 100), Confidence(Fraction(1, 100))) == 459
 
 
 def test_power_is_reached_and_counted_exactly() -> None:
     from scipy import stats
 
     rate = Fraction(1, 100)
-    n = statistics.units_with_power(rate, rate / 2, 0.8)
+    n = planning.units_with_power(rate, rate / 2, 0.8)
     assert n == 1941
-    k = statistics.units_at_rate(rate, rate / 2)
+    k = planning.units_at_rate(rate, rate / 2)
     assert k is not None
     assert n > k
     from kcdsl_backends.empirical.statistics.rates import most_exceedances
 
     allowed = most_exceedances(n, rate, Confidence())
     assert stats.binom.cdf(allowed, n, 0.005) >= 0.8
-    assert statistics.units_with_power(rate, Fraction(0), 0.8) == 299
+    assert planning.units_with_power(rate, Fraction(0), 0.8) == 299
     for true in (rate, rate * 2):
-        assert statistics.units_with_power(rate, true, 0.8) is None
-        assert statistics.units_at_rate(rate, true) is None
-    assert statistics.units_at_rate(rate, rate - Fraction(1, 10**9)) is None
+        assert planning.units_with_power(rate, true, 0.8) is None
+        assert planning.units_at_rate(rate, true) is None
+    assert planning.units_at_rate(rate, rate - Fraction(1, 10**9)) is None
 
 
 def test_units_for_a_mean() -> None:
-    assert statistics.units_for_mean(1.0, 0.1, 0.8) == math.ceil((1.6448536 + 0.8416212) ** 2 * 100)
-    assert statistics.units_for_mean(1e-9, 1.0, 0.8) == statistics.FEWEST_CLUSTERS
-    assert statistics.units_for_mean(1.0, 0.0, 0.8) is None
-    assert statistics.units_for_mean(1.0, -1.0, 0.8) is None
-    assert statistics.units_for_mean(math.nan, 1.0, 0.8) is None
-    assert statistics.units_for_mean(1.0, 1e-30, 0.8) is None
-    assert statistics.units_for_mean(1.0, 0.1, 0.8, ANYTIME) is None
+    assert planning.units_for_mean(1.0, 0.1, 0.8) == math.ceil((1.6448536 + 0.8416212) ** 2 * 100)
+    assert planning.units_for_mean(1e-9, 1.0, 0.8) == bootstrap.FEWEST_CLUSTERS
+    assert planning.units_for_mean(1.0, 0.0, 0.8) is None
+    assert planning.units_for_mean(1.0, -1.0, 0.8) is None
+    assert planning.units_for_mean(math.nan, 1.0, 0.8) is None
+    assert planning.units_for_mean(1.0, 1e-30, 0.8) is None
+    assert planning.units_for_mean(1.0, 0.1, 0.8, ANYTIME) is None
 
 
 def test_a_threshold_needs_enough_units() -> None:
     import numpy as np
 
-    assert statistics.threshold(np.arange(58.0), Fraction(1, 20)) is None
-    assert statistics.threshold(np.arange(59.0), Fraction(1, 20)) == 58
-    assert statistics.threshold(np.arange(500.0), Fraction(1, 20)) == 483 - 1 + 1
-    worse = statistics.threshold(np.arange(500.0), Fraction(1, 20), better="higher")
+    assert rates.threshold(np.arange(58.0), Fraction(1, 20)) is None
+    assert rates.threshold(np.arange(59.0), Fraction(1, 20)) == 58
+    assert rates.threshold(np.arange(500.0), Fraction(1, 20)) == 483 - 1 + 1
+    worse = rates.threshold(np.arange(500.0), Fraction(1, 20), better="higher")
     assert worse == 499 - 483
-    with pytest.raises(statistics.NotMeasurable):
-        statistics.threshold(np.array([1.0, math.nan] * 50), Fraction(1, 20))
+    with pytest.raises(estimates.NotMeasurable):
+        rates.threshold(np.array([1.0, math.nan] * 50), Fraction(1, 20))
 
 
 @pytest.mark.parametrize("bad", [Fraction(0), Fraction(1), Fraction(-1, 2)])

@@ -31,7 +31,7 @@ from kcdsl_backends.empirical.sources.rollouts.record import (
     TopLogs,
     problem_of,
 )
-from kcdsl_backends.empirical.statistics import ONE_LOOK, NotMeasurable
+from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, NotMeasurable
 from kcdsl_backends.empirical.table.evidence import SliceData
 
 RAW = Semantics("raw")

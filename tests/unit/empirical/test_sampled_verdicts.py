@@ -26,10 +26,10 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.verdict.model import Held, Inconclusive, verdict_name
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.results import Case, decide_all, decide_clause
 from kcdsl_backends.empirical.requirements import allowed_rate, is_mean
-from kcdsl_backends.empirical.statistics import ONE_LOOK
+from kcdsl_backends.empirical.statistics import estimates, planning, rates
+from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SliceData
 
 SAMPLE = EvidenceKind.SAMPLE
@@ -41,7 +41,7 @@ def column(values: Iterable[float]) -> dict[str, list[list[float]]]:
 
 
 def decided(lab: Any, clause: Any, data: Any, looks: int | None = 1) -> Any:
-    confidence = statistics.confidence_over(looks)
+    confidence = estimates.confidence_over(looks)
     return decide_clause(clause, lab.program(clause), data, seed=0, confidence=confidence)
 
 
@@ -79,7 +79,7 @@ def test_a_percentile_names_the_units_that_would_be_enough(lab: Any) -> None:
 def test_with_exceedances_the_present_rate_is_carried_on(lab: Any) -> None:
     soft = lab.clause(lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE)
     row = decided(lab, soft, lab.slice_data(column([2.0] * 3 + [0.0] * 97)))
-    assert row.needed == statistics.units_at_rate(Fraction(1, 20), Fraction(3, 100))
+    assert row.needed == planning.units_at_rate(Fraction(1, 20), Fraction(3, 100))
     assert row.needed is not None
     assert f"about {row.needed} like these, or 59 without any" in row.verdict.reason
     worse = decided(lab, soft, lab.slice_data(column([2.0] * 6 + [0.0] * 94)))
@@ -238,14 +238,14 @@ def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
     for _ in range(runs):
         beyond = 2.0 * (generator.random(900) < 0.05)
         for looks in found:
-            confidence = statistics.confidence_over(looks)
+            confidence = estimates.confidence_over(looks)
             counts = [(int((beyond[:n] > 1).sum()), n) for n in range(30, 901, 30)]
             found[looks] += any(
-                statistics.shows_below(k, n, Fraction(1, 20), confidence) for k, n in counts
+                rates.shows_below(k, n, Fraction(1, 20), confidence) for k, n in counts
             )
         row = decided(lab, clause, lab.slice_data(column(list(beyond[:300]))), None)
         k = int((beyond[:300] > 1).sum())
-        shown = statistics.shows_below(k, 300, Fraction(1, 20), statistics.confidence_over(None))
+        shown = rates.shows_below(k, 300, Fraction(1, 20), estimates.confidence_over(None))
         assert isinstance(row.verdict, Held) == shown
     assert found[1] > 8
     assert found[30] <= 6
@@ -342,7 +342,7 @@ def test_false_alarms_of_a_whole_report(lab: Any) -> None:
     generator, runs, alone, together = np.random.default_rng(6), 100, 0, 0
     for _ in range(runs):
         k = generator.binomial(100, 0.05, size=12)
-        single = [statistics.shows_above(int(x), 100, Fraction(1, 20), ONE_LOOK) for x in k]
+        single = [rates.shows_above(int(x), 100, Fraction(1, 20), ONE_LOOK) for x in k]
         alone += any(single)
         if any(single):
             together += "violated" in verdicts(lab, _family(lab, [int(x) for x in k], 100))

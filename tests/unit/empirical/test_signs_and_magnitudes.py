@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from kcdsl.ir.terms import Abs, Arith, Compare, Connective, EvidenceKind, Metric, Number, Term
 from kcdsl.metrics import MEASURES, RECORDED
 from kcdsl.verdict.model import verdict_name
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
 from kcdsl_backends.empirical.decide.results import decide_clause
-from kcdsl_backends.empirical.statistics import ONE_LOOK
+from kcdsl_backends.empirical.statistics import bootstrap
+from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 
 FIXED = {name: replace(measure, noisy=False) for name, measure in MEASURES.items()}
@@ -173,8 +173,8 @@ def test_the_far_side_of_a_magnitude_keeps_its_level(lab: Any) -> None:
     mean = lab.statistic("mean", "log_ratio")
     clause = lab.clause(Abs(mean), limit="5", evidence=EvidenceKind.SAMPLE)
     row = decide_clause(clause, lab.program(clause), data, seed=0, confidence=ONE_LOOK)
-    plain = statistics.clustered_ratio(values, np.ones(50), seed=0)
-    halved = statistics.clustered_ratio(values, np.ones(50), seed=0, confidence=ONE_LOOK.divided(2))
+    plain = bootstrap.clustered_ratio(values, np.ones(50), seed=0)
+    halved = bootstrap.clustered_ratio(values, np.ones(50), seed=0, confidence=ONE_LOOK.divided(2))
     assert (row.low, row.high) == (halved.low, plain.high)
     assert halved.low is not None
     assert plain.low is not None

@@ -18,7 +18,7 @@ from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.requirements import is_runtime
 from kcdsl_backends.empirical.sources.kernels import timing as runtime
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
-from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.table.evidence import SliceData
 from kcdsl_backends.requests import Request
 

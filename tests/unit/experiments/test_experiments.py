@@ -22,11 +22,11 @@ from kcdsl.model.adapters import ADAPTERS
 from kcdsl.verdict.experiment import entry, not_run
 from kcdsl.verdict.html.experiment import experiment_page, maps
 from kcdsl.verdict.quantities import rate_text
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.questions.cells import CHECKPOINT, cells_in, manifest
 from kcdsl_backends.empirical.questions.conditions import Axes, run_grid
 from kcdsl_backends.empirical.questions.variants import run_single, variants
+from kcdsl_backends.empirical.statistics import estimates, rates
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -121,7 +121,7 @@ def test_pass_rates_have_exact_limits(grid: dict[str, Any]) -> None:
     rows = [row for cell in grid["cells"] if cell["status"] == "ran" for row in cell["rows"]]
     assert any(0 < row["rate"] < 1 for row in rows)
     for row in rows:
-        low, high = statistics.limits(row["passed"], row["n"], statistics.ONE_LOOK)
+        low, high = rates.limits(row["passed"], row["n"], estimates.ONE_LOOK)
         assert row["low"] == pytest.approx(low, abs=1e-9)
         assert row["high"] == pytest.approx(high, abs=1e-9)
         assert row["low"] <= row["rate"] <= row["high"]

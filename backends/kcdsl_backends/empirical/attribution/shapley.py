@@ -24,20 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl.verdict.attribution import Figure
-from kcdsl_backends.empirical.statistics import (
+from kcdsl_backends.empirical.statistics.bootstrap import (
     FEWEST_CLUSTERS,
+    clustered_ratio,
+    resampled_limits,
+    resamples,
+    resamples_needed,
+)
+from kcdsl_backends.empirical.statistics.estimates import (
     ONE_LOOK,
     Confidence,
     NotMeasurable,
     check_values,
-    quantile_rank,
-    resamples,
 )
-from kcdsl_backends.empirical.statistics.bootstrap import (
-    clustered_ratio,
-    resampled_limits,
-    resamples_needed,
-)
+from kcdsl_backends.empirical.statistics.rates import quantile_rank
 
 Coefficients = Mapping[int, Fraction]
 """A linear function of the values of coalitions: the sum of coefficient times value."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.statistics import quantile_rank
+from kcdsl_backends.empirical.statistics.rates import quantile_rank
 from kcdsl_backends.empirical.table.evidence import Array
 
 BINS = 24

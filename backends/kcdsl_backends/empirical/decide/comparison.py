@@ -20,7 +20,8 @@ from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.values import Side, worst_of_units
 from kcdsl_backends.empirical.requirements import allowed_rate, main_comparison, norm_name
-from kcdsl_backends.empirical.statistics import NotMeasurable, quantile_rank
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
+from kcdsl_backends.empirical.statistics.rates import quantile_rank
 from kcdsl_backends.empirical.table.evidence import Array, Evidence, SliceData, Unit
 
 FEWEST = 20

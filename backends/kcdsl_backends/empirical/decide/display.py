@@ -12,13 +12,17 @@ from kcdsl.ir.formulas import subterms
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic, Term
 from kcdsl.verdict.result import Shown
-from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.decide.interval import Interval
 from kcdsl_backends.empirical.decide.judgement import Counted, Judge, has_fields, worst_request
 from kcdsl_backends.empirical.decide.values import unit_values
 from kcdsl_backends.empirical.metrics.measures import unit_of
 from kcdsl_backends.empirical.requirements import allowed_rate, is_mean, main_comparison
-from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
+from kcdsl_backends.empirical.statistics import bootstrap, planning
+from kcdsl_backends.empirical.statistics.estimates import (
+    Confidence,
+    Exceedance,
+    Interval,
+    NotMeasurable,
+)
 from kcdsl_backends.empirical.table.evidence import SliceData, Unit
 
 
@@ -193,7 +197,7 @@ def needed(
     """
     allowed = allowed_rate(clause)
     if allowed is not None and 0 < allowed < 1 and exceedance is not None:
-        return statistics.units_at_rate(allowed, exceedance.rate, confidence)
+        return planning.units_at_rate(allowed, exceedance.rate, confidence)
     if allowed is None and is_mean(clause):
         return _for_mean(figures)
     return None
@@ -237,7 +241,7 @@ def why_open(
 
 
 def _no_limits(clause: Clause, n: int) -> str:
-    fewest = statistics.FEWEST_CLUSTERS
+    fewest = bootstrap.FEWEST_CLUSTERS
     if is_mean(clause) and n < fewest:
         return f"{n} units are too few for a limit of their mean: it takes {fewest}"
     return f"its {n} units give no limit"
@@ -253,7 +257,7 @@ def _what_decides(
         return f"{enough} without any would show {wanted}"
     if enough is None:
         return f"no number of units like these shows {wanted}"
-    fewest = statistics.units_for_budget(allowed, confidence)
+    fewest = planning.units_for_budget(allowed, confidence)
     return f"about {enough} like these, or {fewest} without any, would show {wanted}"
 
 

@@ -20,8 +20,6 @@ from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.metrics import UNMEASURED
 from kcdsl.metrics.arrays import CACHE
-from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.decide.interval import Interval
 from kcdsl_backends.empirical.decide.values import (
     Side,
     column_of,
@@ -34,7 +32,13 @@ from kcdsl_backends.empirical.decide.values import (
 )
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, MAGNITUDES, RECORDED_AGGREGATES
-from kcdsl_backends.empirical.statistics import Confidence, Estimate, NotMeasurable
+from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
+from kcdsl_backends.empirical.statistics.estimates import (
+    Confidence,
+    Estimate,
+    Interval,
+    NotMeasurable,
+)
 from kcdsl_backends.empirical.table.evidence import SliceData
 
 _TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
@@ -133,18 +137,18 @@ def _statistic(
     if kind == "rate":
         return rate_of(of, data, settings)
     tail = _TAILS.get(kind, side)
-    worst = statistics.check_values(worst_of_units(of, data, tail), name)
+    worst = estimates.check_values(worst_of_units(of, data, tail), name)
     match kind:
         case "max":
-            return statistics.largest(worst)
+            return rates.largest(worst)
         case "min":
-            return statistics.smallest(worst)
+            return rates.smallest(worst)
         case "aggregate":
-            return statistics.largest(worst) if side == "upper" else statistics.smallest(worst)
+            return rates.largest(worst) if side == "upper" else rates.smallest(worst)
         case "quantile":
             if q is None:
                 raise NotMeasurable(f"the quantile of {name} names no rank")
-            return statistics.quantile(worst, q, settings.confidence)
+            return rates.quantile(worst, q, settings.confidence)
     raise NotMeasurable(f"{kind}({name}) is no statistic of measured values")
 
 
@@ -191,7 +195,7 @@ class Settings:
 def mean_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
     """Return the mean of a pointwise term over all tokens of a slice."""
     sums, sizes = token_sums(of, data)
-    return statistics.clustered_ratio(
+    return bootstrap.clustered_ratio(
         sums,
         sizes,
         seed=settings.seed,
@@ -209,13 +213,13 @@ def rate_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
         binary = not column_of(of, data.reduced).fractions.any()
     else:
         values = unit_values(of, units_of(of, data), data.measures)
-        every = statistics.check_values(np.concatenate(values) if values else [], term_text(of))
+        every = estimates.check_values(np.concatenate(values) if values else [], term_text(of))
         sums, sizes = np.array([v.sum() for v in values]), np.array([v.size for v in values])
         binary = bool(np.isin(every, (0.0, 1.0)).all())
     if not binary:
         raise NotMeasurable(f"rate({term_text(of)}): the values are not all 0 or 1")
     if bool((sizes == 1).all()):
-        return statistics.proportion(int(sums.sum()), sums.size, settings.confidence)
+        return rates.proportion(int(sums.sum()), sums.size, settings.confidence)
     return mean_of(of, data, settings)
 
 
@@ -237,7 +241,7 @@ def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimat
             return _magnitude_of_mean(name, data, settings)
         case "kv_memory":
             largest = [float(recorded(CACHE, u).max()) for u in data.requests]
-            return statistics.largest(statistics.check_values(largest, "kv_memory"))
+            return rates.largest(estimates.check_values(largest, "kv_memory"))
         case "grad_bias":
             return mean_of(metric, data, settings)
         case name if name in AGGREGATES or name in RECORDED_AGGREGATES:
@@ -247,15 +251,15 @@ def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimat
         case "peak_memory":
             if data.peak_memory is None:
                 raise NotMeasurable("peak_memory: not measured")
-            value = statistics.check_values([data.peak_memory], "peak_memory")
+            value = estimates.check_values([data.peak_memory], "peak_memory")
             return Estimate(float(value[0]), None, None, max(1, len(data.runs)), "maximum")
         case "failure_rate":
             failed = sum(unit.failure is not None for unit in data.requests)
-            return statistics.proportion(failed, len(data.requests), settings.confidence)
+            return rates.proportion(failed, len(data.requests), settings.confidence)
         case "determinism":
             if data.repeats is None:
                 raise NotMeasurable("determinism: no run was repeated")
-            return statistics.proportion(*data.repeats, settings.confidence)
+            return rates.proportion(*data.repeats, settings.confidence)
         case name if name not in data.measures:
             raise NotMeasurable(f"{name}: this backend does not measure it")
         case _:
@@ -274,10 +278,10 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
             return None
 
     try:
-        statistics.check_values([aggregate.of(parts)], name)
+        estimates.check_values([aggregate.of(parts)], name)
     except Unmeasured as error:
         raise NotMeasurable(f"{name}: {error}") from error
-    return statistics.clustered_statistic(
+    return bootstrap.clustered_statistic(
         value,
         len(parts),
         seed=settings.seed,
@@ -290,11 +294,11 @@ def _magnitude_of_mean(name: str, data: SliceData, settings: Settings) -> Estima
     """Return the absolute value of a mean, with limits from those of the mean itself."""
     array, bounds = MAGNITUDES[name]
     values = [recorded(array, unit) for unit in data.requests]
-    statistics.check_values(np.concatenate(values) if values else [], name)
-    sums, sizes = [statistics.rounded_sum(v) for v in values], [float(v.size) for v in values]
+    estimates.check_values(np.concatenate(values) if values else [], name)
+    sums, sizes = [estimates.rounded_sum(v) for v in values], [float(v.size) for v in values]
 
     def mean_at(level: Settings) -> Estimate:
-        return statistics.clustered_ratio(
+        return bootstrap.clustered_ratio(
             sums,
             sizes,
             seed=level.seed,
@@ -322,7 +326,7 @@ def _throughput(data: SliceData, settings: Settings) -> Estimate:
     """
     seconds = [float(v[0]) for v in unit_values(Metric("latency"), data.runs, data.measures)]
     tokens = [float(run.tokens) for run in data.runs]
-    slow = statistics.clustered_ratio(
+    slow = bootstrap.clustered_ratio(
         seconds,
         tokens,
         seed=settings.seed,

@@ -35,9 +35,7 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.metrics import MetricDefinition
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
-from kcdsl_backends.empirical.decide.interval import Interval, Outcome, compare
 from kcdsl_backends.empirical.decide.values import Side, value_range
 from kcdsl_backends.empirical.requirements import (
     NO_WINDOW_HAS,
@@ -47,7 +45,15 @@ from kcdsl_backends.empirical.requirements import (
     window_count,
     windows,
 )
-from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
+from kcdsl_backends.empirical.statistics import rates
+from kcdsl_backends.empirical.statistics.estimates import (
+    Confidence,
+    Exceedance,
+    Interval,
+    NotMeasurable,
+    Outcome,
+    compare,
+)
 from kcdsl_backends.empirical.table.evidence import Column, Floats, Reduced, SliceData, Unit
 
 _OF_MANY = frozenset({"ece_gap"})
@@ -173,7 +179,7 @@ class Counted:
 
     def exceedance(self, confidence: Confidence) -> Exceedance:
         """Return k of n with limits."""
-        return statistics.exceedance(self.beyond, confidence)
+        return rates.exceedance(self.beyond, confidence)
 
 
 def count(clause: Clause, judge: Judge) -> Counted | None:
@@ -228,9 +234,9 @@ def within_budget(
     """
     if not sample:
         return _from_bool(found.rate <= budget.rate)
-    if statistics.shows_below(found.k, found.n, budget.rate, confidence):
+    if rates.shows_below(found.k, found.n, budget.rate, confidence):
         return "held"
-    above = statistics.shows_above(found.k, found.n, budget.rate, confidence)
+    above = rates.shows_above(found.k, found.n, budget.rate, confidence)
     return "violated" if above else "unknown"
 
 

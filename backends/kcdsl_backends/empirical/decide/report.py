@@ -32,7 +32,8 @@ from kcdsl_backends.empirical.requirements import (
     slices_of,
     split,
 )
-from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
+from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE
+from kcdsl_backends.empirical.statistics.rates import quantile_rank
 from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, SliceData
 from kcdsl_backends.empirical.table.rows import records
 

@@ -20,7 +20,6 @@ from kcdsl.verdict.health import deviation, over_budget
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.decide.display import (
     Figures,
     counterexample,
@@ -30,7 +29,6 @@ from kcdsl_backends.empirical.decide.display import (
     shown,
     why_open,
 )
-from kcdsl_backends.empirical.decide.interval import Outcome
 from kcdsl_backends.empirical.decide.judgement import (
     Counted,
     Judge,
@@ -40,7 +38,13 @@ from kcdsl_backends.empirical.decide.judgement import (
     within_budget,
 )
 from kcdsl_backends.empirical.requirements import metrics_of, statistic_count
-from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, NotMeasurable
+from kcdsl_backends.empirical.statistics import estimates
+from kcdsl_backends.empirical.statistics.estimates import (
+    ONE_LOOK,
+    Confidence,
+    NotMeasurable,
+    Outcome,
+)
 from kcdsl_backends.empirical.table.evidence import SliceData
 
 
@@ -50,7 +54,7 @@ def decide_clause(
     data: SliceData,
     *,
     seed: int,
-    confidence: Confidence = statistics.ONE_LOOK,
+    confidence: Confidence = estimates.ONE_LOOK,
     alarm: Fraction | None = None,
     blocked: str | None = None,
 ) -> ClauseResult:
@@ -165,7 +169,7 @@ def _row(
     figures: Figures,
     verdict: Verdict,
     exceedance: ExceedanceCount | None = None,
-    confidence: Confidence = statistics.ONE_LOOK,
+    confidence: Confidence = estimates.ONE_LOOK,
     *,
     shows: Shown | None = None,
     enough: int | None = None,
@@ -284,7 +288,7 @@ def decide_all(
     cases: Sequence[Case], program: Program, seed: int, looks: int | None = 1
 ) -> tuple[tuple[ClauseResult, ...], Statistics]:
     """Decide every case, and say how the error was shared."""
-    confidence = statistics.confidence_over(looks)
+    confidence = estimates.confidence_over(looks)
 
     def decide(case: Case, alarm: Fraction | None = None) -> ClauseResult:
         row = decide_clause(
@@ -303,7 +307,7 @@ def decide_all(
     rows = [decide(case) for case in cases]
     sampled = [i for i, row in enumerate(rows) if row.evidence == "sample"]
     violated = [i for i in sampled if isinstance(rows[i].verdict, Violated)]
-    found, level = statistics.holm(
+    found, level = estimates.holm(
         len(sampled),
         confidence.error,
         violated,

@@ -48,7 +48,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     file_records,
     open_tables,
 )
-from kcdsl_backends.empirical.statistics import quantile_rank
+from kcdsl_backends.empirical.statistics.rates import quantile_rank
 from kcdsl_backends.empirical.table.evidence import Floats
 
 SCHEMA = "kcdsl.aggregate/2"

@@ -24,7 +24,6 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kcdsl.verdict import plan as document
 from kcdsl.verdict.plan import Plan, PlanRow
-from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.questions.prior_report import Observed, read_pilot
 from kcdsl_backends.empirical.requirements import (
     NO_WINDOW_HAS,
@@ -43,7 +42,9 @@ from kcdsl_backends.empirical.requirements import (
     threshold,
     window_count,
 )
-from kcdsl_backends.empirical.statistics import CONFIDENCE, FEWEST_CLUSTERS, Confidence
+from kcdsl_backends.empirical.statistics import estimates, planning, rates
+from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS
+from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE, Confidence
 from kcdsl_backends.empirical.statistics.rates import most_exceedances
 from kcdsl_backends.requests import RequestFile, requests_of, select
 
@@ -75,7 +76,7 @@ def plan(
     """
     stated, program = program, expand_tables(program)
     earlier = None if pilot is None else read_pilot(pilot)
-    confidence = statistics.confidence_over(looks)
+    confidence = estimates.confidence_over(looks)
     counted = _available(program, base)
     rows: list[PlanRow] = []
     elsewhere: dict[str, str] = {}
@@ -187,12 +188,12 @@ def _census(row: PlanRow) -> PlanRow:
 def _rate(
     row: PlanRow, case: _Case, allowed: Fraction, confidence: Confidence, power: float
 ) -> PlanRow:
-    fewest = statistics.units_for_budget(allowed, confidence)
+    fewest = planning.units_for_budget(allowed, confidence)
     found = replace(
         row,
         without_any=fewest,
-        at_half=statistics.units_at_rate(allowed, allowed / 2, confidence),
-        with_power=statistics.units_with_power(allowed, allowed / 2, power, confidence),
+        at_half=planning.units_at_rate(allowed, allowed / 2, confidence),
+        with_power=planning.units_with_power(allowed, allowed / 2, power, confidence),
         pilot=_rate_pilot(case, allowed, confidence, power),
         note=row.note or (case.unseen if case.piloted and case.seen is None else ""),
     )
@@ -216,8 +217,8 @@ def _rate_pilot(
     tau = None
     if seen.worst is not None:
         better = better_of(case.obligation.part)
-        tau = statistics.threshold(seen.worst, allowed, confidence, better=better)
-    needed = statistics.units_with_power(allowed, Fraction(seen.k, seen.n), power, confidence)
+        tau = rates.threshold(seen.worst, allowed, confidence, better=better)
+    needed = planning.units_with_power(allowed, Fraction(seen.k, seen.n), power, confidence)
     return document.Pilot(seen.n, k=seen.k, needed=needed, threshold=tau)
 
 
@@ -233,11 +234,11 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         return replace(row, note="no number of units shows that a mean is equal to a number")
     bounded = bounded_mean(case.obligation.part)
     if bounded is not None:
-        row = replace(row, without_any=statistics.units_for_budget(bounded.share, confidence))
+        row = replace(row, without_any=planning.units_for_budget(bounded.share, confidence))
     if seen is None or seen.value is None or seen.variance is None:
         return row if row.note else replace(row, note=case.unseen)
     distance = _room(case.obligation.part, seen.value)
-    needed = statistics.units_for_mean(seen.variance, distance, power, confidence)
+    needed = planning.units_for_mean(seen.variance, distance, power, confidence)
     why = "the mean of the pilot is not within the threshold"
     if bounded is not None and seen.value == bounded.best:
         needed = row.without_any
@@ -245,7 +246,7 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         needed, why = None, "every request of the pilot is alike, which shows nothing of others"
     elif needed is not None and bounded is not None:
         away = min(Fraction(1), Fraction(seen.away or 1, seen.n))
-        some = statistics.units_with_some(away, power, confidence)
+        some = planning.units_with_some(away, power, confidence)
         needed = None if some is None else max(needed, some)
     row = replace(row, pilot=document.Pilot(seen.n, value=seen.value, needed=needed))
     if needed is None:
@@ -265,7 +266,7 @@ def _room(part: Clause, value: float) -> float:
 
 
 def _shows(units: int | None, confidence: Confidence) -> float | None:
-    return statistics.shown_by(units, confidence) if units else None
+    return planning.shown_by(units, confidence) if units else None
 
 
 # --- units ---------------------------------------------------------------------------------------

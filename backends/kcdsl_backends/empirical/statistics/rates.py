@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
+from scipy import special, stats
 
-from kcdsl_backends.empirical.statistics import eprocess, exact
 from kcdsl_backends.empirical.statistics.estimates import (
     ONE_LOOK,
     Array,
@@ -22,24 +21,196 @@ from kcdsl_backends.empirical.statistics.estimates import (
     Exceedance,
     NotMeasurable,
     check_counts,
+    check_rate,
     check_values,
 )
+from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.statement import lower_tail
 
+_NEAR = 1e-9
+"""Relative error that the float64 tail is far within; nearer to the level it is not trusted."""
+_OUTWARD = 1e-12
+_A = _B = 0.5
 _METHODS = {False: "clopper-pearson", True: "e-process"}
+_STEPS = 200
+_PRECISION = 1e-12
 
 
-class _Rule(Protocol):
-    """Interface of both kinds of limits; k, n and the rate are exact."""
+class ClopperPearson:
+    """Exact binomial limits for a number of units that was fixed in advance.
 
-    def lower_limit(self, k: int, n: int, error: Fraction) -> float: ...
-    def upper_limit(self, k: int, n: int, error: Fraction) -> float: ...
-    def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool: ...
-    def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool: ...
-    def most_exceedances(self, n: int, rate: Fraction, error: Fraction) -> int | None: ...
+    Decisions are made on the binomial tail itself, near its level with 50 digits; the limits that
+    are printed are rounded outward. Source: Clopper and Pearson 1934.
+    """
+
+    def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
+        """Say whether k of n show a rate of at most `rate`: P(X <= k | n, rate) <= error.
+
+        False wherever the tail is not known well enough. Exact in its three arguments.
+        """
+        check_counts(k, n)
+        check_rate(rate)
+        if Fraction(k) >= n * rate:
+            return False
+        tail, level = float(stats.binom.cdf(k, n, float(rate))), float(error)
+        if abs(tail - level) > _NEAR * level:
+            return tail < level
+        try:
+            return Fraction(lower_tail(k, n, rate)) <= error
+        except Rejected:
+            return False
+
+    def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
+        """Say whether k of n show a rate of at least `rate`: P(X >= k | n, rate) <= error."""
+        check_counts(k, n)
+        return self.shows_below(n - k, n, 1 - rate, error)
+
+    def upper_limit(self, k: int, n: int, error: Fraction) -> float:
+        """Return the largest rate that k of n do not exclude, rounded up; 1 for n of n."""
+        check_counts(k, n)
+        if k == n:
+            return 1.0
+        if k == 0:
+            limit = -math.expm1(math.log(float(error)) / n)
+        else:
+            limit = float(stats.beta.ppf(float(1 - error), k + 1, n - k))
+        return min(1.0, limit * (1 + _OUTWARD))
+
+    def lower_limit(self, k: int, n: int, error: Fraction) -> float:
+        """Return the smallest rate that k of n do not exclude, rounded down; 0 for 0 of n."""
+        check_counts(k, n)
+        if k == 0:
+            return 0.0
+        if k == n:
+            limit = math.exp(math.log(float(error)) / n)
+        else:
+            limit = float(stats.beta.ppf(float(error), k, n - k + 1))
+        return max(0.0, limit * (1 - _OUTWARD))
+
+    def most_exceedances(self, n: int, rate: Fraction, error: Fraction) -> int | None:
+        """Return the largest k that still shows at most `rate`, or None where not even 0 does."""
+        check_rate(rate)
+        if n <= 0:
+            return None
+        k = min(n, int(stats.binom.ppf(float(error), n, float(rate))) + 1)
+        while k >= 0 and not self.shows_below(k, n, rate, error):
+            k -= 1
+        return None if k < 0 else k
 
 
-def _rule(confidence: Confidence) -> _Rule:
-    return eprocess if confidence.anytime else exact
+class EProcess:
+    """Limits of a rate that hold at every look at growing data.
+
+    The state is two integers, k of n units beyond the threshold, so it merges across shards and
+    does not depend on the order of anything. Evidence against "the rate is at least δ" is the
+    mixture of likelihood ratios over p < δ with a Beta(1/2, 1/2) prior cut off at δ; against "at
+    most δ" the same over p > δ. Each is a non-negative supermartingale that starts at 1, so (Ville
+    1939) the chance that it ever reaches 1/α is at most α, whatever rule stops the data.
+    """
+
+    def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
+        """Say whether k of n show, at this and every other look, a rate of at most `rate`."""
+        return _reaches(log_certify(k, n, rate), n, error)
+
+    def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
+        """Say whether k of n show, at this and every other look, a rate of at least `rate`."""
+        return _reaches(log_alarm(k, n, rate), n, error)
+
+    def upper_limit(self, k: int, n: int, error: Fraction) -> float:
+        """Return the least rate above k/n that is excluded, rounded up; 1 where none is."""
+        check_counts(k, n)
+        if k == n or not self.shows_below(k, n, Fraction(math.nextafter(1.0, 0.0)), error):
+            return 1.0
+        low, high = k / n, math.nextafter(1.0, 0.0)
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            if high - low <= _PRECISION * high or not low < middle < high:
+                break
+            if self.shows_below(k, n, Fraction(middle), error):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def lower_limit(self, k: int, n: int, error: Fraction) -> float:
+        """Return the greatest rate below k/n that is excluded, rounded down; 0 where none is."""
+        check_counts(k, n)
+        least = 2.0**-1000
+        if k == 0 or not self.shows_above(k, n, Fraction(least), error):
+            return 0.0
+        low, high = least, k / n
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            if high - low <= _PRECISION * high or not low < middle < high:
+                break
+            if self.shows_above(k, n, Fraction(middle), error):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def most_exceedances(self, n: int, rate: Fraction, error: Fraction) -> int | None:
+        """Return the largest k that still shows at most `rate`, or None where not even 0 does."""
+        check_rate(rate)
+        if n <= 0 or not self.shows_below(0, n, rate, error):
+            return None
+        low, high = 0, math.ceil(n * rate)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.shows_below(middle, n, rate, error):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def log_certify(k: int, n: int, rate: Fraction) -> float:
+    """Return ln E against "the true rate is at least `rate`" after k of n.
+
+    0 where k/n is not below the rate: there is nothing against it. Raises ValueError for a rate of
+    0 or 1: no number of units without a failure shows that none ever comes.
+    """
+    check_counts(k, n)
+    check_rate(rate)
+    return 0.0 if k >= n * rate else _log_mixture(k, n, rate, below=True)
+
+
+def log_alarm(k: int, n: int, rate: Fraction) -> float:
+    """Return ln E against "the true rate is at most `rate`" after k of n."""
+    check_counts(k, n)
+    check_rate(rate)
+    return 0.0 if k <= n * rate else _log_mixture(k, n, rate, below=False)
+
+
+def _log_mixture(k: int, n: int, rate: Fraction, *, below: bool) -> float:
+    """Return the logarithm of the mixture, without any floor: no mass below δ is no evidence."""
+    delta = float(rate)
+    complement = math.log1p(-delta) if delta < 0.5 else math.log(float(1 - rate))
+    mass = special.betainc if below else special.betaincc
+    posterior, prior = float(mass(k + _A, n - k + _B, delta)), float(mass(_A, _B, delta))
+    if posterior <= 0 or prior <= 0:
+        return -math.inf
+    return (
+        float(special.betaln(k + _A, n - k + _B))
+        + math.log(posterior)
+        - float(special.betaln(_A, _B))
+        - math.log(prior)
+        - k * math.log(delta)
+        - (n - k) * complement
+    )
+
+
+def _reaches(evidence: float, n: int, error: Fraction) -> bool:
+    """Compare ln E with ln 1/α, less what rounding may have added to it."""
+    slack = 64 * 2.0**-52 * (n + 2) * math.log(n + 2)
+    return evidence - slack >= -math.log(float(error))
+
+
+CLOPPER_PEARSON, E_PROCESS = ClopperPearson(), EProcess()
+
+
+def _rule(confidence: Confidence) -> ClopperPearson | EProcess:
+    return E_PROCESS if confidence.anytime else CLOPPER_PEARSON
 
 
 def limits(k: int, n: int, confidence: Confidence) -> tuple[float, float]:
@@ -54,8 +225,7 @@ def shows_below(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
         return True
     if rate <= 0 or n <= 0:
         return False
-    rule = _rule(confidence)
-    return rule.shows_below(k, n, rate, confidence.error)
+    return _rule(confidence).shows_below(k, n, rate, confidence.error)
 
 
 def shows_above(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
@@ -64,14 +234,12 @@ def shows_above(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
         return False
     if rate <= 0:
         return k > 0
-    rule = _rule(confidence)
-    return rule.shows_above(k, n, rate, confidence.error)
+    return _rule(confidence).shows_above(k, n, rate, confidence.error)
 
 
 def most_exceedances(n: int, rate: Fraction, confidence: Confidence) -> int | None:
     """Return the largest k of n that shows at most `rate`, or None where not even 0 does."""
-    rule = _rule(confidence)
-    return rule.most_exceedances(n, rate, confidence.error)
+    return _rule(confidence).most_exceedances(n, rate, confidence.error)
 
 
 def proportion(k: int, n: int, confidence: Confidence | None = ONE_LOOK) -> Estimate:

@@ -23,7 +23,7 @@ from kcdsl_backends.empirical.attribution.shapley import (
     intervals,
     split,
 )
-from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 
 RNG = np.random.default_rng(3)
 
@@ -59,7 +59,7 @@ def test_what_is_no_evidence_has_no_value(bad: list[Array]) -> None:
 def test_resamples_are_the_statistic_of_the_drawn_requests(
     statistic: Statistic, better: str
 ) -> None:
-    from kcdsl_backends.empirical.statistics import resamples
+    from kcdsl_backends.empirical.statistics.bootstrap import resamples
 
     values = requests(23, 1.0)
     own = Table(statistic, better, {0: column(values, better, "m")})

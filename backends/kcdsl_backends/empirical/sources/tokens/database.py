@@ -34,7 +34,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     quoted,
     text,
 )
-from kcdsl_backends.empirical.statistics import quantile_rank
+from kcdsl_backends.empirical.statistics.rates import quantile_rank
 from kcdsl_backends.executors import available_memory
 
 LEAST_MEMORY = 256 * 2**20

@@ -30,7 +30,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     quoted,
     text,
 )
-from kcdsl_backends.empirical.statistics import beyond_range
+from kcdsl_backends.empirical.statistics.estimates import beyond_range
 from kcdsl_backends.empirical.table.evidence import OUTSIDE, SEVERAL, Column, Floats, Reduced
 
 _FIRST, _MORE = 2, 4
