@@ -175,7 +175,7 @@ def figures(runs: int = 1000) -> list[Figure]:
         found.append(Figure(name, value, Better.LOWER, limit, conditions))
 
     for rate, n in ((Fraction(1, 100), 1000), (Fraction(1, 20), 200)):
-        k = EXACT.most_exceedances(n, rate, ONE_LOOK.error)
+        k = CLOPPER_PEARSON.most_exceedances(n, rate, ONE_LOOK.error)
         assert k is not None
         chance = float(stats.binom.cdf(k, n, float(rate)))
         add(f"false pass: rate of {rate}", chance, error, f"exact, {n} units")

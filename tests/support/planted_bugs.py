@@ -18,7 +18,8 @@ from kcdsl.model.attention import attention_mask
 from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.diagnoses import Subject, reference_of, run_prechecks
+from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
+from kcdsl_backends.empirical.diagnoses.reference import reference_of
 from kcdsl_backends.empirical.sources.kernels import Plan
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel

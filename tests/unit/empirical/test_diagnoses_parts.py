@@ -16,30 +16,33 @@ from kcdsl.ir.terms import Family
 from kcdsl.model.architectures import bert
 from kcdsl.model.numerics.presets import resolve
 from kcdsl.verdict.model import Held, InvalidEvidence
-from kcdsl_backends.empirical.diagnoses import DIAGNOSES, blocking, reference, reference_of
-from kcdsl_backends.empirical.diagnoses import outcome as outcome_of
+from kcdsl_backends.empirical.diagnoses import reference
 from kcdsl_backends.empirical.diagnoses.alignment import (
     deviating_run,
     swapped_sides,
     token_equality,
 )
-from kcdsl_backends.empirical.diagnoses.determinism import batch_invariance
 from kcdsl_backends.empirical.diagnoses.model import (
+    DIAGNOSES,
     POSITIONS,
+    Noise,
     Probe,
     Repair,
+    blocking,
     cause_of,
     empty_slice,
     finite,
     not_applicable,
     outcome,
 )
+from kcdsl_backends.empirical.diagnoses.model import outcome as outcome_of
 from kcdsl_backends.empirical.diagnoses.policies import (
     support_check,
     temperature_fit,
     truncation_mass,
 )
-from kcdsl_backends.empirical.diagnoses.probes import Noise
+from kcdsl_backends.empirical.diagnoses.probes import batch_invariance
+from kcdsl_backends.empirical.diagnoses.reference import reference_of
 from kcdsl_backends.empirical.diagnoses.weights import localise
 from kcdsl_backends.empirical.table.evidence import Unit
 from kcdsl_backends.requests import Request

@@ -30,7 +30,7 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.verdict.model import Held, InvalidEvidence
-from kcdsl_backends.empirical.diagnoses import watch_weights
+from kcdsl_backends.empirical.diagnoses.weights import watch_weights
 from tests.support.evaluation import evaluate
 from tests.support.reports import report_schema
 

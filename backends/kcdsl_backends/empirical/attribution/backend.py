@@ -16,7 +16,6 @@ from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.metrics import MetricDefinition, registry_of
 from kcdsl.model.architecture import Model
 from kcdsl.verdict.attribution import Attribution, Envelope, Layers
-from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.blocks import swap_layers
 from kcdsl_backends.empirical.attribution.document import Frame, assemble
@@ -33,6 +32,8 @@ from kcdsl_backends.empirical.attribution.measurement import (
 from kcdsl_backends.empirical.attribution.shapley import Statistic
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.diagnoses.kernels import Subject as Diagnosed
+from kcdsl_backends.empirical.diagnoses.kernels import run_prechecks
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES, blocking
 from kcdsl_backends.empirical.diagnoses.probes import chosen
 from kcdsl_backends.empirical.metrics.full_logits import TIER_A
@@ -219,7 +220,7 @@ def _blocked(setting: KernelContext, requests: Sequence[Request], temperature: f
     if setting.spoiled:
         name, why = next(iter(setting.spoiled.items()))
         return f"{name}: {why}"
-    subject = diagnoses.Subject(
+    subject = Diagnosed(
         setting.train,
         setting.infer,
         tuple(requests),
@@ -231,7 +232,7 @@ def _blocked(setting: KernelContext, requests: Sequence[Request], temperature: f
         setting.reference,
     )
     units = [Unit(r.key, r.length) for r in requests]
-    return blocking(diagnoses.run_prechecks(subject, units))
+    return blocking(run_prechecks(subject, units))
 
 
 def _metric(program: Program, wanted: str | None, encoder: bool) -> tuple[str, MetricDefinition]:

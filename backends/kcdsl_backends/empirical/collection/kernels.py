@@ -36,8 +36,8 @@ from kcdsl_backends.empirical.collection.recordings import (
     recorded_sides,
 )
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
-from kcdsl_backends.empirical.diagnoses.determinism import regrouped
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
+from kcdsl_backends.empirical.diagnoses.probes import regrouped
 from kcdsl_backends.empirical.requirements import (
     DEFAULT_BLOCK,
     block_place,

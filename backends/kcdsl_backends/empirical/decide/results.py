@@ -8,40 +8,50 @@ violated by itself and not among so many is inconclusive, never a pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.escalation import severity
+from kcdsl.ir.formulas import subterms
 from kcdsl.ir.obligations import Obligation
-from kcdsl.ir.terms import Budget, Clause, EvidenceKind, HasFields, Program
+from kcdsl.ir.printer import term_text
+from kcdsl.ir.terms import (
+    Budget,
+    Clause,
+    Compare,
+    EvidenceKind,
+    HasFields,
+    Metric,
+    Number,
+    Program,
+    Term,
+)
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.health import deviation, over_budget
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
-from kcdsl_backends.empirical.decide.display import (
-    Figures,
-    counterexample,
-    figures_of,
-    needed,
-    no_figures,
-    shown,
-    why_open,
-)
 from kcdsl_backends.empirical.decide.judgement import (
     Counted,
     Judge,
     count,
+    counterexample,
     evidence_kind,
+    has_fields,
     judge_for,
     within_budget,
 )
-from kcdsl_backends.empirical.requirements import metrics_of, statistic_count
+from kcdsl_backends.empirical.decide.power import Display, needed, shown, why_open
+from kcdsl_backends.empirical.metrics.measures import unit_of
+from kcdsl_backends.empirical.requirements import main_comparison, metrics_of, statistic_count
 from kcdsl_backends.empirical.statistics import estimates
 from kcdsl_backends.empirical.statistics.estimates import (
     ONE_LOOK,
     Confidence,
+    Interval,
     NotMeasurable,
     Outcome,
 )
@@ -68,13 +78,15 @@ def decide_clause(
     judge = judge_for(clause, data, seed, confidence)
     try:
         found = _count_if_possible(clause, judge)
-        figures = figures_of(clause, judge)
+        display = display_of(clause, judge)
         outcome = _outcome(clause, judge, found, confidence)
         chance = None
         if judge.sample and outcome == "violated":
             chance = _by_chance(clause, data, seed, confidence, alarm, found)
     except NotMeasurable as error:
-        return _row(clause, program, data, no_figures(clause, data), InvalidEvidence(str(error)))
+        return _row(
+            clause, program, data, display_without_values(clause, data), InvalidEvidence(str(error))
+        )
     exceedance = found.exceedance(confidence) if found is not None and found.beyond else None
     counts = shows = enough = None
     if found is not None and exceedance is not None:
@@ -86,10 +98,13 @@ def decide_clause(
         case "held":
             verdict = Held()
         case "violated" if chance is None:
-            verdict = Violated(counterexample(clause, judge, figures, found))
+            verdict = Violated(
+                {"value": display.value, "threshold": display.threshold}
+                | counterexample(clause, judge, found)
+            )
         case _:
-            enough = needed(clause, figures, exceedance, confidence)
-            why = why_open(clause, figures, shows, enough, confidence)
+            enough = needed(clause, display, exceedance, confidence)
+            why = why_open(clause, display, shows, enough, confidence)
             verdict = Inconclusive(chance or why)
     obstacle = blocked or _demand(clause, data)
     if blocked is not None:
@@ -97,13 +112,15 @@ def decide_clause(
     elif obstacle is not None and not isinstance(verdict, Violated):
         verdict, enough = Inconclusive(obstacle), None
     return _row(
-        clause, program, data, figures, verdict, counts, confidence, shows=shows, enough=enough
+        clause, program, data, display, verdict, counts, confidence, shows=shows, enough=enough
     )
 
 
 def invalid(clause: Clause, program: Program, data: SliceData, reason: str) -> ClauseResult:
     """Return the row of a clause that has no usable evidence."""
-    return _row(clause, program, data, no_figures(clause, data), InvalidEvidence(reason))
+    return _row(
+        clause, program, data, display_without_values(clause, data), InvalidEvidence(reason)
+    )
 
 
 def _demand(clause: Clause, data: SliceData) -> str | None:
@@ -159,6 +176,75 @@ def _by_chance(
     )
 
 
+# --- numbers and counterexamples ------------------------------------------------------------------
+
+
+def display_of(clause: Clause, judge: Judge) -> Display:
+    """Return the numbers of a comparison; a compound clause has none, only its text."""
+    comparison = main_comparison(clause.require)
+    if comparison is None:
+        return _of_fields(clause, judge)
+    left, right, n = judge.sides(comparison)
+    return Display(
+        term_text(comparison.left),
+        _unit(comparison.left, judge.data),
+        comparison.op,
+        _double(left.value),
+        None if left.low is None else round_down(left.low),
+        None if left.high is None else round_up(left.high),
+        n,
+        _double(right.value),
+        _compared(comparison, left, right, sample=judge.sample),
+    )
+
+
+def _compared(
+    comparison: Compare, left: Interval, right: Interval, *, sample: bool
+) -> Fraction | None:
+    """Return the value of the obligation's quantity. The limits of two sampled terms do not hold
+    together at the level of each, so a sample has no limits of their difference."""
+    if isinstance(comparison.right, Number):
+        return left.value
+    return None if sample else left.value - right.value
+
+
+def _of_fields(clause: Clause, judge: Judge) -> Display:
+    if not isinstance(clause.require, HasFields):
+        return Display(clause.text or clause.id, n=judge.data.size)
+    records = judge.data.records
+    present = sum(has_fields(clause.require, record) for record in records)
+    share = Fraction(present, len(records)) if records else None
+    name = f"coverage({', '.join(clause.require.fields)})"
+    value = None if share is None else float(share)
+    return Display(name, "ratio", "==", value, n=len(records), threshold=1.0, exact=share)
+
+
+def display_without_values(clause: Clause, data: SliceData) -> Display:
+    """Return what is printed of a clause of which nothing was measured."""
+    comparison = main_comparison(clause.require)
+    if comparison is None:
+        return Display(clause.text or clause.id)
+    term, limit = comparison.left, comparison.right
+    threshold = _double(limit.value) if isinstance(limit, Number) else None
+    unit = _unit(term, data)
+    return Display(term_text(term), unit, comparison.op, threshold=threshold)
+
+
+def _unit(term: Term, data: SliceData) -> str:
+    names = [t.name for t in subterms(term) if isinstance(t, Metric)]
+    if len(names) != 1:
+        return "1"
+    return unit_of(data.measures.get(names[0]))
+
+
+def _double(value: Fraction) -> float:
+    """Return the nearest float64; infinite beyond the greatest."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 # --- the row -------------------------------------------------------------------------------------
 
 
@@ -166,7 +252,7 @@ def _row(
     clause: Clause,
     program: Program,
     data: SliceData,
-    figures: Figures,
+    display: Display,
     verdict: Verdict,
     exceedance: ExceedanceCount | None = None,
     confidence: Confidence = estimates.ONE_LOOK,
@@ -181,23 +267,23 @@ def _row(
         family=clause.family.value,
         level=clause.level.value,
         slice=data.name,
-        requirement=clause.text or figures.metric,
-        metric=figures.metric,
-        unit=figures.unit,
-        op=figures.op,
-        value=figures.value,
-        low=figures.low,
-        high=figures.high,
-        n=figures.n,
+        requirement=clause.text or display.metric,
+        metric=display.metric,
+        unit=display.unit,
+        op=display.op,
+        value=display.value,
+        low=display.low,
+        high=display.high,
+        n=display.n,
         counted=exceedance.of if exceedance is not None else f"{data.unit}s",
-        threshold=figures.threshold,
+        threshold=display.threshold,
         verdict=verdict,
         evidence=evidence_kind(clause, data.measures).value,
         confidence=shared.share,
         exceedance=exceedance,
         budget=None if budget is None else _budget(budget, data.unit),
         action=_asked_for(clause, program, verdict),
-        deviation=_deviation(clause, figures, verdict, exceedance),
+        deviation=_deviation(clause, display, verdict, exceedance),
         estimators=tuple(
             _estimator(data.measures[name])
             for name in sorted(metrics_of(clause.require))
@@ -206,7 +292,7 @@ def _row(
         holdout=clause.holdout,
         shown=shows,
         needed=enough,
-        exact_value=figures.exact,
+        exact_value=display.exact,
     )
 
 
@@ -237,7 +323,7 @@ def action_of(clause: Clause, program: Program) -> str:
 
 
 def _deviation(
-    clause: Clause, figures: Figures, verdict: Verdict, exceedance: ExceedanceCount | None
+    clause: Clause, display: Display, verdict: Verdict, exceedance: ExceedanceCount | None
 ) -> float:
     """Return v_c: of the exceedance rate for a soft clause, of the value for a hard one.
 
@@ -249,15 +335,15 @@ def _deviation(
     if isinstance(verdict, InvalidEvidence):
         return float("inf")
     if isinstance(clause.require, HasFields):
-        return 0.0 if figures.value is None else 1.0 - figures.value
+        return 0.0 if display.value is None else 1.0 - display.value
     if clause.budget is not None and exceedance is not None:
         return over_budget(exceedance.rate, float(clause.budget.rate))
-    if figures.value is None or figures.threshold is None:
+    if display.value is None or display.threshold is None:
         return 1.0 if isinstance(verdict, Violated) else 0.0
-    if figures.op == "==":
-        return 0.0 if figures.value == figures.threshold else float("inf")
-    better = "higher" if figures.op in (">=", ">") else "lower"
-    return deviation(figures.value, figures.threshold, better)
+    if display.op == "==":
+        return 0.0 if display.value == display.threshold else float("inf")
+    better = "higher" if display.op in (">=", ">") else "lower"
+    return deviation(display.value, display.threshold, better)
 
 
 def _estimator(measure: MetricDefinition) -> Estimator:

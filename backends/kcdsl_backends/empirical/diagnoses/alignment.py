@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kcdsl.diagnostics.model import Refusal
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import (
     BEYOND,
+    FAILURES,
     POSITIONS,
     SIDES,
     SMALLEST,
     Forward,
+    Noise,
     Probe,
     Repair,
     mean,
@@ -24,7 +25,6 @@ from kcdsl_backends.empirical.diagnoses.model import (
     row_size,
     total_variation,
 )
-from kcdsl_backends.empirical.diagnoses.probes import Noise
 from kcdsl_backends.empirical.table.evidence import Unit
 
 SHIFTS = (-1, 0, 1)
@@ -142,8 +142,6 @@ def _one_run(gaps: Tensor, off: Tensor) -> tuple[int, int] | None:
 # --- attention masks, by changing one token and by padding ----------------------------------------
 
 MASKS = "mask_provenance"
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, Refusal)
-"""Errors of a kernel on tokens that it cannot take."""
 _VISIBLE = 0.1
 """Share of the usual influence of an earlier token, from which on a later one is seen."""
 _UNSEEN = 1e-3

@@ -20,15 +20,17 @@ from kcdsl_backends.empirical.diagnoses.alignment import (
     token_equality,
     visible_padding,
 )
-from kcdsl_backends.empirical.diagnoses.determinism import batch_invariance, self_determinism
 from kcdsl_backends.empirical.diagnoses.model import (
     SMALLEST,
+    Noise,
     Probe,
     Repair,
+    all_finite,
     cause_of,
     deviation,
     empty_slice,
     finite,
+    noise_of,
     not_applicable,
     outcome,
 )
@@ -38,12 +40,11 @@ from kcdsl_backends.empirical.diagnoses.policies import (
     truncation_mass,
 )
 from kcdsl_backends.empirical.diagnoses.probes import (
-    Noise,
-    all_finite,
+    batch_invariance,
     chosen,
     forwards,
-    noise_of,
     probe,
+    self_determinism,
 )
 from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.diagnoses.weights import (

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kcdsl.diagnostics import Refusal
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.table.evidence import Unit
 from kcdsl_backends.requests import Request
@@ -29,6 +30,8 @@ BEYOND = 4.0
 SMALLEST = 1e-9
 """Deviations (total variation) below this have no cause to look for."""
 SIDES = ("train", "infer")
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, Refusal)
+"""Errors of a kernel on tokens that it cannot take."""
 Forward = Callable[[Any], Tensor]
 """Token ids [T] or [B, T] to outputs [T, V] or [B, T, V]."""
 
@@ -256,3 +259,64 @@ def empty_slice(slices: Mapping[str, int]) -> Precheck:
     empty = sorted(name for name, rows in slices.items() if rows == 0)
     detail = f"{', '.join(empty)}: no request" if empty else f"{len(slices)} slices"
     return outcome("empty_slice", not empty, detail, float(len(empty)))
+
+
+# --- errors beside what the claimed numerics allow ------------------------------------------------
+
+_FLOOR = 64 * 2.0**-53
+"""Error, relative to the size of the outputs, that float64 itself makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Distances from the run without roundings, of train and of infer (`size`).
+
+    `expected` is that of a plain program in the claimed formats, plus what two runs of the kernel
+    differ by.
+    """
+
+    observed: tuple[float, float]
+    expected: tuple[float, float]
+
+    def ratio(self, side: int) -> float:
+        """Return how many times what its claim allows a side errs."""
+        return self.observed[side] / self.expected[side]
+
+    @property
+    def beyond(self) -> tuple[int, ...]:
+        """Return the sides that err more than their claims explain."""
+        return tuple(side for side in (0, 1) if self.ratio(side) > BEYOND)
+
+    def shown(self, side: int) -> str:
+        """Return the figures of a side in words."""
+        return (
+            f"{SIDES[side]} lies {self.observed[side]:.2g} from the model without roundings, "
+            f"{self.ratio(side):.2g} times what its numerics explain"
+        )
+
+
+def noise_of(probes: Sequence[Probe], *, states: bool) -> Noise | None:
+    """Return the noise of both kernels; None without a reference run."""
+    known = [(p, p.gold, p.claimed) for p in probes if p.gold is not None and p.claimed is not None]
+    finite = [(p, g, c) for p, g, c in known if all_finite(p.train, p.infer, g, *c)]
+    if not finite:
+        return None
+    observed, expected = [], []
+    for side in (0, 1):
+        seen = [size(g, p.side(side), states=states) for p, g, _ in finite]
+        allowed = [
+            size(g, c[side], states=states) + p.wobble[side] + floor(g) for p, g, c in finite
+        ]
+        observed.append(sum(seen) / len(finite))
+        expected.append(sum(allowed) / len(finite))
+    return Noise((observed[0], observed[1]), (expected[0], expected[1]))
+
+
+def floor(gold: Tensor) -> float:
+    """Return the error that a run in float64 may have."""
+    return _FLOOR * float(gold.square().mean().sqrt()) + 1e-300
+
+
+def all_finite(*outputs: Tensor) -> bool:
+    """Say whether every number of every output is finite."""
+    return all(bool(torch.isfinite(output).all()) for output in outputs)

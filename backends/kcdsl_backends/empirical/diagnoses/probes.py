@@ -1,21 +1,26 @@
-"""Both kernels and the reference on the requests that are probed, and the noise of both."""
+"""Probes: both kernels and the reference on some requests; the same bits twice and in batches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import (
     BEYOND,
+    FAILURES,
     POSITIONS,
     PROBES,
     SIDES,
     Forward,
+    Noise,
     Probe,
+    not_applicable,
+    outcome,
     size,
 )
 from kcdsl_backends.empirical.diagnoses.reference import Reference
@@ -80,62 +85,98 @@ def _reference(request: Request, reference: Reference) -> tuple[Tensor, Tensor, 
     return gold, train, infer
 
 
-# --- errors beside what the claimed numerics allow ------------------------------------------------
-
-_FLOOR = 64 * 2.0**-53
-"""Error, relative to the size of the outputs, that float64 itself makes."""
+# --- the same bits again -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Distances from the run without roundings, of train and of infer (`size`).
+def self_determinism(probes: Sequence[Probe]) -> Precheck:
+    """A kernel run twice should give the same bits; otherwise its noise is part of every drift."""
+    name = "self_determinism"
+    if not probes:
+        return not_applicable(name, "no request could be run")
+    sides = {side: sum(not p.equal[i] for p in probes) for i, side in enumerate(SIDES)}
+    rate = sum(sides.values()) / (2 * len(probes))
+    detail = ", ".join(f"{side} {n} of {len(probes)} differ" for side, n in sides.items())
+    return outcome(name, rate == 0, detail, rate)
 
-    `expected` is that of a plain program in the claimed formats, plus what two runs of the kernel
-    differ by.
+
+# --- batches --------------------------------------------------------------------------------------
+
+BATCHES = "batch_invariance"
+_TAIL = 3
+_LOOSE = 1e-4
+"""Without a reference: how far, relative to the outputs, batching may move them."""
+
+
+def batch_invariance(
+    pair: tuple[Request, Request] | None,
+    kernels: tuple[Forward, Forward],
+    noise: Noise | None,
+    *,
+    encoder: bool,
+    padding: bool = True,
+) -> Precheck:
+    """Run a request alone, in a batch, in the other order and padded behind.
+
+    Other bits are counted; the check fails where a regrouping moves an output further than
+    `BEYOND` times what the kernel's claim explains, since that is no order of additions. `padding`
+    False leaves out tokens behind the request, which a wrong mask or a shift lets it see.
     """
+    if pair is None:
+        return not_applicable(BATCHES, "no two requests of two tokens")
+    found, worst, over = [], 0.0, []
+    for side, kernel in enumerate(kernels):
+        moved = regrouped(pair, kernel, padding and not encoder)
+        if moved is None:
+            continue
+        alone, others = moved
+        gaps = {how: _gap(alone, rows, encoder) for how, rows in others.items()}
+        found += [not torch.equal(alone, rows) for rows in others.values()]
+        scale = float(alone[torch.isfinite(alone)].square().mean().sqrt())
+        limit = _LOOSE * scale if noise is None else BEYOND * noise.expected[side]
+        how = max(gaps, key=lambda key: gaps[key])
+        worst = max(worst, gaps[how])
+        if not math.isfinite(gaps[how]):
+            over.append(f"{SIDES[side]} gives other than numbers {how}")
+        elif not gaps[how] <= limit:
+            over.append(f"{SIDES[side]} moves by {gaps[how]:.2g} {how}")
+    if not found:
+        return not_applicable(BATCHES, "no kernel takes batches")
+    rate = sum(found) / len(found)
+    detail = f"other bits in {sum(found)} of {len(found)} regroupings, at most {worst:.2g}"
+    return outcome(BATCHES, not over, "; ".join([*over, detail]), rate)
 
-    observed: tuple[float, float]
-    expected: tuple[float, float]
 
-    def ratio(self, side: int) -> float:
-        """Return how many times what its claim allows a side errs."""
-        return self.observed[side] / self.expected[side]
-
-    @property
-    def beyond(self) -> tuple[int, ...]:
-        """Return the sides that err more than their claims explain."""
-        return tuple(side for side in (0, 1) if self.ratio(side) > BEYOND)
-
-    def shown(self, side: int) -> str:
-        """Return the figures of a side in words."""
-        return (
-            f"{SIDES[side]} lies {self.observed[side]:.2g} from the model without roundings, "
-            f"{self.ratio(side):.2g} times what its numerics explain"
-        )
+def _gap(alone: Tensor, rows: Tensor, encoder: bool) -> float:
+    """Return how far two outputs lie apart; infinite where that is no number, so that the largest
+    distance is this one."""
+    found = size(alone, rows, states=encoder)
+    return found if math.isfinite(found) else math.inf
 
 
-def noise_of(probes: Sequence[Probe], *, states: bool) -> Noise | None:
-    """Return the noise of both kernels; None without a reference run."""
-    known = [(p, p.gold, p.claimed) for p in probes if p.gold is not None and p.claimed is not None]
-    finite = [(p, g, c) for p, g, c in known if all_finite(p.train, p.infer, g, *c)]
-    if not finite:
+def regrouped(
+    pair: tuple[Request, Request], kernel: Forward, padding: bool
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Return the output alone, and the same rows by how the request was grouped."""
+    length = min(POSITIONS, *(r.length for r in pair))
+    one, two = (list(r.tokens[:length]) for r in pair)
+    try:
+        with torch.no_grad():
+            alone = kernel(one)
+            batch, turned = kernel([one, two]), kernel([two, one])
+            if alone.dim() != 2 or any(o.shape != (2, *alone.shape) for o in (batch, turned)):
+                return None
+            if bool((alone.isnan() | alone.isposinf()).any()):
+                return None
+            others = {"in a batch": batch[0], "in the other order": turned[1]}
+    except FAILURES:
         return None
-    observed, expected = [], []
-    for side in (0, 1):
-        seen = [size(g, p.side(side), states=states) for p, g, _ in finite]
-        allowed = [
-            size(g, c[side], states=states) + p.wobble[side] + floor(g) for p, g, c in finite
-        ]
-        observed.append(sum(seen) / len(finite))
-        expected.append(sum(allowed) / len(finite))
-    return Noise((observed[0], observed[1]), (expected[0], expected[1]))
-
-
-def floor(gold: Tensor) -> float:
-    """Return the error that a run in float64 may have."""
-    return _FLOOR * float(gold.square().mean().sqrt()) + 1e-300
-
-
-def all_finite(*outputs: Tensor) -> bool:
-    """Say whether every number of every output is finite."""
-    return all(bool(torch.isfinite(output).all()) for output in outputs)
+    try:
+        with torch.no_grad():
+            tails = [one + two[:_TAIL], two + one[:_TAIL]]
+            padded = kernel(tails) if padding else None
+    except FAILURES:
+        padded = None
+    if padded is not None:
+        others["padded in a batch"] = padded[0, :length]
+    exact = {how: rows.to("cpu", torch.float64) for how, rows in others.items()}
+    return alone.to("cpu", torch.float64), exact

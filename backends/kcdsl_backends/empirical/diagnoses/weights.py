@@ -18,12 +18,14 @@ from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import (
     BEYOND,
     SIDES,
+    Noise,
     Probe,
+    all_finite,
+    floor,
     not_applicable,
     outcome,
     size,
 )
-from kcdsl_backends.empirical.diagnoses.probes import Noise, all_finite, floor
 from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.sources.kernels import Kernel
 

@@ -1,0 +1,121 @@
+"""Statistical power: the rate that a sample shows, and how many units would decide a clause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kcdsl.ir.terms import Clause
+from kcdsl.verdict.result import Shown
+from kcdsl_backends.empirical.requirements import allowed_rate, is_mean
+from kcdsl_backends.empirical.statistics import bootstrap, planning
+from kcdsl_backends.empirical.statistics.estimates import Confidence, Exceedance
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """What is printed of a clause beside its verdict; a compound clause has only its text."""
+
+    metric: str
+    unit: str = "1"
+    op: str = ""
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    threshold: float | None = None
+    exact: Fraction | None = None
+    """The value that the obligation compares with its threshold, before it is rounded to a double:
+    of two terms their difference. None where a sample gives no limit of it."""
+
+
+_MOST_UNITS = 10**9
+
+
+def shown(
+    clause: Clause, of: str, exceedance: Exceedance | None, confidence: Confidence
+) -> Shown | None:
+    """Return the rate that a sample shows not to be exceeded; None where no unit is counted.
+
+    With none of n beyond it is 1 - α^(1/n), about 3/n at 95 %.
+    """
+    if exceedance is None or allowed_rate(clause) is None:
+        return None
+    return Shown(exceedance.k, exceedance.n, of, exceedance.high, confidence.share)
+
+
+def needed(
+    clause: Clause, display: Display, exceedance: Exceedance | None, confidence: Confidence
+) -> int | None:
+    """Return how many units would decide an open clause in its favour, went they on as they did.
+
+    None where no number of units would, or where that cannot be told.
+    """
+    allowed = allowed_rate(clause)
+    if allowed is not None and 0 < allowed < 1 and exceedance is not None:
+        return planning.units_at_rate(allowed, exceedance.rate, confidence)
+    if allowed is None and is_mean(clause):
+        return _for_mean(display)
+    return None
+
+
+def _for_mean(display: Display) -> int | None:
+    """Return n (distance of the limit / distance of the threshold)^2, both from the value."""
+    limit = display.low if display.op in (">=", ">") else display.high
+    if display.value is None or display.threshold is None or limit is None:
+        return None
+    room = display.threshold - display.value
+    room = -room if display.op in (">=", ">") else room
+    if room <= 0:
+        return None
+    wanted = display.n * (abs(limit - display.value) / room) ** 2
+    return max(display.n + 1, round(wanted)) if wanted < _MOST_UNITS else None
+
+
+def why_open(
+    clause: Clause,
+    display: Display,
+    found: Shown | None,
+    enough: int | None,
+    confidence: Confidence,
+) -> str:
+    """Return why a sample decides nothing, and what would."""
+    allowed = allowed_rate(clause)
+    if found is not None and allowed is not None:
+        return f"{found.text}; {_what_decides(found, allowed, enough, confidence)}"
+    if confidence.anytime and found is None and allowed is None:
+        return "it has no limit that holds at every look; plan the looks, or give it a budget"
+    if display.value is None or display.threshold is None:
+        return "the limits of the sample do not decide it"
+    if display.low is None and display.high is None:
+        return _no_limits(clause, display.n)
+    more = "" if enough is None else f"; about {enough} would decide it if they are alike"
+    return (
+        f"the threshold {display.threshold:g} lies between the limits "
+        f"[{_end(display.low)}, {_end(display.high)}] of {display.n} units{more}"
+    )
+
+
+def _no_limits(clause: Clause, n: int) -> str:
+    fewest = bootstrap.FEWEST_CLUSTERS
+    if is_mean(clause) and n < fewest:
+        return f"{n} units are too few for a limit of their mean: it takes {fewest}"
+    return f"its {n} units give no limit"
+
+
+def _what_decides(
+    found: Shown, allowed: Fraction, enough: int | None, confidence: Confidence
+) -> str:
+    if allowed == 0:
+        return "no sample shows that none ever is: a proof or a census does"
+    wanted = f"at most {100 * float(allowed):.6g} %"
+    if found.k == 0:
+        return f"{enough} without any would show {wanted}"
+    if enough is None:
+        return f"no number of units like these shows {wanted}"
+    fewest = planning.units_for_budget(allowed, confidence)
+    return f"about {enough} like these, or {fewest} without any, would show {wanted}"
+
+
+def _end(limit: float | None) -> str:
+    return "none" if limit is None else f"{limit:.4g}"
