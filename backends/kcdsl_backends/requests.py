@@ -58,7 +58,8 @@ class RequestFile:
     name: str
     sha256: str
     requests: tuple[Request, ...]
-    source: SourceFile
+    source: SourceFile | None = None
+    """The text, None of a recording: its rows are no lines of a text that could be shown."""
 
 
 def load_requests(
@@ -263,14 +264,16 @@ def _holds(predicate: Predicate, request: Request, file: RequestFile, slice_name
             actual = request.fields.get(field)
             if actual is None or _kind(actual) != _kind(value):
                 problem = "has no" if actual is None else f"has the {_kind(actual)} {actual} as"
-                raise _refuse_line(
-                    codes.REQUEST_FIELD,
+                message = (
                     f"the request `{request.id}` {problem} field `{field}`, which the slice "
-                    f"`{slice_name}` compares with a {_kind(value)}",
-                    file.source,
-                    request.line,
-                    "give the field to every row, or name a field that all rows have",
+                    f"`{slice_name}` compares with a {_kind(value)}"
                 )
+                help = "give the field to every row, or name a field that all rows have"
+                if file.source is None:
+                    word = "line" if file.name.endswith(".jsonl") else "row"
+                    where = f"{file.name}, {word} {request.line}"
+                    raise refuse(codes.REQUEST_FIELD, f"{where}: {message}", help=help)
+                raise _refuse_line(codes.REQUEST_FIELD, message, file.source, request.line, help)
             return bool(_COMPARISONS[op](actual, value))
         case _:
             assert_never(predicate)

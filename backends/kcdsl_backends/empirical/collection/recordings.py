@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.kernels import LogProbabilities
 from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
@@ -137,11 +136,11 @@ def prepare_recorded(
         name: {f"{name}:{r.key}": r for r in found.rollouts} for name, found in recordings.items()
     }
     rows = {
-        s.name: tuple(by_key[data_of[s.name]][q.key] for q in _selected(files[data_of[s.name]], s))
+        s.name: tuple(by_key[data_of[s.name]][q.key] for q in select(files[data_of[s.name]], s))
         for s in chosen
     }
     spoiled = spoiled_slices(
-        (gap, _selected(files[data_of[gap.slice.name]], gap.slice)) for gap in missed
+        (gap, select(files[data_of[gap.slice.name]], gap.slice)) for gap in missed
     )
     every = {id(r): r for found in rows.values() for r in found}
     idle = sum(not counts(r) for r in every.values())
@@ -169,24 +168,8 @@ def prepare_recorded(
     )
 
 
-def _selected(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:
-    """Return the rows that a slice selects. A recording is shown by the number of a row alone: its
-    rows are no lines of a text that could be shown."""
-    try:
-        return select(file, slice_)
-    except Refusal as refusal:
-        first = refusal.diagnostics[0]
-        if first.span is None:
-            raise
-        number = file.source.position(first.span.start).line
-        word = "line" if file.name.endswith(".jsonl") else "row"
-        message = f"{file.name}, {word} {number}: {first.message}"
-        raise Refusal(replace(first, message=message, source=None, span=None)) from refusal
-
-
 def _as_requests(found: Recording) -> RequestFile:
     """Return rows as requests, on which the predicates of slices are tested."""
-    source = SourceFile(found.name, "\n" * (max(found.numbers, default=0) + 1))
     requests = tuple(
         Request(
             f"{found.name}:{r.key}",
@@ -197,7 +180,7 @@ def _as_requests(found: Recording) -> RequestFile:
         )
         for r, number in zip(found.rollouts, found.numbers, strict=True)
     )
-    return RequestFile(found.name, found.sha256, requests, source)
+    return RequestFile(found.name, found.sha256, requests)
 
 
 def units_available(program: Program, base: Path) -> dict[str, int | None]:
@@ -212,7 +195,7 @@ def units_available(program: Program, base: Path) -> dict[str, int | None]:
             continue
         recording = load_recordings(program, files, [name], vocabulary)[name]
         by_key = {f"{name}:{r.key}": r for r in recording.rollouts}
-        rows = [by_key[q.key] for q in _selected(_as_requests(recording), slice_)]
+        rows = [by_key[q.key] for q in select(_as_requests(recording), slice_)]
         usable = [r for r in rows if counts(r)]
         found[slice_.name] = len(groups_of(name, recording.rollouts, usable))
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -54,9 +54,6 @@ class Recording:
     roles: frozenset[str]
     numbers: tuple[int, ...]
     """The number of each rollout's row as people count."""
-    word: str = "row"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """The name of the column of each role."""
     joined: int = 0
     """How many groups were joined with another, for they share a prompt."""
 
@@ -104,9 +101,7 @@ def assemble(
     _refuse_counted_prompts(rows, have, found)
     numbers = tuple(rows.number(i) for i in range(rows.count))
     rollouts, groups = joined(found)
-    return Recording(
-        rows.name, rows.sha256, rollouts, frozenset(have), numbers, rows.word, have, groups
-    )
+    return Recording(rows.name, rows.sha256, rollouts, frozenset(have), numbers, groups)
 
 
 def _lacking(rows: Rows, role: str, column: str) -> Exception:
