@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kcdsl.diagnostics import Refusal, refuse
@@ -111,6 +112,32 @@ def signing_keys(given: Sequence[str]) -> tuple[SigningKey, ...]:
 def written_as(stem: Path, signed: bool) -> Path:
     """Return the file of a certificate, or of its statement, from the path without an ending."""
     return stem.with_name(stem.name + (CERTIFICATE if signed else STATEMENT))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The file of a certificate, or of its statement where no key is to sign.
+
+    `replaces` says that there is an earlier certificate of the same keys.
+    """
+
+    path: Path
+    keys: tuple[SigningKey, ...]
+    replaces: bool
+
+    @classmethod
+    def of(cls, stem: Path, keys: tuple[SigningKey, ...]) -> Target:
+        """Return the file from the path without an ending; raises Refusal where it is of others."""
+        path = written_as(stem, bool(keys))
+        return cls(path, keys, bool(keys) and refuse_other_signers(path, keys))
+
+    def tell(self, written: bool = True) -> None:
+        """Say on stderr what signs it, and what it replaces."""
+        if not self.keys:
+            tell_unsigned(self.path, written)
+        elif self.replaces:
+            named = printable(str(self.path))
+            print(f"note: {named} replaces an earlier one by the same keys", file=sys.stderr)
 
 
 def certificate_of(statement: Path) -> Path:

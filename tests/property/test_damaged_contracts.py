@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.render.documents import render_json
 from kcdsl.diagnostics.render.full import render_full
-from kcdsl.diagnostics.render.json import render_json
 from kcdsl.diagnostics.render.lines import render_concise
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest

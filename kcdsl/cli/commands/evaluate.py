@@ -89,7 +89,7 @@ class Evaluate(Looks, RunsCode, Certifies):
     def run(self) -> Exit:
         """Evaluate, write the files, print the report."""
         from kcdsl.model.files import Artefacts
-        from kcdsl.release.signing import refuse_other_signers, tell_unsigned, written_as
+        from kcdsl.release.signing import Target, written_as
         from kcdsl.source.files import in_contract
         from kcdsl.source.writing import refuse_targets
 
@@ -104,9 +104,9 @@ class Evaluate(Looks, RunsCode, Certifies):
         files = Artefacts.of(base)
         unnamed = _unnamed(program, files, bool(keys))
         folder = results_folder(self.output, contract.path)
-        target = written_as(folder / "evaluate", bool(keys))
-        refuse_targets(self._targets(folder, wanted, target), made=(folder,))
-        replaced = bool(keys) and refuse_other_signers(target, keys)
+        stem = folder / "evaluate"
+        refuse_targets(self._targets(folder, wanted, written_as(stem, bool(keys))), made=(folder,))
+        target = Target.of(stem, keys)
         backend = measuring_backend()
         kept = backend.journal(folder / "evaluate.journal", fresh=self.fresh, tell=_tell)
         with closing(kept) as journal:
@@ -146,7 +146,7 @@ class Evaluate(Looks, RunsCode, Certifies):
                 stated, why = self._certificate(contract, files, report, made, keys)
             texts = {output: _in_format(output.format, report, contract) for output in wanted}
             asked = {output.file: text for output, text in texts.items() if output.file}
-            written = self._write(folder, report, made, (target, stated), asked)
+            written = self._write(folder, report, made, (target.path, stated), asked)
             journal.remove()
         for output, text in texts.items():
             if output == Output("text", None):
@@ -159,10 +159,7 @@ class Evaluate(Looks, RunsCode, Certifies):
             say(f"wrote {name}")
         if stated is None:
             print(f"not certified: {why}", file=sys.stderr)
-        if not keys:
-            tell_unsigned(target, stated is not None)
-        elif replaced:
-            say(f"note: {target} replaces an earlier one by the same keys")
+        target.tell(stated is not None)
         return report.exit
 
     def _targets(self, folder: Path, wanted: Sequence[Output], target: Path) -> list[Path]:

@@ -45,10 +45,10 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
     from kcdsl.model.files import Artefacts
+    from kcdsl.release.signing import Target
     from kcdsl.route.catalogue import Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.outcome import GoalOutcome, Implied
-    from kcdsl_certs.signatures import SigningKey
 
 
 class Switch(StrEnum):
@@ -114,14 +114,10 @@ class Verify(RunsCode, Certifies):
         """Decide the chosen clauses, and write what was found before it is printed."""
         from kcdsl.model.files import Artefacts
         from kcdsl.release.artefacts import refuse_untrusted
-        from kcdsl.release.signing import (
-            refuse_other_signers,
-            signing_keys,
-            tell_unsigned,
-            written_as,
-        )
+        from kcdsl.release.signing import Target, signing_keys
         from kcdsl.source.files import in_contract
         from kcdsl.source.writing import refuse_folder
+        from kcdsl.verdict.model import EXITS, verdict_name, worst
 
         contract = read_contract(self.contract)
         program = contract.program
@@ -140,26 +136,22 @@ class Verify(RunsCode, Certifies):
         execution = execution_of(self.engine, self.jobs, self.threads, self.cache)
         folder = results_folder(self.output, contract.path)
         refuse_folder(folder)
-        target = written_as(folder / "-".join(["verify", *self.block, *self.clause]), bool(keys))
-        replaced = bool(keys) and refuse_other_signers(target, keys)
+        target = Target.of(folder / "-".join(["verify", *self.block, *self.clause]), keys)
         files = Artefacts.of(contract.base)
         refuse_untrusted(program, files)
         with in_contract(contract.path):
             outcomes = self._decide(program, files, chosen, backend, device, execution)
             implied = _implied(program, files, outcomes, backend)
-        self._write(contract, files, target, outcomes, implied, keys, device)
-        code = _exit(outcomes)
+        self._write(contract, files, target, outcomes, implied, device)
+        code = EXITS[worst({verdict_name(outcome.verdict) for outcome in outcomes})]
         if self.json:
-            print_json(_document(program, outcomes, implied, target, code), allow_nan=False)
+            print_json(_document(program, outcomes, implied, target.path, code), allow_nan=False)
         else:
-            _print(outcomes, implied, target, self.contract)
+            _print(outcomes, implied, target.path, self.contract)
         cached, cases = sum(o.cached for o in outcomes), sum(len(o.cases) for o in outcomes)
         if cached:
             say(f"cache: {cached} of {cases} cases from {execution.cache}")
-        if not keys:
-            tell_unsigned(target)
-        elif replaced:
-            say(f"note: {target} replaces an earlier one by the same keys")
+        target.tell()
         return code
 
     def _asked(self, goals: tuple[Goal, ...]) -> tuple[Goal, ...]:
@@ -231,10 +223,9 @@ class Verify(RunsCode, Certifies):
         self,
         contract: Contract,
         files: Artefacts,
-        target: Path,
+        target: Target,
         outcomes: Sequence[GoalOutcome],
         implied: Sequence[Implied],
-        keys: Sequence[SigningKey],
         device: str,
     ) -> None:
         """Write the certificate, or its statement, and the proofs that it names, all or none."""
@@ -243,7 +234,7 @@ class Verify(RunsCode, Certifies):
         from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
         from kcdsl.source.writing import make_folder, result, write_together
 
-        program, folder = contract.program, target.parent
+        program, folder = contract.program, target.path.parent
         proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
         references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
         results = proved_clauses(program, files, outcomes, references)
@@ -257,7 +248,7 @@ class Verify(RunsCode, Certifies):
             program=program,
             base=files,
             clauses=results,
-            keys=keys,
+            keys=target.keys,
             fingerprints={
                 "train": kernel_fingerprint(program.train, device),
                 "infer": kernel_fingerprint(program.infer, device),
@@ -271,7 +262,7 @@ class Verify(RunsCode, Certifies):
         make_folder(folder)
         made = [result(folder / references[name].path, proofs[name]) for name in proofs]
         made += [result(path, data) for path, data in runs.values()]
-        write_together([*made, result(target, bundle)], replace=True)
+        write_together([*made, result(target.path, bundle)], replace=True)
 
 
 def recording(function: Any, program: Program, files: Artefacts) -> dict[str, Any]:
@@ -431,18 +422,6 @@ def _implied(
 
 def _counterexample_file(folder: Path, outcome: GoalOutcome) -> Path:
     return folder / f"{outcome.goal.clause.id}.counterexample.json"
-
-
-def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:
-    from kcdsl.verdict.model import Held, InvalidEvidence, Violated
-
-    if any(isinstance(o.verdict, Violated) for o in outcomes):
-        return Exit.VIOLATED
-    if any(isinstance(o.verdict, InvalidEvidence) for o in outcomes):
-        return Exit.COULD_NOT_RUN
-    if outcomes and all(isinstance(o.verdict, Held) for o in outcomes):
-        return Exit.HELD
-    return Exit.INCONCLUSIVE
 
 
 def _document(

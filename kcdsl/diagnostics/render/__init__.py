@@ -42,31 +42,21 @@ def render(
 ) -> str:
     """Render in one of `FORMATS`. `stream` decides colour and width of `full`."""
     about = run if run is not None else Run()
-    match format:
-        case "json":
-            from kcdsl.diagnostics.render.json import render_json
+    if format in DOCUMENTS:
+        from kcdsl.diagnostics.render import documents
 
-            return render_json(diagnostics, about.suppressed)
-        case "concise":
-            from kcdsl.diagnostics.render.lines import render_concise
+        if format == "json":
+            return documents.render_json(diagnostics, about.suppressed)
+        made = documents.render_sarif if format == "sarif" else documents.render_junit
+        return made(diagnostics, about)
+    if format in ("concise", "github"):
+        from kcdsl.diagnostics.render import lines
 
-            return render_concise(diagnostics)
-        case "github":
-            from kcdsl.diagnostics.render.lines import render_github
+        made_of = lines.render_concise if format == "concise" else lines.render_github
+        return made_of(diagnostics)
+    from kcdsl.diagnostics.render.full import render_full
 
-            return render_github(diagnostics)
-        case "sarif":
-            from kcdsl.diagnostics.render.sarif import render_sarif
-
-            return render_sarif(diagnostics, about)
-        case "junit":
-            from kcdsl.diagnostics.render.junit import render_junit
-
-            return render_junit(diagnostics, about)
-        case _:
-            from kcdsl.diagnostics.render.full import render_full
-
-            return render_full(diagnostics, stream)
+    return render_full(diagnostics, stream)
 
 
 def page_url(docs_url: str | None, code: str) -> str | None:

@@ -15,7 +15,7 @@ from kcdsl.diagnostics.codes import FAMILIES, RETIRED, Code, all_codes, find
 from kcdsl.diagnostics.model import Diagnostic
 from kcdsl.diagnostics.pages import Page
 from kcdsl.diagnostics.render import Run
-from kcdsl.diagnostics.render.sarif import render_sarif
+from kcdsl.diagnostics.render.documents import render_sarif
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

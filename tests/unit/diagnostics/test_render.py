@@ -10,8 +10,8 @@ import pytest
 from kcdsl.diagnostics import Diagnostic, Label, Severity
 from kcdsl.diagnostics.codes import UNKNOWN_METRIC, all_codes, find
 from kcdsl.diagnostics.render import render
+from kcdsl.diagnostics.render.documents import render_json
 from kcdsl.diagnostics.render.full import render_full
-from kcdsl.diagnostics.render.json import render_json
 from kcdsl.diagnostics.render.lines import render_concise
 from kcdsl.diagnostics.spans import SourceFile, Span
 
