@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kcdsl import __version__
-from kcdsl.cli.commands import COMMANDS, load
+from kcdsl.cli.commands import COMMANDS, command_of, load
 from kcdsl.cli.common import Command, declare, from_environment
 from kcdsl.diagnostics import Diagnostic, Refusal, refuse
 from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, NO_PACKAGE, USAGE
@@ -116,16 +116,6 @@ def built(name: str, command: type[Command], given: dict[str, Any]) -> Command:
             if field not in {"command", "traceback", "color"}
         }
     )
-
-
-def command_of(words: Sequence[str]) -> str | None:
-    """Return the word that names the command: the first that is no option and no value of one."""
-    before = ""
-    for word in words:
-        if not word.startswith("-") and before != "--color":
-            return word
-        before = word
-    return None
 
 
 def parser_of(name: str | None, command: type[Command] | None) -> argparse.ArgumentParser:

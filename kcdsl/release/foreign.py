@@ -29,9 +29,8 @@ from kcdsl.diagnostics.codes import NO_BACKEND
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import data_digests
-from kcdsl.release.requirements import slice_sources
+from kcdsl.release.requirements import build_triple, slice_sources
 from kcdsl.release.results import proof_reference, proved_clauses
-from kcdsl.release.triple import build_triple
 from kcdsl.route.catalogue import BackendSpec, catalogue, is_foreign
 from kcdsl.route.goals import Goal
 from kcdsl.source.files import read_bytes

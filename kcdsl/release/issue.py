@@ -15,8 +15,7 @@ from kcdsl.diagnostics.codes import CANNOT_CERTIFY
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import code_digests, data_digests, refuse_others, stated_digests
-from kcdsl.release.requirements import required_clauses
-from kcdsl.release.triple import Fingerprints, build_triple
+from kcdsl.release.requirements import Fingerprints, build_triple, required_clauses
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.signatures import SigningKey, bundle_bytes, sign
 from kcdsl_certs.statement import (

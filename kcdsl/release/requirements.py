@@ -1,11 +1,19 @@
-"""What a certificate of a contract must cover, as the verifier reads it."""
+"""What a verifier must know beforehand: the clauses of a contract, and the triple that is deployed.
+
+The triple is rebuilt from what is about to be deployed; its kernels may be in a file. No tensor
+library is needed.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
 from kcdsl.ir.obligations import (
     Obligation,
     conjunction,
@@ -22,6 +30,7 @@ from kcdsl.ir.terms import (
     Clause,
     FieldTest,
     HasFields,
+    KernelRef,
     Metric,
     NoFlip,
     NoneOf,
@@ -37,18 +46,25 @@ from kcdsl.ir.terms import Region as DemandedRegion
 from kcdsl.metrics import find_metric
 from kcdsl.model.files import Artefacts
 from kcdsl.model.registry import is_encoder
-from kcdsl.release.artefacts import companions
+from kcdsl.release.artefacts import checkpoint_manifest, companions, data_digests
+from kcdsl.source.files import open_regular
 from kcdsl_certs.reals import real_text
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement import (
     Chain,
+    Checkpoint,
     Comparison,
+    Contract,
     Evidence,
+    Expectation,
+    Kernel,
     Quantity,
     Region,
     RequiredClause,
     SliceSource,
+    Triple,
 )
-from kcdsl_certs.strict import canonical_digest
+from kcdsl_certs.strict import canonical_digest, strict_load
 from kcdsl_certs.verification.rows import BYTES
 
 
@@ -229,3 +245,114 @@ def _metric_inside(term: Term) -> str | None:
             return _metric_inside(of)
         case _:
             return None
+
+
+# --- triple ---------------------------------------------------------------------------------------
+
+
+Fingerprints = Mapping[str, Mapping[str, Any]]
+"""Kernel fingerprints by role, "train" and "infer": plain data without floats."""
+
+
+def build_triple(
+    program: Program,
+    base: Path | Artefacts,
+    *,
+    fingerprints: Fingerprints | None = None,
+    checkpoint: Path | None = None,
+) -> Triple:
+    """Return the triple of a compiled contract whose folder is `base`.
+
+    `fingerprints` are those of the kernels that will run; by default they are taken here.
+    `checkpoint` replaces the path that the contract names. Raises Refusal where a file is missing
+    or must not be trusted.
+    """
+    from kcdsl.ir.canonical import digest
+
+    files = Artefacts.of(base)
+    path = checkpoint if checkpoint is not None else files.locate(program.model.checkpoint)
+    manifest = checkpoint_manifest(path)
+    kernels = {
+        role: _kernel(ref, None if fingerprints is None else fingerprints.get(role), role)
+        for role, ref in (("train", program.train), ("infer", program.infer))
+    }
+    return Triple(
+        Checkpoint.of(path.name, manifest, companions(program.model, files)),
+        kernels["train"],
+        kernels["infer"],
+        Contract(program.name, program.version, digest(program).removeprefix("sha256:")),
+    )
+
+
+def _kernel(ref: KernelRef, given: Mapping[str, Any] | None, role: str) -> Kernel:
+    from kcdsl.model.fingerprint import kernel_fingerprint
+
+    fingerprint = kernel_fingerprint(ref) if given is None else dict(given)
+    kernel = Kernel(ref.run, fingerprint)
+    try:
+        _ = kernel.digest
+    except Rejected as error:
+        raise refuse(
+            KERNELS_FILE, f"the fingerprint of the {role} kernel has no canonical form: {error}"
+        ) from error
+    return kernel
+
+
+def build_expectation(
+    program: Program,
+    base: Path | Artefacts,
+    *,
+    fingerprints: Fingerprints | None = None,
+    checkpoint: Path | None = None,
+) -> Expectation:
+    """Return all that a verifier must know beforehand: triple, clauses, data digests, slices."""
+    files = Artefacts.of(base)
+    return Expectation(
+        build_triple(program, files, fingerprints=fingerprints, checkpoint=checkpoint),
+        required_clauses(program, files),
+        data_digests(program, files),
+        slice_sources(program, files),
+    )
+
+
+# --- the file of fingerprints ---------------------------------------------------------------------
+
+
+KERNELS_SCHEMA = "kcdsl.kernels/1"
+_LARGEST = 2**20
+
+
+def kernels_document(fingerprints: Fingerprints) -> bytes:
+    """Return the document `kcdsl.kernels/1` (kernels.schema.json) of both kernels."""
+    document = {
+        "schema": KERNELS_SCHEMA,
+        "train": dict(fingerprints["train"]),
+        "infer": dict(fingerprints["infer"]),
+    }
+    return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_kernels(path: Path) -> Fingerprints:
+    """Read the fingerprints of `train` and `infer`; raises Refusal where that fails."""
+    try:
+        with open_regular(path) as stream:
+            value: Any = strict_load(stream.read(_LARGEST + 1), _LARGEST)
+    except OSError as error:
+        raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
+    except Rejected as error:
+        raise _refused(path, f": {error.detail} ({error.reason})") from error
+    match value:
+        case {"schema": schema, "train": dict(train), "infer": dict(infer), **rest}:
+            if schema == KERNELS_SCHEMA and not rest:
+                return {"train": train, "infer": infer}
+        case _:
+            pass
+    raise _refused(path, "")
+
+
+def _refused(path: Path, why: str) -> Refusal:
+    return refuse(
+        KERNELS_FILE,
+        f"{path} is no document of the schema {KERNELS_SCHEMA}{why}",
+        help="`kcdsl evaluate` writes one, kernels.json; it has the objects `train` and `infer`",
+    )

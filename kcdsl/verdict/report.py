@@ -136,19 +136,9 @@ class Report(Record):
     """The data of the charts: plain JSON of bounded size."""
 
     @property
-    def unit(self) -> str:
-        """Return what one sampling unit is called: "request", or "prompt" of recorded rollouts."""
-        return str(self.environment.get("unit", "request"))
-
-    @property
     def verdict(self) -> str:
         """Return violated, else invalid_evidence, else inconclusive, else held."""
         return overall(self.clauses)[0]
-
-    @property
-    def not_decided(self) -> str:
-        """Name what this evaluation does not decide; empty where it decides the whole contract."""
-        return not_decided(self.deferred)
 
     @property
     def exit(self) -> Exit:

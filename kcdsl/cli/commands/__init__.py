@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -79,3 +79,13 @@ def load(name: str) -> type[Command]:
     module, _, attribute = COMMANDS[name].target.partition(":")
     found: type[Command] = getattr(import_module(f"{__name__}.{module}"), attribute)
     return found
+
+
+def command_of(words: Sequence[str]) -> str | None:
+    """Return the word that names the command: the first that is no option and no value of one."""
+    before = ""
+    for word in words:
+        if not word.startswith("-") and before != "--color":
+            return word
+        before = word
+    return None

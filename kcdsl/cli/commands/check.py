@@ -83,7 +83,7 @@ class Check(Trusts):
     def _report(self) -> Combined:
         from kcdsl.model.files import Artefacts
         from kcdsl.release.artefacts import ArtefactRefused
-        from kcdsl.release.triple import build_expectation
+        from kcdsl.release.requirements import build_expectation
         from kcdsl_certs.rejected import Rejected
         from kcdsl_certs.verification.report import Combined, refused
 
@@ -326,7 +326,7 @@ class Transfer(Trusts, RunsCode, Signs):
         one."""
         from datetime import UTC, datetime
 
-        from kcdsl.release.triple import build_expectation
+        from kcdsl.release.requirements import build_expectation
         from kcdsl_certs.rejected import Rejected
         from kcdsl_certs.signatures import decode, parse_bundle
         from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker

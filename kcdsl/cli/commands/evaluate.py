@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
     from kcdsl.model.files import Artefacts
-    from kcdsl.release.triple import Fingerprints
+    from kcdsl.release.requirements import Fingerprints
     from kcdsl.source.writing import NewFile
     from kcdsl.verdict.report import ImpliedClause, Report
     from kcdsl_certs.signatures import SigningKey
@@ -344,7 +344,7 @@ def _evidence(
     what was taken over from the journal of an earlier run."""
     import json
 
-    from kcdsl.release.triple import kernels_document
+    from kcdsl.release.requirements import kernels_document
     from kcdsl.source.writing import result
 
     lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)

@@ -125,7 +125,7 @@ class Status(Command):
         from kcdsl.diagnostics import refuse
         from kcdsl.diagnostics.codes import FILE_MISSING
         from kcdsl.release.artefacts import ArtefactRefused
-        from kcdsl.release.triple import build_expectation
+        from kcdsl.release.requirements import build_expectation
 
         contract = read_contract(self.contract)
         named = [Path(name) for name in self.files]

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kcdsl.cli.application import command_of
-from kcdsl.cli.commands import COMMANDS, load
+from kcdsl.cli.commands import COMMANDS, command_of, load
 from kcdsl.cli.common import Command, Option, argument, choice, switch
 from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import refuse

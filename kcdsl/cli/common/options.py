@@ -21,7 +21,7 @@ from kcdsl.diagnostics.codes import NO_DEVICE
 from kcdsl.route.catalogue import ENGINES
 
 if TYPE_CHECKING:
-    from kcdsl.release.triple import Fingerprints
+    from kcdsl.release.requirements import Fingerprints
     from kcdsl.route.catalogue import Execution
     from kcdsl_certs.signatures import Trust
 
@@ -66,36 +66,23 @@ def number(text: str) -> float:
     return found if abs(found) < float("inf") else float("nan")
 
 
-def positive(text: str) -> float:
-    """Return a positive, finite number."""
-    found = number(text)
-    if not found > 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
-    return found
+def _real(what: str, admits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return the reader of a finite number that is admitted."""
+
+    def read(text: str) -> float:
+        found = number(text)
+        if not admits(found):
+            raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
+        return found
+
+    return read
 
 
-def not_negative(text: str) -> float:
-    """Return a finite number that is not negative."""
-    found = number(text)
-    if not found >= 0:
-        raise argparse.ArgumentTypeError(f"must be a number that is not negative, not {text!r}")
-    return found
-
-
-def probability(text: str) -> float:
-    """Return a number between 0 and 1, both left out."""
-    found = number(text)
-    if not 0 < found < 1:
-        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, not {text!r}")
-    return found
-
-
-def seconds(text: str) -> float:
-    """Return a time that a solver may take."""
-    found = number(text)
-    if not 0.001 <= found <= 1e6:
-        raise argparse.ArgumentTypeError("a number of seconds from 0.001 to 1,000,000")
-    return found
+positive = _real("a positive number", lambda found: found > 0)
+not_negative = _real("a number that is not negative", lambda found: found >= 0)
+probability = _real("a number between 0 and 1", lambda found: 0 < found < 1)
+seconds = _real("a number of seconds from 0.001 to 1,000,000", lambda found: 0.001 <= found <= 1e6)
+"""Read a time that a solver may take."""
 
 
 def gigabytes(text: str) -> int:
@@ -264,7 +251,7 @@ def fingerprints_in(kernels: str | None) -> Fingerprints | None:
     """Return the fingerprints of the file that `--kernels` names."""
     if kernels is None:
         return None
-    from kcdsl.release.triple import read_kernels
+    from kcdsl.release.requirements import read_kernels
 
     return read_kernels(Path(kernels))
 

@@ -429,7 +429,7 @@ def test_other_weights_are_not_accepted(cli: Any, folder: Path) -> None:
     # Weights that left the region, under a triple and a signature that fit them.
     path = later(folder, _with(Q, 7.0))
     from kcdsl.check.compile import load_program
-    from kcdsl.release.triple import build_triple
+    from kcdsl.release.requirements import build_triple
 
     program = load_program(folder / "contract.yaml")
     signed(folder, replace(honest, triple=build_triple(program, folder, checkpoint=path)))

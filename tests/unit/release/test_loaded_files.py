@@ -270,7 +270,7 @@ def test_the_source_of_a_factory_is_recorded_and_may_not_change_while_it_runs(
 
 def test_a_generation_config_that_changes_changes_the_triple(folder: Path) -> None:
     from kcdsl.check.compile import load_program
-    from kcdsl.release.triple import build_triple
+    from kcdsl.release.requirements import build_triple
 
     program = load_program(folder / "contract.yaml")
     before = build_triple(program, folder)

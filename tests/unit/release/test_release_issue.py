@@ -31,9 +31,8 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.release.issue import issue, results_for, weakened
-from kcdsl.release.requirements import required_clauses
+from kcdsl.release.requirements import build_triple, required_clauses
 from kcdsl.release.results import proof_reference, proved_clauses
-from kcdsl.release.triple import build_triple
 from kcdsl.route.goals import goals
 from kcdsl.source.writing import write_bytes
 from kcdsl.verdict.model import Evidence as ProvedBy
