@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,13 +99,11 @@ def _look(subject: Subject, swaps: Swapper, request: Request) -> _Seen:
         alone[name] = _values(subject, request, plain.output, swapped.output)
     cumulative: dict[str, Array] = {}
     done: dict[str, Tensor] = {}
+    entering = plain
     for name in swaps.names:
-        entering = plain if not done else swaps.run(tokens, done)
-        if done:
-            cumulative[list(done)[-1]] = _values(subject, request, plain.output, entering.output)
         done[name] = _cpu(subject.pair.infer.block(name, entering.entered[name]))
-    last = swaps.run(tokens, done)
-    cumulative[swaps.names[-1]] = _values(subject, request, plain.output, last.output)
+        entering = swaps.run(tokens, done)
+        cumulative[name] = _values(subject, request, plain.output, entering.output)
     kernel = subject.pair.infer
     forward = kernel.hidden if subject.plan.encoder else kernel.logits
     with torch.no_grad():
@@ -224,16 +223,13 @@ class Swapper:
         """
         entered: dict[str, list[Tensor]] = {name: [] for name in self.names}
         left: dict[str, list[Tensor]] = {name: [] for name in self.names}
-        handles = []
-        for name in self.names:
-            handles.append(self._entries[name].register_forward_pre_hook(_entering(entered[name])))
-            swap = _swapping(left[name], replaced.get(name))
-            handles.append(self._exits[name].register_forward_hook(swap))
-        try:
+        with ExitStack() as hooks:
+            for name in self.names:
+                enter = _entering(entered[name])
+                swap = _swapping(left[name], replaced.get(name))
+                hooks.enter_context(self._entries[name].register_forward_pre_hook(enter))
+                hooks.enter_context(self._exits[name].register_forward_hook(swap))
             output = self.forward(tokens)
-        finally:
-            for handle in handles:
-                handle.remove()
         for name in self.names:
             if len(entered[name]) != 1 or len(left[name]) != 1 or entered[name][0].dim() != 2:
                 raise NoSwap(f"the block {name} did not run once, on hidden states [T, D]")
@@ -306,13 +302,11 @@ def _noted(kernel: Kernel, block: str, x: Tensor) -> Noted:
         return []
     part: nn.Module = blocks()[block]
     found: Noted = []
-    leaves = [(name, m) for name, m in part.named_modules() if name and not list(m.children())]
-    handles = [m.register_forward_hook(_noting(name, found)) for name, m in leaves]
-    try:
+    with ExitStack() as hooks:
+        for name, module in part.named_modules():
+            if name and not list(module.children()):
+                hooks.enter_context(module.register_forward_hook(_noting(name, found)))
         kernel.block(block, x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

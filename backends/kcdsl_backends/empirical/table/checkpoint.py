@@ -32,7 +32,7 @@ from kcdsl_backends.secret import sealed
 
 _HEAD = struct.Struct("<4scQ32s")
 """Mark, kind, length of the content, code of the frame before, of kind and content."""
-_MARK = b"kcj2"
+_MARK = b"kcj3"
 _NONCE = 16
 _KEY, _RUN, _COMPARISON, _NOTE = b"K", b"R", b"C", b"N"
 
