@@ -137,7 +137,7 @@ def _read_row(
             line,
             parse_float=_decimal,
             parse_constant=_decimal,
-            object_pairs_hook=_without_duplicates,
+            object_pairs_hook=without_duplicates,
         )
     except (ValueError, RecursionError) as error:
         raise refusal(f"not a JSON object: {error}") from None
@@ -222,7 +222,8 @@ def _decimal(digits: str) -> Decimal:
     return number
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object of pairs; raises ValueError where a key is given twice."""
     row = dict(pairs)
     if len(row) != len(pairs):
         keys = [key for key, _ in pairs]

@@ -208,6 +208,7 @@ def test_a_row_without_the_field_is_refused_wherever_the_predicate_names_it(
     first = caught.value.diagnostics[0]
     assert first.code.id == "KC622"
     assert first.span is not None
+    assert file.source is not None
     assert file.source.position(first.span.start).line == 2
     assert "`category`" in first.message
     assert "`refusals`" in first.message

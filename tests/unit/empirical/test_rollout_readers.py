@@ -288,7 +288,7 @@ def test_one_prompt_that_is_counted_is_refused_where_chance_does_not_explain_it(
             "line 1: the file begins with a byte order mark",
         ),
         ("list.jsonl", b"[1, 2]\n", "a row is a JSON object, not list"),
-        ("twice.jsonl", b'{"id": "a", "id": "b"}\n', "'id' comes twice"),
+        ("twice.jsonl", b'{"id": "a", "id": "b"}\n', "'id' is given twice"),
         ("bytes.jsonl", b'{"id": "\xff"}\n', "cannot be read"),
         ("cut.parquet", b"PAR1", "cannot be read"),
         ("cut.safetensors", b"\x00", "cannot be read"),

@@ -24,13 +24,12 @@ from kcdsl_backends.empirical.attribution.hybrids import Batches, Pair
 from kcdsl_backends.empirical.attribution.measurement import (
     FAILURES,
     Measured,
-    Progress,
     Subject,
     failure_words,
     measure,
 )
 from kcdsl_backends.empirical.attribution.shapley import Statistic
-from kcdsl_backends.empirical.collection.context import KernelContext
+from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.diagnoses.kernels import Subject as Diagnosed
 from kcdsl_backends.empirical.diagnoses.kernels import run_prechecks

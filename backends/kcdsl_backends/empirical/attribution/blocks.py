@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from kcdsl.model.architecture import Model
 from kcdsl.verdict.attribution import Layer, Layers, Mismatch
 from kcdsl_backends.empirical.attribution.envelopes import HEAD
-from kcdsl_backends.empirical.attribution.measurement import Progress, Subject, values_between
+from kcdsl_backends.empirical.attribution.measurement import Subject, values_between
 from kcdsl_backends.empirical.attribution.shapley import Array, Statistic, Table, column
+from kcdsl_backends.empirical.collection.context import Progress
 from kcdsl_backends.empirical.diagnoses.model import size
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.sources.kernels import Kernel

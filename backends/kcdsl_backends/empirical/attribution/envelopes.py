@@ -41,12 +41,12 @@ from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify, compare_request
 from kcdsl_backends.empirical.bounds.requests import Box, logit_bounds
+from kcdsl_backends.empirical.collection.context import Progress
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.sources.kernels import Blocks, block_drift
 from kcdsl_backends.empirical.table.evidence import Array
 from kcdsl_backends.requests import Request
 
-Progress = Callable[[str, int, int], None]
 MakeCertify = Callable[[Numerics, Numerics], Certify]
 """Returns the bounds for the numerics of train and infer."""
 OfLogits = Callable[[Array], float | None]

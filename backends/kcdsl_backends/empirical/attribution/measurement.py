@@ -23,11 +23,11 @@ from kcdsl_backends.empirical.attribution.hybrids import (
     run_all,
 )
 from kcdsl_backends.empirical.attribution.shapley import Array, Column, column
+from kcdsl_backends.empirical.collection.context import Progress
 from kcdsl_backends.empirical.sources.kernels import Plan, tensor_digest
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.requests import Request
 
-Progress = Callable[[str, int, int], None]
 FAILURES = (RuntimeError, ValueError, ArithmeticError, Refusal)
 """Errors of a kernel that cannot run; a request of a hybrid that is not finite is one too."""
 HELD = 2**27

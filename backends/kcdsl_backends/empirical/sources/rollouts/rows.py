@@ -22,6 +22,7 @@ from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.kernels import ROLES
 from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes, shown
+from kcdsl_backends.requests import without_duplicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,21 +265,10 @@ def _jsonl(path: Path, name: str) -> Rows:
             numbers.append(number)
     names = dict.fromkeys(key for row in rows for key in row)
     columns = {key: [row.get(key) for row in rows] for key in names}
-    return Rows(name, _digest(data), len(rows), columns, "line", numbers)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return Rows(name, hashlib.sha256(data).hexdigest(), len(rows), columns, "line", numbers)
 
 
 def _object(path: Path, number: int, data: bytes) -> dict[str, Any]:
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        row = dict(found)
-        if len(row) != len(found):
-            keys = [key for key, _ in found]
-            raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
-        return row
-
     try:
         line = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -286,7 +276,7 @@ def _object(path: Path, number: int, data: bytes) -> dict[str, Any]:
     if number == 1 and line.startswith(MARK):
         raise refuse(codes.MALFORMED_ROLLOUT, f"{shown(path)}, line 1: {MARKED}", help=UNMARKED)
     try:
-        row = json.loads(line, object_pairs_hook=pairs)
+        row = json.loads(line, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise refuse(
             codes.MALFORMED_ROLLOUT,
@@ -333,7 +323,7 @@ def _parquet(path: Path, name: str) -> Rows:
         raise _damaged(path, str(error).splitlines()[0]) from None
     if len(columns) != len(table.column_names):
         raise _damaged(path, "two columns have one name")
-    return Rows(name, _digest(data), table.num_rows, columns)
+    return Rows(name, hashlib.sha256(data).hexdigest(), table.num_rows, columns)
 
 
 def _column(chunked: Any) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl_backends.empirical.sources.kernels import NotRun
 from kcdsl_backends.empirical.sources.kernels.engines import need
-from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
+from kcdsl_backends.empirical.sources.rollouts.record import ROUNDING, Semantics, Side, TopLogs
 from kcdsl_backends.empirical.sources.servers.dialects import (
     Identity,
     identify,
@@ -26,7 +26,6 @@ from kcdsl_backends.empirical.sources.servers.dialects import (
     streamed,
 )
 from kcdsl_backends.empirical.sources.servers.replies import (
-    ROUNDING,
     Part,
     Reply,
     Vocabulary,

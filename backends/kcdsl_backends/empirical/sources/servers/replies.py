@@ -19,10 +19,9 @@ from typing import Any, Literal
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.files import Artefacts, companion
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer
+from kcdsl_backends.empirical.sources.rollouts.record import ROUNDING
 
 _ID = re.compile(r"token_id:(\d{1,18})", re.ASCII)
-ROUNDING = 1e-4
-"""How far a log-probability may lie above 0 by its rounding."""
 
 
 @dataclass(frozen=True, slots=True)
