@@ -112,7 +112,7 @@ def worst(bounds: Any) -> float:
 
 def strongest(problem: Any, centre: Tensor, radius: Tensor) -> float:
     """Return the largest drift that an attack attains; at many rows it tries fewer places."""
-    from kcdsl_backends.attack.search import attack
+    from kcdsl_backends.attack import attack
 
     candidates, rounds = EFFORT[centre.shape[0]]
     train, infer = problem.simulators()

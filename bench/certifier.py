@@ -239,8 +239,8 @@ def measure(case: Case, text: str) -> Measured:
     """Bound and attack one sentence in this process."""
     import torch
 
-    from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.drift.boxes.box import NoBound
+    from kcdsl_backends.attack import attack
+    from kcdsl_backends.drift.boxes import NoBound
     from kcdsl_backends.drift.functionals import drift_bound
 
     factory = problem_factory(case.numerics, case.train)

@@ -85,7 +85,7 @@ def shown(figures: list[Figure]) -> list[Figure]:
 
 def measured(line: Line) -> list[Figure]:
     """Return the figures of one line."""
-    from kcdsl_backends.attack.search import attack
+    from kcdsl_backends.attack import attack
     from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
     from kcdsl_backends.certifier.problems import claim_margin
     from kcdsl_backends.drift.functionals import functional_bound

@@ -88,7 +88,7 @@ def measure(name: str) -> Measured:
     """Measure one numerics in this process."""
     import torch
 
-    from kcdsl_backends.attack.search import Attack, attack
+    from kcdsl_backends.attack import Attack, attack
     from kcdsl_backends.drift.functionals import drift_bound
 
     torch.set_num_threads(1)

@@ -325,7 +325,7 @@ def bound(factory: ProblemFactory, block: str, x: Tensor, affine: bool) -> Tenso
     import torch
 
     from kcdsl_backends.certifier.problems import certified_block_drift
-    from kcdsl_backends.drift.boxes.box import NoBound
+    from kcdsl_backends.drift.boxes import NoBound
 
     found = certified_block_drift(factory.model, block, x, factory.train, factory.infer, factory)
     interval = torch.from_numpy(found.drift_bound)

@@ -21,7 +21,7 @@ from bench.common import Better, Figure, report, show_in
 from bench.minilm import problem_factory
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 
 ALPHA = Fraction(1, 10**9)
 RUNS = 64

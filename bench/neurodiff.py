@@ -131,7 +131,7 @@ def problem(train: Network, infer: Network, numerics: dict[str, Any] | None = No
 
     from kcdsl.model.numerics.presets import resolve
     from kcdsl_backends.certifier.problems import BlockProblem
-    from kcdsl_backends.drift.boxes.parameters import StoredParameters
+    from kcdsl_backends.drift.boxes.state import StoredParameters
 
     if train.sizes != infer.sizes:
         raise SystemExit("the networks have different layers")
@@ -155,7 +155,7 @@ def region(image: list[int], perturbation: int) -> tuple[Tensor, Tensor]:
 
 def measure(pair: BlockProblem, image: str, case: dict[str, Any], perturbation: int) -> Measured:
     """Bound the difference on the box of one image, and search for inputs that come near."""
-    from kcdsl_backends.drift.linear.search import Effort
+    from kcdsl_backends.drift.linear_bounds import Effort
     from kcdsl_backends.drift.linear_bounds import linear_bounds as drift
 
     centre, radius = region(case["image"], perturbation)

@@ -122,7 +122,7 @@ def positions(factory: ProblemFactory, tokens: tuple[int, ...]) -> list[Position
     import torch
 
     from kcdsl_backends.certifier.problems import claim_margin
-    from kcdsl_backends.drift.boxes.box import NoBound
+    from kcdsl_backends.drift.boxes import NoBound
     from kcdsl_backends.drift.functionals import order_margins as margins
 
     problem = factory.problem("model", tokens)

@@ -93,8 +93,8 @@ def measure(case: Case) -> list[Figure]:
     """Bound one case by every domain, and attack it."""
     import torch
 
-    from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.drift.boxes.box import Box, NoBound
+    from kcdsl_backends.attack import attack
+    from kcdsl_backends.drift.boxes import Box, NoBound
     from kcdsl_backends.drift.linear_bounds import linear_bounds as drift
 
     factory = problem_factory(case.numerics)

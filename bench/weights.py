@@ -84,7 +84,7 @@ def measure(case: Case) -> list[Figure]:
     """Bound one case for every ρ, and attack it at the checkpoint."""
     import torch
 
-    from kcdsl_backends.attack.search import attack
+    from kcdsl_backends.attack import attack
 
     make = tiny_lm if case.tiny else minilm
     factory = make(case.numerics, case.train)
@@ -115,7 +115,7 @@ def measure(case: Case) -> list[Figure]:
 
 def bounds(problem: Any, centre: Any, radius: Any) -> tuple[float, float, Any]:
     """Return the largest bound of both domains together and of intervals alone, and the box."""
-    from kcdsl_backends.drift.boxes.box import NoBound
+    from kcdsl_backends.drift.boxes import NoBound
 
     box = problem.bound(centre, radius).output.drift
     alone = float(box.mag().amax())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import pair_loss
 from kcdsl_backends.drift.ops.quantized_input import activation_error

@@ -15,7 +15,7 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 

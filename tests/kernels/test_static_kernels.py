@@ -17,7 +17,7 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import Box
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.quantizers import codes, quantizer
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.empirical.sources.kernels.engines import exact_bytes, quantise_linear
 
 KINDS = ("plain", "positive", "one large", "mixed sizes", "bfloat16")

@@ -10,8 +10,7 @@ import torch
 from scipy.optimize import linprog
 
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.drift.affine.adjoint import whole
-from kcdsl_backends.drift.affine.eigenvalues import largest_eigenvalue
+from kcdsl_backends.drift.affine.adjoint import largest_eigenvalue, whole
 from kcdsl_backends.drift.affine.error_bounds import gram_norm, norms, weighted_norms
 from kcdsl_backends.drift.affine.tape import VJP as ProverPull
 from kcdsl_backends.drift.affine.tape import Entry as ProverEntry

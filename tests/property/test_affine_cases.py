@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl_backends.attack.search import attack
+from kcdsl_backends.attack import attack
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.drift.affine import cases as prover
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.boxes import Box as ProverBox
 from kcdsl_certs.recheck.affine import cases as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine_walk import pair as derive

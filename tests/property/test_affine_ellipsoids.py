@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.optimize import lsq_linear
 
-from kcdsl_backends.drift.affine import eigenvalues as prover
+from kcdsl_backends.drift.affine import adjoint as prover
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine import ellipsoids as checker

@@ -14,9 +14,9 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
+from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
 from kcdsl_backends.drift.affine_forms import AffineForms
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import contrasts, drift_bound, functional_bound, order_margins
 from kcdsl_certs.recheck import recheck
 from tests.support.random_models import random_model
@@ -95,7 +95,9 @@ class Case:
             )
         )
         forms = self.forms
-        builder.add("a", self.problem.graph, where, claim, forms.witness(), "affine", forms.passes)
+        builder.add(
+            "a", self.problem.graph, where, claim, Proof(forms.witness(), "affine", forms.passes)
+        )
         return builder.document()
 
     def checked(self, functional: str, claim: float, k: int = 1) -> str:

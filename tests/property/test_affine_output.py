@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.affine.result_rounding import cast_freely
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.affine_walk import drift as derive
 from kcdsl_certs.recheck.derivation import Derivation

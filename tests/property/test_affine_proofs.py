@@ -14,10 +14,10 @@ from torch import Tensor
 from kcdsl.model.architecture import Model
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
+from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
 from kcdsl_backends.drift.affine import error_bounds as prover_reaches
 from kcdsl_backends.drift.affine.error_bounds import gram_norm
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.functionals import drift_bound, functional_bound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine import reverse_passes as checker_reaches
@@ -202,7 +202,7 @@ def prove(
     builder = ProofBuilder(factory.model, block, factory.train, factory.infer, functional, 1)
     where = token_region(TOKENS) if centre is None else box_region(kind, centre, radius)
     claim = found * margin * factor
-    builder.add("a", problem.graph, where, claim, forms.witness(), "affine", forms.passes)
+    builder.add("a", problem.graph, where, claim, Proof(forms.witness(), "affine", forms.passes))
     return builder.document()
 
 
@@ -285,7 +285,7 @@ def test_large_errors_are_bounded_by_norms(
     claim = drift_bound(found, "inf") * claim_margin(factory.train, factory.infer)
     builder = ProofBuilder(factory.model, block, factory.train, factory.infer, "inf", 1)
     where = box_region("ball", centre, spread)
-    builder.add("a", problem.graph, where, claim, forms.witness(), "affine", forms.passes)
+    builder.add("a", problem.graph, where, claim, Proof(forms.witness(), "affine", forms.passes))
     outcome = recheck(builder.document(), factory.model.checkpoint.path)
     assert outcome.ok, (outcome.reason, outcome.detail)
     assert calls["prover"] > 0

@@ -23,7 +23,7 @@ from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 
 CONFIGS = {
     "llama": {

@@ -18,7 +18,7 @@ from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.independent import Budget

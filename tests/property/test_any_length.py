@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kcdsl.model.numerics import Attention
-from kcdsl_backends.drift.boxes.box import Box as ProverBox
-from kcdsl_backends.drift.ops import any_length as prover_rules
+from kcdsl_backends.drift.boxes import Box as ProverBox
+from kcdsl_backends.drift.ops import softmax as prover_rules
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
@@ -329,9 +329,11 @@ def theta_at_any_length(record: Any, longest: int, side: str) -> float:
     known = {node.inputs[0]: ProverState(one, one, none)}
     nodes_of = {n.name: n for n in problem.graph.nodes}
     step = Step(node, problem.kernels(), nodes_of, known, frozenset())
-    sums = prover_rules.softmax_at_any_length(step, longest).sums
-    assert sums is not None
-    return float(sums[0].max())
+    assert problem.rows is not None
+    softmax = prover_rules.softmax_at_any_length(step, problem.rows)
+    assert softmax is not None
+    assert softmax.sums is not None
+    return float(softmax.sums[0].max())
 
 
 @pytest.mark.parametrize("side", ["checker", "prover"])

@@ -15,9 +15,9 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.attack.search import attack
+from kcdsl_backends.attack import attack
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import ProofBuilder, rows_region
+from kcdsl_backends.certifier.proof import Proof, ProofBuilder, rows_region
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support.directed import DIRECTED
@@ -104,7 +104,7 @@ def test_attacks_of_every_length_stay_inside(model: Model, block: str, name: str
     builder = ProofBuilder(model, block, train, infer, "inf", 1)
     region = rows_region(centre, radius, LONGEST, problem.tables)
     claim = found * claim_margin(train, infer)
-    builder.add("rows", problem.graph, region, claim, bounds.witness)
+    builder.add("rows", problem.graph, region, claim, Proof(bounds.witness))
     outcome = recheck(builder.document(), model.checkpoint.path)
     assert outcome.ok, (outcome.reason, outcome.detail)
     assert float.fromhex(outcome.bound) == pytest.approx(found, rel=2.0**-10)

@@ -24,9 +24,9 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.attack.quantized_inputs import cached
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.cache import coded
+from kcdsl_backends.drift.ops.view import coded
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1,

@@ -12,7 +12,7 @@ import torch
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from tests.support import proofs
 from tests.support.prover import block, parameters
 

@@ -19,15 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kcdsl_backends.attack import attack
 from kcdsl_backends.attack.runs import functional
-from kcdsl_backends.attack.search import attack
-from kcdsl_backends.certifier import interfaces
+from kcdsl_backends.certifier import stages
 from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem
 from kcdsl_backends.certifier.stages import until
 from kcdsl_backends.drift import affine_run as affine
 from kcdsl_backends.drift import interval
 from kcdsl_backends.drift.affine_forms import output_ellipsoids
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.chain_document import parse_chain
@@ -152,7 +152,7 @@ def test_ellipsoids_that_are_too_small_are_noticed(
         whole = output_ellipsoids(forms)
         return None if whole is None else replace(whole, shapes=whole.shapes / 64)
 
-    monkeypatch.setattr(interfaces, "output_ellipsoids", smaller)
+    monkeypatch.setattr(stages, "output_ellipsoids", smaller)
     found = chained(folder, "bert", "float16 any", ellipsoids=True)
     outcome = recheck(found.document, found.checkpoint)
     assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")

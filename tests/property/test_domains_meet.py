@@ -11,7 +11,7 @@ import torch
 
 from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.state import Kernels
 from kcdsl_backends.drift.interval import kernel_boxes
 from kcdsl_certs.recheck.affine.form import Form

@@ -8,7 +8,7 @@ import torch
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.state import StoredParameters
 
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])

@@ -16,8 +16,8 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import Box
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes import Box
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_backends.drift.ops.activations import (
     GELU_TANH,

@@ -24,7 +24,7 @@ from kcdsl_backends.drift.affine.tape import Amplified
 from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
 from kcdsl_backends.drift.affine.tape import Tape as ProverTape
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split

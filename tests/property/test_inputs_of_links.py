@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
+from kcdsl_backends.drift.boxes.state import Entering, InterfaceEllipsoids
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
@@ -52,7 +52,8 @@ def test_whatever_comes_in_lies_within_the_reach(seed: int, held: bool, tmp_path
     )
     zero = torch.zeros(1, 1, dtype=torch.float64)
     stored = parameters(graph, KERNEL)
-    run = affine_run(block(graph), stored, torch.from_numpy(centre), zero, 0.0, drift, handed=known)
+    entering = Entering(drift, known)
+    run = affine_run(block(graph), stored, torch.from_numpy(centre), zero, 0.0, entering)
     entry = run.tape.entries[run.computed[x]]
     _holds(entry.reference.numpy(), entry.error_bound.numpy(), centre, low, high)
     own = run.tape.entries[1].error_bound if held else entry.radius

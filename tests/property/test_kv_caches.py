@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine_walk import pair as derive

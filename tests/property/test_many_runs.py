@@ -15,9 +15,9 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.numerics.presets import resolve
+from kcdsl_backends.attack import attack
 from kcdsl_backends.attack.gradient_ascent import Ascent
 from kcdsl_backends.attack.runs import attack_of, record_run, run_of
-from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from tests.support.directed import DIRECTED

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops.activations import SILU, activation_error
-from kcdsl_backends.drift.ops.norms.interval import written
+from kcdsl_backends.drift.ops.norms.written import written
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read

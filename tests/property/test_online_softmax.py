@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops import softmax as prover
 from kcdsl_backends.drift.ops.attention import _context_error

@@ -14,7 +14,7 @@ from kcdsl.model.numerics.presets import refuse_strays, resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck.affine_walk import drift as affine
 from kcdsl_certs.recheck.bounds_walk import derive as checked_planes

@@ -15,9 +15,9 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.attack.search import attack
+from kcdsl_backends.attack import attack
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.drift.linear_bounds import linear_bounds
 from tests.support.directed import DIRECTED

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.drift.boxes.box import Box as ProverBox
-from kcdsl_backends.drift.linear.relu import Change
+from kcdsl_backends.drift.boxes import Box as ProverBox
+from kcdsl_backends.drift.linear.tape import Change
 from kcdsl_backends.drift.ops import softmax as attention
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.interval.box import Box

@@ -13,7 +13,7 @@ from torch import Tensor
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.linear.run import LinearRun
+from kcdsl_backends.drift.linear import LinearRun
 from kcdsl_backends.drift.linear.tape import Functional
 from kcdsl_backends.drift.linear_bounds import linear_walk
 from tests.support import proofs

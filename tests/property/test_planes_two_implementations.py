@@ -13,12 +13,11 @@ import torch
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.certifier.proof import plain
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.drift.boxes.box import NoBound
-from kcdsl_backends.drift.linear.run import LinearRun
-from kcdsl_backends.drift.linear.search import hints_of
+from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.drift.linear import LinearRun
 from kcdsl_backends.drift.linear.tape import Functional as ProverFunctional
 from kcdsl_backends.drift.linear.tape import LinearEntry as ProverEntry
-from kcdsl_backends.drift.linear_bounds import linear_bounds
+from kcdsl_backends.drift.linear_bounds import hints_of, linear_bounds
 from kcdsl_backends.drift.linear_bounds import linear_walk as prove
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.bounds_walk import walk as derive

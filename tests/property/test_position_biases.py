@@ -20,7 +20,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import ProofBuilder, box_region
+from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_certs.recheck import recheck
@@ -212,9 +212,9 @@ def test_the_checker_confirms_biases(way: str, radius: float, tmp_path: Path) ->
     claim = drift_bound(bounds.output.drift, "inf") * claim_margin(factory.train, factory.infer)
     builder = ProofBuilder(factory.model, "part", factory.train, factory.infer, "inf", 1)
     region = box_region("ball" if radius else "points", x, spread)
-    builder.add("a", problem.graph, region, claim, bounds.witness)
+    builder.add("a", problem.graph, region, claim, Proof(bounds.witness))
     outcome = recheck(builder.document(), factory.model.checkpoint.path)
     assert outcome.ok, (outcome.reason, outcome.detail)
     builder = ProofBuilder(factory.model, "part", factory.train, factory.infer, "inf", 1)
-    builder.add("a", problem.graph, region, claim / 2, bounds.witness)
+    builder.add("a", problem.graph, region, claim / 2, Proof(bounds.witness))
     assert recheck(builder.document(), factory.model.checkpoint.path).reason == "claim/too-small"

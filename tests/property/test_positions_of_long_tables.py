@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.boxes import Box as ProverBox
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops import any_length as prover_rules
+from kcdsl_backends.drift.ops import attention as prover_rules
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
@@ -94,7 +94,7 @@ def test_products_read_what_the_probabilities_sum_up_to(accumulate: str, off: fl
     least = off * value + min(steps, (1 + off) * value) * (1 - 2.0**-20)
     shape = (1, 2, WIDTH)
     box = np.full(shape, value)
-    found = prover_rules._context_error_at_any_length(
+    found = prover_rules._any_length_error(
         torch.full((1, 2, 1), off, dtype=torch.float64),
         ProverBox(-torch.from_numpy(box), torch.from_numpy(box)),
         Rounding(numerics(record)),

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kcdsl_backends.attack as search
 from bench import large_layer
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model
@@ -28,7 +29,7 @@ from kcdsl.route.goals import goals
 from kcdsl.verdict.counterexample import Replayed
 from kcdsl.verdict.model import Violated
 from kcdsl.verdict.outcome import GoalOutcome
-from kcdsl_backends.attack import batched_search, search
+from kcdsl_backends.attack import batched_search
 from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.problems import (
@@ -36,10 +37,10 @@ from kcdsl_backends.certifier.problems import (
     certified_block_drift,
 )
 from kcdsl_backends.drift.affine_forms import AffineForms
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.functionals import functional_bound, order_margins
 from kcdsl_backends.drift.interval import Bounds
-from kcdsl_backends.drift.linear.search import Effort
+from kcdsl_backends.drift.linear_bounds import Effort
 from tests.support.pretend_device import Held, pretend_device
 from tests.support.random_models import random_model
 from tests.support.small_models import write_contract, write_model

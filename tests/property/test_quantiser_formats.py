@@ -18,7 +18,7 @@ from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.presets import ACTIVATION_SCALES, WEIGHT_SCALES, resolve
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl_backends.attack.quantized_inputs import to_nearest
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops.quantized_input import activation_error

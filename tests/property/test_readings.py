@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.attack.search import attack
+from kcdsl_backends.attack import attack
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.attack.versions import MOST, versions
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import several
 from kcdsl_backends.drift.boxes.state import Kernels
 from kcdsl_backends.drift.interval import propagate

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.boxes import Box as ProverBox
 from kcdsl_backends.drift.linear import tape as prover
 from kcdsl_backends.drift.linear import tape as prover_functional
 from kcdsl_certs.recheck.affine.adjoint import Adjoint

@@ -18,7 +18,8 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.attack.accumulation_order import ORDERS
+from kcdsl_backends.attack import attack, with_orders
+from kcdsl_backends.attack.operations import ORDERS
 from kcdsl_backends.attack.runs import (
     InvalidRecord,
     RunPair,
@@ -27,10 +28,9 @@ from kcdsl_backends.attack.runs import (
     record_run,
     run_of,
 )
-from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from tests.support.directed import DIRECTED
 
 LLAMA = {

@@ -13,8 +13,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import Box, NoBound
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.rejected import Rejected

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.ops import softmax
 from kcdsl_certs.recheck.interval import box as second
 from kcdsl_certs.recheck.ops.attention import probabilities

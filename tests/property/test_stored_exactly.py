@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl_backends.drift.boxes.box import Box as ProverBox
+from kcdsl_backends.drift.boxes import Box as ProverBox
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.state import stored

@@ -17,9 +17,9 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import Box, NoBound
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.boxes.sums import pair_loss, saturation_error
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.sums import clipped

@@ -19,8 +19,8 @@ from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem, claim_margin
-from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support.grids import by_turns
@@ -220,7 +220,7 @@ def compare(
         if centre is None
         else box_region("ball" if radius else "points", centre, spread)
     )
-    builder.add("a", graph, region, found * claim_margin(train, infer), bounds.witness)
+    builder.add("a", graph, region, found * claim_margin(train, infer), Proof(bounds.witness))
     outcome = recheck(builder.document(), loaded.checkpoint.path)
     assert outcome.ok, (outcome.reason, outcome.detail)
     return float.fromhex(outcome.bound) / found

@@ -14,7 +14,7 @@ import torch
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics.weights import linear_weight, plain_parameter
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
@@ -228,7 +228,7 @@ def test_the_boxes_are_not_wider_than_what_is_stored() -> None:
     train, infer = (prover.numerics(record) for record in records)
     rho = Fraction(1, 2**20)
     tensors = {"w": torch.from_numpy(w)}
-    moved = WeightBall(rho, tensors, train, infer, torch.device("cpu")).linear(node)
+    moved = WeightBall(rho, tensors, train, infer, torch.device("cpu")).held(node, linear=True)
     known = held(records[1], w, "linear") - w
     width = (moved.difference.hi - moved.difference.lo).numpy()
     assert (width <= 5 * float(rho) * np.abs(w) + 2.0**-130).mean() > 0.95
@@ -241,7 +241,7 @@ def test_a_parameter_that_both_kernels_store_alike_has_no_drift() -> None:
     coarse = prover.numerics(proofs.numerics("bfloat16"))
     tensors = {"w": torch.from_numpy(w)}
     around = WeightBall(Fraction(1, 4), tensors, coarse, coarse, torch.device("cpu"))
-    assert float(around.plain(node).difference.mag().max()) == 0.0
+    assert float(around.held(node, linear=False).difference.mag().max()) == 0.0
     specs = _kernels(proofs.numerics("bfloat16"), proofs.numerics("bfloat16"))
     assert not weight_ball.both(w.astype(np.float64), Fraction(1, 4), specs, True, "w")[2].hi.any()
 

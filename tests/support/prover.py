@@ -18,7 +18,7 @@ from kcdsl.model.numerics import (
     TensorCore,
     Weights,
 )
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.state import StoredParameters
 
 
 def numerics(record: Any) -> Numerics:

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.certifier.sequences import stored_tables
-from kcdsl_backends.drift.boxes.any_length import row_axes
+from kcdsl_backends.certifier.sequences import row_axes, stored_tables
 from kcdsl_backends.drift.boxes.state import Parameter, Rows
-from kcdsl_backends.drift.ops import POINTWISE
 from tests.support import proofs, prover
 
 Document = dict[str, Any]
@@ -80,7 +78,7 @@ def problem(
     sides = [prover.parameters(graph, record) for record in kernels]
     train, infer = (prover.numerics(record) for record in kernels)
     known: dict[str, Parameter] = stored_tables(block, tables, train, infer, cpu)
-    rows = Rows(longest, row_axes(block, POINTWISE), known)
+    rows = Rows(longest, row_axes(block), known)
     return BlockProblem(block, *sides, rows=rows, tables=dict(tables))
 
 

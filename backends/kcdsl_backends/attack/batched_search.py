@@ -28,7 +28,6 @@ class ValueRanges:
     most: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, name: str, step: Step, value: Tensor) -> Tensor:
-        """Return the rounded value."""
         still = value.detach()
         if name not in self.least:
             self.least[name] = self.most[name] = still
@@ -100,7 +99,6 @@ class Batch:
         widths: tuple[Widths, Widths],
         members: Sequence[tuple[Symbols, Target]],
     ) -> Batch:
-        """Return a batch of these members, at least one."""
         keys = members[0][0]
         symbols = {key: torch.stack([start[key] for start, _ in members]) for key in keys}
         device = next(iter(symbols.values())).device
@@ -257,11 +255,7 @@ _POLISHED = 3
 
 
 def batched_ascent(
-    ascent: Ascent,
-    targets: Sequence[Target],
-    batches: int,
-    rounds: int,
-    generator: torch.Generator,
+    ascent: Ascent, targets: Sequence[Target], batches: int, rounds: int, generator: torch.Generator
 ) -> None:
     """Climb at some places of the output at once; `ascent` keeps what is found.
 

@@ -66,7 +66,6 @@ class Ascent:
         }
 
     def signs(self, generator: torch.Generator) -> Symbols:
-        """Return random signs."""
         device = self.train.parameters.device
         return {
             key: torch.randint(0, 2, shape, generator=generator).to(device).double() * 2 - 1
@@ -74,7 +73,6 @@ class Ascent:
         }
 
     def best(self) -> Attack:
-        """Return the strongest of all runs so far."""
         if self._best is None:
             raise Overflowed("no run that was tried stays inside of its formats")
         return self._best
@@ -138,13 +136,13 @@ class Ascent:
 
     def climb(self, symbols: Symbols, position: int, sign: float, rounds: int) -> float:
         """Push the drift of the output element `position` in one direction; return how far."""
-        height = self._height(self.drift_of(symbols), position, sign)
+        height = float(self.objective(self.drift_of(symbols), position, sign))
         for _ in range(rounds):
             gradient = self._gradient(symbols, position, sign)
             if gradient is None:
                 break
             for moved in _steps(symbols, gradient, height):
-                reached = self._height(self.drift_of(moved), position, sign)
+                reached = float(self.objective(self.drift_of(moved), position, sign))
                 if reached > height + _WORTH * abs(height):
                     symbols, height = moved, reached
                     break
@@ -207,9 +205,6 @@ class Ascent:
             key: torch.zeros_like(leaf) if part is None else torch.nan_to_num(part)
             for (key, leaf), part in zip(leaves.items(), found, strict=True)
         }
-
-    def _height(self, drift: Tensor, position: int, sign: float) -> float:
-        return float(self.objective(drift, position, sign))
 
     def objective(self, drift: Tensor, position: int, sign: float) -> Tensor:
         """Return what an ascent at this place makes large."""

@@ -1,4 +1,5 @@
-"""What an operation computes on one run or on many, and the roundings inside it.
+"""What an operation computes on one run or on many, the roundings inside it, and sums in an
+accumulator: how far any order may be off, and concrete orders.
 
 The formulas of roundings are those of docs/relational-interval.md (sections 4 to 6), taken at the
 values of one run instead of a box. Where docs/affine-forms.md knows more - one mean and one inverse
@@ -8,7 +9,7 @@ dimension in front; what is the same for all of them may be without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import FORMATS, Format
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound, gamma
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops import POINTWISE
-from kcdsl_backends.drift.ops.norms.interval import parts_of, written
+from kcdsl_backends.drift.ops.norms.written import parts_of, written
 
 MOVES = frozenset({"view", "concat"})
 """The operations of `moved`."""
@@ -203,7 +204,7 @@ def inverse_root(node: Node, x: Tensor) -> Tensor:
 
 def mean_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
     """Return how far y = (x - mean)·r may be off by the mean of a row, [..., 1]."""
-    off = _gamma(x.shape[-1] + 6, numerics.function_format.unit_roundoff) * x.abs().mean(
+    off = gamma(x.shape[-1] + 6, numerics.function_format.unit_roundoff) * x.abs().mean(
         -1, keepdim=True
     )
     return off * inverse_root(node, x)
@@ -214,9 +215,9 @@ def root_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
     u = numerics.function_format.unit_roundoff
     n = x.shape[-1]
     if node.op == "rms_norm":
-        return torch.full_like(x[..., :1], _gamma(n + 3, u) + 8 * u)
+        return torch.full_like(x[..., :1], gamma(n + 3, u) + 8 * u)
     variance = x.var(-1, correction=0, keepdim=True) + float(node.attrs["eps"])
-    kappa = 4 * _gamma(n + 6, u) * x.square().mean(-1, keepdim=True) / variance
+    kappa = 4 * gamma(n + 6, u) * x.square().mean(-1, keepdim=True) / variance
     theta = (1 + 8 * u) / torch.sqrt((1 - kappa).clamp_min(2.0**-20)) - 1
     return torch.where(kappa < 1 - 2.0**-20, theta, torch.zeros_like(theta))
 
@@ -248,10 +249,6 @@ def probability_error(scores: Tensor, numerics: Numerics) -> Tensor:
             return torch.zeros_like(total)
         total = total + roundoff / (1 - roundoff) + lost / (1 - lost)
     return torch.expm1(total)
-
-
-def _gamma(count: int, u: float) -> float:
-    return count * u / (1 - count * u)
 
 
 def rounded_inside(
@@ -305,3 +302,102 @@ def rounded_inside(
         else:
             value = value + kernel.own.cast.units * roundoff * named["early"] * stored
     return value
+
+
+_ELEMENTS = 2**24
+"""Products that are held at once."""
+
+
+def straight(x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+    """Round by a step function; gradients pass through unchanged."""
+    still = x.detach()
+    return x + (step(still) - still)
+
+
+def sum_error(
+    total: Tensor, exact: Tensor, format: Format, roundings: int, before: int = 2
+) -> Tensor:
+    """Return A_k,j(Σ|terms|, sum) without its share of underflow; 0 where there is no bound.
+
+    Args:
+        total: Σ|terms|.
+        exact: the exact sum.
+        roundings: k, of partial sums.
+        before: j, of a term before it is added.
+    """
+    u = format.unit_roundoff
+    if (roundings + before) * u >= 1:
+        return torch.zeros_like(total)
+    size = roundings * (total + exact.abs()) / 2 + before * total
+    return size * (u / (1 - (roundings + before) * u))
+
+
+def ordered_product(
+    left: Tensor, right: Tensor, bias: Tensor | None, accumulator: str, order: str
+) -> Tensor:
+    """Return left @ right (+ bias), summed in one of `ORDERS`.
+
+    Args:
+        left, right: [..., m, n] and [..., n, p], float64, leading dimensions alike or absent.
+        bias: [p], added after the products.
+        accumulator: format of partial sums, coarser than float64.
+
+    Raises:
+        ValueError: an order that there is not.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"unknown order {order!r}")
+    format = FORMATS[accumulator]
+    heads = (left[..., :1, :1] * right[..., :1, :1]).shape[:-2]
+    a = left.expand(*heads, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
+    b = right.expand(*heads, *right.shape[-2:]).reshape(-1, *right.shape[-2:])
+    parts = [_rows(one, two, bias, format, order) for one, two in zip(a, b, strict=True)]
+    return torch.stack(parts).reshape(*heads, left.shape[-2], right.shape[-1])
+
+
+def _rows(a: Tensor, b: Tensor, bias: Tensor | None, format: Format, order: str) -> Tensor:
+    step = max(1, _ELEMENTS // b.numel())
+    done = []
+    for start in range(0, a.shape[0], step):
+        terms = a[start : start + step, :, None] * b  # in float64: as good as fused
+        done.append(ORDERS[order](terms.movedim(1, 0), format))
+    result = torch.cat(done)
+    return result if bias is None else straight(result + bias, format.nearest)
+
+
+def _one_by_one(terms: Iterator[Tensor], format: Format) -> Tensor:
+    total = straight(next(terms), format.nearest)
+    for term in terms:
+        total = straight(total + term, format.nearest)
+    return total
+
+
+def _by(key: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Format], Tensor]:
+    """Return the order of growing keys, element by element."""
+
+    def summed(terms: Tensor, format: Format) -> Tensor:
+        order = key(terms).argsort(dim=0, stable=True)
+        return _one_by_one(iter(terms.gather(0, order)), format)
+
+    return summed
+
+
+def _pairwise(terms: Tensor, format: Format) -> Tensor:
+    level = straight(terms, format.nearest)
+    while level.shape[0] > 1:
+        rest = level[level.shape[0] // 2 * 2 :]
+        pairs = straight(level[0 : level.shape[0] - 1 : 2] + level[1::2], format.nearest)
+        level = torch.cat([pairs, rest])
+    return level[0]
+
+
+ORDERS: Mapping[str, Callable[[Tensor, Format], Tensor]] = {
+    "forward": lambda terms, format: _one_by_one(iter(terms), format),
+    "backward": lambda terms, format: _one_by_one(iter(terms.flip(0)), format),
+    "pairwise": _pairwise,
+    "growing": _by(lambda terms: terms.abs()),
+    "falling": _by(lambda terms: -terms.abs()),
+    "positive first": _by(lambda terms: -torch.sign(terms)),
+    "negative first": _by(lambda terms: torch.sign(terms)),
+}
+"""Orders by name: [n, m, p] terms and a format -> [m, p]."""

@@ -9,8 +9,8 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
 from kcdsl.model.numerics.formats import LAYOUTS
 from kcdsl.model.numerics.weights import nested_codes
-from kcdsl_backends.attack.accumulation_order import straight
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.attack.operations import straight
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import (
     Quantizer,
     group_maximum,
@@ -19,8 +19,8 @@ from kcdsl_backends.drift.boxes.quantizers import (
     static_scale,
 )
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.cache import ANY, arranged, as_linears, cache_quantizer, replaced
 from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.view import ANY, arranged, as_linears, cache_quantizer, replaced
 
 
 class Exceeded(ArithmeticError):

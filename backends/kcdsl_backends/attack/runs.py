@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kcdsl_backends.attack.accumulation_order import ORDERS
+from kcdsl_backends.attack.operations import ORDERS
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 
 SIDES = ("train", "infer")

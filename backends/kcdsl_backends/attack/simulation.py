@@ -4,7 +4,7 @@ A run is admitted by a specification if every stored result obeys its error mode
 (docs/relational-interval.md). Symbols s in [-1, 1], chosen by the caller, make it one:
 
 - accumulation: a dot product is exact + s·A_k,j (section 3 there), or, instead of that, the sum
-  in a concrete order (accumulation_order.py);
+  in a concrete order (operations.py);
 - early cast: a product of a linear may be stored before its bias is added (`casts: any`), what a
   norm normalised before its gain, and the products of a rope before their sum;
 - scalar: a Python number that is rounded to the format of the result before it is used;
@@ -30,24 +30,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl.model.lowering.caching import uncached
 from kcdsl.model.numerics import Numerics, held_formats
 from kcdsl.model.numerics.formats import FORMATS, LAYOUTS, Format
-from kcdsl_backends.attack.accumulation_order import ordered_product, straight, sum_error
 from kcdsl_backends.attack.operations import (
     ELEMENTWISE,
     NORMS,
     exact,
     factors,
+    ordered_product,
     rounded_inside,
     side_by_side,
+    straight,
+    sum_error,
 )
 from kcdsl_backends.attack.quantized_inputs import Exceeded, cached, moved_by, to_nearest
 from kcdsl_backends.attack.versions import Version, versions
-from kcdsl_backends.drift.boxes.box import NoBound
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.boxes.sums import summation_error
 from kcdsl_backends.drift.ops.arithmetic import scalar_of
 
@@ -90,22 +92,22 @@ class Simulator:
     numerics: Numerics
     parameters: StoredParameters
     _known: list[Version] = field(default_factory=list, init=False, repr=False, compare=False)
+    _nodes: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def free(self) -> bool:
-        """Say whether roundings are symbols."""
         return self.numerics.cast.free
 
-    def _at(self, node: Node) -> Numerics:
-        """Return the numerics with which a node is computed; others where its format is pinned, or
-        where it is a linear that has others."""
-        numerics = self.numerics.pinned(node.format, node.role)
-        if numerics is None:
-            raise Overflowed(f"{node.name}: no run of a fused attention of that format is known")
-        if not numerics.overrides or node.op != "linear":
-            return numerics
-        weight = self.graph.node(node.inputs[1])
-        return numerics.serving(str(weight.attrs["key"])) if weight.op == "param" else numerics
+    def __post_init__(self) -> None:
+        self._nodes.update((node.name, node) for node in self.graph.nodes)
+
+    def _kernel(self, node: Node) -> Rounding:
+        """Return how a node is computed; otherwise where its format is pinned, or where it is a
+        linear that has other numerics."""
+        try:
+            return Rounding(self.numerics).at(node, weight_of(node, self._nodes))
+        except NoBound as reason:
+            raise Overflowed(f"no run is known: {reason}") from None
 
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every rounding symbol, by its kind and node: `cast NODE`, ..."""
@@ -123,9 +125,9 @@ class Simulator:
             found.append(("sum", node.shape))
         if self._scalars(node) is not None:
             found.append(("scalar", (1,) * len(node.shape)))
-        if self._coarse(node) and self._casts_early(node):
+        if self._kernel(node).coarse and self._casts_early(node):
             found.append(("early", node.shape))
-        if self._at(node).function_format.precision < SIMULATED:
+        if self._kernel(node).inner(False).precision < SIMULATED:
             if node.op == "layer_norm":
                 found.append(("mean", row))
             if node.op in NORMS:
@@ -160,7 +162,7 @@ class Simulator:
     def sums(self) -> frozenset[str]:
         """Return the nodes whose sums are formed in a format below float64."""
         sums = [node for node in self.graph.nodes if node.op in SUMS]
-        formats = {node.name: FORMATS[self._at(node).accumulate] for node in sums}
+        formats = {node.name: self._kernel(node).inner(True) for node in sums}
         return frozenset(name for name, form in formats.items() if form.precision < SIMULATED)
 
     @property
@@ -183,15 +185,12 @@ class Simulator:
 
     def _quantises(self, node: Node) -> bool:
         """Say whether a node is a linear whose input is quantised."""
-        return node.op == "linear" and self._at(node).activations.quantised
+        return node.op == "linear" and self._kernel(node).numerics.activations.quantised
 
     def _stepped(self, node: Node) -> bool:
         """Say whether a result that is stored has a rounding that is a step function."""
         precision = self._format(node).precision
         return not self.free and precision < max(24, self._inner(node).precision)
-
-    def _coarse(self, node: Node) -> bool:
-        return FORMATS[self._at(node).compute].coarse
 
     def _casts_early(self, node: Node) -> bool:
         """Say whether a result may be stored before its bias, its gain or its sum."""
@@ -206,15 +205,14 @@ class Simulator:
         if name is None:
             return None
         try:
-            low, high = scalar_of(node, name, Rounding(self._at(node)))
+            low, high = scalar_of(node, name, self._kernel(node))
         except NoBound:
             return None
         return None if low == high else (float(node.attrs[name]), low, high)
 
     def _held(self, node: Node) -> list[Format]:
         """Return the formats of what a cast reads, none of them one that the result holds."""
-        nodes = {one.name: one for one in self.graph.nodes}
-        held = held_formats(nodes, node.inputs[0], self.numerics, handed=False)
+        held = held_formats(self._nodes, node.inputs[0], self.numerics, handed=False)
         form = self._format(node)
         return [FORMATS[name] for name in held if not form.holds(FORMATS[name])]
 
@@ -264,7 +262,8 @@ class Simulator:
                     symbol = symbols.get(f"quantised {node.name}")
                     value = self._cached(node, operands[0], symbol, through)
                 elif orders and node.name in orders:
-                    value = self._ordered(node, orders[node.name], operands)
+                    form = self._kernel(node).numerics.accumulate
+                    value = ordered_product(*factors(node, operands), form, orders[node.name])
                 else:
                     value = exact(self.graph, node, operands, rows)
                     value = self._accumulated(node, value, symbols, operands)
@@ -288,22 +287,15 @@ class Simulator:
                 found.append(self.parameters.plain(source))
         return found
 
-    def _ordered(self, node: Node, order: str, operands: Sequence[Tensor]) -> Tensor:
-        left, right, bias = factors(node, operands)
-        return ordered_product(left, right, bias, self._at(node).accumulate, order)
-
     def _accumulated(
-        self,
-        node: Node,
-        exact: Tensor,
-        symbols: Mapping[str, Tensor],
-        operands: Sequence[Tensor],
+        self, node: Node, exact: Tensor, symbols: Mapping[str, Tensor], operands: Sequence[Tensor]
     ) -> Tensor:
         """Add A_k,j, on the values of this run, times its symbol."""
         symbol = symbols.get(f"sum {node.name}")
         if symbol is None:
             return exact
-        numerics = self._at(node)
+        kernel = self._kernel(node)
+        numerics = kernel.numerics
         left, right, bias = factors(node, operands)
         total = left.abs() @ right.abs()
         if bias is not None:
@@ -320,7 +312,7 @@ class Simulator:
                 right.detach().abs(),
                 total.detach(),
                 exact.detach().abs(),
-                Rounding(numerics),
+                kernel,
                 extra=roundings - left.shape[-1],
                 before=before,
                 quantised=self._quantises(node),
@@ -347,7 +339,7 @@ class Simulator:
             return value
         if "scalar" in named:
             value = value + self._moved_scalar(node, operands[0], named.pop("scalar"))
-        kernel = Rounding(self._at(node), self.numerics)
+        kernel = self._kernel(node)
         return rounded_inside(node, value, named, operands, rows, kernel, self._format(node))
 
     def _moved_scalar(self, node: Node, x: Tensor, symbol: Tensor) -> Tensor:
@@ -366,16 +358,14 @@ class Simulator:
                 return (other - value).expand_as(x)
 
     def _format(self, node: Node) -> Format:
-        return FORMATS[self._at(node).stored_format(node.op, node.role)]
+        return self._kernel(node).format_for(node.role, node.op)
 
     def _inner(self, node: Node) -> Format:
         """Return the format in which a result is formed; storing it as precisely is exact."""
         if node.op == "cast":
             held = [*self._held(node), self._format(node)]
             return max(held, key=lambda form: form.precision)
-        if node.op in SUMS:
-            return FORMATS[self._at(node).accumulate]
-        return self._at(node).function_format
+        return self._kernel(node).inner(node.op in SUMS)
 
     def _entered(
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
@@ -396,9 +386,7 @@ class Simulator:
         if symbol is None and self.free:
             symbol = torch.zeros_like(x)  # left out
         if x.dim() > len(node.shape):
-            symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
-            parts = zip(x, symbols, strict=True)
-            return torch.stack([self._cached(node, one, own, through) for one, own in parts])
+            return _run_by_run(lambda one, own: self._cached(node, one, own, through), x, symbol)
         share = None if symbol is None else WITHIN * symbol.expand_as(x)
 
         def step(value: Tensor) -> Tensor:
@@ -438,16 +426,14 @@ class Simulator:
 
     def _quantised(self, node: Node, x: Tensor, symbol: Tensor | None) -> Tensor:
         """Return the input of a linear after its quantisation: x + s·Q, or to nearest."""
-        numerics = self._at(node)
+        numerics = self._kernel(node).numerics
         if not numerics.activations.quantised:
             return x
         if numerics.cast.units != 1:
             raise Overflowed(f"{node.name}: no run of a quantiser beside directed casts is known")
         runs_share = numerics.activations.scale not in _BY_ROWS
         if runs_share and x.dim() > len(self.graph.node(node.inputs[0]).shape):
-            symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
-            parts = zip(x, symbols, strict=True)
-            return torch.stack([self._quantised(node, one, own) for one, own in parts])
+            return _run_by_run(lambda one, own: self._quantised(node, one, own), x, symbol)
         weight = self._weight(node)
         try:
             if symbol is not None:
@@ -455,6 +441,14 @@ class Simulator:
             return to_nearest(x, numerics, weight)
         except Exceeded as reason:
             raise Overflowed(f"{node.name}: {reason}") from None
+
+
+def _run_by_run(
+    of: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, symbol: Tensor | None
+) -> Tensor:
+    """Return a function of values and their symbols, for one of many runs at a time."""
+    symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
+    return torch.stack([of(one, own) for one, own in zip(x, symbols, strict=True)])
 
 
 def _entering(node: Node) -> str:

@@ -41,7 +41,6 @@ class Version:
 
     @property
     def first(self) -> bool:
-        """Say whether this is the first version of its node."""
         return self.name == self.node.name
 
 

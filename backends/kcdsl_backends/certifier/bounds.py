@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -19,9 +19,9 @@ from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
 from kcdsl_backends.certifier.problems import BlockProblem, Claims, ProblemFactory
-from kcdsl_backends.certifier.proof import ProofBuilder
+from kcdsl_backends.certifier.proof import Proof, ProofBuilder
 from kcdsl_backends.drift.affine_forms import AffineForms
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.state import State
 from kcdsl_backends.drift.functionals import (
     drift_bound,
@@ -30,13 +30,11 @@ from kcdsl_backends.drift.functionals import (
     top_margin,
 )
 from kcdsl_backends.drift.interval import Bounds
-from kcdsl_backends.drift.linear.search import Effort
-from kcdsl_backends.drift.linear_bounds import LinearFound, cheap
+from kcdsl_backends.drift.linear_bounds import Effort, LinearFound, cheap
 from kcdsl_certs.reals import real_text
 
 _PLACES = 3
 """Places of the output, those with the largest bounds, at which an attack pushes first."""
-Witness = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +43,6 @@ class CaseBound:
 
     outcome: CaseOutcome
     places: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """How a bound is derived again: its domain, the sizes of all nodes, and what a domain chose.
-
-    `passes` are the reverse passes of affine forms, `planes` the hints of planes, `chance` the
-    share of all runs in which the bound may fail.
-    """
-
-    witness: Witness
-    domain: str = "interval"
-    passes: Mapping[str, Any] | None = None
-    planes: Mapping[str, Any] | None = None
-    chance: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +76,18 @@ class Problem:
 
     @property
     def region(self) -> tuple[Tensor | None, Tensor]:
-        """Return centre and radius of the block's input."""
         return self.case.centre, self.case.radius
 
     def settled(self, output: State) -> bool:
-        """Say whether boxes of the output settle the goal."""
         if self.order:
             return top_margin(output, self.goal.k, self.claims.factor) > 0
         value = drift_bound(output.drift, self.goal.functional)
         return self.goal.admits(value * self.claims.factor)
 
     def settles(self, bound: Bound) -> bool:
-        """Say whether a bound settles the goal."""
         return bound.margin > 0 if self.order else self.goal.admits(bound.value)
 
     def of_boxes(self, output: State, proof: Proof) -> Bound:
-        """Return the bound that boxes of the output give."""
         drift, claims = output.drift, self.claims
         if self.order:
             top = top_margin(output, self.goal.k, claims.factor)
@@ -145,22 +124,6 @@ class EarlierBounds:
     """Why there are no boxes."""
 
 
-class Domain(Protocol):
-    """A way of bounding problems; `name` is that in `Goal.domains`.
-
-    What its blocks may vary beside the input stands in `problems.Coverage`.
-    """
-
-    @property
-    def name(self) -> str:
-        """Return the name."""
-        ...
-
-    def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
-        """Yield bounds, and keep in `found` what other domains may meet; nothing without one."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class IntervalDomain:
     """Boxes of both kernels and of their difference."""
@@ -168,7 +131,6 @@ class IntervalDomain:
     name: str = "interval"
 
     def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
-        """Yield the bound of the boxes."""
         try:
             found.boxes = problem.block.bound(*problem.region)
         except NoBound as no:
@@ -186,7 +148,6 @@ class AffineDomain:
     name: str = "affine"
 
     def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
-        """Yield the bound of the forms, met with boxes."""
         alpha = problem.goal.alpha if self.likely else None
         if self.likely and alpha is None:
             return
@@ -232,13 +193,14 @@ class LinearDomain:
             yield from problem.of_forms(forms, found.drift.meet(planes.box), proof)
 
 
+Domain = IntervalDomain | AffineDomain | LinearDomain
 DOMAINS: tuple[Domain, ...] = (
     IntervalDomain(),
     AffineDomain(),
     LinearDomain(),
     AffineDomain(likely=True),
 )
-"""All domains, the cheapest first."""
+"""All domains, the cheapest first, by their names in `Goal.domains`."""
 
 
 def asked(problem: Problem) -> list[Domain]:
@@ -249,28 +211,19 @@ def asked(problem: Problem) -> list[Domain]:
     return [d for d in DOMAINS if d.name != "planes" or cheap(problem.block.graph)]
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """A problem with the proof that its bound goes into, and its region as that states it."""
-
-    problem: Problem
-    builder: ProofBuilder
-    region: Mapping[str, Any] = field(default_factory=dict)
-
-
 def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBuilder) -> CaseBound:
     """Bound a case by the interval domain, and by others where that is not enough."""
     block, region = problem_of(factory, goal, case), region_of(factory, goal, case)
     claims = Claims.of(factory.train, factory.infer, block.graph)
-    return bound_stated(
-        Statement(Problem(block, widened(goal, case), goal, claims), builder, region)
-    )
+    return bound_stated(Problem(block, widened(goal, case), goal, claims), builder, region)
 
 
-def bound_stated(statement: Statement) -> CaseBound:
+def bound_stated(
+    problem: Problem, builder: ProofBuilder, region: Mapping[str, Any] | None = None
+) -> CaseBound:
     """Bound a problem by its domains in turn until one settles the goal; add the best bound to the
-    proof."""
-    problem, best, found = statement.problem, None, EarlierBounds()
+    proof, which states the region."""
+    best, found = None, EarlierBounds()
     for bound in (b for domain in asked(problem) for b in domain.bounds(problem, found)):
         if best is None or _tighter(problem, bound, best):
             best = bound
@@ -283,17 +236,10 @@ def bound_stated(statement: Statement) -> CaseBound:
             return CaseBound(CaseOutcome(*named, math.inf, reason=found.reason, stable=False))
         reason = found.reason or "no domain that was asked has a bound"
         return CaseBound(CaseOutcome(*named, math.inf, reason=reason))
-    proof = best.proof
-    statement.builder.add(
-        *(case.name, problem.block.graph, statement.region, best.value, proof.witness),
-        *(proof.domain, proof.passes, proof.planes, proof.chance),
-    )
+    builder.add(case.name, problem.block.graph, region or {}, best.value, best.proof)
     if problem.order:
         outcome = CaseOutcome(
-            *(*named, best.value),
-            stable=best.margin > 0,
-            margin=best.margin,
-            alpha=best.alpha,
+            *(*named, best.value), stable=best.margin > 0, margin=best.margin, alpha=best.alpha
         )
         return CaseBound(outcome)
     return CaseBound(CaseOutcome(*named, best.value, alpha=best.alpha), best.places)

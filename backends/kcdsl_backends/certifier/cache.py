@@ -92,7 +92,6 @@ class Cache:
     folder: Path
 
     def path(self, key: str) -> Path:
-        """Return the file of a key."""
         return self.folder / key[:2] / f"{key}.json"
 
     def read(self, key: str) -> tuple[Lookup, Any]:
@@ -207,28 +206,33 @@ def encode(value: Any) -> Any:
             raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def decode(value: Any, kinds: Sequence[type]) -> Any:
-    """Return the value that `encode` was given; `kinds` are the data classes that may stand in it.
+def decode(value: Any, kinds: Sequence[type], device: torch.device | str = "cpu") -> Any:
+    """Return the value that `encode` was given, its tensors on a device; `kinds` are the data
+    classes that may stand in it.
 
     Raises:
         one of DAMAGE: it is not such a value.
     """
+
+    def inner(item: Any) -> Any:
+        return decode(item, kinds, device)
+
     match value:
         case None | bool() | int() | str():
             return value
         case list():
-            return [decode(item, kinds) for item in value]
+            return [inner(item) for item in value]
         case {"float": str(text), **rest} if not rest:
             return float(text) if text in ("inf", "-inf", "nan") else float.fromhex(text)
         case {"tensor": dict(stored), **rest} if not rest:
-            return _decode_tensor(stored)
+            return _decode_tensor(stored).to(device)
         case {"tuple": list(items), **rest} if not rest:
-            return tuple(decode(item, kinds) for item in items)
+            return tuple(inner(item) for item in items)
         case {"mapping": dict(items), **rest} if not rest:
-            return {name: decode(item, kinds) for name, item in items.items()}
+            return {name: inner(item) for name, item in items.items()}
         case {"record": str(name), "fields": dict(inside), **rest} if not rest:
             kind = {kind.__name__: kind for kind in kinds}[name]
-            return kind(**{field: decode(item, kinds) for field, item in inside.items()})
+            return kind(**{field: inner(item) for field, item in inside.items()})
         case _:
             raise ValueError("not a value of the cache")
 

@@ -22,7 +22,7 @@ from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
-from kcdsl_backends.drift.boxes.box import up
+from kcdsl_backends.drift.boxes import up
 from kcdsl_backends.requests import Request, requests_of, select
 from kcdsl_certs.reals import real_text
 
@@ -42,7 +42,6 @@ class Case:
     longest: int | None = None
 
     def on(self, device: torch.device) -> Case:
-        """Return the case with its box on a device."""
         centre = None if self.centre is None else self.centre.to(device)
         return replace(self, centre=centre, radius=self.radius.to(device))
 
@@ -83,7 +82,6 @@ class Case:
 
     @property
     def seed(self) -> int:
-        """Return a seed that the region alone decides."""
         return int(self.digest[:8], 16)
 
 
@@ -190,7 +188,10 @@ def cases_of(factory: ProblemFactory, goal: Goal, rows: Sequence[Request]) -> li
     if kind is RegionKind.HULL:
         return _hulls(centres, radius)
     if kind is RegionKind.ROWS and goal.region.longest is not None:
-        return [_rows(centres, radius, goal.region.longest)]
+        longest, (middle, wide) = goal.region.longest, _span(centres, radius)
+        # an attack runs on as many rows as the longest request has, if so many are covered
+        tokens = max(rows, key=lambda row: row.length).tokens[:longest]
+        return [Case(f"rows-{longest}", tokens, middle[None], wide[None], longest=longest)]
     spread = torch.full_like(zero, radius if kind is RegionKind.BALL else 0.0)
     return [Case(row.id, row.tokens, centre, spread) for row, centre in centres]
 
@@ -209,30 +210,9 @@ def _hulls(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> l
     middle, radius = _span(centres, margin)
     found: dict[int, Case] = {}
     for row, _ in centres:
-        length = row.length
-        shape = (length, middle.shape[0])
-        found.setdefault(
-            length,
-            Case(
-                f"hull-{length}",
-                row.tokens,
-                middle.expand(shape).contiguous(),
-                radius.expand(shape).contiguous(),
-            ),
-        )
+        box = [part.expand(row.length, len(middle)).contiguous() for part in (middle, radius)]
+        found.setdefault(row.length, Case(f"hull-{row.length}", row.tokens, box[0], box[1]))
     return list(found.values())
-
-
-def _rows(centres: Sequence[tuple[Request, Tensor | None]], margin: float, longest: int) -> Case:
-    """Return the box of one row, over all rows and positions of the slice, at any length.
-
-    An attack runs on as many rows as the longest request of the slice has, if so many are covered.
-    """
-    middle, radius = _span(centres, margin)
-    most = max((row for row, _ in centres), key=lambda row: row.length)
-    return Case(
-        f"rows-{longest}", most.tokens[:longest], middle[None], radius[None], longest=longest
-    )
 
 
 def _span(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> tuple[Tensor, Tensor]:

@@ -7,34 +7,38 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
+
 from kcdsl.diagnostics.model import at
 from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
-from kcdsl_backends.attack.search import attack
-from kcdsl_backends.certifier.bounds import CaseBound, Problem, Statement, bound_stated
+from kcdsl_backends.attack import attack
+from kcdsl_backends.certifier.bounds import CaseBound, Problem, bound_stated
 from kcdsl_backends.certifier.cache import ENTRY_SCHEMA, CacheEntry, Lookup, decode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
-from kcdsl_backends.certifier.interfaces import (
+from kcdsl_backends.certifier.problems import Claims
+from kcdsl_backends.certifier.proof import Contents, ProofBuilder, stated_of
+from kcdsl_backends.certifier.stages import (
     BoundedStage,
     Interface,
     StageOutput,
     bound_stage,
+    named,
+    partitions,
+    stages_of,
+    until,
 )
-from kcdsl_backends.certifier.problems import Claims
-from kcdsl_backends.certifier.proof import Contents, ProofBuilder
-from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
 from kcdsl_backends.certifier.tasks import (
     Attained,
     BoundedCase,
     refuse_apart,
     refuse_subject,
     stated_goal,
-    stated_of,
 )
 from kcdsl_backends.certifier.worker import WorkerContext
-from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.boxes.state import InterfaceEllipsoids
 from kcdsl_backends.process import threads_for
 
 T = TypeVar("T")
@@ -161,7 +165,6 @@ class _Walk:
 
     @property
     def _builder(self) -> ProofBuilder:
-        """Return an empty proof of the goal."""
         return self.context.builder(self.goal)
 
     @property
@@ -221,7 +224,7 @@ class _Walk:
         if not self.afresh:
 
             def made(value: Any) -> tuple[Interface, bool]:
-                kept: Interface = decode(value, (Interface,)).on(factory.device)
+                kept: Interface = decode(value, (Interface, Box), factory.device)
                 return kept, output.fits(kept)
 
             kept, found = entry.read(made)
@@ -233,14 +236,12 @@ class _Walk:
         return fresh
 
     def _inner(self, graph: BlockGraph, entering: Interface) -> BoundedStage:
-        """Bound a stage that another one follows."""
         factory = self.context.factory
         entry = self._entry(graph, entering, {"ellipsoids": str(self.ellipsoids)})
-        kept = self._kept(entry, lambda value: _stage_of(value, graph))
+        kept = self._kept(entry, lambda value: _stage_of(value, graph, factory.device))
         if kept is not None:
-            stage = BoundedStage(kept.claim, _on(kept.output, self.context), kept.stated)
-            self.outcomes.append(LinkOutcome(graph.block, stage.output.largest, cached=True))
-            return stage
+            self.outcomes.append(LinkOutcome(graph.block, kept.output.largest, cached=True))
+            return kept
         problem = factory.problem_of_graph(graph)
         builder = replace(self._builder, functional="inf", k=1)
         claims = Claims.of(factory.train, factory.infer)
@@ -255,7 +256,13 @@ class _Walk:
         """Bound the last stage as the goal asks; return what its proof states, None without."""
         factory, goal = self.context.factory, self.goal
         entry = self._entry(graph, entering, stated_goal(goal))
-        kept = self._kept(entry, lambda value: _last_of(value, goal))
+
+        def made(value: Any) -> _Last:
+            last: _Last = decode(value, (CaseBound, CaseOutcome, LinkOutcome))
+            refuse_apart(goal, *last)
+            return last
+
+        kept = self._kept(entry, made)
         if kept is not None:
             self.outcomes.append(LinkOutcome(graph.block, kept[0].outcome.bound, cached=True))
             return kept
@@ -263,7 +270,7 @@ class _Walk:
         builder = self._builder
         case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
         claims = Claims.of(factory.train, factory.infer)
-        bounded = bound_stated(Statement(Problem(block, case, goal, claims), builder))
+        bounded = bound_stated(Problem(block, case, goal, claims), builder)
         last = bounded, *stated_of(builder.contents())
         entry.write(last)
         self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound))
@@ -292,14 +299,15 @@ class _Walk:
         return kept
 
 
-def _stage_of(value: Any, graph: BlockGraph) -> BoundedStage:
+def _stage_of(value: Any, graph: BlockGraph, device: torch.device) -> BoundedStage:
     """Return what an entry says of a stage; it may still be false, as the checker derives every
     proof anew. Raises one of `DAMAGE` unless it has the form of what is kept."""
-    kept = decode(value, (BoundedStage, StageOutput, InterfaceEllipsoids))
+    kept = decode(value, (BoundedStage, StageOutput, InterfaceEllipsoids, Box), device)
     if not isinstance(kept, BoundedStage):
         raise TypeError("not a stage")
     shape, held = graph.node(graph.output).shape, kept.output.around
-    parts = (*kept.output.train, *kept.output.drift, *(kept.output.readings or ()))
+    boxes = kept.output.train, kept.output.drift
+    parts = (*(end for box in boxes for end in (box.lo, box.hi)), *(kept.output.readings or ()))
     if type(kept.claim) is not float or any(tuple(p.shape) != shape for p in parts):
         raise ValueError("not a stage")
     if held is not None and (
@@ -308,23 +316,6 @@ def _stage_of(value: Any, graph: BlockGraph) -> BoundedStage:
         raise ValueError("other ellipsoids")
     refuse_subject(kept.stated)
     return kept
-
-
-def _last_of(value: Any, goal: Goal) -> _Last:
-    """Return what an entry says of the last stage; see `_stage_of`."""
-    bounded, claim, stated = decode(value, (CaseBound, CaseOutcome, LinkOutcome))
-    refuse_apart(goal, bounded, claim, stated)
-    return bounded, claim, stated
-
-
-def _on(output: StageOutput, context: WorkerContext) -> StageOutput:
-    device = context.factory.device
-    low, high = (part.to(device) for part in output.train)
-    least, most = (part.to(device) for part in output.drift)
-    around, readings = None if output.around is None else output.around.on(device), None
-    if output.readings is not None:
-        readings = output.readings[0].to(device), output.readings[1].to(device)
-    return StageOutput((low, high), (least, most), around, readings)
 
 
 _CANDIDATES, _ROUNDS = 3, 6
@@ -357,7 +348,12 @@ def _attained(
 ) -> float:
     """Return the largest drift of the output of a graph that was found, by this run or before."""
     entry = context.entry("slack", task.goal, graph, region=case.digest)
-    kept, _ = entry.read(_drift_of)
+
+    def made(value: Any) -> float | None:
+        kept = decode(value, ())
+        return kept if isinstance(kept, float) and kept >= 0 else None
+
+    kept, _ = entry.read(made)
     if kept is not None:
         return kept
     problem = context.factory.problem_of_graph(graph)
@@ -373,8 +369,3 @@ def _attained(
         ).value
     entry.write(best)
     return best
-
-
-def _drift_of(value: Any) -> float | None:
-    kept = decode(value, ())
-    return kept if isinstance(kept, float) and kept >= 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.outcome import CaseOutcome
-from kcdsl_backends.attack.runs import Attack
+from kcdsl_backends.attack.runs import Attack, attained
 from kcdsl_backends.certifier.bounds import CaseBound
 from kcdsl_backends.certifier.cache import Lookup
 from kcdsl_backends.certifier.cases import Case
@@ -91,6 +92,20 @@ def decide_batch(
             one.notes.append(f"{one.damaged} {entries} damaged and found anew")
 
 
+def _counted(
+    progress: Progress, places: Sequence[OpenGoal], stage: str
+) -> Callable[[int, Answer], None]:
+    """Return what hears of every answer, and tells how many there are of its goal."""
+    totals, done = Counter(map(id, places)), Counter[int]()
+
+    def told(index: int, answer: Answer) -> None:
+        one = places[index]
+        done[id(one)] += 1
+        progress(f"{one.goal.clause.id}{stage}", done[id(one)], totals[id(one)])
+
+    return told
+
+
 def _bound(
     pool: WorkerPool,
     batch: Sequence[OpenGoal],
@@ -99,13 +114,7 @@ def _bound(
 ) -> None:
     places = [(one, index) for one in batch for index in range(len(one.cases))]
     tasks = [task(one.goal, one.cases[index]) for one, index in places]
-    done: dict[int, int] = {}
-
-    def told(index: int, answer: Answer) -> None:
-        one = places[index][0]
-        done[id(one)] = done.get(id(one), 0) + 1
-        progress(one.goal.clause.id, done[id(one)], len(one.cases))
-
+    told = _counted(progress, [one for one, _ in places], "")
     for (one, index), answer in zip(places, pool.run(tasks, told), strict=True):
         assert answer is not None
         one.spend(answer)
@@ -115,25 +124,20 @@ def _bound(
                 one.contents.append(contents)
                 one.cached += answer.found is Lookup.HIT
             case Unfinished(reason):
-                one.bounded.append(_unfinished(one.cases[index], reason))
+                case = one.cases[index]
+                outcome = CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason)
+                one.bounded.append(CaseBound(outcome))
                 one.contents.append(None)
             case other:
                 raise AssertionError(f"no answer to a bound: {other}")
         one.outcomes.append(one.bounded[-1].outcome)
 
 
-def _unfinished(case: Case, reason: str) -> CaseBound:
-    return CaseBound(CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason))
-
-
 def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> None:
     """Attack what is worth it, of each goal up to the first case that refutes it."""
     places = [(one, index) for one in batch for index in worth_attacking(one.goal, one.outcomes)]
     tasks = [AttackTask(one.goal, one.cases[i], one.bounded[i]) for one, i in places]
-    totals: dict[int, int] = {}
-    for one, _ in places:
-        totals[id(one)] = totals.get(id(one), 0) + 1
-    done: dict[int, int] = {}
+    count = _counted(progress, [one for one, _ in places], ": attack")
     refuted: dict[int, int] = {}
 
     def wanted(index: int) -> bool:
@@ -141,10 +145,9 @@ def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> 
 
     def told(index: int, answer: Answer) -> None:
         one = places[index][0]
-        done[id(one)] = done.get(id(one), 0) + 1
         if isinstance(answer.value, Attack) and one.goal.refuted_by(answer.value.value):
             refuted[id(one)] = min(index, refuted.get(id(one), index))
-        progress(f"{one.goal.clause.id}: attack", done[id(one)], totals[id(one)])
+        count(index, answer)
 
     for number, ((one, index), answer) in enumerate(
         zip(places, pool.run(tasks, told, wanted), strict=True)
@@ -196,18 +199,13 @@ def _measure_slack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progre
 def _prove(context: WorkerContext, one: OpenGoal) -> None:
     builder = context.builder(one.goal)
     for contents in one.contents:
-        if contents is None or not _settles(one.goal, contents):
+        claims = () if contents is None else contents.claims
+        order = one.goal.functional == "no_flip"
+        if contents is None or not claims or not (order or all(map(one.goal.admits, claims))):
             one.verdict = Inconclusive("a case has no proof of the goal")
             return
         builder.absorb(contents)
     one.proof = builder.document()
-
-
-def _settles(goal: Goal, contents: Contents) -> bool:
-    """Say whether the claims of a proof, and not only the bounds beside it, settle the goal."""
-    if goal.functional == "no_flip":
-        return bool(contents.claims)
-    return bool(contents.claims) and all(goal.admits(claim) for claim in contents.claims)
 
 
 def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -> None:
@@ -215,14 +213,7 @@ def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -
     parts = {id(one): min(pool.spread, len(one.cases)) for one in proved}
     places = [(one, first) for one in proved for first in range(parts[id(one)])]
     tasks = [CheckTask(one.proof or b"", first, parts[id(one)]) for one, first in places]
-    done: dict[int, int] = {}
-
-    def told(index: int, answer: Answer) -> None:
-        one = places[index][0]
-        done[id(one)] = done.get(id(one), 0) + 1
-        progress(f"{one.goal.clause.id}: check", done[id(one)], parts[id(one)])
-
-    answers = pool.run(tasks, told)
+    answers = pool.run(tasks, _counted(progress, [one for one, _ in places], ": check"))
     for one in proved:
         own = [a for (o, _), a in zip(places, answers, strict=True) if o is one and a is not None]
         for answer in own:
@@ -317,15 +308,6 @@ def _stability(cases: Sequence[CaseOutcome]) -> Verdict:
 def counterexample(cases: Sequence[CaseOutcome], found: Attack) -> dict[str, Any]:
     """Return what is shown of the strongest attack."""
     case = max((c for c in cases if c.attack is not None), key=lambda c: c.attack or 0.0)
-    if found.record is not None:
-        shown: dict[str, Any] = dict(found.record["attained"])
-        numbers = {name: float.fromhex(shown[name]) for name in ("value", "train", "infer")}
-        return {"case": case.name, **shown, **numbers}
-    return {
-        "case": case.name,
-        "value": found.value,
-        "row": list(found.row),
-        "column": found.column,
-        "train": found.train_value,
-        "infer": found.infer_value,
-    }
+    shown = attained(found) if found.record is None else dict(found.record["attained"])
+    numbers = {name: float.fromhex(shown[name]) for name in ("value", "train", "infer")}
+    return {"case": case.name, **shown, **numbers}

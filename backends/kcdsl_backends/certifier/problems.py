@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.architecture import Model
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph, traced_format
 from kcdsl.model.lowering.caching import with_caches
 from kcdsl.model.numerics import Numerics
@@ -24,17 +24,13 @@ from kcdsl.model.numerics.formats import FORMATS
 from kcdsl.model.numerics.presets import refuse_strays
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.sequences import sequence_graph, stored_tables
-from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
-from kcdsl_backends.drift.affine.kernel import Nearby, Spread
 from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
-from kcdsl_backends.drift.boxes.box import Box, NoBound, up
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
-from kcdsl_backends.drift.boxes.rounding import ALONE, Between, Rounding
-from kcdsl_backends.drift.boxes.state import Kernels, Parameter, Rows
-from kcdsl_backends.drift.boxes.weight_ball import BallTensor, WeightBall
+from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_backends.drift.boxes.state import ALONE, Entering, Kernels, Rows, StoredParameters
+from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_backends.drift.interval import Bounds, propagate
-from kcdsl_backends.drift.linear.search import Effort
-from kcdsl_backends.drift.linear_bounds import Enough
+from kcdsl_backends.drift.linear_bounds import Effort, Enough
 from kcdsl_backends.drift.linear_bounds import LinearFound as Planes
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
 from kcdsl_backends.process import threads_for
@@ -137,18 +133,6 @@ LINEAR_BOUNDS = Coverage("planes")
 
 
 @dataclass(frozen=True, slots=True)
-class Entering:
-    """How the state that a stage reads may differ between the kernels and between its readings.
-
-    `drift` is the box of inference minus training, `around` holds ellipsoids around its rows.
-    """
-
-    drift: Box | None
-    around: InterfaceEllipsoids | None = None
-    between: Between = ALONE
-
-
-@dataclass(frozen=True, slots=True)
 class BlockProblem:
     """A block under two numerics: at one length, or at any up to `rows.longest`; for the stored
     weights, or for all in `weight_ball`; as a whole, or as a stage on what is `entering`.
@@ -167,7 +151,6 @@ class BlockProblem:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Return what varies beside the input."""
         found = {
             Feature.LENGTH: self.rows,
             Feature.WEIGHTS: self.weight_ball,
@@ -176,28 +159,15 @@ class BlockProblem:
         return frozenset(feature for feature, part in found.items() if part is not None)
 
     def kernels(self) -> Kernels:
-        """Return both kernels as the rules read them; parameters near others are boxes."""
-        known, ball = replace(Kernels.of(self.train, self.infer), rows=self.rows), self.weight_ball
-        if ball is None:
-            return known
-
-        def plain(node: Node) -> Parameter:
-            return _moved(known.plain(node), node, ball.plain)
-
-        def linear(node: Node) -> Parameter:
-            return _moved(known.linear(node), node, ball.linear)
-
-        return replace(known, plain=plain, linear=linear, around_weights=True)
+        """Return both kernels as the rules read them."""
+        return Kernels.of(self.train, self.infer, rows=self.rows, ball=self.weight_ball)
 
     def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
         """Propagate boxes through the graph; see `propagate`. `centre` is [T, D], or [1, D] at any
         length; None for a block on token ids."""
         INTERVALS.refuse(self.graph.output, self.features)
-        entering = self.entering or Entering(None)
         with threads_for(self.size):
-            return propagate(
-                *(self.graph, self.kernels(), centre, radius, entering.drift, entering.between)
-            )
+            return propagate(self.graph, self.kernels(), centre, radius, self.entering or ALONE)
 
     def forms(
         self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None
@@ -206,12 +176,10 @@ class BlockProblem:
         `affine.pair.both`."""
         asked = self.features | ({Feature.CHANCE} if alpha is not None else set())
         AFFINE_FORMS.refuse(self.graph.output, asked)
-        entering = self.entering or Entering(None)
         return affine_forms(
-            *(self.graph, self.train, self.infer, centre, radius, entering.drift, self._nearby()),
-            handed=entering.around,
+            *(self.graph, self.train, self.infer, centre, radius, self.entering or ALONE),
+            ball=self.weight_ball,
             alpha=alpha,
-            between=entering.between,
         )
 
     def planes(
@@ -230,45 +198,10 @@ class BlockProblem:
         return max(math.prod(node.shape) for node in self.graph.nodes)
 
     def simulators(self) -> tuple[Simulator, Simulator]:
-        """Return simulators of both kernels for the attack."""
         return (
             Simulator(self.graph, self.train.numerics, self.train),
             Simulator(self.graph, self.infer.numerics, self.infer),
         )
-
-    def _nearby(self) -> Nearby | None:
-        """Return how far parameters in the ball may be from those stored."""
-        ball = self.weight_ball
-        if ball is None:
-            return None
-
-        def spread(stored: StoredParameters, side: int) -> Spread:
-            return Spread(
-                _distance(stored.linear, ball.linear, side),
-                _distance(stored.plain, ball.plain, side),
-                lambda node: ball.linear(node).alike,
-                lambda node: ball.plain(node).alike,
-            )
-
-        return Nearby(spread(self.train, 0), spread(self.infer, 1), self.kernels())
-
-
-def _distance(
-    stored: Callable[[Node], Tensor], around: Callable[[Node], BallTensor], side: int
-) -> Callable[[Node], Tensor]:
-    """Return how far what a kernel stores in the ball may be from what it stores of θ."""
-
-    def distance(node: Node) -> Tensor:
-        centre, moved = stored(node), around(node)
-        box = (moved.train, moved.infer)[side]
-        return up(torch.maximum(box.hi - centre, centre - box.lo).clamp_min(0))
-
-    return distance
-
-
-def _moved(known: Parameter, node: Node, around: Callable[[Node], BallTensor]) -> Parameter:
-    """Return what is held of a parameter near that of the checkpoint; constants do not move."""
-    return known if node.op != "param" else replace(known, moved=around(node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,22 @@ class Contents:
     claims: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How a bound is derived again: its domain, the sizes of all nodes, and what a domain chose.
+
+    `domain` is "interval", "affine", "planes" or "affine+planes". `passes` are the reverse passes
+    of affine forms, `planes` the hints of planes, `chance` the share of all runs in which the bound
+    may fail, where roundings are independent.
+    """
+
+    witness: Mapping[str, tuple[float, float]]
+    domain: str = "interval"
+    passes: Mapping[str, Any] | None = None
+    planes: Mapping[str, Any] | None = None
+    chance: Mapping[str, Any] | None = None
+
+
 @dataclass(slots=True)
 class ProofBuilder:
     """Collects the cases of one goal into a proof document.
@@ -62,24 +78,9 @@ class ProofBuilder:
     _claims: list[float] = field(default_factory=list)
 
     def add(
-        self,
-        name: str,
-        graph: BlockGraph,
-        region: Mapping[str, Any],
-        claim: float,
-        witness: Mapping[str, tuple[float, float]],
-        domain: str = "interval",
-        passes: Mapping[str, Any] | None = None,
-        planes: Mapping[str, Any] | None = None,
-        chance: Mapping[str, Any] | None = None,
+        self, name: str, graph: BlockGraph, region: Mapping[str, Any], claim: float, proof: Proof
     ) -> None:
-        """Add one case. `region` comes from `box_region` or `token_region`.
-
-        `domain` is "affine" where affine forms are needed beside the interval domain, "planes"
-        where planes are, and "affine+planes" where both are; `passes` are the reverse passes that
-        affine forms were made with, `planes` the hints of planes.
-        `chance` says in what share of all runs the claim may fail, where roundings are independent.
-        """
+        """Add one case. `region` comes from `box_region` or `token_region`."""
         margin = claim_margin(self.train, self.infer)
 
         def wider(size: float) -> str:
@@ -87,13 +88,13 @@ class ProofBuilder:
 
         stated = {
             "claim": "held" if self.functional == "no_flip" else claim.hex(),
-            **({} if domain == "interval" else {"domain": domain}),
-            **({} if passes is None else {"passes": passes}),
-            **({} if planes is None else {"planes": plain(planes)}),
-            **({} if chance is None else {"chance": chance}),
+            **({} if proof.domain == "interval" else {"domain": proof.domain}),
+            **({} if proof.passes is None else {"passes": proof.passes}),
+            **({} if proof.planes is None else {"planes": plain(proof.planes)}),
+            **({} if proof.chance is None else {"chance": proof.chance}),
             "witness": [
                 {"node": node, "value": wider(v), "drift": wider(d)}
-                for node, (v, d) in witness.items()
+                for node, (v, d) in proof.witness.items()
             ],
         }
         self.add_stated(name, graph, region, claim, stated)
@@ -193,3 +194,15 @@ def rows_region(
 def token_region(ids: Sequence[int]) -> dict[str, Any]:
     """Return the region of one token sequence."""
     return {"kind": "points", "ids": list(ids)}
+
+
+SUBJECT = frozenset({"name", "graph", "region"})
+"""The fields of a case in a proof that say what it is about."""
+
+
+def stated_of(contents: Contents | None) -> tuple[float, dict[str, Any] | None]:
+    """Return the claim of a case, and what its proof states beside what it is about."""
+    if contents is None or not contents.cases:
+        return 0.0, None
+    (record,), (claim,) = contents.cases, contents.claims
+    return claim, {k: v for k, v in record.items() if k not in SUBJECT}

@@ -35,6 +35,7 @@ from kcdsl_backends.process import one_thread
 
 SAME_ACTIVATIONS = 2.0**-16
 """How far float32 activations of two machines may be apart, relative to the largest."""
+_NOT_ADMITTED = "the run of the counterexample is not admitted: "
 SAME_RUN = 2.0**-36
 """How far float64 simulations of two machines may be apart, relative to the outputs."""
 
@@ -66,12 +67,10 @@ def replay(
     device: str = "cpu",
     checkpoint: str | None = None,
 ) -> Replayed:
-    """Simulate the run of a counterexample (see `kcdsl.verdict.counterexample`).
+    """Simulate the run of a counterexample, as `read_counterexample` returned it.
 
     Args:
-        program: the compiled contract.
-        base: its folder.
-        document: what `read_counterexample` returned.
+        base: folder of the contract.
         device: "cpu" or "cuda".
         checkpoint: weights to take instead of those the contract names; a configuration that the
             contract does not name is looked for beside them.
@@ -126,11 +125,11 @@ def _run(problem: BlockProblem, goal: Goal, case: Case, document: Mapping[str, A
         run = run_of(document, {"train": train, "infer": infer})
         moved = _region_moved(run, case, document["region"])
     except InvalidRecord as error:
-        raise _not_admitted(str(error)) from error
+        raise _refused(_NOT_ADMITTED + str(error)) from error
     with one_thread():
         found = attack_of(run, train, infer, goal.functional)
     if found is None:
-        raise _not_admitted("a value leaves its format, or is not a number")
+        raise _refused(_NOT_ADMITTED + "a value leaves its format, or is not a number")
     return Replayed(
         value=found.value,
         row=found.row,
@@ -189,27 +188,17 @@ def _apart(one: Tensor, two: Tensor, what: str) -> float:
 def _reproduces(found: Attack, claimed: Mapping[str, Any]) -> bool:
     """Say whether a run attains exactly what is claimed; refuse what it does not attain at all."""
     size = SAME_RUN * max(abs(found.train_value), abs(found.infer_value), found.value)
-    pairs = {
-        "value": found.value,
-        "train": found.train_value,
-        "infer": found.infer_value,
-    }
+    pairs = {"value": found.value, "train": found.train_value, "infer": found.infer_value}
     for name, here in pairs.items():
         there = float.fromhex(claimed[name])
         if not abs(here - there) <= size:
-            raise refuse(
-                COUNTEREXAMPLE_RUN,
+            raise _refused(
                 f"the run does not attain what the counterexample says: `{name}` is {here!r} here, "
-                f"{there!r} there",
-                help="verify the contract again",
+                f"{there!r} there"
             )
     for name, place in (("row", list(found.row)), ("column", found.column)):
         if claimed[name] != place:
-            raise refuse(
-                COUNTEREXAMPLE_RUN,
-                f"the largest drift is in {name} {place}, not in {claimed[name]}",
-                help="verify the contract again",
-            )
+            raise _refused(f"the largest drift is in {name} {place}, not in {claimed[name]}")
     return all(float.fromhex(claimed[name]) == here for name, here in pairs.items())
 
 
@@ -233,9 +222,5 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _not_admitted(why: str) -> Refusal:
-    return refuse(
-        COUNTEREXAMPLE_RUN,
-        f"the run of the counterexample is not admitted: {why}",
-        help="verify the contract again",
-    )
+def _refused(why: str) -> Refusal:
+    return refuse(COUNTEREXAMPLE_RUN, why, help="verify the contract again")

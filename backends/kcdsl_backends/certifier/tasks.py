@@ -9,24 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import NoneType
 from typing import Any
 
 from kcdsl.diagnostics.model import at
 from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
+from kcdsl_backends.attack import attack, with_orders
 from kcdsl_backends.attack.runs import Attack, attack_of, attained, record_run, run_of
-from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.bounds import CaseBound, bound_case
-from kcdsl_backends.certifier.cache import (
-    CacheEntry,
-    Lookup,
-    decode,
-)
+from kcdsl_backends.certifier.cache import CacheEntry, Lookup, decode
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.certifier.proof import Contents
+from kcdsl_backends.certifier.proof import SUBJECT, Contents, stated_of
 from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.process import one_thread, threads_for
 from kcdsl_certs.recheck import recheck
@@ -82,15 +79,11 @@ class BoundTask:
             kept, found = entry.read(made)
             if kept is not None:
                 return kept, found
-            fresh = self._bounded(context, case)
-            entry.write((fresh.bounded, *stated_of(fresh.contents)))
-            return fresh, found
-
-    def _bounded(self, context: WorkerContext, case: Case) -> BoundedCase:
-        builder = context.builder(self.goal)
-        bounded = bound_case(context.factory, self.goal, case, builder)
-        contents = builder.contents()
-        return BoundedCase(bounded, contents if contents.cases else None)
+            builder = context.builder(self.goal)
+            bounded = bound_case(context.factory, self.goal, case, builder)
+            contents = builder.contents()
+            entry.write((bounded, *stated_of(contents)))
+            return BoundedCase(bounded, contents if contents.cases else None), found
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +182,10 @@ def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBo
     """
     any_length, case = case.longest is not None, case.at_its_length
     problem: BlockProblem = factory.problem(goal.block, case.tokens)
-    places = _in_last_row(problem, bounded.places) if any_length else bounded.places
+    shape, places = problem.graph.node(problem.graph.output).shape, bounded.places
+    if any_length:  # the last row reads the most others under a causal mask
+        first = math.prod(shape) - shape[-1]
+        places = tuple(dict.fromkeys(first + place % shape[-1] for place in places))
     train, infer = problem.simulators()
     with threads_for(problem.size):
         try:
@@ -203,8 +199,7 @@ def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBo
                 places=places,
             )
         except Overflowed:  # whatever runs here leaves its formats, or exceeds a static scale
-            row = (0,) * (len(problem.graph.node(problem.graph.output).shape) - 1)
-            return Attack(0.0, row, 0, 0.0, 0.0)
+            return Attack(0.0, (0,) * (len(shape) - 1), 0, 0.0, 0.0)
         if found.run is None or not goal.refuted_by(found.value):
             return replace(found, run=None)
         run = found.run
@@ -216,25 +211,6 @@ def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBo
     if again is None or not goal.refuted_by(again.value):
         return replace(found, run=None)
     return replace(found, run=None, record={**record_run(run), "attained": attained(again)})
-
-
-def _in_last_row(problem: BlockProblem, places: Sequence[int]) -> tuple[int, ...]:
-    """Return the same columns of the last row, which under a causal mask reads the most others."""
-    output = problem.graph.node(problem.graph.output).shape
-    first = math.prod(output) - output[-1]
-    return tuple(dict.fromkeys(first + place % output[-1] for place in places))
-
-
-SUBJECT = frozenset({"name", "graph", "region"})
-"""The fields of a case in a proof that say what it is about."""
-
-
-def stated_of(contents: Contents | None) -> tuple[float, dict[str, Any] | None]:
-    """Return the claim of a case, and what its proof states beside what it is about."""
-    if contents is None or not contents.cases:
-        return 0.0, None
-    (record,), (claim,) = contents.cases, contents.claims
-    return claim, {k: v for k, v in record.items() if k not in SUBJECT}
 
 
 def refuse_subject(stated: Any) -> None:
@@ -261,20 +237,23 @@ def refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
         raise ValueError("the proof leaves something else to chance")
 
 
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "length": (int,),
+    "bound": (float,),
+    "attack": (NoneType,),
+    "reason": (str, NoneType),
+    "stable": (bool, NoneType),
+    "margin": (float, NoneType),
+    "alpha": (str, NoneType),
+}
+"""The types of the fields of an outcome that is kept; runs and links are not kept with it."""
+
+
 def _plain(bounded: CaseBound) -> bool:
-    """Say whether every field of a bound has its type; runs and links are not kept with it."""
+    """Say whether every field of a bound has its type."""
     outcome, places = bounded.outcome, bounded.places
-    return (
-        type(outcome) is CaseOutcome
-        and type(outcome.name) is str
-        and type(outcome.length) is int
-        and type(outcome.bound) is float
-        and outcome.attack is None
-        and type(outcome.reason) in (str, type(None))
-        and type(outcome.stable) in (bool, type(None))
-        and type(outcome.margin) in (float, type(None))
-        and outcome.links == ()
-        and type(outcome.alpha) in (str, type(None))
-        and type(places) is tuple
-        and all(type(place) is int and place >= 0 for place in places)
-    )
+    if type(outcome) is not CaseOutcome or type(places) is not tuple or outcome.links != ():
+        return False
+    fits = all(type(getattr(outcome, name)) in kinds for name, kinds in _KINDS.items())
+    return fits and all(type(place) is int and place >= 0 for place in places)

@@ -155,7 +155,6 @@ class Ready:
     """Load the model, and nothing more."""
 
     def run(self, context: WorkerContext) -> tuple[None, None]:
-        """Do nothing: the context is there."""
         return None, None
 
 
@@ -237,19 +236,13 @@ def _caught(started: float) -> Iterator[list[Answer]]:
         text = f"{where}{error.strerror or error}"
         failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text),)))
     except Exception as error:
-        if _wants_memory(error):
+        wants = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if wants or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
             first = str(error).strip().splitlines()
             failed(Unfinished(f"out of memory{': ' + first[0] if first else ''}"))
         else:
             trace = traceback.format_exc()
             failed(Defect(type(error).__name__, str(error), trace))
-
-
-def _wants_memory(error: Exception) -> bool:
-    """Say whether an exception means that there was too little memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager

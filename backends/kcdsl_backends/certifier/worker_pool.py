@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from types import TracebackType
-from typing import Protocol
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.route.catalogue import Execution
@@ -35,6 +34,7 @@ from kcdsl_backends.executors import (
 WORTH = 30.0
 """Seconds of work still to be done, judged by what was done, that are worth starting workers."""
 
+Executor = Processes | Ray
 Told = Callable[[int, Answer], None]
 Wanted = Callable[[int], bool]
 
@@ -45,22 +45,6 @@ class TaskFailed(Exception):
 
 class WorkersDoNotStart(Exception):
     """Worker processes end before they do anything."""
-
-
-class KillableExecutor(Protocol):
-    """An executor whose workers can be ended at once."""
-
-    def submit(self, fn: Callable[..., bytes], /, *args: bytes) -> Future[bytes]:
-        """Begin a call."""
-        ...
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the workers after their work."""
-        ...
-
-    def kill(self) -> None:
-        """End the workers now."""
-        ...
 
 
 def threads_of(execution: Execution, cases: int) -> int:
@@ -81,7 +65,7 @@ class WorkerPool:
         """Begin without workers; they start when there is work for them."""
         self._station, self._execution = context, execution
         self._setting = pickle.dumps(context.setting)
-        self._executor: KillableExecutor | None = None
+        self._executor: Executor | None = None
         self._width = 1
         self._spent, self._done = 0.0, 0
 
@@ -186,7 +170,9 @@ class WorkerPool:
                 keep(index, self._answer(future.result()))
             except BrokenExecutor:
                 lost.append(index)
-        self._close()
+        if self._executor is not None:
+            self._executor.kill()
+            self._executor = None
         self._width = max(1, self._width // 2)
         for index in sorted(lost):
             keep(index, self._alone(tasks[index]))
@@ -226,18 +212,13 @@ class WorkerPool:
             self._width = self._executor.jobs
         self._prove(self._executor)
 
-    def _open(self, jobs: int | None) -> KillableExecutor:
+    def _open(self, jobs: int | None) -> Executor:
         threads = self._station.setting.threads
         if self._execution.engine == "ray":
             return Ray(jobs, threads)
         return Processes(jobs or 1, threads)
 
-    def _close(self) -> None:
-        if self._executor is not None:
-            self._executor.kill()
-            self._executor = None
-
-    def _prove(self, executor: KillableExecutor) -> None:
+    def _prove(self, executor: Executor) -> None:
         """See that a worker can be started and finds the model, before work is given out."""
         let_interrupts_through()
         try:
@@ -248,7 +229,7 @@ class WorkerPool:
             raise WorkersDoNotStart(
                 f"the first worker ended while it loaded the model ({error}); try --jobs 1"
             ) from error
-        if not (isinstance(answer.value, type(None))):
+        if answer.value is not None:
             _raise(answer)
 
 

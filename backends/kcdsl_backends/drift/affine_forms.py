@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph
-from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.affine.eigenvalues import around_sum
+from kcdsl_backends.drift.affine.adjoint import Adjoint, around_sum
 from kcdsl_backends.drift.affine.error_bounds import (
     at_once,
     gram_ellipsoid,
@@ -20,15 +20,20 @@ from kcdsl_backends.drift.affine.error_bounds import (
     unit_functionals,
 )
 from kcdsl_backends.drift.affine.independent import Chance, room
-from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids
-from kcdsl_backends.drift.affine.kernel import KernelRun, Nearby
+from kcdsl_backends.drift.affine.kernel import KernelRun, Spread
 from kcdsl_backends.drift.affine.result_rounding import cast_freely
 from kcdsl_backends.drift.affine.tape import INPUT, Entry, Range
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
-from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, down, gamma, up
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
-from kcdsl_backends.drift.boxes.rounding import ALONE, Apart, Between
-from kcdsl_backends.drift.boxes.state import Kernels
+from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, down, gamma, up
+from kcdsl_backends.drift.boxes.rounding import Apart
+from kcdsl_backends.drift.boxes.state import (
+    ALONE,
+    Entering,
+    InterfaceEllipsoids,
+    Kernels,
+    StoredParameters,
+)
+from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_backends.drift.interval import kernel_boxes
 
 IGNORED = 2.0**-12
@@ -50,7 +55,6 @@ class AffineForms:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the output."""
         return self.ends[0].shape
 
     @property
@@ -232,7 +236,6 @@ def _stored(run: KernelRun, output: str) -> Box:
 
 
 def output_entry(run: KernelRun, output: str) -> Entry:
-    """Return the entry of the output in one kernel."""
     return run.tape.entries[run.computed[output]]
 
 
@@ -242,12 +245,11 @@ def affine_forms(
     infer: StoredParameters,
     centre: Tensor | None,
     radius: Tensor,
-    drift: Box | None = None,
-    nearby: Nearby | None = None,
-    handed: InterfaceEllipsoids | None = None,
+    entering: Entering = ALONE,
+    *,
+    ball: WeightBall | None = None,
     alpha: Fraction | None = None,
     grain: float = 0.0,
-    between: Between = ALONE,
 ) -> AffineForms:
     """Run both kernels at the centre of [centre - radius, centre + radius], with their errors.
 
@@ -259,43 +261,34 @@ def affine_forms(
         train, infer: what both kernels store; their numerics are the kernels'.
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
-        drift: [T, D], how far the state that the inference kernel reads may be from that of the
-            training kernel; None where both read the same.
-        nearby: a region around the weights; None where they are those stored. That both kernels
-            hold the same ones is not made use of.
-        handed: ellipsoids around the rows of the drift, beside its box.
+        entering: how the states that both kernels read may differ.
+        ball: a region around the weights; None where they are those stored.
         alpha: take roundings as independent; all bounds together then hold but for a share of at
             most `alpha` of the runs on any one input.
         grain: count at least this as the unit roundoff of results: the larger, the fewer reverse
             passes are made, and the wider the bounds.
-        between: how the block stands in a chain.
 
     Raises:
         NoBound: some result has no finite bound.
     """
-    first, second = (None, None) if nearby is None else (nearby.train, nearby.infer)
-    kernels = Kernels.of(train, infer) if nearby is None else nearby.kernels
-    met = kernel_boxes(graph, kernels, centre, radius, drift, between)
+    met = kernel_boxes(graph, Kernels.of(train, infer, ball=ball), centre, radius, entering)
     grain = max(grain, coarsest(graph, train, infer))
-    chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in (train, infer)]
-    region, apart = (centre, radius, grain), drift is not None
-    own, other = between.entering
-    one = affine_run(
-        *(graph, train, *region),
-        spread=first,
-        chance=chances[0],
-        boxes=met[0],
-        stored=apart,
-        entering=own,
-        followed=between.followed,
-    )
-    two = one
-    if apart or not _same(train, infer):
-        two = affine_run(
-            *(graph, infer, *region, drift, second, handed, chances[1], met[1], one.common),
-            entering=other,
-            followed=between.followed,
+    chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in met]
+
+    def run(side: int, common: Mapping[str, Tensor] | None = None) -> KernelRun:
+        stored = (train, infer)[side]
+        spread = None if ball is None else Spread(ball, stored, side)
+        return affine_run(
+            *(graph, stored, centre, radius, grain, entering),
+            side=side,
+            spread=spread,
+            chance=chances[side],
+            boxes=met[side],
+            common=common,
         )
+
+    one = run(0)
+    two = one if entering.drift is None and _same(train, infer) else run(1, one.common)
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return AffineForms(graph.output, one, two)
@@ -313,8 +306,9 @@ def _difference(a: Range, b: Range, radius: Tensor) -> Tensor:
     total = torch.zeros_like(a.low)
     if a is b:
         return total
+    none = (None, None)
     apart = [
-        (_functional(a, name), _functional(b, name), size)
+        (a.shared.get(name, none)[0], b.shared.get(name, none)[0], size)
         for name, (_, size) in {**a.shared, **b.shared}.items()
     ]
     if bool((radius > 0).any()):
@@ -322,10 +316,6 @@ def _difference(a: Range, b: Range, radius: Tensor) -> Tensor:
     for first, second, size in apart:
         total = total + _functionals_apart(first, second, size)
     return total
-
-
-def _functional(found: Range, name: str) -> Adjoint | None:
-    return found.shared[name][0] if name in found.shared else None
 
 
 def _functionals_apart(one: Adjoint | None, two: Adjoint | None, size: Tensor) -> Tensor | float:

@@ -1,4 +1,4 @@
-"""Write the tape of one kernel (section 1)."""
+"""Write the tape of one kernel (section 1), with ellipsoids around the drift of its input."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
-from kcdsl.model.numerics.formats import FORMATS
+from kcdsl_backends.drift.affine.adjoint import (
+    Adjoint,
+    Ellipsoids,
+    around_sum,
+    by_rows,
+    longest,
+    reached,
+)
 from kcdsl_backends.drift.affine.independent import Chance
-from kcdsl_backends.drift.affine.interface_ellipsoids import InterfaceEllipsoids, drift_entry
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private, Spread
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
-from kcdsl_backends.drift.affine.tape import Entry, Tape
-from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, up
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
-from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, several
+from kcdsl_backends.drift.affine.tape import Entry, Nonlinear, Tape
+from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, up
+from kcdsl_backends.drift.boxes.rounding import Rounding, several
+from kcdsl_backends.drift.boxes.state import ALONE, Entering, InterfaceEllipsoids, StoredParameters
 from kcdsl_backends.drift.ops import operation_of
-from kcdsl_backends.drift.ops.cache import refuse_uncached
+from kcdsl_backends.drift.ops.view import refuse_uncached
 
 
 def coarsest(graph: BlockGraph, *sides: StoredParameters) -> float:
@@ -35,16 +41,13 @@ def affine_run(
     centre: Tensor | None,
     radius: Tensor,
     grain: float,
-    drift: Box | None = None,
+    entering: Entering = ALONE,
+    *,
+    side: int = 1,
     spread: Spread | None = None,
-    handed: InterfaceEllipsoids | None = None,
     chance: Chance | None = None,
     boxes: Mapping[str, Box] | None = None,
-    common: dict[str, Tensor] | None = None,
-    *,
-    stored: bool = False,
-    entering: Apart = None,
-    followed: bool = False,
+    common: Mapping[str, Tensor] | None = None,
 ) -> KernelRun:
     """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
 
@@ -54,16 +57,14 @@ def affine_run(
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
         grain: unit roundoff of the coarser kernel of the pair.
-        drift: [T, D], what is added to the states of the region before this kernel reads them,
-            which then are stored already; None where it reads the region and stores it.
+        entering: how the states that both kernels read may differ; where they drift, another block
+            stored them already.
+        side: 0 for the training kernel, which reads the states of the region; 1 for the inference
+            kernel, which reads them with the drift added.
         spread: how far parameters may be from those stored; None where they are these.
-        handed: ellipsoids around the rows of that drift, beside its box.
         chance: with what probability bounds hold; None: in the worst case.
         boxes: where another domain says that results of this kernel lie, by node.
         common: what the other kernel's operations with weights read (`KernelRun.common`).
-        stored: the states of the region were formed by another block, and are read as they are.
-        entering: how far readings of these states may be from the value that all are versions of.
-        followed: another block reads the output again and again.
 
     Raises:
         NoBound: some result has no finite bound.
@@ -75,18 +76,19 @@ def affine_run(
     rounding = Rounding(parameters.numerics)
     run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
     if rounding.free:
-        run.several = several(graph, followed=followed)
+        run.several = several(graph, followed=entering.followed)
     run.common.update(common or {})
-    run.handed = stored or drift is not None
+    run.handed = entering.drift is not None
     tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
     for node in graph.nodes:
         if node.op in ("param", "constant"):
             continue
         run.rounding = rounding.at(node, weight_of(node, nodes))
         if node.op == "input":
-            _input(run, node, centre, drift, handed, stored=stored)
-            if rounding.free and entering is not None:
-                run.private[node.name] = Private(entering)
+            _input(run, node, centre, entering, side)
+            apart = entering.readings[side]
+            if rounding.free and apart is not None:
+                run.private[node.name] = Private(apart)
         else:
             operation_of(node).affine(run, node)
         if boxes is not None and node.name in boxes and node.name in run.computed:
@@ -105,25 +107,19 @@ def _meet(run: KernelRun, node: Node, box: Box) -> None:
 
 
 def _input(
-    run: KernelRun,
-    node: Node,
-    centre: Tensor | None,
-    drift: Box | None,
-    handed: InterfaceEllipsoids | None,
-    *,
-    stored: bool,
+    run: KernelRun, node: Node, centre: Tensor | None, entering: Entering, side: int
 ) -> None:
     """Append what a kernel makes of the input: kernels coarser than float32 store it, unless
     another block did."""
     if centre is None or tuple(centre.shape) != tuple(node.shape):
         raise NoBound(node.name, "the region does not have the shape of the block's input")
-    if drift is not None:
-        _stored_before(run, node, centre, drift, handed)
+    if entering.drift is not None and side == 1:
+        _stored_before(run, node, centre, entering.drift, entering.ellipsoids)
         return
     error_bound = run.tape.radius
     zero = torch.zeros_like(centre)
     result = Result(centre, lambda a: [(0, a)], error_bound, 2.0**-52 * error_bound)
-    if not stored and stored_format(run, node).precision < FORMATS["float32"].precision:
+    if not run.handed and stored_format(run, node).coarse:
         round_result(run, node, result)
         return
     entry = Entry(node.name, centre, error_bound, result.vjp, None, zero)
@@ -154,3 +150,45 @@ def _stored_before(
         return
     entry = Entry(node.name, reference, error_bound, lambda a: [(0, a)], None, own)
     run.computed[node.name] = run.tape.add(entry)
+
+
+def drift_entry(
+    run: KernelRun, handed: InterfaceEllipsoids, middle: Tensor, own: Tensor, reference: Tensor
+) -> int:
+    """Append the drift of an input as an entry of its own; return its index.
+
+    Args:
+        middle: of the box of the drift.
+        own: half its width, with what `reference` was rounded by.
+        reference: the input's centre + middle, as rounded.
+    """
+    shifts = handed.middle - middle
+    slips = 2.0**-51 * reference.abs()  # what the shifts lost is less than around_sum adds
+    unit = torch.eye(middle.shape[-1], dtype=torch.float64, device=middle.device)
+    found: Ellipsoids = {
+        (t,): around_sum(
+            [
+                handed.shapes[t],
+                torch.outer(shifts[t], shifts[t]),
+                float(slips[t].norm()) ** 2 * unit,
+            ]
+        )
+        for t in range(middle.shape[0])
+    }
+
+    def between(a: Adjoint) -> tuple[Tensor, Tensor]:
+        size = reached(found, own, a)
+        return -size, size
+
+    def together(a: Adjoint) -> float:
+        total = 0.0
+        for row, part in by_rows(a):
+            columns = slice(*part.window[-1])
+            by_box = float(part.magnitude(own).norm())
+            total += min(longest(found[row][columns, columns], part.values.flatten(1)), by_box)
+        return total * SAFE
+
+    zero = torch.zeros_like(own)
+    nonlinear = Nonlinear(between, together)
+    entry = Entry("drift", zero, own, lambda a: [], nonlinear=nonlinear, ellipsoids=found)
+    return run.tape.add(entry)

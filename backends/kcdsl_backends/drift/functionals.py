@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kcdsl_backends.drift.affine.eigenvalues import Row
+from kcdsl_backends.drift.affine.adjoint import Row
 from kcdsl_backends.drift.affine.error_bounds import BATCH, on_row, rows
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import Entry
 from kcdsl_backends.drift.affine_forms import AffineForms, output_entry
-from kcdsl_backends.drift.boxes.box import Box, down, gamma, up
+from kcdsl_backends.drift.boxes import Box, down, gamma, up
 from kcdsl_backends.drift.boxes.state import State
 
 
@@ -240,7 +240,6 @@ class Values:
 
     @property
     def entry(self) -> Entry:
-        """Return the entry of the output."""
         return output_entry(self.run, self.output)
 
     @property

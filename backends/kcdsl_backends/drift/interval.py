@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.formats import FORMATS
-from kcdsl_backends.drift.boxes.box import Box, NoBound
-from kcdsl_backends.drift.boxes.rounding import ALONE, Apart, Between, Rounding, Stored, several
-from kcdsl_backends.drift.boxes.state import Kernels, Known, State, Step, combine, settle
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.boxes.rounding import Apart, Stored, several
+from kcdsl_backends.drift.boxes.state import (
+    ALONE,
+    Entering,
+    Kernels,
+    Known,
+    State,
+    Step,
+    combine,
+    settle,
+)
 from kcdsl_backends.drift.ops import operation_of
-from kcdsl_backends.drift.ops.any_length import at_any_length
-from kcdsl_backends.drift.ops.cache import refuse_uncached
-
-FLOAT32 = FORMATS["float32"]
+from kcdsl_backends.drift.ops.view import refuse_uncached
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,7 @@ def propagate(
     kernels: Kernels,
     centre: Tensor | None,
     radius: Tensor,
-    drift: Box | None = None,
-    between: Between = ALONE,
+    entering: Entering = ALONE,
 ) -> Bounds:
     """Bound every node of the graph for inputs in [centre - radius, centre + radius].
 
@@ -47,16 +51,14 @@ def propagate(
         centre: [T, D] float64, the values of a float32 tensor; None for a block on token ids.
             Where `kernels.rows` says so the graph stands for any number of rows; then [1, D].
         radius: broadcastable to [T, D], float64, >= 0.
-        drift: [T, D], how far the state that the inference kernel reads may be from that of the
-            training kernel; None where both read the same (docs/chains.md).
-        between: how the block stands in a chain.
+        entering: how the states that both kernels read may differ.
 
     Raises:
         NoBound: no finite bound exists (overflow reachable, variance may vanish, ...).
     """
     witness: dict[str, tuple[float, float]] = {}
     output: State | None = None
-    for node, state in _states(graph, kernels, centre, radius, drift, between):
+    for node, state in _states(graph, kernels, centre, radius, entering):
         witness[node.name] = _magnitudes(node, state)
         if node.name == graph.output:
             output = state
@@ -69,8 +71,7 @@ def kernel_boxes(
     kernels: Kernels,
     centre: Tensor | None,
     radius: Tensor,
-    drift: Box | None = None,
-    between: Between = ALONE,
+    entering: Entering = ALONE,
 ) -> tuple[dict[str, Box], dict[str, Box]]:
     """Return where the training and the inference kernel's results lie, by node.
 
@@ -79,7 +80,7 @@ def kernel_boxes(
     train: dict[str, Box] = {}
     infer: dict[str, Box] = {}
     try:
-        for node, state in _states(graph, kernels, centre, radius, drift, between):
+        for node, state in _states(graph, kernels, centre, radius, entering):
             _magnitudes(node, state)
             train[node.name], infer[node.name] = state.train, state.infer
     except NoBound:
@@ -88,24 +89,19 @@ def kernel_boxes(
 
 
 def _states(
-    graph: BlockGraph,
-    kernels: Kernels,
-    centre: Tensor | None,
-    radius: Tensor,
-    drift: Box | None,
-    between: Between,
+    graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius: Tensor, entering: Entering
 ) -> Iterator[tuple[Node, State]]:
     """Yield every computed node with its state; what nobody reads any more is dropped."""
     refuse_uncached(graph, kernels.train.numerics, kernels.infer.numerics)
     nodes = {node.name: node for node in graph.nodes}
-    kernels = replace(kernels, handed=drift is not None)
+    kernels = replace(kernels, handed=entering.drift is not None)
     known: dict[str, Known] = {}
-    last_use, again = _last_uses(graph), several(graph, followed=between.followed)
+    last_use, again = _last_uses(graph), several(graph, followed=entering.followed)
     for position, node in enumerate(graph.nodes):
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            found: Known = _input(node, kernels, centre, radius, drift, between)
+            found: Known = _input(node, kernels, centre, radius, entering)
         else:
             found = _result(Step(node, kernels.at(node, nodes), nodes, known, again))
         known[node.name] = found
@@ -115,28 +111,22 @@ def _states(
 
 
 def _result(step: Step) -> Known:
-    rows = step.kernels.rows
-    found = None if rows is None else at_any_length(step, rows)
-    if found is not None:
-        return found
-    return operation_of(step.node).interval(step)
+    operation, rows, found = operation_of(step.node), step.kernels.rows, None
+    if rows is not None and operation.any_length is not None:
+        found = operation.any_length(step, rows)
+    return operation.interval(step) if found is None else found
 
 
 def _input(
-    node: Node,
-    kernels: Kernels,
-    centre: Tensor | None,
-    radius: Tensor,
-    drift: Box | None,
-    between: Between,
+    node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor, entering: Entering
 ) -> State:
-    if drift is None:
+    if entering.drift is None:
         return block_input(node, kernels, _all_rows(node, kernels, centre), radius)
     if kernels.rows is not None:
         raise NoBound(node.name, "states that drift have one length")
-    train, infer = between.entering
+    train, infer = entering.readings
     apart = train if kernels.train.free else None, infer if kernels.infer.free else None
-    return drifting_input(node, centre, radius, drift, apart)
+    return drifting_input(node, centre, radius, entering.drift, apart)
 
 
 def drifting_input(
@@ -188,16 +178,15 @@ def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Ten
         )
     spread = radius.expand(centre.shape)
     exact = Box.point(centre) if not bool(spread.any()) else Box.point(centre).reaching(spread)
-    zero = torch.zeros_like(centre)
-
-    def taken(kernel: Rounding) -> Stored:
-        form = kernel.format_for(node.role, node.op)
-        if form.precision >= FLOAT32.precision:
-            return Stored(exact, Box(zero, zero))
-        stored = kernel.store(exact, zero, form, node.name, kernel.inner(False))
-        return replace(stored, apart=None)  # stored once, before anything reads it
-
-    return combine(node.name, Box(zero, zero), taken(kernels.train), taken(kernels.infer))
+    zero, found = torch.zeros_like(centre), []
+    forms = [k.format_for(node.role, node.op) for k in (kernels.train, kernels.infer)]
+    for kernel, form in zip((kernels.train, kernels.infer), forms, strict=True):
+        stored = Stored(exact, Box(zero, zero))
+        if form.coarse:
+            stored = kernel.store(exact, zero, form, node.name, kernel.inner(False))
+        found.append(replace(stored, apart=None))  # stored once, before anything reads it
+    state = combine(node.name, Box(zero, zero), *found)
+    return state if any(form.coarse for form in forms) else replace(state, errors=None)
 
 
 def _magnitudes(node: Node, state: State) -> tuple[float, float]:

@@ -40,7 +40,7 @@ class SmtBackend:
         report: Callable[[str, int, int], None] | None = None,
     ) -> Difference:
         """Return how one contract differs from another, clause by clause."""
-        from kcdsl_backends.smt.difference.clauses import difference
+        from kcdsl_backends.smt.difference import difference
 
         return difference(old, new, timeout_ms, total_ms, report)
 

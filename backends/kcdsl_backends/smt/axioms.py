@@ -92,7 +92,6 @@ class Quantity:
 
     @property
     def term(self) -> Term:
-        """Return the term that is measured."""
         return self.of if self.kind == "value" else Statistic(self.kind, self.of, self.q)
 
     def __str__(self) -> str:
@@ -101,7 +100,7 @@ class Quantity:
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
+class UnknownInput:
     """An unknown input: the instance of a region, or of one existential quantifier."""
 
     region: Region
@@ -222,7 +221,7 @@ def _norms(translator: Translator) -> Iterator[Fact]:
                 yield Fact(z3.And(*(a <= scale * b for a, b in pairs)), why)
 
 
-def _norm_text(key: tuple[Witness, str, bool, str]) -> str:
+def _norm_text(key: tuple[UnknownInput, str, bool, str]) -> str:
     witness, block, measured, kind = key
     norm = term_text(Norm(kind, Drift(block, "x", measured)))
     return f"{norm} in {region_text(witness.region)}"

@@ -39,8 +39,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.logic.orders import CURVES, EDGES, TEMPERED
 from kcdsl.logic.relations import canonical
-from kcdsl_backends.smt.predicates import selects_nothing, selects_within
-from kcdsl_backends.smt.solver import Clock
+from kcdsl_backends.smt.solver import Clock, selects_nothing, selects_within
 
 # --- consequences of a violation ------------------------------------------------------------------
 
@@ -148,7 +147,6 @@ class Claim:
 
     @property
     def name(self) -> str:
-        """Return the name of its switch in a solver."""
         return f"claim-{self.index}"
 
     @property
@@ -332,5 +330,4 @@ def _cluster() -> Callable[[str], str]:
 
 
 def quantified(clause: Clause) -> Iterator[Quantified]:
-    """Yield the quantifiers of a clause."""
     return (part for part in walk(clause.require) if isinstance(part, Quantified))

@@ -21,9 +21,9 @@ from kcdsl.ir.terms import Clause, Connective, Program
 from kcdsl_backends.smt.claims import Claim, claims_of, components, covers, inclusion, lifted
 from kcdsl_backends.smt.findings import Findings, Implication
 from kcdsl_backends.smt.implication import implied
-from kcdsl_backends.smt.session import Session, minimal
 from kcdsl_backends.smt.slices import check_actions, check_levels, check_regions, check_slices
 from kcdsl_backends.smt.solver import Clock, Outcome
+from kcdsl_backends.smt.translation import Session, minimal
 from kcdsl_backends.smt.vacuity import check_parts, check_vacuous
 
 Report = Callable[[str, int, int], None]
@@ -51,12 +51,10 @@ def consistency(
     check_actions(program, findings)
     check_levels(program, inclusion(program, clock), clock, findings)
     with_tables = frozenset(clause.id for clause in program.clauses if table_of(clause))
-    _Contract(expand_tables(program), clock, findings, report or _silent, with_tables).check()
+    _Contract(
+        expand_tables(program), clock, findings, report or (lambda *_: None), with_tables
+    ).check()
     return list(findings.diagnostics())
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    return
 
 
 class _Contract:
@@ -113,7 +111,9 @@ class _Contract:
         self._implied(session, premises)
 
     def _implied(self, session: Session, claims: Sequence[Claim]) -> None:
-        found = implied(session, claims, covers(self.program), lambda c: self._undecided([c]))
+        found = implied(
+            session, claims, covers(self.program), lambda c: self.findings.undecided([c])
+        )
         for item in found:
             self.implied[item.claim.clause.id].append(item)
 
@@ -149,7 +149,7 @@ class _Contract:
                 case Outcome.SAT:
                     break
                 case Outcome.UNKNOWN:
-                    self._undecided(left)
+                    self.findings.undecided(left)
                     return []
                 case Outcome.UNSAT:
                     core = minimal(session, [claim for claim in left if claim.name in named])
@@ -174,7 +174,7 @@ class _Contract:
                 self.findings.add(NEVER_HOLDS, [claim], session.because([claim.name]))
                 return False
             case Outcome.UNKNOWN:
-                self._undecided([claim])
+                self.findings.undecided([claim])
                 return False
             case Outcome.SAT:
                 pass
@@ -185,7 +185,7 @@ class _Contract:
                     self.findings.add(ALWAYS_HOLDS, [claim], reasons)
                 return False
             case Outcome.UNKNOWN:
-                self._undecided([claim])
+                self.findings.undecided([claim])
                 return True
             case Outcome.SAT:
                 return True
@@ -196,6 +196,3 @@ class _Contract:
             asked = (self.program, clause, self.inside, self.clock, self.findings)
             self.vacuous[clause.id] = check_vacuous(*asked)
         return self.vacuous[clause.id]
-
-    def _undecided(self, claims: Sequence[Claim]) -> None:
-        self.findings.undecided(claims)

@@ -17,12 +17,11 @@ import z3
 
 from kcdsl import inequalities
 from kcdsl.inequalities import DomainError, round_up
-from kcdsl.ir.formulas import subterms
-from kcdsl.ir.obligations import Comparison
+from kcdsl.ir.formulas import subterms, terms_of, walk
+from kcdsl.ir.obligations import Comparison, obligations_of
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import (
-    Abs,
     Arith,
     Clause,
     Compare,
@@ -34,20 +33,16 @@ from kcdsl.ir.terms import (
     NoFlip,
     Norm,
     Not,
-    Number,
     Program,
-    Quantified,
     RegionKind,
     Statistic,
-    TableValue,
     Term,
 )
 from kcdsl.logic.relations import Interval, canonical, interval
 from kcdsl.model.registry import is_encoder
 from kcdsl.verdict.outcome import Implied, ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.axioms import number, outward
-from kcdsl_backends.smt.predicates import lies_inside
-from kcdsl_backends.smt.solver import Outcome, Solver
+from kcdsl_backends.smt.solver import Outcome, Solver, lies_inside
 from kcdsl_backends.smt.translation import Translator
 from kcdsl_certs.reals import real_text
 
@@ -145,17 +140,12 @@ def derivation(
         if limit is not None and metric in FORMULAS:
             steps.append(f"{FORMULAS[metric]} <= {number(float(limit))}")
     for found in shown:
-        upper = found.comparison.op in ("<=", "<")
-        limit = found.comparison.threshold
-        bound = number(found.bound, up=upper, within=limit)
+        op, limit = found.comparison.op, found.comparison.threshold
+        upper = op in ("<=", "<")
+        bound, middle = number(found.bound, up=upper, within=limit), "<=" if upper else ">="
         end = _extreme(found.comparison.quantity, upper=upper)
-        middle = "<=" if upper else ">="
         through = f"{middle} {end} " if end else ""
-        target = (
-            f" {found.comparison.op} {real_text(found.comparison.threshold)}"
-            if found.decides
-            else ""
-        )
+        target = f" {op} {real_text(limit)}" if found.decides else ""
         steps.append(f"{found.quantity} {through}{middle} {bound}{target}")
     if len(shown) != 1:
         steps.append(f"hence {clause.text or clause.id}")
@@ -177,7 +167,6 @@ def _extreme(quantity: Term | NoFlip | HasFields, *, upper: bool) -> str | None:
 LOGITS_BLOCK = "model"
 _OF_EVERY_ROW = (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
 """Regions that hold every request of their slice, however long it is."""
-_NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
 def derive(
@@ -195,13 +184,14 @@ def derive(
     program = expand_tables(program)
     usable = [(proof, found) for proof in proved if (found := _usable(program, proof)) is not None]
     usable.sort(key=lambda pair: pair[1].span)
+    slices = {declared.name: declared for declared in program.slices}
     implied: list[Implied] = []
     for clause in program.clauses:
         if not _is_about_chain(clause.require):
             continue
-        for name in clause.slices:
+        for name in (name for name in clause.slices if name in slices):
             for proof, bounds in usable:
-                if not _covers(program, proof, name, timeout_ms):
+                if not lies_inside(program, slices[name], slices[proof.slice], timeout_ms):
                     continue
                 if _follows(clause, name, bounds, timeout_ms):
                     implied.append(_implied(clause, name, proof, bounds))
@@ -213,7 +203,9 @@ def _usable(program: Program, proof: ProvedDrift) -> RowBounds | None:
     """Return what the proof bounds, or None if the chain does not apply to it."""
     if proof.block != LOGITS_BLOCK or is_encoder(program.model.architecture):
         return None
-    if proof.region not in _OF_EVERY_ROW or not _declares(program, proof.slice):
+    if proof.region not in _OF_EVERY_ROW:
+        return None
+    if all(declared.name != proof.slice for declared in program.slices):
         return None
     if isinstance(proof.bound, bool) or not isinstance(proof.bound, (int, float)):
         return None
@@ -228,24 +220,17 @@ def _usable(program: Program, proof: ProvedDrift) -> RowBounds | None:
         return None
 
 
-def _declares(program: Program, name: str) -> bool:
-    return any(declared.name == name for declared in program.slices)
-
-
-def _covers(program: Program, proof: ProvedDrift, name: str, timeout_ms: int) -> bool:
-    if not _declares(program, name):
-        return False
-    return lies_inside(program, program.slice(name), program.slice(proof.slice), timeout_ms)
-
-
 def _follows(clause: Clause, name: str, bounds: RowBounds, timeout_ms: int) -> bool:
-    """Ask z3 for a violation within the bounds; it must not exist, and must exist without them."""
-    with_bounds = _violation(clause, name, bounds.known, timeout_ms)
-    return (
-        with_bounds is Outcome.UNSAT
-        and _violation(clause, name, {}, timeout_ms) is not Outcome.UNSAT
-        and all(_is_consistent(part) for part in _intervals(clause.require, bounds.known))
-    )
+    """Ask z3 for a violation within the bounds; it must not exist, and must exist without them.
+
+    Nothing is concluded from bounds that exclude each other.
+    """
+    if _violation(clause, name, bounds.known, timeout_ms) is not Outcome.UNSAT:
+        return False
+    if _violation(clause, name, {}, timeout_ms) is Outcome.UNSAT:
+        return False
+    parts = [interval(term, bounds.known) for term in terms_of(clause.require)]
+    return all(p.low is None or p.high is None or p.low <= p.high for p in parts)
 
 
 def _violation(
@@ -258,87 +243,21 @@ def _violation(
     return solver.decide(goal)
 
 
-def _is_consistent(part: Interval) -> bool:
-    """Refuse to conclude anything from bounds that exclude each other."""
-    return part.low is None or part.high is None or part.low <= part.high
-
-
-# --- which clauses -------------------------------------------------------------------------------
-
-
 def _is_about_chain(formula: Formula) -> bool:
     """Say whether the formula compares measured quantities, and nothing else."""
-    match formula:
-        case Compare(_, left, right):
-            return not (_has_norm(left) or _has_norm(right))
-        case Not(of):
-            return _is_about_chain(of)
-        case Connective(_, parts):
-            return all(_is_about_chain(part) for part in parts)
-        case Quantified() | NoFlip() | HasFields():
-            return False
-
-
-def _has_norm(term: Term) -> bool:
-    match term:
-        case Norm():
-            return True
-        case Abs(of) | Statistic(_, of):
-            return _has_norm(of)
-        case Arith(_, left, right):
-            return _has_norm(left) or _has_norm(right)
-        case Number() | Metric() | TableValue():
-            return False
-
-
-def comparisons(formula: Formula, negated: bool = False) -> Iterator[Compare]:
-    """Yield the comparisons that the formula asks for.
-
-    A negation is carried inwards; that of an equality is dropped.
-    """
-    match formula:
-        case Compare(op, left, right):
-            if not negated:
-                yield formula
-            elif op in _NEGATED:
-                yield Compare(_NEGATED[op], left, right, formula.span)
-        case Not(of):
-            yield from comparisons(of, not negated)
-        case Connective("implies", (antecedent, consequent)):
-            yield from comparisons(antecedent, not negated)
-            yield from comparisons(consequent, negated)
-        case Connective(_, parts):
-            for part in parts:
-                yield from comparisons(part, negated)
-        case Quantified(_, _, _, body):
-            yield from comparisons(body, negated)
-        case NoFlip() | HasFields():
-            return
-
-
-def _intervals(formula: Formula, known: Mapping[str, Interval]) -> Iterator[Interval]:
-    for compare in comparisons(formula):
-        yield interval(compare.left, known)
-        yield interval(compare.right, known)
+    if any(isinstance(term, Norm) for term in terms_of(formula)):
+        return False
+    return all(isinstance(part, Compare | Not | Connective) for part in walk(formula))
 
 
 # --- the result ----------------------------------------------------------------------------------
 
 
 def _implied(clause: Clause, name: str, proof: ProvedDrift, bounds: RowBounds) -> Implied:
-    shown: list[ImpliedBound] = []
-    for compare in comparisons(clause.require):
-        found = _bound(compare, bounds.known)
-        if found is not None and found not in shown:
-            shown.append(found)
-    used = tuple(
-        dict.fromkeys(
-            metric
-            for compare in comparisons(clause.require)
-            for metric in _metrics(compare.left)
-            if metric in bounds.known
-        )
-    )
+    stated = dict.fromkeys(c for o in obligations_of(clause, name) for c in o.comparisons)
+    shown = tuple(found for c in stated if (found := _bound(c, bounds.known)) is not None)
+    metrics = dict.fromkeys(metric for c in stated for metric in _metrics(c))
+    used = tuple(metric for metric in metrics if metric in bounds.known)
     return Implied(
         clause_id=clause.id,
         slice=name,
@@ -348,37 +267,33 @@ def _implied(clause: Clause, name: str, proof: ProvedDrift, bounds: RowBounds) -
         norm_bound=float(proof.bound),
         span=bounds.span,
         temperature=bounds.temperature,
-        bounds=tuple(shown),
-        steps=derivation(clause, name, proof, bounds, used, tuple(shown)),
+        bounds=shown,
+        steps=derivation(clause, name, proof, bounds, used, shown),
         assumptions=_assumptions(name, used),
     )
 
 
-def _bound(compare: Compare, known: Mapping[str, Interval]) -> ImpliedBound | None:
-    """Return the end of the term's interval that decides `term op constant`; None without one."""
-    if not isinstance(compare.right, Number):
+def _bound(comparison: Comparison, known: Mapping[str, Interval]) -> ImpliedBound | None:
+    """Return the end of the quantity's interval that decides a comparison; None without one."""
+    quantity, upper = comparison.quantity, comparison.op in ("<=", "<")
+    metrics = dict.fromkeys(_metrics(comparison))
+    if isinstance(quantity, NoFlip | HasFields) or not any(metric in known for metric in metrics):
         return None
-    where = interval(compare.left, known)
-    upper = compare.op in ("<=", "<")
+    where = interval(quantity, known)
     end = where.high if upper else where.low
-    if end is None or compare.op == "==":
+    if end is None or comparison.op == "==":
         return None
-    metrics = tuple(dict.fromkeys(_metrics(compare.left)))
-    if not any(metric in known for metric in metrics):
-        return None
+    compound = len(metrics) > 1 or any(isinstance(part, Arith) for part in subterms(quantity))
     return ImpliedBound(
-        Comparison(compare.left, compare.op, compare.right.value, compare.right.dimension),
-        outward(end, up=upper),
-        metrics[0] if len(metrics) == 1 and not _is_compound(compare.left) else None,
+        comparison, outward(end, up=upper), None if compound else next(iter(metrics))
     )
 
 
-def _metrics(term: Term) -> Iterator[str]:
-    return (canonical(part.name) for part in subterms(term) if isinstance(part, Metric))
-
-
-def _is_compound(term: Term) -> bool:
-    return any(isinstance(part, Arith) for part in subterms(term))
+def _metrics(comparison: Comparison) -> Iterator[str]:
+    if isinstance(comparison.quantity, NoFlip | HasFields):
+        return iter(())
+    parts = subterms(comparison.quantity)
+    return (canonical(part.name) for part in parts if isinstance(part, Metric))
 
 
 def _assumptions(name: str, used: Sequence[str]) -> tuple[str, ...]:

@@ -40,9 +40,8 @@ from kcdsl_backends.smt.claims import (
     quantified,
 )
 from kcdsl_backends.smt.findings import Implication
-from kcdsl_backends.smt.session import Session, minimal
 from kcdsl_backends.smt.solver import Clock, Outcome
-from kcdsl_backends.smt.translation import region_inside
+from kcdsl_backends.smt.translation import Session, minimal, region_inside
 
 # --- redundant clauses ----------------------------------------------------------------------------
 

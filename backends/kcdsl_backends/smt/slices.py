@@ -44,8 +44,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl_backends.smt.claims import LEVELS, action_of
 from kcdsl_backends.smt.findings import Findings
-from kcdsl_backends.smt.predicates import emptiness
-from kcdsl_backends.smt.solver import Clock, Outcome
+from kcdsl_backends.smt.solver import Clock, Outcome, emptiness
 from kcdsl_certs.reals import real_text
 
 WHOLE_FIELDS = ("length",)
@@ -154,7 +153,6 @@ class Overlap:
     request: Mapping[str, Value] | None = None
 
     def __str__(self) -> str:
-        """Return the request in words."""
         return request_text(self.request or {})
 
 
@@ -328,10 +326,7 @@ def check_actions(program: Program, findings: Findings) -> None:
 
 
 def _check_action(
-    program: Program,
-    clause: Clause,
-    severest: dict[int, tuple[int, Clause]],
-    findings: Findings,
+    program: Program, clause: Clause, severest: dict[int, tuple[int, Clause]], findings: Findings
 ) -> None:
     action, rank = action_of(program, clause), LEVELS.index(clause.level)
     if action is None or _is_below_policy(program, clause):

@@ -2,7 +2,7 @@
 
 A measured quantity (a statistic of a metric on a slice, or an aggregate metric) becomes a real
 variable; two occurrences that mean the same share it. `facts` says what is true of the variables
-whatever the kernels do (`assumptions`); nothing else is assumed.
+whatever the kernels do; nothing else is assumed.
 
 A percentile of a metric of tokens counts requests, each of which stands by its worst token: by its
 largest value where the comparison needs the term to be small, else by its smallest. So the same
@@ -20,8 +20,8 @@ a table that was not, nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import z3
@@ -40,6 +40,7 @@ from kcdsl.ir.terms import (
     Norm,
     Not,
     Number,
+    Program,
     Quantified,
     Region,
     RegionKind,
@@ -50,18 +51,18 @@ from kcdsl.ir.terms import (
 from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, Terms, other
 from kcdsl.logic.axioms import has_two_sides, undivided
 from kcdsl.logic.relations import Interval, canonical
-from kcdsl_backends.smt.axioms import Fact, Quantity, Witness, assumptions
-from kcdsl_backends.smt.solver import Expression, Z3Algebra, compare, real
+from kcdsl_backends.smt.axioms import Fact, Quantity, UnknownInput, assumptions
+from kcdsl_backends.smt.claims import Claim, division, same_slice
+from kcdsl_backends.smt.solver import Clock, Expression, Outcome, Solver, Z3Algebra, compare, real
 
-Environment = Mapping[str, Witness]
-NormKey = tuple[Witness, str, bool, str]
+Environment = Mapping[str, UnknownInput]
+NormKey = tuple[UnknownInput, str, bool, str]
 """Input, block, measured, kind of norm."""
 Flag = tuple[object, ...]
 """(slice, trace field) or (input, block, k)."""
 
 
-def _apart(inner: str, outer: str) -> bool:
-    return inner == outer
+_ENDS = ("least", "largest")
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class Translator:
     context: z3.Context = field(default_factory=z3.Context)
     known: Mapping[str, Interval] = field(default_factory=dict)
     temperature: Fraction | None = None
-    inside: Inside = _apart
+    inside: Inside = same_slice
     division: Division = undivided
     by_request: frozenset[str] = frozenset()
     one_request: bool = False
@@ -86,7 +87,7 @@ class Translator:
     norms: dict[NormKey, tuple[Expression, ...]] = field(default_factory=dict)
     constants: dict[Quantity, set[Fraction]] = field(default_factory=dict)
     """The numbers that each quantity is compared with."""
-    _witnesses: list[Witness] = field(default_factory=list)
+    _witnesses: list[UnknownInput] = field(default_factory=list)
     _divisors: list[Expression] = field(default_factory=list)
 
     # --- formulas ---------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class Translator:
             case Quantified(quantifier, _, region, body):
                 self._instances(region)
                 if (quantifier == "exists") == positive:
-                    self._witnesses.append(Witness(region, _site(site, {})))
+                    self._witnesses.append(UnknownInput(region, _site(site, {})))
                 self.announce(body, f"{site}.x", positive)
             case Compare() | NoFlip() | HasFields():
                 return
@@ -132,7 +133,7 @@ class Translator:
         self._divisors.clear()
         match formula:
             case Quantified("forall", variable, region, body):
-                at = {variable: Witness(region)}
+                at = {variable: UnknownInput(region)}
                 self._instances(region)
                 falsity = self._formula(body, slice_name, at, False, False, f"{site}.x")
             case _:
@@ -140,13 +141,7 @@ class Translator:
         return z3.Or(falsity, *(divisor == 0 for divisor in self._divisors))
 
     def _formula(
-        self,
-        formula: Formula,
-        name: str,
-        at: Environment,
-        positive: bool,
-        turned: bool,
-        site: str,
+        self, formula: Formula, name: str, at: Environment, positive: bool, turned: bool, site: str
     ) -> Expression:
         """Return what follows from the formula, or from its negation (`positive` false).
 
@@ -182,7 +177,7 @@ class Translator:
             case Quantified(quantifier, variable, region, body):
                 inputs = self._instances(region)
                 if (quantifier == "forall") != positive:
-                    inputs = [Witness(region, _site(site, at))]
+                    inputs = [UnknownInput(region, _site(site, at))]
                 found = (
                     self._formula(body, name, {**at, variable: w}, positive, turned, f"{site}.x")
                     for w in inputs
@@ -197,15 +192,12 @@ class Translator:
         else:
             self.announce(formula, site, False)
 
-    def _instances(self, region: Region) -> list[Witness]:
+    def _instances(self, region: Region) -> list[UnknownInput]:
         """Return the known inputs that lie in the region; its own one always."""
-        own = Witness(region)
+        own = UnknownInput(region)
         if own not in self._witnesses:
             self._witnesses.append(own)
-        return [w for w in self._witnesses if self._region_inside(w.region, region)]
-
-    def _region_inside(self, inner: Region, outer: Region) -> bool:
-        return region_inside(inner, outer, self.inside)
+        return [w for w in self._witnesses if region_inside(w.region, region, self.inside)]
 
     def _compare(
         self,
@@ -292,8 +284,7 @@ class Translator:
             if drift.measured:
                 self.norms[key] = (some, some, some)
             else:
-                ends = (z3.Real(f"n{n}-{end}", self.context) for end in ("least", "largest"))
-                least, largest = ends
+                least, largest = (z3.Real(f"n{n}-{end}", self.context) for end in _ENDS)
                 self.norms[key] = (least, some, largest)
         return self.norms[key]
 
@@ -301,11 +292,7 @@ class Translator:
 
     def facts(self) -> Iterator[Expression]:
         """Yield what holds of the variables made so far, whatever the kernels do."""
-        return (fact.expression for fact in self.assumptions())
-
-    def assumptions(self) -> Iterator[Fact]:
-        """Yield what `facts` does, each with its reason."""
-        return assumptions(self)
+        return (fact.expression for fact in assumptions(self))
 
 
 def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
@@ -329,21 +316,120 @@ def _site(site: str, at: Environment) -> str:
 
 
 def _canonical(term: Term) -> Term:
-    """Return the term with registered metric names, without places in the source."""
+    """Return the term with registered metric names."""
     match term:
         case Metric(name):
             return Metric(canonical(name))
-        case Abs(of):
-            return Abs(_canonical(of))
-        case Statistic(kind, of, q):
-            return Statistic(kind, _canonical(of), q)
-        case Arith(op, left, right):
-            return Arith(op, _canonical(left), _canonical(right))
-        case Number(value):
-            return Number(value)
-        case Norm() | TableValue():
+        case Abs(of) | Statistic(_, of):
+            return replace(term, of=_canonical(of))
+        case Arith(_, left, right):
+            return replace(term, left=_canonical(left), right=_canonical(right))
+        case _:
             return term
 
 
 def _norms(term: Term) -> Iterator[Norm]:
     return (part for part in subterms(term) if isinstance(part, Norm))
+
+
+def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "") -> Translator:
+    """Return a translator that knows the constants, slices and own metrics of a program."""
+    temperature = program.constants.temperature
+    return Translator(
+        temperature=temperature if temperature > 0 else None,
+        inside=same_slice if unit else inside,
+        division=division(program, clock),
+        known={m.name: Interval(m.lower, m.upper) for m in program.metrics},
+        by_request=frozenset(m.name for m in program.metrics if m.counted == "request"),
+        one_request=unit == "requests",
+    )
+
+
+@dataclass(slots=True)
+class Session:
+    """Claims about one kind of unit, and the solver that holds them."""
+
+    program: Program
+    claims: Sequence[Claim]
+    inside: Inside
+    clock: Clock
+    unit: str = ""
+    translator: Translator = field(init=False)
+    solver: Solver = field(init=False)
+    facts: list[Fact] = field(init=False)
+    holds: dict[str, Expression] = field(default_factory=dict)
+    fails: dict[str, Expression] = field(default_factory=dict)
+    explainer: Solver | None = None
+
+    def __post_init__(self) -> None:
+        self.translator = translator_for(self.program, self.inside, self.clock, self.unit)
+        for claim in self.claims:
+            self.translator.announce(claim.clause.require, claim.site)
+            self.translator.announce_negation(claim.clause.require, claim.site)
+        self.solver = Solver(self.translator.context, self.clock)
+        for claim in self.claims:
+            asked = (claim.clause.require, claim.slice, claim.site)
+            self.holds[claim.name] = self.translator.requirement(*asked)
+            self.fails[claim.name] = self.translator.negation(*asked)
+        self.facts = list(assumptions(self.translator))
+        self.solver.add(fact.expression for fact in self.facts)
+        for claim in self.claims:
+            self.solver.name(claim.name, self.holds[claim.name])
+            self.solver.name(f"not {claim.name}", self.fails[claim.name])
+
+    def together(self, claims: Iterable[Claim]) -> tuple[Outcome, frozenset[str]]:
+        """Ask whether claims can hold at once; if not, name those that it takes."""
+        return self.solver.decide_all(claim.name for claim in claims)
+
+    def can_fail(self, claim: Claim) -> Outcome:
+        """Ask whether anything speaks against a claim."""
+        return self.solver.decide_all([f"not {claim.name}"])[0]
+
+    def without(self, claim: Claim, premises: Collection[Claim]) -> tuple[Outcome, frozenset[str]]:
+        """Ask whether a claim can fail where premises hold; if not, name those that it takes."""
+        names = [f"not {claim.name}", *(premise.name for premise in premises)]
+        outcome, core = self.solver.decide_all(names)
+        return outcome, core - {f"not {claim.name}"}
+
+    def reasons(self, claim: Claim, premises: Iterable[Claim]) -> tuple[str, ...]:
+        """Return the facts that it takes for premises to imply a claim, each needed."""
+        return self.because([f"not {claim.name}", *(premise.name for premise in premises)])
+
+    def because(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Return the facts that it takes for what was named to be impossible, each needed."""
+        solver = self._explainer()
+        names = [f"fact-{n}" for n in range(len(self.facts))]
+        outcome, core = solver.decide_all(given)
+        if outcome is Outcome.UNSAT:
+            return ()
+        outcome, core = solver.decide_all([*given, *names])
+        if outcome is not Outcome.UNSAT:
+            return ()
+        kept = [name for name in names if name in core]
+        for name in list(kept):
+            rest = [other for other in kept if other != name]
+            if solver.decide_all([*given, *rest])[0] is Outcome.UNSAT:
+                kept = rest
+        return tuple(dict.fromkeys(self.facts[int(name[5:])].reason for name in kept))
+
+    def _explainer(self) -> Solver:
+        """Return a solver in which every fact has a name."""
+        if self.explainer is None:
+            self.explainer = Solver(self.translator.context, self.clock)
+            for n, fact in enumerate(self.facts):
+                self.explainer.name(f"fact-{n}", fact.expression)
+            for claim in self.claims:
+                self.explainer.name(claim.name, self.holds[claim.name])
+                self.explainer.name(f"not {claim.name}", self.fails[claim.name])
+        return self.explainer
+
+
+def minimal(session: Session, claims: Sequence[Claim], claim: Claim | None = None) -> list[Claim]:
+    """Shrink an unsatisfiable set, or the premises of a claim, until every member is needed."""
+    core = list(claims)
+    for member in list(core):
+        rest = [other for other in core if other is not member]
+        outcome = (session.together(rest) if claim is None else session.without(claim, rest))[0]
+        if outcome is Outcome.UNSAT:
+            core = rest
+    return core

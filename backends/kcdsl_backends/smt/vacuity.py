@@ -28,10 +28,12 @@ from kcdsl.ir.terms import (
     Quantified,
 )
 from kcdsl_backends.smt.findings import Findings
-from kcdsl_backends.smt.session import translator_for
 from kcdsl_backends.smt.solver import Clock, Outcome, Solver
+from kcdsl_backends.smt.translation import translator_for
 
 TRUE, FALSE = Connective("and", ()), Connective("or", ())
+_DUAL = {"and": "or", "or": "and"}
+"""What a connective is after a negation is carried inwards."""
 
 Path = tuple[int, ...]
 
@@ -150,7 +152,8 @@ class _Question:
             if not self._follows(weaker, stronger):
                 continue
             # A part that divides takes with it that the whole is undefined where it is.
-            if not _divides(part.formula) or self._follows(stronger, weaker):
+            divides = any(isinstance(t, Arith) and t.op == "/" for t in terms_of(part.formula))
+            if not divides or self._follows(stronger, weaker):
                 return value
         return None
 
@@ -173,10 +176,6 @@ class _Question:
         return solver.decide(*goals) is Outcome.UNSAT
 
 
-def _divides(formula: Formula) -> bool:
-    return any(isinstance(term, Arith) and term.op == "/" for term in terms_of(formula))
-
-
 def _closed(part: Part, quantifier: str) -> Formula:
     """Return a part with every variable of it bound by the quantifier."""
     formula = part.formula
@@ -186,10 +185,7 @@ def _closed(part: Part, quantifier: str) -> Formula:
 
 
 def _parts(
-    formula: Formula,
-    path: Path = (),
-    positive: bool = True,
-    binders: tuple[Quantified, ...] = (),
+    formula: Formula, path: Path = (), positive: bool = True, binders: tuple[Quantified, ...] = ()
 ) -> Iterator[Part]:
     """Yield the parts of every connective of a formula, outermost first."""
     match formula:
@@ -198,7 +194,7 @@ def _parts(
         case Connective(op, parts):
             for n, part in enumerate(parts):
                 here, side = (*path, n), positive != (op == "implies" and n == 0)
-                role = ("if", "then")[n] if op == "implies" else _dual(op, positive)
+                role = ("if", "then")[n] if op == "implies" else (op if positive else _DUAL[op])
                 yield Part(here, part, side, role, binders)
                 yield from _parts(part, here, side, binders)
         case Quantified(body=body):
@@ -207,11 +203,6 @@ def _parts(
             return
         case _:
             assert_never(formula)
-
-
-def _dual(op: str, positive: bool) -> str:
-    """Return what a connective is after negations are carried inwards."""
-    return op if positive else {"and": "or", "or": "and"}[op]
 
 
 def _put(formula: Formula, path: Path, new: Formula) -> Formula:

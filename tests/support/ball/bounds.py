@@ -13,7 +13,7 @@ import torch
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import drift as derive
 from kcdsl_certs.recheck.affine_walk import walk

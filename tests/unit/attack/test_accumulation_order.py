@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl_backends.attack.accumulation_order import ORDERS, ordered_product, sum_error
+from kcdsl_backends.attack.operations import ORDERS, ordered_product, sum_error
 
 RNG = np.random.default_rng(11)
 A = RNG.standard_normal((5, 23)).astype(np.float32)
@@ -60,7 +60,7 @@ def test_orders_differ() -> None:
 
 def test_a_large_product_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ordered_product(tensor(A), tensor(B), None, "bfloat16", "growing")
-    monkeypatch.setattr("kcdsl_backends.attack.accumulation_order._ELEMENTS", 100)
+    monkeypatch.setattr("kcdsl_backends.attack.operations._ELEMENTS", 100)
     parts = ordered_product(tensor(A), tensor(B), None, "bfloat16", "growing")
     assert torch.equal(whole, parts)
 

@@ -12,14 +12,13 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.formats import FORMATS
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.attack import batched_search
-from kcdsl_backends.attack.accumulation_order import straight
+from kcdsl_backends.attack import attack, batched_search
 from kcdsl_backends.attack.batched_search import Batch, SmoothedGradient, ValueRanges, widths_of
 from kcdsl_backends.attack.gradient_ascent import Ascent
+from kcdsl_backends.attack.operations import straight
 from kcdsl_backends.attack.runs import Attack, attack_of, record_run, run_of
-from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.state import StoredParameters
 
 FP8: dict[str, Any] = {"casts": "nearest", "activations": {"format": "fp8_e4m3", "scale": "none"}}
 SUMS: dict[str, Any] = {"accumulate": "float64"}
@@ -132,7 +131,7 @@ def test_there_is_no_batch_at_a_point_or_where_no_kernel_has_steps(
     def counted(*arguments: Any) -> None:
         called.append(arguments[2])
 
-    monkeypatch.setattr("kcdsl_backends.attack.search.batched_ascent", counted)
+    monkeypatch.setattr("kcdsl_backends.attack.batched_ascent", counted)
     attack(*kernels, "inf", centre, radius, batches=3)
     assert called == [3]
     attack(*kernels, "inf", centre, torch.zeros_like(radius))
@@ -285,7 +284,7 @@ def test_the_old_starts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         order.append("batch")
 
     monkeypatch.setattr(Ascent, "drift_of", drift_of)
-    monkeypatch.setattr("kcdsl_backends.attack.search.batched_ascent", batch)
+    monkeypatch.setattr("kcdsl_backends.attack.batched_ascent", batch)
     found: Attack = attack(*kernels, "inf", centre, radius, samples=3)
     assert order.index("batch") == len(order) - 1 > 20
     assert found == attack(*kernels, "inf", centre, radius, samples=3, batches=0)

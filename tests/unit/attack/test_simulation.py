@@ -9,9 +9,9 @@ import torch
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
-from kcdsl_backends.attack.search import attack, functional
+from kcdsl_backends.attack import attack, functional
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes.state import StoredParameters
 
 WEIGHT = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0]])
 

@@ -26,10 +26,18 @@ from kcdsl_backends.certifier.bounds import CaseBound
 from kcdsl_backends.certifier.cache import Cache, decode, encode
 from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTask
 from kcdsl_backends.certifier.decision import verdict_of
-from kcdsl_backends.certifier.interfaces import BoundedStage, Interface, StageOutput, rounded
-from kcdsl_backends.certifier.stages import named, partitions, stages_of, until
+from kcdsl_backends.certifier.stages import (
+    BoundedStage,
+    Interface,
+    StageOutput,
+    named,
+    partitions,
+    rounded,
+    stages_of,
+    until,
+)
 from kcdsl_backends.certifier.worker import WorkerContext
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_certs.recheck.chain import refuse_other
 from kcdsl_certs.recheck.graphs.graph import parse_array, parse_block
 from kcdsl_certs.recheck.graphs.reading import Reader
@@ -287,7 +295,7 @@ def widened(folder: Path, by: float) -> None:
     def wider(value: Any) -> Any:
         if not isinstance(value, Interface) or value.drift is None:
             return None
-        return replace(value, drift=(value.drift[0] - by, value.drift[1] + by))
+        return replace(value, drift=Box(value.drift.lo - by, value.drift.hi + by))
 
     assert rewritten(folder, wider) > 0
 
@@ -295,7 +303,8 @@ def widened(folder: Path, by: float) -> None:
 def rewritten(folder: Path, change: Callable[[Any], Any]) -> int:
     """Change entries as someone would who knows how they are made; return how many."""
     count = 0
-    kinds = (CaseBound, CaseOutcome, LinkOutcome, Attack, BoundedStage, StageOutput, Interface)
+    stages = BoundedStage, StageOutput, Interface, Box
+    kinds = (CaseBound, CaseOutcome, LinkOutcome, Attack, *stages)
     for path in sorted((folder / "cache").glob("*/*.json")):
         entry = json.loads(path.read_bytes())
         changed = change(decode(entry["value"], kinds))
@@ -311,8 +320,8 @@ def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None
 
     def narrower(value: Any) -> Any:
         match value:
-            case BoundedStage(claim, StageOutput(train, (low, high)), stated):
-                return BoundedStage(claim, StageOutput(train, (low * 0.5, high * 0.5)), stated)
+            case BoundedStage(claim, StageOutput(train, Box(low, high)), stated):
+                return BoundedStage(claim, StageOutput(train, Box(low * 0.5, high * 0.5)), stated)
             case _:
                 return None
 
@@ -400,11 +409,11 @@ def test_interfaces_hold_what_they_are_made_of() -> None:
         assert bool(((found.lo <= box.lo) & (box.hi <= found.hi)).all())
         width, before = found.hi - found.lo, box.hi - box.lo
         assert bool((width <= before * 1.2501 + 2.0**-1070 + low.abs() * 2.0**-50).all())
-        output = StageOutput((box.lo, box.hi), (box.lo, box.hi))
+        output = StageOutput(box, box)
         entering = output.interface()
         assert output.fits(entering)
         assert entering.drift is not None
-        shrunk = replace(entering, drift=(entering.drift[0], entering.drift[1] - wide - scale))
+        shrunk = replace(entering, drift=Box(entering.drift.lo, entering.drift.hi - wide - scale))
         assert not output.fits(shrunk)
         assert not output.fits(replace(entering, radius=entering.radius * 0.5))
         assert not output.fits(Interface(None, entering.radius))

@@ -10,9 +10,7 @@ import pytest
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl_backends.certifier import sequences as lengths
-from kcdsl_backends.certifier.sequences import compare
-from kcdsl_backends.drift.boxes.any_length import FixedLength, row_axes
-from kcdsl_backends.drift.ops import POINTWISE
+from kcdsl_backends.certifier.sequences import FixedLength, compare, row_axes
 from tests.support import prover
 from tests.support.sequences import WIDTH, rows_of, scored
 
@@ -23,7 +21,7 @@ def test_a_block_that_is_another_one_at_another_length_is_refused() -> None:
         return g, g.add("scale", [x], (rows, WIDTH), factor=1.0 / rows)
 
     short, long = (prover.block(mean(rows)[0]) for rows in (2, 3))
-    axes = row_axes(short, POINTWISE)
+    axes = row_axes(short)
     compare(short, axes, short, 2)
     with pytest.raises(FixedLength, match="not the same at 3 rows"):
         compare(short, axes, long, 3)
@@ -40,7 +38,7 @@ def test_parts_that_are_no_rows_are_told_apart_by_another_length() -> None:
 
     short, long = (prover.block(folded(rows)) for rows in (2, 3))
     with pytest.raises(FixedLength):
-        compare(short, row_axes(short, POINTWISE), long, 3)
+        compare(short, row_axes(short), long, 3)
 
 
 def turned(cos: Callable[[int], np.ndarray]) -> Callable[[int], Any]:
@@ -120,9 +118,9 @@ AT_THREE: dict[str, tuple[Callable[[int], Any], str]] = {
 def test_what_differs_at_another_length_is_named(name: str) -> None:
     build, reason = AT_THREE[name]
     short, long = (as_exported(build(rows)) for rows in (2, 3))
-    compare(short, row_axes(short, POINTWISE), short, 2)
+    compare(short, row_axes(short), short, 2)
     with pytest.raises(FixedLength, match=reason):
-        compare(short, row_axes(short, POINTWISE), long, 3)
+        compare(short, row_axes(short), long, 3)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ def test_what_differs_at_another_length_is_named(name: str) -> None:
 )
 def test_masks_and_positions_may_differ(build: Callable[[int], Any]) -> None:
     short, long = (as_exported(build(rows)) for rows in (2, 3))
-    compare(short, row_axes(short, POINTWISE), long, 3)
+    compare(short, row_axes(short), long, 3)
 
 
 class Exported:

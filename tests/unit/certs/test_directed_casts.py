@@ -14,7 +14,7 @@ import torch
 
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse

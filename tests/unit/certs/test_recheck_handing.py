@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from kcdsl_backends.drift import affine_forms as outgoing
-from kcdsl_backends.drift.affine import interface_ellipsoids as prover
+from kcdsl_backends.drift import affine_run as prover
 from kcdsl_backends.drift.affine.adjoint import Adjoint as Functionals
 from kcdsl_backends.drift.affine.tape import Tape as Pages
-from kcdsl_backends.drift.boxes.box import Box as Boxes
+from kcdsl_backends.drift.boxes import Box as Boxes
+from kcdsl_backends.drift.boxes.state import InterfaceEllipsoids
 from kcdsl_certs.recheck import output
 from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
@@ -84,7 +85,7 @@ def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> li
     run: Any = Walk(second)
     tensors = (torch.tensor(x) for x in (middle, shapes, box, half, reference))
     centre, around, mid, own, ref = tensors
-    index = prover.drift_entry(run, prover.InterfaceEllipsoids(centre, around), mid, own, ref)
+    index = prover.drift_entry(run, InterfaceEllipsoids(centre, around), mid, own, ref)
     return [first.entries[place], second.entries[index]]
 
 

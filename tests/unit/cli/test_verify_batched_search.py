@@ -57,7 +57,7 @@ def test_what_a_batch_finds_violates_a_clause(
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "p0", "text": "hey"}) + "\n")
     found = verified(tmp_path, 10.0)
     with monkeypatch.context() as without:
-        without.setattr("kcdsl_backends.attack.search.batched_ascent", lambda *_: None)
+        without.setattr("kcdsl_backends.attack.batched_ascent", lambda *_: None)
         alone = verified(tmp_path, 10.0)["attack"]
         assert alone < found["attack"] <= found["bound"]
         limit = (alone + found["attack"]) / 2

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kcdsl_backends.drift.boxes.box import (
+from kcdsl_backends.drift.boxes import (
     Box,
     exclusive_max,
     exclusive_sums,
@@ -100,7 +100,7 @@ def test_exclusive_max_leaves_out_one_term(values: list[float]) -> None:
 
 
 def test_nan_never_makes_a_box_look_sound() -> None:
-    from kcdsl_backends.drift.boxes.box import NoBound
+    from kcdsl_backends.drift.boxes import NoBound
     from kcdsl_backends.drift.boxes.state import settle
 
     nan = torch.tensor([float("nan")], dtype=torch.float64)

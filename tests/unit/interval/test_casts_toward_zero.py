@@ -15,9 +15,9 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics.formats import FORMATS
 from kcdsl.model.numerics.weights import cut_to as cut_weight
-from kcdsl_backends.attack.accumulation_order import straight
+from kcdsl_backends.attack.operations import straight
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation

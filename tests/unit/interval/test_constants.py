@@ -11,7 +11,7 @@ import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_certs.recheck import recheck
 from tests.support import proofs
 from tests.support.prover import block, parameters

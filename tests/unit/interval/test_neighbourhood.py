@@ -14,7 +14,7 @@ import torch
 
 from kcdsl.route.catalogue import BackendSpec, Fragment
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.state import Rows
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall, near
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
@@ -148,7 +148,7 @@ def test_scales_that_are_too_small_have_no_bound() -> None:
     from kcdsl.model.graph import Node
 
     with pytest.raises(NoBound, match="scale"):
-        around.linear(Node("n", "param", (), (2, 4), {"key": "w"}, ""))
+        around.held(Node("n", "param", (), (2, 4), {"key": "w"}, ""), linear=True)
 
 
 def test_the_ends_are_float32_numbers_around_the_region() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
 from kcdsl.model.numerics.formats import CODE_FORMATS
-from kcdsl_backends.drift.boxes.box import Box
+from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.quantizers import (
     codes,
     known_steps,

@@ -7,7 +7,7 @@ import torch
 
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.drift.boxes.any_length import FixedLength, row_axes
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.certifier.sequences import FixedLength, row_axes
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_walk
-from kcdsl_backends.drift.ops import POINTWISE
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.any_length import KEY, ROW, marks_of
 from kcdsl_certs.recheck.ops.table import POINTWISE as CHECKED
@@ -345,7 +344,7 @@ MIXING: tuple[Callable[[], Any], ...] = (
 def test_what_mixes_rows_is_refused_by_both(build: Callable[[], Any]) -> None:
     graph = build()
     with pytest.raises(FixedLength) as no:
-        row_axes(prover.block(graph), POINTWISE)
+        row_axes(prover.block(graph))
     assert no.value.reason
     with pytest.raises(Rejected) as rejection:
         marks_of(parsed(graph), CHECKED)
@@ -462,7 +461,7 @@ def two_heads() -> Any:
 @pytest.mark.parametrize("build", [gated_rows, one_head, two_heads])
 def test_both_place_the_rows_alike(build: Callable[[], Any]) -> None:
     graph = build()
-    axes = row_axes(prover.block(graph), POINTWISE)
+    axes = row_axes(prover.block(graph))
     marks = marks_of(parsed(graph), CHECKED)
     assert set(axes) == set(marks)
     for name, own in marks.items():

@@ -15,7 +15,7 @@ import torch
 
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
 from kcdsl_backends.attack.quantized_inputs import Exceeded, moved_by, to_nearest
-from kcdsl_backends.drift.boxes.box import Box, NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import codes, quantized_hull, quantizer, quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import summation_error

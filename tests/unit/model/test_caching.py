@@ -18,7 +18,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.drift.boxes.box import NoBound
+from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.numerics.specification import parse_kernel

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.boxes.box import Box
-from kcdsl_backends.drift.linear.relu import Change, ReluPlanes, first_slopes
-from kcdsl_backends.drift.linear.tape import Functional
+from kcdsl_backends.drift.boxes import Box
+from kcdsl_backends.drift.linear.tape import Change, Functional, ReluPlanes, first_slopes
 
 COUNT = 64
 

@@ -17,12 +17,12 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.boxes.box import Box
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes import Box
+from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.linear.tape import Functional
 from kcdsl_backends.drift.linear_bounds import linear_walk
 from kcdsl_backends.drift.ops.activations import GELU, GELU_TANH, SILU, TANH, Smooth, _curved
-from kcdsl_backends.drift.ops.norms.linear import _at, _away
+from kcdsl_backends.drift.ops.norms import _at, _away
 from kcdsl_backends.drift.ops.softmax import _from_box, _from_point
 
 TRUST = torch.full((1, 1), 2.0**-50, dtype=torch.float64)

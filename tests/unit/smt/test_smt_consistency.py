@@ -33,8 +33,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.logic.smtlib import implication
 from kcdsl_backends.smt import BACKEND
-from kcdsl_backends.smt.predicates import emptiness, implies
-from kcdsl_backends.smt.solver import Outcome, Solver
+from kcdsl_backends.smt.solver import Outcome, Solver, emptiness, implies
 from tests.support.contracts import ask_z3
 
 Build = Any

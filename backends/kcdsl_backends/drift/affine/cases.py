@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kcdsl.model.numerics.formats import CASTS, Casts, Format
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.boxes.box import Box, down, gamma, up
+from kcdsl_backends.drift.boxes import Box, down, gamma, up
 
 CHOICES = 8
 """Most elements of a row that are chosen one by one: 2^8 cases."""

@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Adjoint, at, by_rows, meet, whole
-from kcdsl_backends.drift.affine.eigenvalues import Row, around_sum, image, largest_eigenvalue
+from kcdsl_backends.drift.affine.adjoint import (
+    Adjoint,
+    Row,
+    around_sum,
+    at,
+    by_rows,
+    image,
+    largest_eigenvalue,
+    meet,
+    whole,
+)
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import INPUT, Entry, Tape
-from kcdsl_backends.drift.boxes.box import SAFE
+from kcdsl_backends.drift.boxes import SAFE
 
 ROUNDED = 2.0**-36
 """More than the relative error of a product of adjoints in a reverse pass."""
@@ -92,11 +101,9 @@ class _Gram:
 
     @property
     def rest(self) -> float:
-        """Return the norm of what is no symbol."""
         return float(self.middle.norm() + self.loose.norm()) + self.further
 
     def norm(self) -> float:
-        """Return a bound of the norm."""
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
         return (together + self.rest) * (1 + 2.0**-30)
 
@@ -109,19 +116,20 @@ class _Gram:
 
 def gram_norm(tape: Tape, index: int, functionals: Adjoint) -> float:
     """Bound the Euclidean norm of functionals of the error of one entry."""
-    return _pass(tape, {index: functionals}, functionals.values).norm()
+    return _reverse(tape, {index: functionals}, functionals.values).norm()
 
 
 def gram_ellipsoid(tape: Tape, index: int, functionals: Adjoint, floor: int) -> Tensor:
-    """Return an ellipsoid [B, B] around functionals of the error of one entry.
-
-    Args:
-        floor: what arrives there or before is bounded by ellipsoids and reaches there.
-    """
-    return _surrounded(tape, {index: functionals}, functionals.values, floor).ellipsoid()
+    """Return an ellipsoid [B, B] around functionals of the error of one entry; what arrives at
+    `floor` or before is bounded by ellipsoids and error bounds there."""
+    return _reverse(tape, {index: functionals}, functionals.values, floor).ellipsoid()
 
 
-def _surrounded(tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: int) -> _Gram:
+def _reverse(
+    tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: int | None = None
+) -> _Gram:
+    """Take functionals back to the input. With a floor, what arrives there or before is bounded by
+    ellipsoids; without, wide functionals of one entry are compressed."""
     gram = _Gram.of(values)
     while pending:
         index = max(pending)
@@ -130,51 +138,33 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: 
             gram.add(functional, tape.radius)
             break
         entry = tape.entries[index]
-        if index <= floor:
+        if floor is not None and index <= floor:
             gram.floor(functional, entry)
             continue
-        gram.beside(functional, entry)
-        gram.symbols(functional, entry)
-        adjoints = entry.vjp(functional)
-        if entry.amplified is not None:
-            if not pending and len(adjoints) == 1 and functional.single_row:
-                factor = float(entry.amplified.factor.expand(entry.shape)[functional.first])
-                below = _surrounded(tape, dict(adjoints), values, floor).ellipsoid()
-                gram.parts.append(below * (1 + factor) ** 2 * (1 + 2.0**-40))
-                break
-            gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
-        meet(pending, adjoints)
-    return gram
-
-
-def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
-    gram = _Gram.of(values)
-    while pending:
-        index = max(pending)
-        functional = pending.pop(index)
-        if index == INPUT:
-            gram.add(functional, tape.radius)
-            break
-        entry = tape.entries[index]
-        adjoints = entry.vjp(functional)
+        adjoints, amplified = entry.vjp(functional), entry.amplified
         gram.beside(functional, entry)
         alone = not pending and len(adjoints) == 1
-        if alone and adjoints[0][1].values[0].numel() < values.shape[0]:
+        wide = alone and adjoints[0][1].values[0].numel() < values.shape[0]
+        if wide and floor is None:
             if entry.radius is not None:
                 gram.loose += functional.magnitude(entry.radius) * SAFE
             source, part = adjoints[0]
             inexact = FACTORED * part.magnitude(tape.entries[source].error_bound).norm()
             gram.further += (gram_norm(tape, source, _compressed(part)) + float(inexact)) * SAFE
-            if entry.amplified is not None:
-                gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
+            if amplified is not None:
+                gram.loose += functional.magnitude(amplified.loose) * SAFE
             break
         gram.symbols(functional, entry)
-        if entry.amplified is not None:
+        if amplified is not None:
             if alone and functional.single_row:
-                factor = entry.amplified.factor.expand(entry.shape)[functional.first]
-                gram.merge(_pass(tape, dict(adjoints), values), float(factor))
+                factor = float(amplified.factor.expand(entry.shape)[functional.first])
+                below = _reverse(tape, dict(adjoints), values, floor)
+                if floor is None:
+                    gram.merge(below, factor)
+                else:
+                    gram.parts.append(below.ellipsoid() * (1 + factor) ** 2 * (1 + 2.0**-40))
                 break
-            gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
+            gram.loose += functional.magnitude(amplified.loose) * SAFE
         meet(pending, adjoints)
     return gram
 
@@ -251,14 +241,8 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
 def tighten_error(
     run: KernelRun, node: Node, index: int, needed: Callable[[Tensor], Tensor]
 ) -> None:
-    """Lower the error bound of an entry by reverse passes, in rows and until `needed` says enough.
-
-    Args:
-        run: the kernel.
-        node: the operation that needs it.
-        index: the entry.
-        needed: from a error bound, the rows [..., 1] where it is not good enough yet.
-    """
+    """Lower the error bound of an entry that an operation reads by reverse passes, in the rows
+    [..., 1] where `needed` says of an error bound that it is not good enough yet."""
     tape = run.tape
     for floor in tape.floors:
         rows = needed(tape.entries[index].error_bound)
@@ -322,33 +306,24 @@ def _on_rows(values: Sequence[Tensor], chosen: Sequence[Row], shape: tuple[int, 
     return Adjoint(total, window, shape)
 
 
-def directions(tape: Tape, index: int, along: Tensor, needed: Tensor, floor: int = INPUT) -> Tensor:
+def directions(tape: Tape, index: int, along: Tensor, needed: Tensor) -> Tensor:
     """Bound |Σ_j along_j e_j| in every row of an entry [..., n] -> [..., 1]."""
     entry = tape.entries[index]
     found = (along.abs() * entry.error_bound).sum(-1, keepdim=True) * SAFE
     for row in _chosen(needed):
         functional = on_row(along[row].reshape(1, -1), row, entry.shape)
-        found[row] = tape.bound(index, functional, floor).magnitude(tape.radius)
+        found[row] = tape.bound(index, functional).magnitude(tape.radius)
     return found
 
 
 def norms(tape: Tape, index: int, functionals: Tensor, needed: Tensor) -> Tensor:
-    """Bound the Euclidean norm of functionals of every row of an entry [..., n] -> [..., 1].
-
-    Args:
-        functionals: [m, n], the same of every row.
-        needed: [..., 1] bool; other rows get infinity.
-    """
+    """Bound the Euclidean norm of functionals [m, n] of every row of an entry -> [..., 1]; infinite
+    in rows that are not `needed` [..., 1]."""
     return _norms(tape, index, lambda row: functionals, needed)
 
 
 def weighted_norms(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> Tensor:
-    """Bound the Euclidean norm of weights∘e of every row of an entry [..., n] -> [..., 1].
-
-    Args:
-        weights: [..., n], of every element.
-        needed: [..., 1] bool; other rows get infinity.
-    """
+    """Bound the Euclidean norm of weights∘e likewise, of weights [..., n] of every element."""
     return _norms(tape, index, lambda row: torch.diag(weights[row]), needed)
 
 
@@ -361,12 +336,8 @@ def _norms(tape: Tape, index: int, functionals: Callable[[Row], Tensor], needed:
 
 
 def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> None:
-    """Find ellipsoids around the errors of rows of an entry, by reverse passes down to `floor`.
-
-    Args:
-        needed: [..., 1] bool, the rows.
-        floor: where the passes stop, see `Tape.bound`.
-    """
+    """Find ellipsoids around the errors of the rows [..., 1] needed, by reverse passes that stop at
+    `floor` (see `Tape.bound`)."""
     shape = tape.entries[index].shape
     unit = torch.eye(shape[-1], dtype=torch.float64, device=needed.device)
     found = {

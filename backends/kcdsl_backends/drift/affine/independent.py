@@ -19,7 +19,7 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics.formats import CASTS, Casts
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.boxes.box import gamma
+from kcdsl_backends.drift.boxes import gamma
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import flushing_error, tensor_core_of
 from kcdsl_certs.reals import real_text

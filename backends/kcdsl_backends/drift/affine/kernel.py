@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.tape import INPUT, Entry, Shared, SplitError, Tape
-from kcdsl_backends.drift.boxes.box import SAFE
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl_backends.drift.boxes import SAFE, up
 from kcdsl_backends.drift.boxes.rounding import ONCE, Apart, Rounding, reads_twice
-from kcdsl_backends.drift.boxes.state import Kernels
+from kcdsl_backends.drift.boxes.state import StoredParameters
+from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 
 Kind = Literal["reach", "deviations", "norm", "ellipsoid", "product"]
 """Single elements; elements minus a mean, and the direction of a norm; the norm of a row; an
@@ -44,13 +44,13 @@ class Passes:
                 "of": of,
                 "kind": kind,
                 "stop": "cut" if cut else "input",
-                "rows": list(_runs(needed)),
+                "rows": list(runs_of(needed)),
             }
             for (at, of, kind, cut), needed in self.rows.items()
         ]
 
 
-def _runs(needed: Tensor) -> Iterator[int]:
+def runs_of(needed: Tensor) -> Iterator[int]:
     """Yield where runs of rows that are needed begin and end."""
     inside = False
     for position, row in enumerate(needed.flatten().tolist()):
@@ -63,24 +63,22 @@ def _runs(needed: Tensor) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far what a kernel stores of a parameter may be from what it stores of the checkpoint's,
-    element by element, for a param node that is a linear weight or anything else; and whether both
-    kernels store it in one way, so that what it is off by is the same in both."""
+    """How far what a kernel (0: training, 1: inference) stores of the parameters in a ball may be
+    from what it stores of those of the checkpoint."""
 
-    linear: Callable[[Node], Tensor]
-    plain: Callable[[Node], Tensor]
-    linear_alike: Callable[[Node], bool]
-    plain_alike: Callable[[Node], bool]
+    ball: WeightBall
+    stored: StoredParameters
+    side: int
 
+    def of(self, node: Node, *, linear: bool = False) -> Tensor:
+        """Return the distance element by element, of a linear weight or anything else."""
+        centre, held = self.stored.read(node, linear=linear), self.ball.held(node, linear=linear)
+        box = (held.train, held.infer)[self.side]
+        return up(torch.maximum(box.hi - centre, centre - box.lo).clamp_min(0))
 
-@dataclass(frozen=True, slots=True)
-class Nearby:
-    """A region around the weights: how far the parameters of either kernel may be from those
-    stored, and both kernels as the interval domain reads them there."""
-
-    train: Spread
-    infer: Spread
-    kernels: Kernels
+    def alike(self, node: Node, *, linear: bool = False) -> bool:
+        """Say whether both kernels store it in one way, so that both are off by the same."""
+        return self.ball.held(node, linear=linear).alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class KernelRun:
         name = node.inputs[position]
         source = self.source(node, position)
         if self.spread is not None and source.op == "param" and name not in self.computed:
-            self.moving(name, source, self.parameters.plain(source), self.spread.plain(source))
+            self.moving(name, source, self.parameters.plain(source), self.spread.of(source))
         if name in self.computed:
             index = self._read(node, position)
             entry = self.tape.entries[index]
@@ -240,7 +238,7 @@ class KernelRun:
         """Append numbers of a parameter, which may be anywhere around those known."""
         own = (radius * SAFE).contiguous()
         entry = Entry(name, reference, own, lambda a: [], None, own)
-        if self.spread is not None and self.spread.plain_alike(source):
+        if self.spread is not None and self.spread.alike(source):
             entry = replace(entry, shared=Shared(own, torch.zeros_like(own)))
         self.computed[name] = self.tape.add(entry)
 
@@ -248,7 +246,7 @@ class KernelRun:
         """Return how far a parameter input may be from `optional`; None where it does not move."""
         if self.spread is None or len(node.inputs) <= position:
             return None
-        return self.spread.plain(self.source(node, position))
+        return self.spread.of(self.source(node, position))
 
     def quantises(self, linear: Node) -> bool:
         """Say whether the input of a linear is quantised."""

@@ -26,14 +26,7 @@ from kcdsl_backends.drift.affine.tape import (
     SingleRow,
     SplitError,
 )
-from kcdsl_backends.drift.boxes.box import (
-    SAFE,
-    Box,
-    down,
-    refuse_overflow,
-    refuse_unbounded_sums,
-    up,
-)
+from kcdsl_backends.drift.boxes import SAFE, Box, down, refuse_overflow, refuse_unbounded_sums, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, power_of_two
 
 SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
@@ -140,10 +133,7 @@ def round_result(
         entry = _stepped(entry, form, kernel, result.cases)
     size = entry.size
     if kernel.casts.toward_zero and (kernel.free or form.precision < max(24, inner.precision)):
-        # What is cut off was larger before, where it must have been a finite number already.
-        finite = before <= inner.largest
-        size = torch.where(finite, torch.minimum(size, form.toward_zero(before)), before)
-        form = form if bool(finite.all()) else inner
+        size, form = _cut_off(size, before, form, inner)
     refuse_overflow(node.name, size, form)
     run.computed[node.name] = run.tape.add(entry)
     return run.computed[node.name]
@@ -189,12 +179,18 @@ def _privately(
     run.private[node.name] = Private((own + cast) * SAFE, apart)
     whole = (size + cast) * SAFE
     if kernel.casts.toward_zero:
-        finite = size <= inner.largest
-        whole = torch.where(finite, torch.minimum(size, form.toward_zero(size)), size)
-        form = form if bool(finite.all()) else inner
+        whole, form = _cut_off(size, size, form, inner)
     refuse_overflow(node.name, whole, form)
     run.computed[node.name] = run.tape.add(entry)
     return run.computed[node.name]
+
+
+def _cut_off(size: Tensor, before: Tensor, form: Format, inner: Format) -> tuple[Tensor, Format]:
+    """Return the size of a result that was cut off toward zero, and the format that it must not
+    leave: it was larger before, where it must have been a finite number already."""
+    finite = before <= inner.largest
+    size = torch.where(finite, torch.minimum(size, form.toward_zero(before)), before)
+    return size, form if bool(finite.all()) else inner
 
 
 def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Entry:

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, at, largest_eigenvalue, reached
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
-from kcdsl_backends.drift.affine.eigenvalues import Ellipsoids, largest_eigenvalue, reached
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
-from kcdsl_backends.drift.boxes.box import SAFE, gamma
+from kcdsl_backends.drift.boxes import SAFE, gamma
 
 Adjoints = Sequence[tuple[int, Adjoint]]
 """Functionals of the errors of operands."""
@@ -162,7 +161,6 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the node."""
         return tuple(self.reference.shape)
 
     @property
@@ -230,7 +228,6 @@ class Tape:
     chance: Chance | None = None
 
     def add(self, entry: Entry) -> int:
-        """Append an entry and return its index."""
         self.entries.append(entry)
         return len(self.entries) - 1
 
@@ -374,7 +371,6 @@ class Remainder:
     total: Tensor
 
     def nonlinear(self) -> Nonlinear:
-        """Return what it adds to functionals."""
         return Nonlinear(self._between, self._norm)
 
     def _between(self, a: Adjoint) -> tuple[Tensor, Tensor]:

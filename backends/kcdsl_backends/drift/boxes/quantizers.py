@@ -17,11 +17,12 @@ from kcdsl.model.numerics.formats import (
     Format,
     ScaleLayout,
 )
-from kcdsl_backends.drift.boxes.box import Box, NoBound, down, up
+from kcdsl_backends.drift.boxes import Box, NoBound, down, overflow, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, Stored, power_of_two
 
 SLACK = 2.0**-22
 """More than the relative roundings of a ratio and of a product together."""
+_WIDER = 1.0 + 2.0**-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,15 @@ class Quantizer:
 
 Push = Callable[[Tensor], Tensor]
 Ratio = Callable[[Tensor, Tensor, Push], Tensor]
+
+
+def code_error(form: CodeFormat, size: Tensor, scale: Tensor, *, least: bool = True) -> Tensor:
+    """Return how far a code times its scale may be from a number of at most this size, where none
+    is cut off; `least`: by no more than the number itself."""
+    if form.integer:
+        step = torch.minimum(size, scale / 2) if least else scale / 2
+        return (step + size * 2.0**-20) * _WIDER
+    return (form.grid.unit_roundoff * size + scale * form.grid.underflow) * _WIDER
 
 
 def group_maximum(magnitude: Tensor, layout: ScaleLayout | None) -> Tensor:
@@ -86,25 +96,19 @@ def quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quantizer:
 
 def known_steps(form: CodeFormat, v: Box, scale: Box) -> Quantizer:
     """Return the quantiser of scales in a box, with the codes of a format without zero point."""
-    return Quantizer(form, scale, fixed_tops(v.lo, form), divided_by(form))
+    return Quantizer(form, scale, _tops(v.lo, form.above, form.below), divided_by(form))
 
 
-def fixed_tops(like: Tensor, form: CodeFormat) -> Tops:
-    """Return the largest codes of a format without a zero point."""
-    return Tops(*(Box.point(torch.full_like(like, top)) for top in (form.above, form.below)))
+def _tops(like: Tensor, above: float, below: float) -> Tops:
+    """Return the largest codes of every element, where they are known."""
+    return Tops(*(Box.point(torch.full_like(like, top)) for top in (above, below)))
 
 
 def refuse_batch(x: Box, spec: Activations, node: str) -> None:
     """Raise NoBound where an element may be larger than any of a batch is said to be."""
     if not spec.batch_amax or bool((x.mag() <= spec.batch_amax).all()):
         return
-    flat = int(x.mag().argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), x.lo.shape)]
-    raise NoBound(
-        node,
-        f"overflow reachable: element {index} of the input may exceed {spec.batch_amax:g}"
-        " (batch_amax)",
-    )
+    raise overflow(node, x.mag(), f" of the input may exceed {spec.batch_amax:g} (batch_amax)")
 
 
 def scale_range(x: Box, spec: Activations) -> Box:
@@ -205,25 +209,21 @@ def static_quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quant
         NoBound: as `static_scale`, or some element may be beyond the last code.
     """
     scale, form = static_scale(x.lo, spec, weight, node), spec.codes
-    if form.zero_point:
-        found = spec.calibrated(weight)
-        zero = 0 if found is None else found.zero_point
-        above, below = form.above - zero, float(zero)
-        ends = Box.point(torch.full_like(x.lo, above)), Box.point(torch.full_like(x.lo, below))
-        tops = Tops(*ends)
-    else:
-        tops = fixed_tops(x.lo, form)
+    zero, found = 0, spec.calibrated(weight)
+    if form.zero_point and found is not None:
+        zero = found.zero_point
+    tops = _tops(x.lo, form.above - zero, zero if form.zero_point else form.below)
     # to half a step beyond the last integer a code is off by no more than elsewhere
     beyond = 0.5 if form.integer else 0.0
     high = (tops.above.lo + beyond) * scale * (1 + SLACK)
     low = (tops.below.lo + beyond) * scale * (1 + SLACK)
     over = torch.maximum(x.hi - high, -x.lo - low)
     if not bool((over <= 0).all()):
-        flat = int(torch.nan_to_num(over / scale, nan=torch.inf).argmax())
-        index = [int(i) for i in torch.unravel_index(torch.tensor(flat), over.shape)]
+        share = torch.nan_to_num(over / scale, nan=torch.inf)
+        flat = int(share.argmax())
         side = high if bool((x.hi - high).flatten()[flat] >= (-x.lo - low).flatten()[flat]) else low
         limit = f"{float(side.flatten()[flat]):g} ({spec.format} with its static scale)"
-        raise NoBound(node, f"overflow reachable: element {index} of the input may exceed {limit}")
+        raise overflow(node, share, f" of the input may exceed {limit}")
     return Quantizer(form, Box.point(scale), tops, either)
 
 

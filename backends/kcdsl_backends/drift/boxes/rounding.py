@@ -12,7 +12,7 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import FORMATS, Casts, Format
-from kcdsl_backends.drift.boxes.box import (
+from kcdsl_backends.drift.boxes import (
     Box,
     NoBound,
     down,
@@ -28,20 +28,6 @@ STATISTICS = frozenset({"softmax", "rms_norm", "layer_norm"})
 _GIVEN = frozenset({"input", "param", "constant", "embedding"})
 Apart = Tensor | None
 """How far a reading may be from the value of which all readings are versions; None: not at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """How a link stands in its chain: `entering` bounds how far a reading of the input may be from
-    the value of which all are versions, in training and inference; `followed` says that another
-    link reads the output, as often as it likes."""
-
-    entering: tuple[Apart, Apart] = (None, None)
-    followed: bool = False
-
-
-ALONE = Between()
-"""A block that is no link: its input has one reading, and so has its output."""
 
 
 def reads_twice(node: Node) -> bool:
@@ -86,7 +72,6 @@ def several(graph: BlockGraph, *, followed: bool = False) -> frozenset[str]:
 
 
 def added(*parts: Apart) -> Apart:
-    """Return the sum of such bounds."""
     found: Apart = None
     for part in parts:
         if part is not None:
@@ -126,7 +111,6 @@ class Rounding:
 
     @property
     def own(self) -> Numerics:
-        """Return the numerics of the kernel."""
         return self.base or self.numerics
 
     def scalar(self, value: float, form: Format, node: str) -> tuple[float, float]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kcdsl.model.graph import Node, weight_of
-from kcdsl.model.numerics import held_formats
-from kcdsl_backends.drift.boxes.any_length import Axes
-from kcdsl_backends.drift.boxes.box import Box, NoBound, refuse_wide
-from kcdsl_backends.drift.boxes.parameters import StoredParameters
+from kcdsl.model.numerics import Numerics, held_formats
+from kcdsl.model.numerics.weights import linear_weight, plain_parameter, stored_constant
+from kcdsl_backends.drift.boxes import Box, NoBound, refuse_wide
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, Stored, added
-from kcdsl_backends.drift.boxes.weight_ball import BallTensor, at_rows
+from kcdsl_backends.drift.boxes.weight_ball import BallTensor, WeightBall, at_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class State:
     infer: Box
     drift: Box
     apart: tuple[Apart, Apart] = (None, None)
+    errors: tuple[Box, Box] | None = None
+    """Errors of both stored results against the exact operation; None where neither is stored."""
+
+    def __neg__(self) -> State:
+        return State(-self.train, -self.infer, -self.drift, self.apart)
 
     @property
     def middle(self) -> Box:
@@ -90,7 +96,8 @@ def settle(
 def combine(node: str, exact_drift: Box, train: Stored, infer: Stored) -> State:
     """Return the state of a stored result: D = D_exact + R_infer - R_train."""
     drift = exact_drift + infer.error - train.error
-    return settle(node, train.value, infer.value, drift, (train.apart, infer.apart))
+    found = settle(node, train.value, infer.value, drift, (train.apart, infer.apart))
+    return replace(found, errors=(train.error, infer.error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +135,15 @@ class Parameter:
         return Box.point(self.infer) - Box.point(self.train)
 
     def state(self) -> State:
-        """Return the parameter as a node."""
         return State(*self.boxes, self.difference)
 
     def rows(self, ids: Tensor) -> Parameter:
-        """Return the rows of a table."""
         moved = None if self.moved is None else at_rows(self.moved, ids)
         return Parameter(self.train[ids], self.infer[ids], moved)
+
+
+Axes = tuple[int, ...]
+"""The dimensions of rows of a node: none, one, or that of the asking and that of the asked rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +158,18 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Both kernels as the rules see them."""
+    """Both kernels as the rules see them: how they round, and what they store of parameters.
+
+    `rows`: the graph stands for any number of rows. `ball`: parameters are any near those stored.
+    `handed`: another block stored the input.
+    """
 
     train: Rounding
     infer: Rounding
-    plain: Callable[[Node], Parameter]
-    """The stored value of a param or float constant node."""
-    linear: Callable[[Node], Parameter]
-    """The stored value of a param node used as the weight of a linear."""
-    mask: Callable[[Node], Tensor]
-    """The boolean array of a constant node."""
+    stored: tuple[StoredParameters, StoredParameters]
     rows: Rows | None = None
-    """What is known beside where the graph stands for any number of rows."""
+    ball: WeightBall | None = None
     handed: bool = False
-    """Whether another block stored the input."""
-    around_weights: bool = False
-    """Whether parameters lie in a region around those of the checkpoint (`Parameter.moved`)."""
 
     def at(self, node: Node, nodes: Mapping[str, Node]) -> Kernels:
         """Return both kernels as they compute a node; see `Rounding.at`."""
@@ -172,25 +177,66 @@ class Kernels:
         return replace(self, train=self.train.at(node, weight), infer=self.infer.at(node, weight))
 
     @staticmethod
-    def of(train: StoredParameters, infer: StoredParameters) -> Kernels:
+    def of(
+        train: StoredParameters,
+        infer: StoredParameters,
+        *,
+        rows: Rows | None = None,
+        ball: WeightBall | None = None,
+    ) -> Kernels:
         """Return two kernels by what they store; their numerics are the kernels'."""
-        return Kernels(
-            Rounding(train.numerics),
-            Rounding(infer.numerics),
-            lambda node: _held(node, train, infer, linear=False),
-            lambda node: _held(node, train, infer, linear=True),
-            train.mask,
-        )
+        rounding = Rounding(train.numerics), Rounding(infer.numerics)
+        return Kernels(*rounding, (train, infer), rows, ball)
+
+    def plain(self, node: Node) -> Parameter:
+        """Return the stored value of a param or float constant node."""
+        return self._held(node, linear=False)
+
+    def linear(self, node: Node) -> Parameter:
+        """Return the stored value of a param node used as the weight of a linear."""
+        return self._held(node, linear=True)
+
+    def mask(self, node: Node) -> Tensor:
+        return self.stored[0].mask(node)
+
+    def _held(self, node: Node, *, linear: bool) -> Parameter:
+        train, infer = self.stored
+        mine, moved = train.read(node, linear=linear), None
+        same = infer.shares(node, train, linear=linear)
+        if self.ball is not None and node.op == "param":
+            moved = self.ball.held(node, linear=linear)
+        return Parameter(mine, mine if same else infer.read(node, linear=linear), moved)
 
 
-def _held(
-    node: Node, train: StoredParameters, infer: StoredParameters, *, linear: bool
-) -> Parameter:
-    """Return what both kernels hold of a parameter; one tensor where that is the same."""
-    read = StoredParameters.linear if linear else StoredParameters.plain
-    mine = read(train, node)
-    same = infer.shares(node, train, linear=linear)
-    return Parameter(mine, mine if same else read(infer, node))
+@dataclass(frozen=True, slots=True)
+class InterfaceEllipsoids:
+    """Where the rows of a tensor lie: row t in middle[t] + {e: |a·e| <= √(aᵀ P[t] a) for all a}.
+
+    `middle` is [T, n] and `shapes` [T, n, n], float64.
+    """
+
+    middle: Tensor
+    shapes: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """How a block stands among others (docs/chains.md).
+
+    `drift` is the box of inference minus training of the state that it reads, `ellipsoids` lie
+    around its rows. `readings` bound how far a reading of that state may be from the value of which
+    all are versions, in training and inference. `followed`: another block reads the output, as
+    often as it likes.
+    """
+
+    drift: Box | None = None
+    ellipsoids: InterfaceEllipsoids | None = None
+    readings: tuple[Apart, Apart] = (None, None)
+    followed: bool = False
+
+
+ALONE = Entering()
+"""A block by itself: both kernels read the same state, which has one reading, as has its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +275,7 @@ class Step:
             form = kernel.format_for(node.role, node.op)
             found.append(kernel.cast(own, held, form, node.name))
         if found == [None, None]:
-            return x
+            return replace(x, errors=None)
         zero = torch.zeros_like(x.drift.lo)
         unchanged = (Stored(own, Box(zero, zero)) for own in (x.train, x.infer))
         stored = [now or same for now, same in zip(found, unchanged, strict=True)]
@@ -238,62 +284,130 @@ class Step:
         return combine(node.name, x.drift, *both)
 
     def operand_node(self, index: int) -> Node:
-        """Return the node that produces an input."""
         return self.nodes[self.node.inputs[index]]
+
+    def each(
+        self, of: Callable[[Rounding, Box], Tensor], boxes: tuple[Box, Box]
+    ) -> tuple[Tensor, Tensor]:
+        """Return a number of each kernel, of a box of its own."""
+        return of(self.kernels.train, boxes[0]), of(self.kernels.infer, boxes[1])
 
     def finish(
         self,
-        train: Box,
-        infer: Box,
+        exact: tuple[Box, Box],
         drift: Box,
-        error_train: Tensor,
-        error_infer: Tensor,
+        errors: tuple[Tensor, Tensor],
         *,
         accumulates: bool = False,
-        moved: tuple[Box, Box] | None = None,
+        moved: tuple[Box, Box] | tuple[None, None] = (None, None),
         apart: tuple[Apart, Apart] = (None, None),
     ) -> State:
         """Store the exact results of both kernels and combine them.
 
         Args:
-            train, infer: exact results on the operands of each kernel.
+            exact: results on the operands of each kernel, training and inference.
             drift: exact difference.
-            error_train, error_infer: internal error of each kernel before storing (>= 0).
+            errors: internal error of each kernel before storing (>= 0).
             accumulates: whether the results come out of the dot-product accumulator: then they are
                 formed once, and what they are off by is the same for all that read them.
-            moved: what a kernel may add to its exact result, in training and inference.
+            moved: what a kernel may add to its exact result.
             apart: what other readings of the operands make of the exact result of either kernel.
         """
-        found = self._stored((train, infer), (error_train, error_infer), accumulates, moved, apart)
-        if accumulates and self.node.name not in self.several:
-            found = [replace(stored, apart=None) for stored in found]
-        return combine(self.node.name, drift, *found)
-
-    def _stored(
-        self,
-        exact: tuple[Box, Box],
-        errors: tuple[Tensor, Tensor],
-        accumulates: bool,
-        moved: tuple[Box, Box] | None,
-        apart: tuple[Apart, Apart],
-    ) -> list[Stored]:
-        name, role, op, k = self.node.name, self.node.role, self.node.op, self.kernels
-        return [
-            kernel.store(
-                value,
-                error,
-                kernel.format_for(role, op),
-                name,
-                kernel.inner(accumulates),
-                beside,
-                _privately(away, error, beside, accumulates=accumulates),
-            )
-            for kernel, value, error, away, beside in zip(
-                (k.train, k.infer), exact, errors, apart, moved or (None, None), strict=True
-            )
-        ]
+        node, found = self.node, []
+        kernels = self.kernels.train, self.kernels.infer
+        for kernel, value, error, beside, away in zip(
+            kernels, exact, errors, moved, apart, strict=True
+        ):
+            if not accumulates:
+                away = added(away, error, None if beside is None else beside.mag())
+            form, inner = kernel.format_for(node.role, node.op), kernel.inner(accumulates)
+            stored = kernel.store(value, error, form, node.name, inner, beside, away)
+            if accumulates and node.name not in self.several:
+                stored = replace(stored, apart=None)
+            found.append(stored)
+        return combine(node.name, drift, *found)
 
 
-def _privately(away: Apart, error: Tensor, moved: Box | None, *, accumulates: bool) -> Apart:
-    """Return how far a result may be in one reading from what it is in all, before it is cast."""
-    return away if accumulates else added(away, error, None if moved is None else moved.mag())
+@dataclass(frozen=True, slots=True)
+class StoredParameters:
+    """The values one kernel holds, in float64 (exact), computed once per tensor and use.
+
+    Args:
+        tensors: checkpoint tensors by key, float32.
+        constants: arrays of the block graph by key.
+        numerics: the kernel's specification.
+        device: where the values are needed.
+    """
+
+    tensors: Mapping[str, Tensor]
+    constants: Mapping[str, NDArray[Any]]
+    numerics: Numerics
+    device: torch.device
+    _cache: dict[tuple[str, str, str], Tensor] = field(default_factory=dict, repr=False)
+    _beside: StoredParameters | None = field(default=None, repr=False)
+    _shared: dict[tuple[str, str, str], bool] = field(default_factory=dict, repr=False)
+
+    def under(self, numerics: Numerics) -> StoredParameters:
+        """Return what another kernel stores of the same parameters; one copy serves both where they
+        store alike."""
+        alike = _storing(numerics) == _storing(self.numerics)
+        cache = self._cache if alike else {}
+        return replace(self, numerics=numerics, _cache=cache, _beside=self, _shared={})
+
+    def shares(self, node: Node, other: StoredParameters, *, linear: bool = False) -> bool:
+        """Say whether another kernel stores the same numbers of a parameter or constant.
+
+        Of the kernel that this one was made `under`, each is compared once.
+        """
+        key = self._key(node, "linear" if linear and node.op == "param" else "plain")
+        if other is self._beside and key in self._shared:
+            return self._shared[key]
+        mine, theirs = self.read(node, linear=linear), other.read(node, linear=linear)
+        same = mine is theirs or torch.equal(mine, theirs)
+        if other is self._beside:
+            self._shared[key] = same
+        return same
+
+    def plain(self, node: Node) -> Tensor:
+        """Return the value of a param or float constant node outside of linear weights."""
+        return self._value(node, "plain")
+
+    def linear(self, node: Node) -> Tensor:
+        """Return the value of a param node used as the weight of a linear [out, in]."""
+        return self._value(node, "linear" if node.op == "param" else "plain")
+
+    def read(self, node: Node, *, linear: bool) -> Tensor:
+        """Return the value as the weight of a linear, or as anything else."""
+        return self.linear(node) if linear else self.plain(node)
+
+    def mask(self, node: Node) -> Tensor:
+        return torch.from_numpy(self.constants[node.attrs["key"]]).to(self.device)
+
+    def _value(self, node: Node, use: str) -> Tensor:
+        if node.op not in ("param", "constant"):
+            raise NoBound(node.name, f"{node.op} stands where a parameter or a constant must")
+        name, key = str(node.attrs["key"]), self._key(node, use)
+        if key not in self._cache:
+            if node.op == "param":
+                source = self.tensors[name].detach().to("cpu", torch.float32)
+                if use == "linear":
+                    stored = linear_weight(source, self.numerics.serving(name), name)
+                else:
+                    stored = plain_parameter(source, self.numerics, name)
+            else:
+                source = torch.from_numpy(self.constants[name])
+                stored = stored_constant(source, node.format, self.numerics, name)
+            self._cache[key] = stored.to(self.device, torch.float64)
+        return self._cache[key]
+
+    @staticmethod
+    def _key(node: Node, use: str) -> tuple[str, str, str]:
+        return node.op, str(node.attrs["key"]), node.format or use
+
+
+def _storing(numerics: Numerics) -> tuple[object, ...]:
+    """Return all of a kernel's numerics that decides what it stores."""
+    overrides = tuple(
+        (each.pattern, each.weights, each.activations.quantised) for each in numerics.overrides
+    )
+    return numerics.weights, numerics.compute, numerics.by_codes, overrides

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.numerics import Activations, MatrixUnit, Numerics, Weights
-from kcdsl.model.numerics.formats import (
-    CODE_FORMATS,
-    FORMATS,
-    CodeFormat,
-    ScaleLayout,
-)
-from kcdsl_backends.drift.boxes.box import Box, NoBound, gamma, up
-from kcdsl_backends.drift.boxes.quantizers import (
-    quantizer,
-    static_scale,
-)
+from kcdsl.model.numerics.formats import CODE_FORMATS, FORMATS, CodeFormat, ScaleLayout
+from kcdsl_backends.drift.boxes import Box, NoBound, gamma, up
+from kcdsl_backends.drift.boxes.quantizers import quantizer, static_scale
 from kcdsl_backends.drift.boxes.rounding import Rounding
 
 _BLOCK = 2**22
@@ -138,8 +130,7 @@ def truncation_error(
     each = terms + kept
     growth = math.expm1(length * math.log1p(each)) / each * (1 + 2.0**-40)
     aligned = torch.minimum(
-        total * _WIDER + many * largest[1],
-        many * torch.maximum(partial, largest[0] + largest[1]),
+        total * _WIDER + many * largest[1], many * torch.maximum(partial, largest[0] + largest[1])
     )
     cut = growth * (terms * aligned + kept * torch.minimum(total, many * partial))
     return up(cut * (1 + 2.0**-40), 4)

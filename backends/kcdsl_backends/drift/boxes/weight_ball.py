@@ -27,13 +27,17 @@ from kcdsl.model.numerics.formats import (
     ScaleLayout,
 )
 from kcdsl.model.numerics.weights import group_amax
-from kcdsl_backends.drift.boxes.box import Box, NoBound, down, refuse_overflow, up
-from kcdsl_backends.drift.boxes.quantizers import LEAST_SCALE, known_steps, quantized_hull
+from kcdsl_backends.drift.boxes import Box, NoBound, down, refuse_overflow, up
+from kcdsl_backends.drift.boxes.quantizers import (
+    LEAST_SCALE,
+    code_error,
+    known_steps,
+    quantized_hull,
+)
 from kcdsl_backends.drift.boxes.rounding import power_of_two
 
 LARGEST_RHO = Fraction(1, 2)
 """No region around the weights is wider: within it no element changes its sign."""
-_WIDER = 1.0 + 2.0**-20
 _FLOAT32 = FORMATS["float32"]
 """Formats of codes that a region around the weights has a rule for."""
 
@@ -78,15 +82,8 @@ class WeightBall:
     device: torch.device
     _moved: dict[tuple[str, str], BallTensor] = field(default_factory=dict, repr=False)
 
-    def plain(self, node: Node) -> BallTensor:
-        """Return what is held of a parameter that is no linear weight."""
-        return self._of(node, linear=False)
-
-    def linear(self, node: Node) -> BallTensor:
-        """Return what is held of the weight [out, in] of a linear."""
-        return self._of(node, linear=True)
-
-    def _of(self, node: Node, *, linear: bool) -> BallTensor:
+    def held(self, node: Node, *, linear: bool) -> BallTensor:
+        """Return what is held of a parameter: of the weight [out, in] of a linear, or another."""
         name = str(node.attrs["key"])
         key = (name, "linear" if linear else "plain")
         if key not in self._moved:
@@ -236,11 +233,8 @@ def _scale(amax: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
 
 def _off(size: Tensor, scale: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
     """Return how far a code times its scale may be from the number of at most this size."""
-    if form.integer:
-        step = torch.minimum(size, scale / 2) if form.reciprocal else scale / 2
-        return up((step + size * 2.0**-20) * _WIDER, 4)
-    rounding = (form.grid.unit_roundoff * size + scale * form.grid.underflow) * _WIDER
-    if not layout.cuts:
+    rounding = code_error(form, size, scale, least=form.reciprocal)
+    if form.integer or not layout.cuts:
         return up(rounding, 4)
     kept = form.above * 2.0 ** -(form.top_exponent + 1)
     return up(torch.maximum(rounding, size * (1 - kept) + size * 2.0**-20), 4)
@@ -269,15 +263,11 @@ def _single(x: Tensor) -> Tensor:
 
 
 def at_rows(moved: BallTensor, ids: Tensor) -> BallTensor:
-    """Return the rows of a table."""
 
     def rows(box: Box) -> Box:
         low = box.lo[ids]
         return Box(low, low) if box.lo is box.hi else Box(low, box.hi[ids])
 
     return replace(
-        moved,
-        train=rows(moved.train),
-        infer=rows(moved.infer),
-        difference=rows(moved.difference),
+        moved, train=rows(moved.train), infer=rows(moved.infer), difference=rows(moved.difference)
     )

@@ -17,17 +17,19 @@ from kcdsl_backends.drift.affine.error_bounds import tighten_error, weighted_nor
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
 from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Remainder
-from kcdsl_backends.drift.boxes.box import EPS, SAFE, Box, gamma, refuse_overflow, up
+from kcdsl_backends.drift.boxes import EPS, SAFE, Box, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, times
 from kcdsl_backends.drift.boxes.state import State, Step, settle
-from kcdsl_backends.drift.linear.relu import Change, ReluPlanes, first_slopes
-from kcdsl_backends.drift.linear.run import LinearPart, LinearRun
+from kcdsl_backends.drift.linear import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import (
     LINEAR_PASS,
+    Change,
     Functional,
     LinearEntry,
+    ReluPlanes,
     Source,
     added_adjoints,
+    first_slopes,
 )
 from kcdsl_backends.drift.ops.linear import before_linear
 from kcdsl_backends.drift.ops.operation import Operation, Pointwise
@@ -226,23 +228,16 @@ Choice = Callable[[Node], Smooth]
 def interval_activation(choice: Choice, step: Step) -> State:
     """Bound a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
     x, node, function = step.operand(0), step.node, choice(step.node)
-    train, infer = function.range(x.train), function.range(x.infer)
+    exact = function.range(x.train), function.range(x.infer)
     slopes = function.slopes(x.train.hull(x.infer))
-    drift, steep = slopes * x.drift, slopes.mag()
-    return step.finish(
-        train,
-        infer,
-        drift,
-        up(_activation(function, node, step.kernels.train, x.train, train, x.apart[0]), 2),
-        up(_activation(function, node, step.kernels.infer, x.infer, infer, x.apart[1]), 2),
-        apart=(times(x.apart[0], steep), times(x.apart[1], steep)),
-    )
-
-
-def _activation(
-    function: Smooth, node: Node, kernel: Rounding, x: Box, y: Box, apart: Apart
-) -> Tensor:
-    return activation_error(function, node, kernel, x.mag(), y.mag(), times(apart, 2.0))
+    kernels, apart = (step.kernels.train, step.kernels.infer), []
+    errors = []
+    for kernel, box, y, own in zip(kernels, (x.train, x.infer), exact, x.apart, strict=True):
+        twice = times(own, 2.0)
+        errors.append(up(activation_error(function, node, kernel, box.mag(), y.mag(), twice), 2))
+        apart.append(times(own, slopes.mag()))
+    wrong, away = (errors[0], errors[1]), (apart[0], apart[1])
+    return step.finish(exact, slopes * x.drift, wrong, apart=away)
 
 
 def activation_error(
@@ -298,33 +293,34 @@ def affine_relu(run: KernelRun, node: Node) -> None:
 def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
     """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
     function = choice(node)
-    curvature = function.curvature
     index, x = run.entry(node, 0)
     h, slope = x.reference, function.derivative(x.reference)
     worth = run.negligible * function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True)
 
     before = before_linear(run, node)
 
-    def second(error_bound: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest |second derivative|, and a bound of Σ|o| in every row."""
+    def known(error_bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the range of the second derivative, a bound of Σ|o| in every row, and the rows
+        [..., 1] whose remainder may be more than a small share of the linear part."""
         box, square = _around(h, error_bound)
-        steepest = torch.maximum(*(side.abs() for side in curvature(box)))
-        sums = (steepest * square).sum(-1, keepdim=True) * SAFE
+        least, most = function.curvature(box)
+        sums = (torch.maximum(least.abs(), most.abs()) * square).sum(-1, keepdim=True)
+        large = ~(sums <= SMALL * (slope * error_bound).abs().sum(-1, keepdim=True))
+        sums = sums * SAFE
         if before is not None:
+            steepest = torch.maximum(least.abs(), most.abs())
             sums = torch.minimum(sums, before.energy(run.tape, steepest))
-        return steepest, sums
+        return least, most, sums, large
 
     def matters(error_bound: Tensor) -> Tensor:
-        box, square = _around(h, error_bound)
-        large = _matters(*curvature(box), square, slope * error_bound, SMALL)
-        return large & ~(second(error_bound)[1] <= worth)
+        _, _, sums, large = known(error_bound)
+        return large & ~(sums <= worth)
 
     tighten_error(run, node, index, matters)
     error_bound = run.tape.entries[index].error_bound
     box, square = _around(h, error_bound)
-    least, most = curvature(box)
-    steepest, sums = second(error_bound)
-    large = _matters(least, most, square, slope * error_bound, SMALL)
+    least, most, sums, large = known(error_bound)
+    steepest = torch.maximum(least.abs(), most.abs())
     if before is not None:
         needed = ~large & ~(sums <= worth)
         if run.passing(node, before.source, "norm", needed):
@@ -370,12 +366,6 @@ def _around(reference: Tensor, error_bound: Tensor) -> tuple[Box, Tensor]:
     ), error_bound * error_bound / 2 * SAFE
 
 
-def _matters(least: Tensor, most: Tensor, square: Tensor, linear: Tensor, share: float) -> Tensor:
-    """Say of every row [..., 1] whether its remainder may exceed a share of the linear part."""
-    loose = (torch.maximum(most.abs(), least.abs()) * square).sum(-1, keepdim=True)
-    return ~(loose <= share * linear.abs().sum(-1, keepdim=True))
-
-
 def linear_relu(run: LinearRun, node: Node) -> None:
     """Append max(x, 0), by planes whose slopes may be chosen."""
     x, state = run.operand(node, 0), run.state(run.source(node, 0))
@@ -398,7 +388,9 @@ def linear_activation(choice: Choice, run: LinearRun, node: Node) -> None:
     middle = h + ec
     reference, at_middle, at_moved = (function.value(v) for v in (h, middle, middle + dc))
     slope, steep = function.derivative(middle), function.derivative(middle + dc)
-    trust = 2.0**-45 * torch.maximum(torch.maximum(h.abs(), middle.abs()) + dc.abs(), _one(h))
+    trust = 2.0**-45 * torch.maximum(
+        torch.maximum(h.abs(), middle.abs()) + dc.abs(), torch.ones_like(h)
+    )
     # deviation: |φ(m + ê) - φ(m) - φ'(m) ê| <= K ê²/2
     k_e, _ = _curved(function, middle, er)
     e_centre = at_middle - reference - slope * ec
@@ -431,10 +423,6 @@ def linear_activation(choice: Choice, run: LinearRun, node: Node) -> None:
             + 2.0**-1000,
         ),
     )
-
-
-def _one(like: Tensor) -> Tensor:
-    return torch.ones_like(like)
 
 
 def _along(index: int, slope: Tensor, turn: Tensor, steep: Tensor) -> Callable[..., list[Source]]:

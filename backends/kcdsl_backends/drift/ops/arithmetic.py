@@ -14,71 +14,52 @@ from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
 from kcdsl_backends.drift.affine.tape import PASS, Adjoints
-from kcdsl_backends.drift.boxes.box import EPS, SAFE, Box, NoBound, gamma, refuse_wide, up
-from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, added, times
+from kcdsl_backends.drift.boxes import EPS, SAFE, Box, NoBound, gamma, refuse_wide, up
+from kcdsl_backends.drift.boxes.rounding import Rounding, added, times
 from kcdsl_backends.drift.boxes.state import State, Step
-from kcdsl_backends.drift.linear.run import LinearOperand, LinearPart, LinearRule, LinearRun
+from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRule, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source
 from kcdsl_backends.drift.ops.activations import _OWN
 from kcdsl_backends.drift.ops.matmul import linear_mul, tighten_product
 from kcdsl_backends.drift.ops.operation import Operation
 
 
-def _relative(kernel: Rounding, exact: Box, times: int = 1) -> Tensor:
-    return up(times * kernel.u_function * exact.mag(), 2)
+def _relative(kernel: Rounding, exact: Box) -> Tensor:
+    return up(kernel.u_function * exact.mag(), 2)
+
+
+def _faintly(kernel: Rounding, exact: Box) -> Tensor:
+    """Return the error of a product: that of a rounding, and of underflow."""
+    return up(_relative(kernel, exact) + kernel.eta_function)
 
 
 def interval_add(step: Step) -> State:
-    """Bound a + b."""
-    step.promoted()
-    a, b = step.operand(0), step.operand(1)
-    train, infer = a.train + b.train, a.infer + b.infer
-    return step.finish(
-        train,
-        infer,
-        a.drift + b.drift,
-        _relative(step.kernels.train, train),
-        _relative(step.kernels.infer, infer),
-        apart=_together(a, b),
-    )
+    return _interval_sum(step, step.operand(1))
 
 
 def interval_sub(step: Step) -> State:
-    """Bound a - b."""
+    return _interval_sum(step, -step.operand(1))
+
+
+def _interval_sum(step: Step, b: State) -> State:
     step.promoted()
-    a, b = step.operand(0), step.operand(1)
-    train, infer = a.train - b.train, a.infer - b.infer
-    return step.finish(
-        train,
-        infer,
-        a.drift - b.drift,
-        _relative(step.kernels.train, train),
-        _relative(step.kernels.infer, infer),
-        apart=_together(a, b),
-    )
-
-
-def _together(a: State, b: State) -> tuple[Apart, Apart]:
-    """Return how far readings of a sum are apart by those of its terms."""
-    return added(a.apart[0], b.apart[0]), added(a.apart[1], b.apart[1])
+    a = step.operand(0)
+    exact = a.train + b.train, a.infer + b.infer
+    apart = added(a.apart[0], b.apart[0]), added(a.apart[1], b.apart[1])
+    return step.finish(exact, a.drift + b.drift, step.each(_relative, exact), apart=apart)
 
 
 def interval_mul(step: Step) -> State:
     """Bound a * b: Δ(ab) = (a + Δa/2) Δb + Δa (b + Δb/2)."""
     step.promoted()
     a, b = step.operand(0), step.operand(1)
-    train, infer = a.train * b.train, a.infer * b.infer
-    return step.finish(
-        train,
-        infer,
-        a.middle * b.drift + a.drift * b.middle,
-        up(_relative(step.kernels.train, train) + step.kernels.train.eta_function),
-        up(_relative(step.kernels.infer, infer) + step.kernels.infer.eta_function),
-        apart=(
-            added(times(a.apart[0], b.train.mag()), times(b.apart[0], a.train.mag())),
-            added(times(a.apart[1], b.infer.mag()), times(b.apart[1], a.infer.mag())),
-        ),
+    exact = a.train * b.train, a.infer * b.infer
+    drift = a.middle * b.drift + a.drift * b.middle
+    apart = (
+        added(times(a.apart[0], b.train.mag()), times(b.apart[0], a.train.mag())),
+        added(times(a.apart[1], b.infer.mag()), times(b.apart[1], a.infer.mag())),
     )
+    return step.finish(exact, drift, step.each(_faintly, exact), apart=apart)
 
 
 def constant_of(node: Node, name: str) -> float:
@@ -113,7 +94,9 @@ def scalar_of(node: Node, name: str, kernel: Rounding) -> tuple[float, float]:
     return low, high
 
 
-def _off(step: Step, name: str, away: Callable[[Box, float], Box]) -> tuple[Box, Box] | None:
+def _off(
+    step: Step, name: str, away: Callable[[Box, float], Box]
+) -> tuple[Box, Box] | tuple[None, None]:
     """Return what rounding the number of an operation first adds in either kernel.
 
     `away` is what using another number in its place adds.
@@ -124,7 +107,7 @@ def _off(step: Step, name: str, away: Callable[[Box, float], Box]) -> tuple[Box,
         found.append([Box.point(torch.zeros_like(own.lo))] * (constant in ends))
         found[-1] += [away(own, end) for end in ends if end != constant]
     if all(len(parts) == 1 for parts in found):
-        return None
+        return None, None
     train, infer = (reduce(Box.hull, parts) for parts in found)
     return train, infer
 
@@ -150,32 +133,24 @@ def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
         ends = (constant, *scalar_of(step.node, name, kernel))
         return max(abs(c) if name == "factor" else 1 / abs(c) for c in ends) * (1 + 2.0**-50)
 
-    train, infer = apply(x.train), apply(x.infer)
-    sizes = [apply(x.train), apply(x.infer)]
-    if moved is not None:
-        sizes = [own + more for own, more in zip(sizes, moved, strict=True)]
-    return step.finish(
-        train,
-        infer,
-        apply(x.drift),
-        up(_relative(step.kernels.train, sizes[0], 3) + step.kernels.train.eta_function),
-        up(_relative(step.kernels.infer, sizes[1], 3) + step.kernels.infer.eta_function),
-        moved=moved,
-        apart=(
-            times(x.apart[0], steepest(step.kernels.train)),
-            times(x.apart[1], steepest(step.kernels.infer)),
-        ),
-    )
+    def error(kernel: Rounding, size: Box) -> Tensor:
+        return up(up(3 * kernel.u_function * size.mag(), 2) + kernel.eta_function)
+
+    exact = sizes = apply(x.train), apply(x.infer)
+    if moved[0] is not None:
+        sizes = exact[0] + moved[0], exact[1] + moved[1]
+    kernels = step.kernels.train, step.kernels.infer
+    one, two = (times(own, steepest(k)) for own, k in zip(x.apart, kernels, strict=True))
+    errors = step.each(error, sizes)
+    return step.finish(exact, apply(x.drift), errors, moved=moved, apart=(one, two))
 
 
 def interval_scale(step: Step) -> State:
-    """Bound x * factor."""
     factor = constant_of(step.node, "factor")
     return _by_constant(step, "factor", lambda box: box.scaled(factor))
 
 
 def interval_divide(step: Step) -> State:
-    """Bound x / divisor."""
     divisor = constant_of(step.node, "divisor")
 
     def apply(box: Box) -> Box:
@@ -187,30 +162,22 @@ def interval_divide(step: Step) -> State:
 
 
 def interval_shift(step: Step) -> State:
-    """Bound x + offset."""
     x, offset = step.operand(0), constant_of(step.node, "offset")
     constant = Box.point(torch.full_like(x.train.lo, offset))
-    train, infer = x.train + constant, x.infer + constant
 
     def away(box: Box, end: float) -> Box:
         return Box.point(torch.full_like(box.lo, end)) - constant
 
     moved = _off(step, "offset", away)
+    exact = sizes = x.train + constant, x.infer + constant
+    if moved[0] is not None:
+        sizes = exact[0] + moved[0], exact[1] + moved[1]
 
-    def rounded(kernel: Rounding, value: Box, more: Box | None) -> Tensor:
+    def error(kernel: Rounding, size: Box) -> Tensor:
         u = kernel.u_function  # the sum rounds what the offset was off by once more
-        value = value if more is None else value + more
-        return up(_relative(kernel, value) + u * (1 + u) * abs(offset), 4)
+        return up(_relative(kernel, size) + u * (1 + u) * abs(offset), 4)
 
-    return step.finish(
-        train,
-        infer,
-        x.drift,
-        rounded(step.kernels.train, train, moved and moved[0]),
-        rounded(step.kernels.infer, infer, moved and moved[1]),
-        moved=moved,
-        apart=x.apart,
-    )
+    return step.finish(exact, x.drift, step.each(error, sizes), moved=moved, apart=x.apart)
 
 
 def affine_add_or_sub(sign: float) -> Callable[[KernelRun, Node], None]:

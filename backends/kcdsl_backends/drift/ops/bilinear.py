@@ -1,23 +1,23 @@
-"""Bilinear remainders of attention: operands of products that come straight from linears."""
+"""Bilinear remainders of attention: operands of products that come straight from linears, and
+functionals of one row: averages of values, and keys in one pass (section 4)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node, View
-from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.affine.eigenvalues import Ellipsoids, largest_eigenvalue, longest
+from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, largest_eigenvalue, longest
 from kcdsl_backends.drift.affine.error_bounds import rows
-from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.affine.tape import PASS, Entry
-from kcdsl_backends.drift.boxes.box import SAFE, gamma
-from kcdsl_backends.drift.linear.run import LinearRun
-from kcdsl_backends.drift.linear.tape import Functional, LinearEntry
+from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Nonlinear, SingleRow
+from kcdsl_backends.drift.boxes import SAFE, gamma
+from kcdsl_backends.drift.linear import LinearRun
+from kcdsl_backends.drift.linear.tape import LinearEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,160 +253,162 @@ def key_maps(run: KernelRun, node: Node) -> KeyMaps | None:
     return KeyMaps.of(below, groups, turn)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadForm:
-    """A part of an operand [heads, T, d]: u[h, t] = Σ_k M_k,h w_k[t] + o[h, t].
+def row_of_values(
+    run: KernelRun, p: Operand, values: Heads, known: Tensor, second_order: bool
+) -> SingleRow | None:
+    """Take rows of probabilities times values, as section 4 says of averages.
 
-    `maps` are pairs of M [heads, d, D] and bounds of |w| [T, D]; `own` bounds |o|.
-    """
+    With m_j = |a|·|o[h, j]| and any numbers p_j + e_j, |e_j| <= ρ_j, in front of the o[h, j],
 
-    maps: tuple[tuple[Tensor, Tensor], ...]
-    own: Tensor
+        |Σ_j (p_j + e_j) a·o| <=
+            Σ_j p_j m_j + Σ_j ρ_j |m_j - m| + m |Σ_j e_j| + 2 Σ_j (ρ_j - p_j)₊ m_j
 
-    @property
-    def carried(self) -> Tensor:
-        """Return Σ |M| |w| [heads, T, d]."""
-        found = torch.zeros_like(self.own)
-        for matrix, error_bound in self.maps:
-            found = found + error_bound @ matrix.abs().mT
-        return found * SAFE
-
-    def against(self, functionals: Tensor, head: int) -> Tensor:
-        """Return bounds of |functional·u[h, t]| for functionals [..., d] -> [..., T]."""
-        inexact = gamma(2 * self.own.shape[-1] + 16) * self.carried[head]
-        found = functionals.abs() @ (self.own[head] + inexact).T
-        for matrix, error_bound in self.maps:
-            found = found + (functionals @ matrix[head]).abs() @ error_bound.T
-        return found * SAFE
-
-
-@dataclass(frozen=True, slots=True)
-class LinearHeads:
-    """The forms of an operand: of e, of Δ and of h + Δ/2, all from the middles of their boxes."""
-
-    deviation: HeadForm
-    drift: HeadForm
-    middle: HeadForm
-
-
-def linear_heads(
-    run: LinearRun, node: Node, position: int, *, transposed: bool = False
-) -> LinearHeads | None:
-    """Return the forms of an operand, None where it does not come straight from a linear.
+    for every m >= 0; Σ_j ρ_j m_j may stand for the last three. Of heads h that read the same o, all
+    together are also at most Σ_j |Σ_h p_hj a_h|·|o| + Σ_j Σ_h ρ_hj m_hj.
 
     Args:
-        transposed: the operand is [heads, d, T].
+        run: the kernel.
+        p: the probabilities [heads, T, keys].
+        values: where the values come from.
+        known: their reference [heads, keys, d].
+        second_order: whether Σ_j e_j a·e_v[h, j] is bounded here; else it is known element by
+            element.
     """
-    moves, source = views_behind(run, run.source(node, position))
-    straight = run.straight.get(source.name)
-    if straight is None:
+    place, source = p.index, values.source
+    if place is None or source is None or not values.plain:
         return None
-    entry, x = run.tape.entries[straight.entry], run.tape.entries[straight.source]
-    noise = entry.noise
-    assert noise is not None
-    place = places_after(entry, moves, transposed=transposed)
-    chosen = _outputs(place, *entry.shape)
-    if chosen is None:
-        return None
-    operand = run.operand(node, position)
-    train, infer = straight.train[chosen], straight.infer[chosen]
-    change = infer - train
+    entry = run.tape.entries[place]
+    weights, moved, balance = entry.reference, entry.error_bound, entry.balance
+    below, beyond = 2 * (moved - weights).clamp_min(0), through_values(values)
+    sizes = values.carried + values.own
+    ends = [_last(row) + 1 for row in (weights != 0).any(0)]
 
-    def gathered(tensor: Tensor | None) -> Tensor:
-        if tensor is None:
-            return torch.zeros(place.shape, dtype=torch.float64, device=place.device)
-        return tensor.expand(entry.shape).flatten()[place.flatten()].reshape(place.shape)
+    def between(a: Adjoint) -> tuple[Tensor, Tensor]:
+        (first, last), (row, _), columns = a.window
+        total = a.values.new_zeros(a.values.shape[0])
+        for members in _groups(values.groups, first, last):
+            alone, around = torch.zeros_like(total), torch.zeros_like(total)
+            for h in members:
+                own = a.values[:, h - first, 0].abs() @ values.own[h, :, slice(*columns)].T * SAFE
+                alone = alone + own @ weights[h, row].abs()  # own [B, keys]
+                if not second_order:
+                    continue
+                rest = plain = own @ moved[h, row]
+                if balance is not None:
+                    price = balance[h, row]
+                    middle = _middle(own, moved[h, row], price)
+                    apart = (own - middle).abs() @ moved[h, row] + own @ below[h, row]
+                    rest = torch.minimum(rest, apart + middle[:, 0] * price)
+                alone, around = alone + rest, around + plain
+                total = total + beyond(a, h)[:, 0] @ moved[h, row]
+            if len(members) > 1:
+                alone = torch.minimum(
+                    alone, _together(a, members, weights[:, row], values, sizes) + around
+                )
+            total = total + alone
+        total = total * SAFE
+        return -total, total
 
-    def middle_of(box: Tensor) -> Tensor:
-        return box.mT if transposed else box
+    def vjp(a: Adjoint) -> Adjoints:
+        (first, last), (row, end), columns = a.window
+        heads = slice(first, last)
+        each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
+        back = (each @ known[heads, :, slice(*columns)].mT).transpose(0, 1)[:, :, None]
+        window = ((first, last), (row, end), (0, weights.shape[-1]))
+        found = [(place, Adjoint(back, window, tuple(weights.shape)))]
+        if bool(values.error_bound.any()) and ends[row]:
+            inputs = each @ values.weight[heads, slice(*columns)]  # [heads, B, D]
+            rows = torch.einsum("hj,hbn->bjn", weights[heads, row, : ends[row]], inputs)
+            shape = tuple(values.error_bound.shape)
+            found.append((source, Adjoint(rows, ((0, ends[row]), (0, shape[1])), shape)))
+        return found
 
-    (e_mid, e_rad), (d_mid, d_rad) = x.deviation.midpoint(), x.drift.midpoint()
-    ea, da = (middle_of(box.midpoint()[0]) for box in (operand.deviation, operand.drift))
-    off_e = e_mid @ train.mT + gathered(noise.deviation_centre) - ea
-    off_d = d_mid @ infer.mT + e_mid @ change.mT + gathered(noise.drift_centre) - da
-    own_e, own_d = gathered(noise.deviation), gathered(noise.drift)
-    width = train.shape[-1]
-    lost = gamma(width + 16) * (
-        e_mid.abs() @ (train.abs() + change.abs()).mT + d_mid.abs() @ infer.abs().mT
-    ) + 2.0**-50 * (ea.abs() + da.abs() + gathered(noise.drift_centre).abs())
-    moving = bool(d_rad.any())
-    changed = bool(change.any())
-    drift = (*(((infer, d_rad),) if moving else ()), *(((change, e_rad),) if changed else ()))
-    middle = (
-        ((train + infer) / 2 if changed else train, e_rad),
-        *(((infer / 2, d_rad),) if moving else ()),
-    )
-    return LinearHeads(
-        HeadForm(((train, e_rad),), (own_e + off_e.abs() + lost) * SAFE),
-        HeadForm(drift, (own_d + off_d.abs() + lost) * SAFE),
-        HeadForm(middle, (own_e + own_d / 2 + (off_e + off_d / 2).abs() + 2 * lost) * SAFE),
-    )
+    return SingleRow(Nonlinear(between), vjp, nearer=second_order and balance is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class SecondOrder:
-    """Bounds of the terms of second order of a product of matrices.
+def _last(chosen: Tensor) -> int:
+    """Return the index of the last element that is true, -1 where there is none."""
+    found = chosen.nonzero()
+    return int(found[-1]) if len(found) else -1
 
-    `elements` of its deviation and of its drift, element by element; `nonlinear` functional by
-    functional.
+
+def _groups(groups: tuple[int, ...], first: int, last: int) -> Iterator[list[int]]:
+    """Yield the heads of a window that are the same."""
+    for group in dict.fromkeys(groups[first:last]):
+        yield [h for h in range(first, last) if groups[h] == group]
+
+
+def _together(
+    a: Adjoint, members: list[int], weights: Tensor, values: Heads, sizes: Tensor
+) -> Tensor:
+    """Bound Σ_j Σ_h p_hj a_h·o[j] of heads that read the same values [B].
+
+    Args:
+        weights: p [heads, keys] of the row.
+        sizes: of the values' errors [heads, keys, d].
     """
+    (first, _), _, columns = a.window
+    each, part = a.values[:, [h - first for h in members], 0], weights[members]
+    own = values.own[members[0], :, slice(*columns)]
+    joint = torch.einsum("hj,bhd->bjd", part, each).abs().flatten(1) @ own.flatten()
+    lost = gamma(a.values.shape[1] + values.weight.shape[-2] + 2 * PASS)
+    size = (sizes[members][:, :, slice(*columns)] * part.abs()[..., None]).sum(1)
+    inexact = lost * (each.abs().flatten(1) @ size.flatten())
+    return (joint * (1 + 2 * gamma(own.numel() + PASS)) + inexact) * SAFE
 
-    elements: tuple[Tensor, Tensor]
-    nonlinear: Callable[[Functional], Tensor] | None = None
 
+def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRow | None:
+    """Take rows of queries times keys.
 
-def second_order(run: LinearRun, node: Node) -> SecondOrder | None:
-    """Return what is known of the second order beyond products of radii."""
-    if node.role == "context":
-        values = linear_heads(run, node, 1)
-        return None if values is None else _of_context(run, node, values)
-    first, second = linear_heads(run, node, 0), linear_heads(run, node, 1, transposed=True)
-    if first is None or second is None:
+    Args:
+        query: the queries [heads, T, d].
+        keys: where the keys come from.
+        known: the reference of the keys [heads, d, keys].
+    """
+    if keys is None or keys.below.source is None or query.index is None:
         return None
-    return SecondOrder(
-        (
-            _product(first.deviation, second.deviation),
-            (_product(first.middle, second.drift) + _product(first.drift, second.middle)) * SAFE,
-        )
-    )
+    place, source, found_at = query.index, keys.below.source, query.reference
+    shape = tuple(keys.below.error_bound.shape)
+
+    def between(a: Adjoint) -> tuple[Tensor, Tensor]:
+        (first, last), (row, _), columns = a.window
+        total = keys.own(a.values[:, :, 0], found_at[first:last, row], first, slice(*columns))
+        return -total, total
+
+    def vjp(a: Adjoint) -> Adjoints:
+        (first, last), (row, _), (start, stop) = a.window
+        each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, keys]
+        back = (each @ known[first:last, :, start:stop].mT).transpose(0, 1)[:, :, None]
+        window = ((first, last), a.window[1], (0, known.shape[1]))
+        found = [(place, Adjoint(back, window, tuple(found_at.shape)))]
+        if bool(keys.below.error_bound.any()):
+            along = keys.directions(found_at[first:last, row], first, slice(start, stop))
+            rows = torch.einsum("hbj,hjn->bjn", each, along.expand(-1, stop - start, -1))
+            found.append((source, Adjoint(rows, ((start, stop), (0, shape[1])), shape)))
+        return found
+
+    return SingleRow(Nonlinear(between), vjp)
 
 
-def _product(a: HeadForm, b: HeadForm) -> Tensor:
-    """Bound |u[h, t]·w[h, s]| [heads, T, T]."""
-    carried_a, carried_b = a.carried, b.carried
-    found = a.own @ carried_b.mT + carried_a @ b.own.mT + a.own @ b.own.mT
-    for p, reach_p in a.maps:
-        for q, reach_q in b.maps:
-            inner = (p.mT @ q).abs()
-            inner = inner + gamma(p.shape[1] + 4) * (p.abs().mT @ q.abs())
-            found = found + reach_p @ inner @ reach_q.T
-    return found * SAFE
+def through_values(values: Heads) -> Callable[[Adjoint, int], Tensor]:
+    """Return a function that bounds |a·W_h e_x[j]| of a head, [B, rows, keys]."""
+    inexact = gamma(values.weight.shape[1] + PASS) * values.carried
+    exact = not bool(values.error_bound.any())  # then all that the values are off by is their own
+
+    def beyond(a: Adjoint, h: int) -> Tensor:
+        part, columns = a.values[:, h - a.window[0][0]], slice(*a.window[-1])
+        size = part.abs() @ inexact[h, :, columns].T
+        if exact:
+            return size
+        return size + (part @ values.weight[h, columns]).abs() @ values.error_bound.T
+
+    return beyond
 
 
-def _of_context(run: LinearRun, node: Node, values: LinearHeads) -> SecondOrder:
-    """Bound Σ_j e_p,j α·e_v,j and the terms of the drift for every functional α."""
-    p = run.operand(node, 0)
-    r, s = p.deviation.midpoint()[1], p.drift.midpoint()[1]
-    t = (r + s / 2) * SAFE
-
-    def along(part: Adjoint, pairs: tuple[tuple[Tensor, HeadForm], ...]) -> Tensor:
-        (first, last), (start, stop), _ = part.window
-        d = part.shape[-1]
-        functional = part.on((*part.window[:-1], (0, d)))
-        total = functional.new_zeros(functional.shape[0])
-        for h in range(first, last):
-            for size, form in pairs:
-                bound = form.against(functional[:, h - first], h)  # [B, rows, keys]
-                total = total + (bound * size[h, start:stop]).flatten(1).sum(-1)
-        return total * SAFE
-
-    def nonlinear(f: Functional) -> Tensor:
-        found = f.parts[0].values.new_zeros(f.count)
-        if f.deviation is not None:
-            found = found + along(f.deviation, ((r, values.deviation),))
-        if f.drift is not None:
-            found = found + along(f.drift, ((t, values.drift), (s, values.middle)))
-        return found * SAFE
-
-    nothing = torch.tensor(torch.inf, dtype=torch.float64, device=r.device)
-    return SecondOrder((nothing, nothing), nonlinear)
+def _middle(sizes: Tensor, weights: Tensor, price: Tensor) -> Tensor:
+    """Return the m [B, 1] with the least Σ_j weights_j |sizes_j - m| + price·m of sizes [B, n]."""
+    ordered, order = sizes.sort(dim=-1)
+    below = weights.expand_as(sizes).gather(-1, order).cumsum(-1)
+    wanted = ((weights.sum() - price) / 2).clamp_min(0)
+    place = (below < wanted).sum(-1, keepdim=True).clamp_max(sizes.shape[-1] - 1)
+    return torch.where(wanted > 0, ordered.gather(-1, place), 0.0)

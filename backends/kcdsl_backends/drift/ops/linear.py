@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.affine.eigenvalues import Row, largest_eigenvalue, longest
+from kcdsl_backends.drift.affine.adjoint import Adjoint, Row, largest_eigenvalue, longest
 from kcdsl_backends.drift.affine.error_bounds import norms, rows
 from kcdsl_backends.drift.affine.independent import Roundings, of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, Spread
 from kcdsl_backends.drift.affine.result_rounding import Early, Result, round_result
 from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Shared, Tape
-from kcdsl_backends.drift.boxes.box import (
+from kcdsl_backends.drift.boxes import (
     SAFE,
     Box,
     Factor,
@@ -36,7 +35,7 @@ from kcdsl_backends.drift.boxes.sums import (
     summation_error,
     term_roundings,
 )
-from kcdsl_backends.drift.linear.run import LinearOperand, LinearPart, LinearRun, StraightLinear
+from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, StraightLinear
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.bilinear import Heads
 from kcdsl_backends.drift.ops.operation import Operation
@@ -45,54 +44,44 @@ from kcdsl_backends.drift.ops.quantized_input import activation_error, quantise
 
 def interval_linear(step: Step) -> State:
     """Bound x @ weight.T + bias with the stored weights of both kernels."""
-    x = step.operand(0)
+    x, kernels = step.operand(0), (step.kernels.train, step.kernels.infer)
     weight = step.kernels.linear(step.operand_node(1))
     bias = step.kernels.plain(step.operand_node(2)) if len(step.node.inputs) > 2 else None
     name, key = step.node.name, str(step.operand_node(1).attrs["key"])
-    quantised_train = _interval_quantized(x.train, step.kernels.train, name, key)
-    quantised_infer = _interval_quantized(x.infer, step.kernels.infer, name, key)
-    x_train, x_infer, drift_in = x.train, x.infer, x.drift
-    if quantised_train is not None:
-        x_train, drift_in = quantised_train.value, drift_in - quantised_train.error
-    if quantised_infer is not None:
-        x_infer, drift_in = quantised_infer.value, drift_in + quantised_infer.error
-    if quantised_train is not None or quantised_infer is not None:
-        drift_in = drift_in.meet(x_infer - x_train)
-    weight_train, weight_infer = _factors(weight)
-    train = product_train = matmul(x_train, weight_train)
-    infer = product_infer = matmul(x_infer, weight_infer)
-    drift = matmul(drift_in, weight_infer)
+    entering, drift_in = [x.train, x.infer], x.drift
+    for side, kernel in enumerate(kernels):
+        stored = _interval_quantized(entering[side], kernel, name, key)
+        if stored is not None:
+            entering[side] = stored.value
+            drift_in = drift_in + stored.error if side else drift_in - stored.error
+    if entering[0] is not x.train or entering[1] is not x.infer:
+        drift_in = drift_in.meet(entering[1] - entering[0])
+    factors = _factors(weight)
+    drift = matmul(drift_in, factors[1])
     if not weight.alike:
-        drift = drift + matmul(x_train, _transposed(weight.difference))
-    added: tuple[Tensor | None, Tensor | None] = (None, None)
+        drift = drift + matmul(entering[0], _transposed(weight.difference))
     if bias is not None:
-        bias_train, bias_infer = bias.boxes
-        train = train + bias_train
-        infer = infer + bias_infer
         drift = drift + bias.difference
-        added = (bias_train.mag(), bias_infer.mag())
-    errors = [
-        _linear_error(entering, product, result, factor, size, kernel, key, lost)
-        for entering, product, result, factor, size, kernel, lost in (
-            (
-                *(x_train, product_train, train, weight_train, added[0], step.kernels.train),
-                saturation_error(x.train, weight.boxes[0], step.kernels.train, name, key),
-            ),
-            (
-                *(x_infer, product_infer, infer, weight_infer, added[1], step.kernels.infer),
-                saturation_error(x.infer, weight.boxes[1], step.kernels.infer, name, key),
-            ),
+    exact, errors, early = [], [], []
+    for side, kernel in enumerate(kernels):
+        product = result = matmul(entering[side], factors[side])
+        size = None
+        if bias is not None:
+            result, size = product + bias.boxes[side], bias.boxes[side].mag()
+        before = x.infer if side else x.train
+        lost = saturation_error(before, weight.boxes[side], kernel, name, key)
+        error, cast = _linear_error(
+            *(entering[side], product, result, factors[side], size, kernel, key, lost)
         )
-    ]
-    (error_train, early_train), (error_infer, early_infer) = errors
+        exact.append(result)
+        errors.append(error)
+        early.append(cast)
     return step.finish(
-        train,
-        infer,
+        (exact[0], exact[1]),
         drift,
-        error_train,
-        error_infer,
+        (errors[0], errors[1]),
         accumulates=True,
-        apart=(early_train, early_infer),
+        apart=(early[0], early[1]),
     )
 
 
@@ -169,7 +158,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     shift = None if bias is None else bias.abs()
     moved, pushed, shared = None, None, None
     if run.spread is not None:  # all that other weights make of x̂ is an error of this result
-        spread, more = run.spread.linear(run.source(node, 1)).T, run.around(node, 2)
+        spread, more = run.spread.of(run.source(node, 1), linear=True).T, run.around(node, 2)
         shared = _shared(run, run.spread, node, x, spread, more)
         absolute, moved = (absolute + spread) * SAFE, x.size @ spread * SAFE
         pushed = moved if more is None else (moved + more) * SAFE
@@ -177,10 +166,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     total = x.size @ absolute * SAFE
     if shift is not None:
         total = (total + shift) * SAFE
-    value, dynamic = (
-        (reference.abs() + error_bound) * SAFE,
-        kernel.numerics.activations.quantised,
-    )
+    value, dynamic = ((reference.abs() + error_bound) * SAFE, kernel.numerics.activations.quantised)
     value = value if pushed is None else (value + pushed) * SAFE
     key = str(run.source(node, 1).attrs["key"])
     terms_before = term_roundings(kernel)
@@ -250,12 +236,12 @@ def _shared(
         weights: [in, out], bounds |Δ|.
         bias: [out], how far the bias may be from that of the checkpoint.
     """
-    if not spread.linear_alike(run.source(node, 1)):
+    if not spread.alike(run.source(node, 1), linear=True):
         return None
     known = run.common.setdefault(node.name, x.reference)
     size = known.abs() @ weights * SAFE
     away = (((x.reference - known).abs() + x.error_bound) * SAFE) @ weights * SAFE
-    if bias is not None and spread.plain_alike(run.source(node, 2)):
+    if bias is not None and spread.alike(run.source(node, 2)):
         return Shared((size + bias) * SAFE, away)
     return Shared(size, away if bias is None else (away + bias) * SAFE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,16 +15,23 @@ from kcdsl_backends.drift.affine.independent import of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
 from kcdsl_backends.drift.affine.tape import PASS, Adjoints
-from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, gamma, magnitude_product, matmul
+from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, gamma, magnitude_product, matmul
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.state import State, Step
 from kcdsl_backends.drift.boxes.sums import summation_error
-from kcdsl_backends.drift.linear.run import LinearPart, LinearRun
+from kcdsl_backends.drift.linear import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
-from kcdsl_backends.drift.ops.bilinear import Heads, SecondOrder, heads, key_maps, second_order
+from kcdsl_backends.drift.ops.bilinear import (
+    Heads,
+    _outputs,
+    heads,
+    key_maps,
+    places_after,
+    row_of_keys,
+    views_behind,
+)
 from kcdsl_backends.drift.ops.linear import _through_weights
 from kcdsl_backends.drift.ops.operation import Operation
-from kcdsl_backends.drift.ops.single_row import row_of_keys
 
 
 def interval_matmul(step: Step) -> State:
@@ -31,14 +39,11 @@ def interval_matmul(step: Step) -> State:
     a, b = step.operand(0), step.operand(1)
     drift = matmul(a.middle, b.drift) + matmul(a.drift, b.middle)
     train, infer = matmul(a.train, b.train), matmul(a.infer, b.infer)
-    return step.finish(
-        train,
-        infer,
-        drift,
+    errors = (
         _matmul_error(step, a.train, b.train, train, step.kernels.train),
         _matmul_error(step, a.infer, b.infer, infer, step.kernels.infer),
-        accumulates=True,
     )
+    return step.finish((train, infer), drift, errors, accumulates=True)
 
 
 def _matmul_error(step: Step, a: Box, b: Box, result: Box, kernel: Rounding) -> Tensor:
@@ -250,6 +255,165 @@ def linear_mul(run: LinearRun, node: Node) -> None:
     if a.reference.shape != b.reference.shape:
         raise NoBound(node.name, "mul of shapes that broadcast")
     linear_product(run, node, torch.mul, back)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """A part of an operand [heads, T, d]: u[h, t] = Σ_k M_k,h w_k[t] + o[h, t].
+
+    `maps` are pairs of M [heads, d, D] and bounds of |w| [T, D]; `own` bounds |o|.
+    """
+
+    maps: tuple[tuple[Tensor, Tensor], ...]
+    own: Tensor
+
+    @property
+    def carried(self) -> Tensor:
+        """Return Σ |M| |w| [heads, T, d]."""
+        found = torch.zeros_like(self.own)
+        for matrix, error_bound in self.maps:
+            found = found + error_bound @ matrix.abs().mT
+        return found * SAFE
+
+    def against(self, functionals: Tensor, head: int) -> Tensor:
+        """Return bounds of |functional·u[h, t]| for functionals [..., d] -> [..., T]."""
+        inexact = gamma(2 * self.own.shape[-1] + 16) * self.carried[head]
+        found = functionals.abs() @ (self.own[head] + inexact).T
+        for matrix, error_bound in self.maps:
+            found = found + (functionals @ matrix[head]).abs() @ error_bound.T
+        return found * SAFE
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHeads:
+    """The forms of an operand: of e, of Δ and of h + Δ/2, all from the middles of their boxes."""
+
+    deviation: HeadForm
+    drift: HeadForm
+    middle: HeadForm
+
+
+def linear_heads(
+    run: LinearRun, node: Node, position: int, *, transposed: bool = False
+) -> LinearHeads | None:
+    """Return the forms of an operand, None where it does not come straight from a linear.
+
+    Args:
+        transposed: the operand is [heads, d, T].
+    """
+    moves, source = views_behind(run, run.source(node, position))
+    straight = run.straight.get(source.name)
+    if straight is None:
+        return None
+    entry, x = run.tape.entries[straight.entry], run.tape.entries[straight.source]
+    noise = entry.noise
+    assert noise is not None
+    place = places_after(entry, moves, transposed=transposed)
+    chosen = _outputs(place, *entry.shape)
+    if chosen is None:
+        return None
+    operand = run.operand(node, position)
+    train, infer = straight.train[chosen], straight.infer[chosen]
+    change = infer - train
+
+    def gathered(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return torch.zeros(place.shape, dtype=torch.float64, device=place.device)
+        return tensor.expand(entry.shape).flatten()[place.flatten()].reshape(place.shape)
+
+    def middle_of(box: Tensor) -> Tensor:
+        return box.mT if transposed else box
+
+    (e_mid, e_rad), (d_mid, d_rad) = x.deviation.midpoint(), x.drift.midpoint()
+    ea, da = (middle_of(box.midpoint()[0]) for box in (operand.deviation, operand.drift))
+    off_e = e_mid @ train.mT + gathered(noise.deviation_centre) - ea
+    off_d = d_mid @ infer.mT + e_mid @ change.mT + gathered(noise.drift_centre) - da
+    own_e, own_d = gathered(noise.deviation), gathered(noise.drift)
+    width = train.shape[-1]
+    lost = gamma(width + 16) * (
+        e_mid.abs() @ (train.abs() + change.abs()).mT + d_mid.abs() @ infer.abs().mT
+    ) + 2.0**-50 * (ea.abs() + da.abs() + gathered(noise.drift_centre).abs())
+    moving = bool(d_rad.any())
+    changed = bool(change.any())
+    drift = (*(((infer, d_rad),) if moving else ()), *(((change, e_rad),) if changed else ()))
+    middle = (
+        ((train + infer) / 2 if changed else train, e_rad),
+        *(((infer / 2, d_rad),) if moving else ()),
+    )
+    return LinearHeads(
+        HeadForm(((train, e_rad),), (own_e + off_e.abs() + lost) * SAFE),
+        HeadForm(drift, (own_d + off_d.abs() + lost) * SAFE),
+        HeadForm(middle, (own_e + own_d / 2 + (off_e + off_d / 2).abs() + 2 * lost) * SAFE),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SecondOrder:
+    """Bounds of the terms of second order of a product of matrices.
+
+    `elements` of its deviation and of its drift, element by element; `nonlinear` functional by
+    functional.
+    """
+
+    elements: tuple[Tensor, Tensor]
+    nonlinear: Callable[[Functional], Tensor] | None = None
+
+
+def second_order(run: LinearRun, node: Node) -> SecondOrder | None:
+    """Return what is known of the second order beyond products of radii."""
+    if node.role == "context":
+        values = linear_heads(run, node, 1)
+        return None if values is None else _of_context(run, node, values)
+    first, second = linear_heads(run, node, 0), linear_heads(run, node, 1, transposed=True)
+    if first is None or second is None:
+        return None
+    return SecondOrder(
+        (
+            _product(first.deviation, second.deviation),
+            (_product(first.middle, second.drift) + _product(first.drift, second.middle)) * SAFE,
+        )
+    )
+
+
+def _product(a: HeadForm, b: HeadForm) -> Tensor:
+    """Bound |u[h, t]·w[h, s]| [heads, T, T]."""
+    carried_a, carried_b = a.carried, b.carried
+    found = a.own @ carried_b.mT + carried_a @ b.own.mT + a.own @ b.own.mT
+    for p, reach_p in a.maps:
+        for q, reach_q in b.maps:
+            inner = (p.mT @ q).abs()
+            inner = inner + gamma(p.shape[1] + 4) * (p.abs().mT @ q.abs())
+            found = found + reach_p @ inner @ reach_q.T
+    return found * SAFE
+
+
+def _of_context(run: LinearRun, node: Node, values: LinearHeads) -> SecondOrder:
+    """Bound Σ_j e_p,j α·e_v,j and the terms of the drift for every functional α."""
+    p = run.operand(node, 0)
+    r, s = p.deviation.midpoint()[1], p.drift.midpoint()[1]
+    t = (r + s / 2) * SAFE
+
+    def along(part: Adjoint, pairs: tuple[tuple[Tensor, HeadForm], ...]) -> Tensor:
+        (first, last), (start, stop), _ = part.window
+        d = part.shape[-1]
+        functional = part.on((*part.window[:-1], (0, d)))
+        total = functional.new_zeros(functional.shape[0])
+        for h in range(first, last):
+            for size, form in pairs:
+                bound = form.against(functional[:, h - first], h)  # [B, rows, keys]
+                total = total + (bound * size[h, start:stop]).flatten(1).sum(-1)
+        return total * SAFE
+
+    def nonlinear(f: Functional) -> Tensor:
+        found = f.parts[0].values.new_zeros(f.count)
+        if f.deviation is not None:
+            found = found + along(f.deviation, ((r, values.deviation),))
+        if f.drift is not None:
+            found = found + along(f.drift, ((t, values.drift), (s, values.middle)))
+        return found * SAFE
+
+    nothing = torch.tensor(torch.inf, dtype=torch.float64, device=r.device)
+    return SecondOrder((nothing, nothing), nonlinear)
 
 
 OPERATIONS = {"matmul": Operation(interval_matmul, affine_matmul, linear_matmul, (0, 1))}

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.boxes.state import Known, Step
-from kcdsl_backends.drift.linear.run import LinearRun
+from kcdsl_backends.drift.boxes.state import Known, Rows, Step
+from kcdsl_backends.drift.linear import LinearRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Operation:
 
     `linear` is None for an operation without linear bounds. `read_closely` are the operands on
     whose boxes its linear bounds depend. `pointwise` is set for functions of single numbers.
+    `any_length` bounds it over any number of rows (None, or the answer None: as over those of the
+    graph).
     """
 
     interval: Callable[[Step], Known]
@@ -40,3 +42,4 @@ class Operation:
     linear: Callable[[LinearRun, Node], None] | None = None
     read_closely: tuple[int, ...] = ()
     pointwise: Pointwise | None = None
+    any_length: Callable[[Step, Rows], Known | None] | None = None

@@ -17,12 +17,13 @@ from kcdsl_backends.drift.affine.cases import Cases, Together
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import half_step
 from kcdsl_backends.drift.affine.tape import PASS, Entry
-from kcdsl_backends.drift.boxes.box import SAFE, Box, NoBound, down, gamma, refuse_overflow, up
+from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, down, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.quantizers import (
     ROUNDING,
     SLACK,
     Codes,
     Quantizer,
+    code_error,
     codes,
     group_maximum,
     nested_scales,
@@ -75,13 +76,7 @@ def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tenso
         refuse_overflow(node, magnitude, form.grid, " of the input")
     refuse_batch(x, spec, node)
     scale = _largest_scale(magnitude, spec, form)
-    if form.reciprocal:
-        rounded = torch.minimum(magnitude, scale / 2) + magnitude * 2.0**-20
-    elif form.integer:
-        rounded = scale / 2 + magnitude * 2.0**-20
-    else:
-        rounded = form.grid.unit_roundoff * magnitude + scale * form.grid.underflow
-    rounded = rounded * _DIVISION
+    rounded = code_error(form, magnitude, scale, least=form.reciprocal)
     if spec.amax_limit < math.inf:
         last = spec.amax_limit * (min(form.above, form.below) / form.divisor) * (1 - 2.0**-20)
         beyond = (magnitude - last).clamp_min(0)
@@ -110,12 +105,7 @@ def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
     """Return Q of a static scale that holds all of x: half a step, or that of the fp8 number."""
     spec, magnitude = kernel.numerics.activations, x.mag()
     scale = static_quantizer(x, spec, weight, node).scale.hi
-    form = spec.codes
-    if form.integer:
-        least = torch.minimum(magnitude, scale / 2)
-        return up((least + magnitude * 2.0**-20) * _DIVISION, 4)
-    target = form.grid
-    return up((target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION, 4)
+    return up(code_error(spec.codes, magnitude, scale), 4)
 
 
 def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
@@ -127,7 +117,7 @@ def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
     """
     form, magnitude = spec.codes, x.mag()
     whole, scale = nested_scales(x, spec, weight, node)
-    rounded = (form.grid.unit_roundoff * magnitude + scale * form.grid.underflow) * _DIVISION
+    rounded = code_error(form, magnitude, scale)
     least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), spec.layout)
     kept = (15 / 16) * least * (1 - 2.0**-20)
     cut = torch.minimum(magnitude / 16, (magnitude - kept).clamp_min(0))

@@ -17,7 +17,7 @@ from kcdsl_backends.drift.affine.error_bounds import deviations
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
 from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry
-from kcdsl_backends.drift.boxes.box import (
+from kcdsl_backends.drift.boxes import (
     EPS,
     SAFE,
     Box,
@@ -30,8 +30,8 @@ from kcdsl_backends.drift.boxes.box import (
     up,
 )
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding
-from kcdsl_backends.drift.boxes.state import SoftmaxState, Step, settle
-from kcdsl_backends.drift.linear.run import LinearPart, LinearRun, linear_deviations
+from kcdsl_backends.drift.boxes.state import Rows, SoftmaxState, Step, settle
+from kcdsl_backends.drift.linear import LinearPart, LinearRun, linear_deviations
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, LinearEntry, Noise, Source
 from kcdsl_backends.drift.ops.operation import Operation
 
@@ -60,14 +60,15 @@ def interval_softmax(step: Step) -> SoftmaxState:
         rounding_infer,
         mask,
         apart=(
-            up(exact.train.hi - exact.train.lo + rounding_train, 2)
-            if step.kernels.train.free
-            else None,
-            up(exact.infer.hi - exact.infer.lo + rounding_infer, 2)
-            if step.kernels.infer.free
-            else None,
+            _width(exact.train, rounding_train, step.kernels.train),
+            _width(exact.infer, rounding_infer, step.kernels.infer),
         ),
     )
+
+
+def _width(box: Box, rounding: Tensor, kernel: Rounding) -> Apart:
+    """Return how far readings of probabilities in a box may be apart."""
+    return up(box.hi - box.lo + rounding, 2) if kernel.free else None
 
 
 def _zero_outside(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -145,6 +146,49 @@ def _variation(scores: Box, probabilities: Box, mask: Tensor | None) -> Tensor:
     return up(torch.minimum(cap, l1) + 1e-300, 2)
 
 
+def softmax_at_any_length(step: Step, rows: Rows) -> SoftmaxState | None:
+    """Bound the softmax over any columns, up to the longest, whose scores lie in one box; None for
+    a softmax that is not over columns of the sequence.
+
+    Nothing is known of a probability but 0 <= p <= 1 and that those of a row sum to 1; its drift
+    and the total variation of the row are at most tanh(R/4), R the range of the score drift.
+    """
+    if len(rows.axes[step.node.name]) != 2:
+        return None
+    scores, kernels, longest = step.operand(0), step.kernels, rows.longest
+    if len(step.node.inputs) > 1 and not bool(kernels.mask(step.operand_node(1)).any(-1).all()):
+        raise NoBound(step.node.name, "a row of the attention mask admits no column")
+    span = up(scores.drift.hi.amax(-1) - scores.drift.lo.amin(-1))
+    variation = up(torch.tanh(span / 4) * (1 + 32 * EPS) + 1e-300, 2).clamp_max(1)
+    zero = torch.zeros_like(scores.drift.lo)
+    whole = Box(zero, zero + 1)
+    drift = Box.around(variation.unsqueeze(-1).expand(zero.shape))
+    rounded = [
+        relative_error(box, None, kernel, longest, apart)
+        for box, kernel, apart in (
+            (scores.train, kernels.train, scores.apart[0]),
+            (scores.infer, kernels.infer, scores.apart[1]),
+        )
+    ]
+    one = torch.ones_like(rounded[0])
+    single, sums = (
+        [
+            stored_error(theta, one, kernel, columns)
+            for theta, kernel in zip(rounded, (kernels.train, kernels.infer), strict=True)
+        ]
+        for columns in (1, longest)
+    )
+    return SoftmaxState(
+        settle(step.node.name, whole, whole, drift),
+        variation,
+        single[0].expand(zero.shape),
+        single[1].expand(zero.shape),
+        None,
+        (sums[0], sums[1]),
+        (_width(whole, single[0], kernels.train), _width(whole, single[1], kernels.infer)),
+    )
+
+
 def log_error(columns: int, argument: Tensor, kernel: Rounding) -> Tensor:
     """Return Λ: how far the logarithm of a computed probability may be off (section 5).
 
@@ -220,9 +264,8 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     """
     index, scores = run.entry(node, 0)
     mask = _mask(run, node, scores)
-    allowed = scores.reference.masked_fill(~mask, -torch.inf)
-    p, columns = allowed.softmax(-1), allowed.shape[-1]
-    trust = _relative_error(allowed, mask)
+    p, trust = _softmax(scores.reference, mask)
+    columns = p.shape[-1]
     c = (scores.error_bound + (p * scores.error_bound).sum(-1, keepdim=True)) * SAFE
     several = mask & (mask.sum(-1, keepdim=True) > 1)  # one column alone has the probability 1
     for floor in run.tape.floors:
@@ -233,10 +276,8 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     c = torch.where(several, c, 0.0)
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
-    rise = (torch.expm1(c) * (1 + 2.0**-48) - c).clamp_min(0) + 2.0**-47 * c
-    # Σ p t is 0 up to the error of p.
-    off = 4 * (trust * p * c).sum(-1, keepdim=True) * SAFE
-    largest = 1 + (p * rise).sum(-1, keepdim=True) * SAFE + off
+    rise = _rise(c)
+    largest, off = _largest(p, c, trust)  # Σ p t is 0 up to the error of p
     kappa = torch.maximum(1 - 1 / largest, off / (1 - off)) * SAFE + 2.0**-52
     numerator = p * (c + rise)
     radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.error_bound
@@ -342,13 +383,6 @@ def _columns(mask: Tensor) -> Callable[[Adjoint], Adjoint]:
         return Adjoint(values, (*a.window[:-1], (least, most)), a.shape)
 
     return read
-
-
-def _relative_error(allowed: Tensor, mask: Tensor) -> Tensor:
-    """Bound the relative error of a softmax in float64: exp to 4 ulp, of a rounded argument."""
-    top = allowed.amax(-1, keepdim=True)
-    spread = torch.where(mask, top - allowed, 0.0).amax(-1, keepdim=True).clamp_max(800)
-    return 2.0**-52 * (allowed.shape[-1] + 16 + 4 * spread)
 
 
 def _theta(run: KernelRun, scores: Box, mask: Tensor, again: Apart) -> Tensor:
@@ -462,7 +496,8 @@ def _within(box: Box, mask: Tensor) -> Box:
 
 
 def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax in float64 and its relative error [..., 1]."""
+    """Return the softmax in float64 and its relative error [..., 1]: exp to 4 ulp, of a rounded
+    argument."""
     allowed = scores.masked_fill(~mask, -torch.inf)
     top = allowed.amax(-1, keepdim=True)
     spread = torch.where(mask, top - allowed, 0.0).amax(-1, keepdim=True).clamp_max(800)
@@ -518,4 +553,9 @@ def _choose(run: KernelRun, place: int, scores: Entry, mask: Tensor, error: Tens
     run.tape.entries[place] = replace(entry, choices=entry.ends.within(formed))
 
 
-OPERATIONS = {"softmax": Operation(interval_softmax, affine_softmax, linear_softmax, (0,))}
+OPERATIONS = {
+    "softmax": Operation(
+        *(interval_softmax, affine_softmax, linear_softmax, (0,)),
+        any_length=softmax_at_any_length,
+    )
+}

@@ -13,7 +13,7 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_backends.drift.boxes.box import NoBound, up
+from kcdsl_backends.drift.boxes import NoBound, up
 from kcdsl_backends.empirical.bounds.requests import Box
 from kcdsl_backends.process import threads_for
 from kcdsl_backends.requests import Request

@@ -1,1 +1,331 @@
-"""How one contract differs from another: clause by clause, by models, and in their context."""
+"""How one contract differs from another, clause by clause and as a whole.
+
+A clause is at least as strict as another if it implies it: on every slice, with its budget, and
+with at least its level, action and demand of evidence. z3 decides the implications of requirements
+over the facts that hold whatever the kernels do; the rest is compared by rank. A contract is at
+least as strict as another if it implies every clause of it, by whichever of its clauses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kcdsl.ir.canonical import digest, normal_formula
+from kcdsl.ir.terms import Clause, Program
+from kcdsl.verdict.difference import (
+    Change,
+    ClauseDifference,
+    Difference,
+    Extent,
+    Named,
+    Relation,
+    Status,
+    Witness,
+    from_implications,
+    together,
+)
+from kcdsl_backends.smt.claims import Claim, covers_between, inclusion, subjects
+from kcdsl_backends.smt.difference.contracts import (
+    Merged,
+    apart,
+    changes,
+    consequences,
+    stated,
+    text_of,
+    unite,
+)
+from kcdsl_backends.smt.difference.models import Sides, witness_of
+from kcdsl_backends.smt.findings import listed
+from kcdsl_backends.smt.implication import Answer, Pool
+from kcdsl_backends.smt.solver import Clock, Outcome
+
+Report = Callable[[str, int, int], None]
+OLD, NEW = "old", "new"
+_WAIVED = ("its budget lets all units fail",)
+
+
+def difference(
+    old: Program,
+    new: Program,
+    timeout_ms: int = 2000,
+    total_ms: int | None = None,
+    report: Report | None = None,
+) -> Difference:
+    """Return how `new` differs from `old`.
+
+    `timeout_ms` limits each question to the solver, `total_ms` all of them; what is left open makes
+    the relation undecided, never equal or stricter. `report` is told how far the work is.
+    """
+    clock = Clock(timeout_ms, total_ms)
+    around = tuple(changes(old, new))
+    comparison = _Comparison(old, new, unite(old, new, clock), around, clock)
+    clauses = comparison.clauses(report or (lambda stage, done, total: None))
+    return Difference(
+        Named(old.name, old.version, f"sha256:{digest(old)}"),
+        Named(new.name, new.version, f"sha256:{digest(new)}"),
+        together(
+            (
+                *(comparison.contribution(item) for item in clauses),
+                *(change.relation for change in around if change.relation is not None),
+            )
+        ),
+        clauses,
+        around,
+    )
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """Both programs, the clauses of each by their names, and the questions about them."""
+
+    old: Program
+    new: Program
+    merged: Merged
+    around: tuple[Change, ...]
+    clock: Clock
+    pool: Pool = field(init=False)
+    before: dict[str, list[Clause]] = field(init=False)
+    after: dict[str, list[Clause]] = field(init=False)
+    stated_old: dict[str, Clause] = field(init=False)
+    stated_new: dict[str, Clause] = field(init=False)
+    renamed: dict[str, str] = field(init=False)
+    """New name -> old name."""
+    kept: set[str] = field(default_factory=set)
+    """Old clauses that follow from the new contract although their namesake is not as strict."""
+
+    def __post_init__(self) -> None:
+        self.before, self.after = _by_id(self.merged.old), _by_id(self.merged.new)
+        self.stated_old = {c.id: c for c in self.old.clauses}
+        self.stated_new = {c.id: c for c in self.new.clauses}
+        self.renamed = self._find_renamed()
+        asked = {(OLD, name) for name in self.before if not self._is_untouched(name)}
+        asked |= {(NEW, name) for name in self.after if not self._is_untouched(name)}
+        asked -= {(NEW, name) for name in self.renamed}
+        asked -= {(OLD, name) for name in self.renamed.values()}
+        sides = [(OLD, c) for c in self.merged.old] + [(NEW, c) for c in self.merged.new]
+        inside = inclusion(self.merged.program, self.clock)
+        self.pool = Pool(self.merged.program, sides, inside, self.clock, frozenset(asked))
+
+    def clauses(self, report: Report) -> tuple[ClauseDifference, ...]:
+        """Return every clause: those of the new contract in their order, then removed ones."""
+        old_names = set(self.renamed.values())
+        gone = [c.id for c in self.old.clauses if c.id not in self.after and c.id not in old_names]
+        total, found = len(self.new.clauses) + len(gone), []
+        for n, clause in enumerate(self.new.clauses):
+            report("clauses", n, total)
+            if clause.id in self.before:
+                found.append(self._both(clause.id))
+            elif clause.id in self.renamed:
+                found.append(self._renamed(clause.id))
+            else:
+                found.append(self._added(clause.id))
+        for n, name in enumerate(gone):
+            report("clauses", len(self.new.clauses) + n, total)
+            found.append(self._removed(name))
+        report("clauses", total, total)
+        return tuple(found)
+
+    def contribution(self, item: ClauseDifference) -> Relation:
+        """Return what a clause makes of the whole contract."""
+        if (item.old_id or item.id) not in self.kept or item.status is not Status.BOTH:
+            return item.relation
+        return Relation.EQUAL if item.relation is Relation.WEAKER else Relation.STRICTER
+
+    # --- one clause -------------------------------------------------------------------------
+
+    def _both(self, name: str) -> ClauseDifference:
+        old, new = self.stated_old[name], self.stated_new[name]
+        found = ClauseDifference(
+            name, Status.BOTH, Relation.EQUAL, name, text_of(old), text_of(new)
+        )
+        aside = apart(old, self.around) or apart(new, self.around)
+        respects = tuple(consequences(self.old, old, self.new, new))
+        witness: Witness | None = None
+        if aside:
+            demand = Relation.INCOMPARABLE
+            respects = (*respects, *(c for c in self.around if c.name in aside))
+        elif self._is_same(name):
+            demand = Relation.EQUAL
+        else:
+            forward = self._ask(OLD, name, NEW, [name])
+            backward = self._ask(NEW, name, OLD, [name])
+            demand = from_implications(forward.follows, backward.follows)
+            witness = self._witness(name, forward)
+        told = stated(self.old, old, self.new, new, demand)
+        relation = together((demand, *(c.relation for c in respects if c.relation is not None)))
+        found = replace(found, relation=relation, changes=(*told, *respects), witness=witness)
+        if aside or not relation.is_finding:
+            return found
+        return self._if_kept(found, name)
+
+    def _renamed(self, name: str) -> ClauseDifference:
+        old, new = self.renamed[name], self.stated_new[name]
+        aside = apart(new, self.around)
+        return ClauseDifference(
+            name,
+            Status.RENAMED,
+            Relation.INCOMPARABLE if aside else Relation.EQUAL,
+            old,
+            text_of(self.stated_old[old]),
+            text_of(new),
+            tuple(c for c in self.around if c.name in aside),
+        )
+
+    def _removed(self, name: str) -> ClauseDifference:
+        old = self.stated_old[name]
+        found = ClauseDifference(name, Status.REMOVED, Relation.WEAKER, name, text_of(old))
+        if _is_waived(self.before[name]):
+            return replace(found, relation=Relation.EQUAL, because=_WAIVED)
+        kept = self._if_kept(found, name) if not apart(old, self.around) else found
+        if kept.implied_by or kept.because or kept.relation is not Relation.WEAKER:
+            return kept
+        return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
+
+    def _witness(self, name: str, alone: Answer) -> Witness | None:
+        """Return values that OLD refuses for the sake of a clause and all of NEW accepts; else
+        values that its namesake in NEW accepts, as `alone` says; None where none can be shown."""
+        if alone.refuted is None:
+            return None
+        whole = self._ask(OLD, name, NEW, frozenset(self.after)).refuted
+        if whole is not None:
+            asked = {premise.clause.id for premise in whole.premises}
+            extent = Extent.UNIT if self._related(name) - asked else Extent.CONTRACT
+            if name in asked or name not in self.after:
+                sides = Sides("NEW", "OLD", extent)
+                found = witness_of(self.merged.program, whole, sides, frozenset({name}))
+                if found is not None:
+                    return found
+        if not alone.refuted.premises:
+            return None
+        return witness_of(self.merged.program, alone.refuted, Sides("NEW", "OLD", Extent.CLAUSE))
+
+    def _related(self, name: str) -> set[str]:
+        """Return the new clauses that speak of what an old one speaks of."""
+        own = frozenset().union(*(subjects(clause) for clause in self.before[name]))
+        return {
+            clause.id
+            for clause in self.merged.new
+            if not _is_waived([clause]) and own & subjects(clause)
+        }
+
+    def _if_kept(self, found: ClauseDifference, name: str) -> ClauseDifference:
+        """Say whether the whole new contract still implies an old clause, and by what."""
+        answer = self._ask(OLD, name, NEW, None)
+        if answer.follows is None and found.relation is Relation.WEAKER and not found.changes:
+            return replace(found, relation=Relation.UNDECIDED)
+        if not answer.follows or not self._agree(answer.premises):
+            return self._if_demanded(found, name)
+        self.kept.add(name)
+        by = _names(answer.premises)
+        relation = Relation.EQUAL if found.status is Status.REMOVED else found.relation
+        return replace(
+            found, relation=relation, implied_by=by, because=answer.reasons, witness=None
+        )
+
+    def _if_demanded(self, found: ClauseDifference, name: str) -> ClauseDifference:
+        """Say whether clauses of the new contract demand as much, with other consequences."""
+        answer = self._ask(OLD, name, NEW, frozenset(self.after) - {name})
+        by = _names(answer.premises)
+        aside = any(apart(self.stated_new[other], self.around) for other in by)
+        if not answer.follows or not by or aside or not self._agree(answer.premises):
+            return found
+        verb = "demands" if len(by) == 1 else "demand"
+        told = f"{listed(by)} still {verb} it, with other consequences"
+        return replace(found, because=(told,))
+
+    def _added(self, name: str) -> ClauseDifference:
+        new = self.stated_new[name]
+        found = ClauseDifference(name, Status.ADDED, Relation.STRICTER, None, None, text_of(new))
+        if _is_waived(self.after[name]):
+            return replace(found, relation=Relation.EQUAL, because=_WAIVED)
+        if apart(new, self.around):
+            return found
+        answer = self._ask(NEW, name, OLD, None)
+        if answer.follows and self._agree(answer.premises):
+            return replace(
+                found,
+                relation=Relation.EQUAL,
+                implied_by=_names(answer.premises),
+                because=answer.reasons,
+            )
+        return found
+
+    # --- questions --------------------------------------------------------------------------
+
+    def _ask(self, side: str, name: str, others: str, ids: Collection[str] | None) -> Answer:
+        """Ask whether one clause follows from clauses of the other side: of the given names, or
+        (None) of those whose consequences cover it."""
+        own, other = (self.old, self.new) if side == OLD else (self.new, self.old)
+        stated_by = self.stated_old if side == OLD else self.stated_new
+        clause = stated_by[name]
+        covers = covers_between(other, own)
+
+        def may(premise: Clause, _: Clause) -> bool:
+            return ids is not None or (covers(premise, clause) and not apart(premise, self.around))
+
+        return self.pool.follow(self.pool.of(side, [name]), self.pool.of(others, ids), may)
+
+    def _agree(self, premises: Iterable[Claim]) -> bool:
+        """Say whether premises can hold together; from others everything follows."""
+        by_session: dict[int, list[Claim]] = {}
+        for premise in premises:
+            by_session.setdefault(id(self.pool.sessions[premise]), []).append(premise)
+        return all(
+            self.pool.sessions[group[0]].together(group)[0] is Outcome.SAT
+            for group in by_session.values()
+        )
+
+    def _is_same(self, name: str) -> bool:
+        """Say whether both contracts have a clause of this name that demands literally the same."""
+        if name not in self.before or name not in self.after:
+            return False
+        return _demands(self.before[name]) == _demands(self.after[name])
+
+    def _is_untouched(self, name: str) -> bool:
+        """Say whether a clause demands literally the same in both, with the same consequences."""
+        if not self._is_same(name):
+            return False
+        old, new = self.stated_old[name], self.stated_new[name]
+        return not any(consequences(self.old, old, self.new, new))
+
+    def _find_renamed(self) -> dict[str, str]:
+        """Return new clauses that are old ones under another name, each old one once."""
+        gone = {
+            name: _demands(clauses)
+            for name, clauses in self.before.items()
+            if name not in self.after
+        }
+        found: dict[str, str] = {}
+        for name, clauses in self.after.items():
+            if name in self.before:
+                continue
+            new, demands = self.stated_new[name], _demands(clauses)
+            for old_name, old_demands in gone.items():
+                old = self.stated_old[old_name]
+                same = old_demands == demands
+                same = same and not any(consequences(self.old, old, self.new, new))
+                if same and old_name not in found.values():
+                    found[name] = old_name
+                    break
+        return found
+
+
+def _is_waived(clauses: Sequence[Clause]) -> bool:
+    return all(c.budget is not None and c.budget.rate >= 1 for c in clauses)
+
+
+def _by_id(clauses: Iterable[Clause]) -> dict[str, list[Clause]]:
+    found: dict[str, list[Clause]] = {}
+    for clause in clauses:
+        found.setdefault(clause.id, []).append(clause)
+    return found
+
+
+def _demands(clauses: Sequence[Clause]) -> frozenset[object]:
+    """Return what clauses demand of which units, comparable by form."""
+    return frozenset((normal_formula(c.require), frozenset(c.slices), c.budget) for c in clauses)
+
+
+def _names(premises: Iterable[Claim]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(premise.clause.id for premise in premises))

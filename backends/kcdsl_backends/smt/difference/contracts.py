@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import assert_never
 
 from kcdsl.ir.canonical import normal_formula
@@ -35,15 +34,15 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.metrics import find_metric
 from kcdsl.verdict.difference import Change, Relation, from_implications
-from kcdsl_backends.smt.claims import (
-    LEVELS,
-    action_of,
-    acts_as_severely,
-    evidence_rank,
-)
-from kcdsl_backends.smt.predicates import selects_within
-from kcdsl_backends.smt.solver import Clock
+from kcdsl_backends.smt.claims import LEVELS, action_of, acts_as_severely, evidence_rank
+from kcdsl_backends.smt.solver import Clock, selects_within
 from kcdsl_certs.reals import real_text
+
+
+def text_of(clause: Clause) -> str:
+    """Return what a clause requires on one line, as it is written."""
+    return " ".join((clause.text or formula_text(clause.require)).split())
+
 
 # --- the merged program ---------------------------------------------------------------------------
 
@@ -152,12 +151,8 @@ def _renamed(formula: Formula, names: Mapping[str, str]) -> Formula:
 _WITHOUT_TEMPERATURE = ("logit_", "hidden_", "embedding_", "margin", "top1_", "top5_", "top10_")
 
 
-def changes(old: Program, new: Program) -> tuple[Change, ...]:
-    """Return what differs in models, kernels, constants and the user's metrics."""
-    return tuple(_changes(old, new))
-
-
-def _changes(old: Program, new: Program) -> Iterator[Change]:
+def changes(old: Program, new: Program) -> Iterator[Change]:
+    """Yield what differs in models, kernels, constants and the user's metrics."""
     for name in ("checkpoint", "architecture", "module", "config", "tokenizer"):
         before, after = getattr(old.model, name), getattr(new.model, name)
         if before != after:
@@ -173,11 +168,8 @@ def _changes(old: Program, new: Program) -> Iterator[Change]:
     for name in ("temperature", "reward_range", "advantage_max", "score_norm_max"):
         before, after = getattr(old.constants, name), getattr(new.constants, name)
         if before != after:
-            yield _change(
-                name,
-                None if before is None else real_text(before),
-                None if after is None else real_text(after),
-            )
+            shown = (None if value is None else real_text(value) for value in (before, after))
+            yield _change(name, *shown)
     known = {metric.name: metric for metric in old.metrics}
     for metric in new.metrics:
         before = known.get(metric.name)
@@ -249,21 +241,15 @@ def _has_temperature(name: str) -> bool:
 # --- axes of comparison ---------------------------------------------------------------------------
 
 
-def consequences(before: Program, old: Clause, after: Program, new: Clause) -> tuple[Change, ...]:
-    """Return how level, action, evidence, holdout and family differ."""
-    return tuple(_consequences(before, old, after, new))
-
-
-def _consequences(before: Program, old: Clause, after: Program, new: Clause) -> Iterator[Change]:
+def consequences(before: Program, old: Clause, after: Program, new: Clause) -> Iterator[Change]:
+    """Yield how level, action, evidence, holdout and family differ."""
     if old.level is not new.level:
         ranks = LEVELS.index(old.level), LEVELS.index(new.level)
         yield Change("level", old.level.value, new.level.value, _ranked(*ranks))
     first, second = action_of(before, old), action_of(after, new)
     if first != second:
-        relation = from_implications(
-            acts_as_severely(second, first), acts_as_severely(first, second)
-        )
-        yield Change("action", first or "none", second or "none", relation)
+        both = acts_as_severely(second, first), acts_as_severely(first, second)
+        yield Change("action", first or "none", second or "none", from_implications(*both))
     if old.evidence is not new.evidence:
         evidence = evidence_rank(old.evidence), evidence_rank(new.evidence)
         names = [kind.value if kind else "any" for kind in (old.evidence, new.evidence)]
@@ -292,7 +278,7 @@ def _stated(
     before: Program, old: Clause, after: Program, new: Clause
 ) -> Iterator[tuple[str, str, str]]:
     if normal_formula(old.require) != normal_formula(new.require):
-        yield "require", _text(old), _text(new)
+        yield "require", text_of(old), text_of(new)
     if set(old.slices) != set(new.slices):
         yield "slices", ", ".join(old.slices) or "none", ", ".join(new.slices) or "none"
     if old.budget != new.budget:
@@ -306,10 +292,6 @@ def _stated(
         values = _table(before.table(tables[0])), _table(after.table(tables[0]))
         if values[0] != values[1]:
             yield f"table {tables[0]}", *values
-
-
-def _text(clause: Clause) -> str:
-    return " ".join((clause.text or formula_text(clause.require)).split())
 
 
 def _slices(clause: Clause) -> set[str]:
@@ -330,10 +312,6 @@ def _budget(budget: Budget | None) -> str:
 
 
 def _table(table: ThresholdTable) -> str:
-    rows = [f"{predicate_text(row.where)}: {_number(row.value)}" for row in table.rows]
-    rest = [] if table.otherwise is None else [f"otherwise: {_number(table.otherwise)}"]
+    rows = [f"{predicate_text(row.where)}: {real_text(row.value)}" for row in table.rows]
+    rest = [] if table.otherwise is None else [f"otherwise: {real_text(table.otherwise)}"]
     return "; ".join([*rows, *rest])
-
-
-def _number(value: Fraction) -> str:
-    return real_text(value)

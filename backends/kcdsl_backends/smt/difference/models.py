@@ -1,4 +1,5 @@
-"""Values that speak against an implication, made readable and checked without the solver.
+"""Values that speak against an implication, made readable and checked without the solver: by exact
+arithmetic alone.
 
 Any values that the stated facts allow would do; those shown are thresholds of the clauses, points
 half-way between two of them, or the solver's own values rounded, whichever still is an example.
@@ -10,36 +11,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import assert_never
 
 import z3
 
 from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.obligations import HOLDS
 from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
     Arith,
+    Compare,
+    Connective,
     Drift,
+    Formula,
     HasFields,
     Metric,
     NoFlip,
     NoneOf,
     Norm,
+    Not,
     Number,
     Program,
+    Quantified,
     Statistic,
     Term,
 )
+from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, Terms, other
 from kcdsl.metrics import find_metric
+from kcdsl.units import UNITS
 from kcdsl.verdict.difference import Extent, Witness, WitnessValue
-from kcdsl_backends.smt.axioms import Quantity
+from kcdsl_backends.smt.axioms import Quantity, UnknownInput
 from kcdsl_backends.smt.claims import Claim, quantified
-from kcdsl_backends.smt.difference.evaluation import Assignment, keeps
 from kcdsl_backends.smt.implication import Refuted
-from kcdsl_backends.smt.session import Session
 from kcdsl_backends.smt.slices import example, request_text
 from kcdsl_backends.smt.solver import Expression, Outcome, real
-from kcdsl_backends.smt.translation import Flag, NormKey
+from kcdsl_backends.smt.translation import (
+    Environment,
+    Flag,
+    NormKey,
+    Session,
+    Translator,
+    region_inside,
+)
 from kcdsl_certs.reals import real_text
 
 
@@ -57,42 +72,28 @@ def witness_of(
 ) -> Witness | None:
     """Return values that keep the premises and not the claim; None where none can be shown.
 
-    Of the premises, only what clauses named in `about` speak of is shown (None: all of them).
+    Of the premises, only what clauses named in `about` speak of is shown (None: all of them). Where
+    a share of the units fails, they fail the claim and keep every premise that may not fail of as
+    many; None where those that fail must differ from each other.
     """
-    session, claim = refuted.session, refuted.claim
-    if refuted.share is not None:
-        return _of_budget(program, refuted, refuted.share, sides)
-    goals = [session.fails[claim.name], *(session.holds[p.name] for p in refuted.premises)]
-    spoken = [p for p in refuted.premises if about is None or p.clause.id in about]
-    found = _values(session, [claim, *spoken], goals)
+    session, claim, share = refuted.session, refuted.claim, refuted.share
+    premises = [p for p in refuted.premises if share is None or p.rate < share]
+    spoken = [p for p in premises if about is None or p.clause.id in about]
+    goals = [session.fails[claim.name], *(session.holds[p.name] for p in premises)]
+    found = _values(session, [claim, *(premises if share is not None else spoken)], goals)
     if found is None:
         return None
     assignment, shown = found
-    kept = [keeps(p.clause.require, p.slice, assignment) for p in refuted.premises]
-    if not all(kept) or keeps(claim.clause.require, claim.slice, assignment):
+    kept = all(keeps(p.clause.require, p.slice, assignment) for p in premises)
+    if not kept or keeps(claim.clause.require, claim.slice, assignment):
         return None
+    if share is not None:
+        of = f"{real_text(share * 100)}% of the {claim.unit} of the slice {claim.slice}"
+        return _witness(program, claim, (), sides, of, assignment, shown)
     of = f"the slice {claim.slice}" if claim.slice else _places(claim)
     if claim.unit:
-        of = f"every {_unit(claim)} of {of}"
+        of = f"every {claim.unit.removesuffix('s')} of {of}"
     return _witness(program, claim, spoken, sides, of, assignment, shown)
-
-
-def _of_budget(program: Program, refuted: Refuted, share: Fraction, sides: Sides) -> Witness | None:
-    """Return units that fail a claim and keep every premise that may not fail of as many; None
-    where those that fail must differ from each other."""
-    session, claim = refuted.session, refuted.claim
-    kept = [p for p in refuted.premises if p.rate < share]
-    goals = [session.fails[claim.name], *(session.holds[p.name] for p in kept)]
-    found = _values(session, [claim, *kept], goals)
-    if found is None:
-        return None
-    assignment, shown = found
-    if not all(keeps(p.clause.require, p.slice, assignment) for p in kept):
-        return None
-    if keeps(claim.clause.require, claim.slice, assignment):
-        return None
-    of = f"{real_text(share * 100)}% of the {claim.unit} of the slice {claim.slice}"
-    return _witness(program, claim, (), sides, of, assignment, shown)
 
 
 def _witness(
@@ -104,7 +105,11 @@ def _witness(
     assignment: Assignment,
     shown: _Shown,
 ) -> Witness:
-    values = [_quantity_value(q, assignment.quantities[q]) for q in shown.quantities]
+    values = [
+        WitnessValue(str(q), in_units(value, _dimension(q.term)), _exact(value))
+        for q in shown.quantities
+        for value in (assignment.quantities[q],)
+    ]
     for key in shown.norms:
         values += _norm_values(key, assignment)
     lacking = [str(key[1]) for key in shown.flags if len(key) == 2 and not assignment.flags[key]]
@@ -125,10 +130,6 @@ def _witness(
         sides.extent,
         claim.unit or "slices",
     )
-
-
-def _unit(claim: Claim) -> str:
-    return claim.unit.removesuffix("s")
 
 
 def _places(claim: Claim) -> str:
@@ -284,10 +285,6 @@ def _shown(session: Session, claims: Sequence[Claim]) -> _Shown:
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _quantity_value(quantity: Quantity, value: Fraction) -> WitnessValue:
-    return WitnessValue(str(quantity), in_units(value, _dimension(quantity.term)), _exact(value))
-
-
 def _norm_values(key: NormKey, assignment: Assignment) -> list[WitnessValue]:
     witness, block, measured, kind = key
     name = f"{term_text(Norm(kind, Drift(block, 'x', measured)))} at {witness}"
@@ -319,32 +316,23 @@ def _dimension(term: Term) -> str:
             return "1"
 
 
-_SCALES: Mapping[str, tuple[tuple[Fraction, str], ...]] = {
-    "s": (
-        (Fraction(1), "s"),
-        (Fraction(1, 10**3), "ms"),
-        (Fraction(1, 10**6), "us"),
-        (Fraction(1, 10**9), "ns"),
-    ),
-    "B": (
-        (Fraction(2**30), "GiB"),
-        (Fraction(2**20), "MiB"),
-        (Fraction(2**10), "KiB"),
-        (Fraction(1), "B"),
-    ),
-    "ratio": ((Fraction(1, 100), "%"),),
-    "tok/s": ((Fraction(1), "tok/s"),),
-    "nat": ((Fraction(1), "nats"),),
+_UNITS = {
+    "s": ("s", "ms", "us", "ns"),
+    "B": ("GiB", "MiB", "KiB", "B"),
+    "ratio": ("%",),
+    "tok/s": ("tok/s",),
+    "nat": ("nats",),
 }
+"""The units in which values of a dimension are shown, the largest first."""
 
 
 def in_units(value: Fraction, dimension: str) -> str:
     """Write a value in base units of a dimension with a unit that suits its size."""
-    scales = _SCALES.get(dimension)
-    if scales is None:
+    units = [UNITS[name] for name in _UNITS.get(dimension, ())]
+    if not units:
         return _plain(value)
-    factor, unit = next(((f, u) for f, u in scales if abs(value) >= f), scales[-1])
-    return f"{_plain(value / factor)}{'' if unit == '%' else ' '}{unit}"
+    unit = next((unit for unit in units if abs(value) >= unit.factor), units[-1])
+    return f"{_plain(value / unit.factor)}{'' if unit.name == '%' else ' '}{unit.name}"
 
 
 def _plain(value: Fraction) -> str:
@@ -357,3 +345,145 @@ def _plain(value: Fraction) -> str:
     mantissa = digits.lstrip("0")
     point = f".{mantissa[1:]}" if len(mantissa) > 1 else ""
     return f"{'-' if value < 0 else ''}{mantissa[0]}{point}e-{leading}"
+
+
+class Unknown(Exception):
+    """Raised where the values say nothing of a statement, or it is undefined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Values of what a translator has made; norms at their least, at some run, at their largest."""
+
+    translator: Translator
+    quantities: Mapping[Quantity, Fraction]
+    norms: Mapping[NormKey, tuple[Fraction, Fraction, Fraction]]
+    flags: Mapping[Flag, bool]
+
+
+def keeps(formula: Formula, slice_name: str, values: Assignment) -> bool:
+    """Say whether values keep a requirement on a slice.
+
+    A statement about every input of a region is looked at for the inputs that have values, one
+    about some input is taken as kept. What has no values, or is divided by zero, is not kept.
+    """
+    try:
+        return _Values(values, slice_name).holds(formula, {}, False)
+    except Unknown:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    values: Assignment
+    slice: str
+
+    def holds(self, formula: Formula, at: Environment, turned: bool) -> bool:
+        """Return the truth of a formula; every part is looked at."""
+        match formula:
+            case Compare():
+                return self._compare(formula, at, turned)
+            case NoFlip(block, variable, k):
+                return self._flag((at[variable], block, k))
+            case HasFields(fields):
+                carried = [self._flag((self.slice, name)) for name in fields]
+                return all(carried)
+            case Not(of):
+                return not self.holds(of, at, not turned)
+            case Connective("implies", (left, right)):
+                given, then = self.holds(left, at, not turned), self.holds(right, at, turned)
+                return then or not given
+            case Connective(op, parts):
+                found = [self.holds(part, at, turned) for part in parts]
+                return all(found) if op == "and" else any(found)
+            case Quantified("forall", variable, region, body):
+                inside = self.values.translator.inside
+                known = [w for w in self._inputs() if region_inside(w.region, region, inside)]
+                found = [self.holds(body, {**at, variable: w}, turned) for w in known]
+                return all(found)
+            case Quantified():
+                return True
+            case _:
+                assert_never(formula)
+
+    def _inputs(self) -> list[UnknownInput]:
+        found = [key[0] for key in self.values.norms]
+        found += [key[0] for key in self.values.flags if isinstance(key[0], UnknownInput)]
+        return list(dict.fromkeys(found))
+
+    def _flag(self, key: Flag) -> bool:
+        if key not in self.values.flags:
+            raise Unknown
+        return self.values.flags[key]
+
+    def _compare(self, compare: Compare, at: Environment, turned: bool) -> bool:
+        op, left, right = compare.op, compare.left, compare.right
+        match left, right:
+            case Norm(), Number(value):
+                least, _, largest = self._norm(left, at)
+                return HOLDS[op](least, value) and HOLDS[op](largest, value)
+        side: Side = LARGEST if (op not in (">=", ">")) != turned else SMALLEST
+        return HOLDS[op](self._term(left, at, side), self._term(right, at, other(side)))
+
+    def _norm(self, norm: Norm, at: Environment) -> tuple[Fraction, Fraction, Fraction]:
+        drift = norm.of
+        key = (at[drift.variable], drift.block, drift.measured, norm.kind)
+        if key not in self.values.norms:
+            raise Unknown
+        return self.values.norms[key]
+
+    def _term(self, term: Term, at: Environment, side: Side) -> Fraction:
+        def measured(of: Metric | Statistic, end: Side) -> Fraction:
+            quantity = self.values.translator.quantity(of, self.slice, end)
+            if quantity not in self.values.quantities:
+                raise Unknown
+            return self.values.quantities[quantity]
+
+        def norm(of: Norm) -> Fraction:
+            return self._norm(of, at)[1]
+
+        return Terms(EXACT, measured, norm).value(term, side)
+
+
+class Exact:
+    """Exact numbers and truth values (`kcdsl.logic.algebra.Algebra`)."""
+
+    def real(self, value: Fraction) -> Fraction:
+        return value
+
+    def arithmetic(self, op: str, left: Fraction, right: Fraction) -> Fraction:
+        match op:
+            case "+":
+                return left + right
+            case "-":
+                return left - right
+            case "*":
+                return left * right
+            case _ if right == 0:
+                raise Unknown
+            case _:
+                return left / right
+
+    def negative(self, of: Fraction) -> Fraction:
+        return -of
+
+    def compare(self, op: str, left: Fraction, right: Fraction) -> bool:
+        return HOLDS[op](left, right)
+
+    def choose(self, test: bool, first: Fraction, second: Fraction) -> Fraction:
+        return first if test else second
+
+    def every(self, parts: Sequence[bool]) -> bool:
+        return all(parts)
+
+    def some(self, parts: Sequence[bool]) -> bool:
+        return any(parts)
+
+    def implies(self, premise: bool, conclusion: bool) -> bool:
+        return conclusion or not premise
+
+    def same(self, left: Fraction, right: Fraction) -> bool:
+        return left == right
+
+
+EXACT = Exact()

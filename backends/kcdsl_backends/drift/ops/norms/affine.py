@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Adjoint, at
-from kcdsl_backends.drift.affine.eigenvalues import image, largest_eigenvalue, quadratic
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at, image, largest_eigenvalue, quadratic
 from kcdsl_backends.drift.affine.error_bounds import (
     deviations,
     directions,
@@ -30,14 +29,10 @@ from kcdsl_backends.drift.affine.tape import (
     Shared,
     Tape,
 )
-from kcdsl_backends.drift.boxes.box import SAFE, NoBound, gamma
+from kcdsl_backends.drift.boxes import SAFE, NoBound, gamma
 from kcdsl_backends.drift.boxes.rounding import Apart
-from kcdsl_backends.drift.ops.norms.interval import (
-    LEAST_VARIANCE,
-    parts_of,
-    refuse_large_squares,
-    written,
-)
+from kcdsl_backends.drift.ops.norms import LEAST_VARIANCE, refuse_large_squares
+from kcdsl_backends.drift.ops.norms.written import parts_of, written
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
@@ -65,17 +60,8 @@ class _Moved:
     rows: Tensor
 
 
-def affine_rms_norm(run: KernelRun, node: Node) -> None:
-    """Append x / sqrt(mean(x²) + eps) * weight."""
-    _norm(run, node, centred=False)
-
-
-def affine_layer_norm(run: KernelRun, node: Node) -> None:
-    """Append (x - mean) / sqrt(var + eps) * weight + bias."""
-    _norm(run, node, centred=True)
-
-
-def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
+def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
+    """Append x / sqrt(mean(x²) + eps) * weight, or (x - mean) / sqrt(var + eps) * weight + bias."""
     index, x = run.entry(node, 0)
     n, eps = x.shape[-1], float(node.attrs["eps"])
     if centred and n < 2:
@@ -354,7 +340,7 @@ def _others(
             continue
         rounded = 4 * kernel.u_function * whole + kernel.eta_function
         total = total + around * (whole + rounded) * SAFE
-        if spread.plain_alike(run.source(node, position)):
+        if spread.alike(run.source(node, position)):
             size, whole = size + around * first * SAFE, apart
         rest = rest + around * (whole + rounded) * SAFE
     return total * SAFE, Shared(size * SAFE, rest * SAFE) if bool(size.any()) else None
