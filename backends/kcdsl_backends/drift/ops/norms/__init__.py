@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at
-from kcdsl_backends.drift.boxes import EPS, SAFE, Box, NoBound, exclusive_sums, gamma, overflow, up
+from kcdsl_backends.drift.boxes import EPS, SAFE, Box, NoBound, exclusive_sums, gamma, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding
 from kcdsl_backends.drift.boxes.state import State, Step
 from kcdsl_backends.drift.linear import (
@@ -25,11 +25,13 @@ from kcdsl_backends.drift.linear import (
 )
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, LinearVJP, Source
 from kcdsl_backends.drift.ops.norms.affine import affine_norm
-from kcdsl_backends.drift.ops.norms.written import parts_of, written
+from kcdsl_backends.drift.ops.norms.written import (
+    LEAST_VARIANCE,
+    parts_of,
+    refuse_large_squares,
+    written,
+)
 from kcdsl_backends.drift.ops.operation import Operation
-
-LEAST_VARIANCE, MOST_SQUARES = 2.0**-100, 2.0**126
-"""Outside, squares underflow or their sum overflows in the float32 inside of a norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +131,6 @@ def normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
     low = torch.where(low <= 0, low * (1 + relative), low * (1 - relative))
     y = Box(low.clamp_min(-cap), high.clamp_max(cap)).meet(c * r)
     return _Normal(c, v, r, y)
-
-
-def refuse_large_squares(node: str, size: Tensor, eps: float) -> None:
-    """Refuse rows whose sum of squares may leave float32.
-
-    Raises:
-        NoBound: with the largest element.
-    """
-    if not bool((size.shape[-1] * size.amax(-1) ** 2 + eps <= MOST_SQUARES).all()):
-        raise overflow(node, size, " may make the sum of squares of its row leave float32")
 
 
 def _drift(train: _Normal, infer: _Normal, dc: Box) -> Box:

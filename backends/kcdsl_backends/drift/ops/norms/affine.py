@@ -31,8 +31,12 @@ from kcdsl_backends.drift.affine.tape import (
 )
 from kcdsl_backends.drift.boxes import SAFE, NoBound, gamma
 from kcdsl_backends.drift.boxes.rounding import Apart
-from kcdsl_backends.drift.ops.norms import LEAST_VARIANCE, refuse_large_squares
-from kcdsl_backends.drift.ops.norms.written import parts_of, written
+from kcdsl_backends.drift.ops.norms.written import (
+    LEAST_VARIANCE,
+    parts_of,
+    refuse_large_squares,
+    written,
+)
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""

@@ -10,12 +10,25 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics.formats import FORMATS, Format
-from kcdsl_backends.drift.boxes import NoBound, gamma, refuse_overflow, up
+from kcdsl_backends.drift.boxes import NoBound, gamma, overflow, refuse_overflow, up
 from kcdsl_backends.drift.boxes.rounding import Rounding
 
 _SAFE = 1.0 + 2.0**-40
 _ROOT = 8
 """Roundings inside of a root."""
+
+LEAST_VARIANCE, MOST_SQUARES = 2.0**-100, 2.0**126
+"""Outside, squares underflow or their sum overflows in the float32 inside of a norm."""
+
+
+def refuse_large_squares(node: str, size: Tensor, eps: float) -> None:
+    """Refuse rows whose sum of squares may leave float32.
+
+    Raises:
+        NoBound: with the largest element.
+    """
+    if not bool((size.shape[-1] * size.amax(-1) ** 2 + eps <= MOST_SQUARES).all()):
+        raise overflow(node, size, " may make the sum of squares of its row leave float32")
 
 
 @dataclass(frozen=True, slots=True)
