@@ -88,7 +88,9 @@ def test_grammar_and_schemas_are_shipped(wheel: zipfile.ZipFile) -> None:
         "kcdsl/verdict/report.schema.json",
         "kcdsl_certs/check.schema.json",
     }
-    assert {"kcdsl/verdict/html/page.html.j2", "kcdsl/verdict/html/style.css"} <= set(data)
+    assert {
+        f"kcdsl/verdict/html/{name}" for name in ("page.html.j2", "experiment.html.j2", "style.css")
+    } <= set(data)
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:

@@ -21,22 +21,15 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
 
     Everything that comes from the documents is escaped, and nothing in it controls a terminal.
     """
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    folder = files("kcdsl.verdict.html")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["picture"] = Markup  # made by svg.py, which escapes
-    environment.globals["shown"] = words.shown
-    environment.globals["against"] = words.against
-    environment.globals["brief"] = words.brief
-    template = environment.from_string(folder.joinpath("page.html.j2").read_text(encoding="utf-8"))
     charts = report.get("charts") or {}
     unit = str(report["environment"].get("unit", "request"))
     beside, reasons = words.beside_rows(report["clauses"])
-    text = template.render(
+    return rendered(
+        "page.html.j2",
         report=report,
-        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
+        shown=words.shown,
+        against=words.against,
+        brief=words.brief,
         sign=words.VERDICTS[report["verdict"]][0],
         word=words.VERDICTS[report["verdict"]][1],
         verdicts=words.VERDICTS,
@@ -57,7 +50,19 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
         statistics=report.get("statistics"),
         fingerprints=_fingerprints(report["kernels"]),
     )
-    return printable(text)
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Return the page that a template of this folder makes of values."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    folder = files("kcdsl.verdict.html")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["picture"] = Markup  # made by svg.py, which escapes
+    made = environment.from_string(folder.joinpath(template).read_text(encoding="utf-8"))
+    style = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))
+    return printable(made.render(style=style, **values))
 
 
 def _by_outcome(check: Mapping[str, Any]) -> int:
