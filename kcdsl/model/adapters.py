@@ -7,7 +7,6 @@ from the metadata and import nothing.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -317,8 +316,10 @@ def find_adapter(run: str) -> Adapter:
     if run in ADAPTERS:
         return ADAPTERS[run]
     if run not in foreign_adapters():
+        from difflib import get_close_matches
+
         known = adapter_names()
-        near = difflib.get_close_matches(run, known, n=1)
+        near = get_close_matches(run, known, n=1)
         raise refuse(
             codes.UNKNOWN_ADAPTER,
             f"unknown kernel adapter {run!r}; known: {', '.join(known)}",
