@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.scalar_map import map_scalar
 from kcdsl.source.yaml_nodes import Scalar
-from kcdsl.syntax.lalr import Node, Token, parse
+from kcdsl.syntax.parser import Node, Token, parse
 
 STARTS = {"require": "requirement", "where": "predicate", "budget": "budget"}
 """The fields that hold expressions, with the rule of the grammar that reads each."""

@@ -18,6 +18,7 @@ from kcdsl.lsp.cursor import Signature, signature
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.findings import diagnostics, result_id
 from kcdsl.lsp.hover import hover
+from kcdsl.lsp.knowledge import describe_function
 from kcdsl.lsp.navigation import (
     Symbol,
     definition,
@@ -31,7 +32,6 @@ from kcdsl.lsp.navigation import (
 )
 from kcdsl.lsp.positions import NOWHERE, Carry, Ranges, markup
 from kcdsl.lsp.rename import prepare, references_across, rename_across
-from kcdsl.lsp.words import describe_function
 
 
 @dataclass(frozen=True)

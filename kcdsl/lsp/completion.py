@@ -11,24 +11,24 @@ from lsprotocol import types as lsp
 from lsprotocol.types import CompletionItemKind as ItemKind
 
 from kcdsl.check.compile import Analysis
+from kcdsl.check.expressions.fields import TRACE_FIELDS
 from kcdsl.check.expressions.measurements import in_words
-from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.diagnostics.codes import all_codes
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.knowledge import slice_text
-from kcdsl.lsp.nodes import Path as NodePath
-from kcdsl.lsp.nodes import language
-from kcdsl.lsp.positions import Ranges, markup
-from kcdsl.lsp.words import (
+from kcdsl.lsp.knowledge import (
     FieldHelp,
     describe_metric,
     description_at,
     fields_at,
     schemas_at,
+    slice_text,
     values_at,
 )
+from kcdsl.lsp.nodes import Path as NodePath
+from kcdsl.lsp.nodes import language
+from kcdsl.lsp.positions import Ranges, markup
 from kcdsl.metrics import RECORD_NAMES
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 from kcdsl.units import UNITS, describe

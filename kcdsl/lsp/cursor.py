@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kcdsl.check.expressions.functions import Function, find_function
+from kcdsl.check.expressions.names import Function, find_function
 from kcdsl.check.layout import blank, layout, reduced, stands_alone
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Sink

@@ -9,8 +9,7 @@ from functools import lru_cache
 from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.expressions.functions import PERCENTILE, STATISTICS
-from kcdsl.check.expressions.names import Scope
+from kcdsl.check.expressions.names import PERCENTILE, STATISTICS, Scope
 from kcdsl.check.expressions.sorts import Real, sorts
 from kcdsl.check.layout import layout
 from kcdsl.diagnostics.model import Sink

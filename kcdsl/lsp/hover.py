@@ -6,11 +6,10 @@ import re
 from dataclasses import dataclass
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.expressions.functions import find_function
+from kcdsl.check.expressions.fields import TRACE_FIELDS, field_sorts
 from kcdsl.check.expressions.measurements import in_words
-from kcdsl.check.expressions.predicates import field_sorts
-from kcdsl.check.expressions.sorts import Unknown, sort_at
-from kcdsl.check.expressions.traces import TRACE_FIELDS
+from kcdsl.check.expressions.names import find_function
+from kcdsl.check.expressions.sorts import UNKNOWN, sort_at
 from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -19,8 +18,14 @@ from kcdsl.ir.escalation import ACTIONS, severity
 from kcdsl.ir.escalation import ALIASES as ACTION_ALIASES
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.knowledge import (
+    KEYWORDS,
     KnownClause,
     clause_named,
+    describe_block,
+    describe_function,
+    describe_metric,
+    describe_unit,
+    description_at,
     kernel_text,
     library_text,
     mark,
@@ -32,14 +37,6 @@ from kcdsl.lsp.knowledge import (
 )
 from kcdsl.lsp.lexemes import Role
 from kcdsl.lsp.nodes import Field, Word, Written, clause_of, fields_at, inner_span, written
-from kcdsl.lsp.words import (
-    KEYWORDS,
-    describe_block,
-    describe_function,
-    describe_metric,
-    describe_unit,
-    description_at,
-)
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.syntax.parser import parse_expression
@@ -271,7 +268,7 @@ def _sort(analysis: Analysis, expression: Written, offset: int) -> tuple[Span, s
         data = raw.data.text if raw is not None and raw.data is not None else None
         fields = field_sorts(analysis.slices, data)
     found = sort_at(parsed, scope_in(parsed, analysis.scope), offset, fields)
-    if found is None or isinstance(found[1], Unknown):
+    if found is None or found[1] == UNKNOWN:
         return None
     return found[0], str(found[1])
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from kcdsl.check.expressions.functions import BLOCK, DRIFTS, REGIONS
+from kcdsl.check.expressions.names import BLOCK, DRIFTS, REGIONS
 from kcdsl.source.numbers import NUMBER_PATTERN
-from kcdsl.syntax.lalr import SIGNS
+from kcdsl.syntax.parser import SIGNS
 from kcdsl_grammar.expression_table import ENDS, KEYWORDS, RULES, STARTS, STATES
 
 Start = Literal["requirement", "predicate", "budget", "quantity"]

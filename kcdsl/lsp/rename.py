@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS
+from kcdsl.check.expressions.names import BLOCK, FUNCTIONS
 from kcdsl.check.fixing import edited
-from kcdsl.check.sections.reading import CLAUSE_ID, SLICE_NAME
-from kcdsl.check.sections.shared import RawImport
+from kcdsl.check.sections.reading import CLAUSE_ID, SLICE_NAME, RawImport
 from kcdsl.diagnostics.model import Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir

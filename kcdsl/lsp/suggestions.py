@@ -12,7 +12,8 @@ from pathlib import Path
 from lsprotocol.types import CompletionItemKind as ItemKind
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.expressions.functions import (
+from kcdsl.check.expressions.fields import TRACE_FIELDS, field_sorts
+from kcdsl.check.expressions.names import (
     BLOCK_EXAMPLES,
     DRIFTS,
     NORMS,
@@ -24,21 +25,19 @@ from kcdsl.check.expressions.functions import (
     all_functions,
     find_function,
 )
-from kcdsl.check.expressions.predicates import field_sorts
-from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.completion import Item
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.knowledge import slice_text
-from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, next_terminals, open_frames
-from kcdsl.lsp.words import (
+from kcdsl.lsp.knowledge import (
     KEYWORDS,
     describe_block,
     describe_function,
     describe_metric,
     describe_unit,
+    slice_text,
 )
+from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, next_terminals, open_frames
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.files import open_regular
 from kcdsl.units import UNITS, Dimension, describe

@@ -45,8 +45,7 @@ from kcdsl.source.numbers import (
     ambiguity,
     exact,
 )
-from kcdsl.source.yaml_errors import NO_CHARACTER, syntax_error
-from kcdsl.source.yaml_text import Masked, mask_expressions, properties
+from kcdsl.source.yaml_text import NO_CHARACTER, Masked, mask_expressions, properties, syntax_error
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEPTH_LIMIT = 40

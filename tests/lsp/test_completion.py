@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lsprotocol import types as lsp
 
-from kcdsl.check.expressions.functions import all_functions, find_function
+from kcdsl.check.expressions.names import all_functions, find_function
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.answers import signature_help
 from kcdsl.lsp.completion import Item, complete, plain

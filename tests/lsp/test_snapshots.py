@@ -20,10 +20,10 @@ from kcdsl.lsp.cursor import mend
 from kcdsl.lsp.decorations import TYPES, encode, hints, lenses, tokens
 from kcdsl.lsp.documents import Checker, Snapshot, document
 from kcdsl.lsp.hover import hover
+from kcdsl.lsp.knowledge import description_at, fields_at, values_at
 from kcdsl.lsp.navigation import folds, outline, selection
 from kcdsl.lsp.positions import NOWHERE
 from kcdsl.lsp.reports import latest, verdicts
-from kcdsl.lsp.words import description_at, fields_at, values_at
 from kcdsl.route.router import route
 from kcdsl.source.files import SIZE_LIMIT
 from tests.support.editor import HEAD

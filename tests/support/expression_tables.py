@@ -1,7 +1,7 @@
 """Write the parse table of the expression grammar: `python -m tests.support.expression_tables`.
 
 Lark reads `expression.lark` and builds the LALR(1) table; that takes longer than linting a whole
-contract. So the finished table is kept as a module of `kcdsl_grammar`, which `kcdsl.syntax.lalr`
+contract. So the finished table is kept as a module of `kcdsl_grammar`, which `kcdsl.syntax.parser`
 runs. A test compares the module with what this one writes.
 """
 

@@ -6,8 +6,15 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS, PERCENTILE, STATISTICS
-from kcdsl.check.expressions.names import Scope, quantity, takes
+from kcdsl.check.expressions.names import (
+    BLOCK,
+    FUNCTIONS,
+    PERCENTILE,
+    STATISTICS,
+    Scope,
+    quantity,
+    takes,
+)
 from kcdsl.check.expressions.sorts import described
 from kcdsl.diagnostics.codes import (
     DIMENSION,

@@ -1,12 +1,14 @@
-"""The names at a place and what they mean, calls of functions, quantities, comparisons."""
+"""The functions of expressions, the names at a place, quantities and comparisons."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from fractions import Fraction
+from typing import NamedTuple
 
-from kcdsl.check.expressions.functions import find_function
 from kcdsl.diagnostics.codes import (
     UNKNOWN_UNIT,
     WRONG_ARGUMENTS,
@@ -19,6 +21,232 @@ from kcdsl.ir.terms import ThresholdTable
 from kcdsl.metrics import BUILT_IN, Registry
 from kcdsl.syntax import ast
 from kcdsl.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
+
+BLOCK = re.compile(r"(?:attn|mlp|norm|layer)_(?:0|[1-9][0-9]*)|head|model")
+PERCENTILE = re.compile(r"p([1-9][0-9]?)")
+BLOCK_EXAMPLES = ("attn_0", "mlp_0", "norm_0", "layer_0", "head", "model")
+OTHER_NAMES = {
+    "median": "p50",
+    "avg": "mean",
+    "average": "mean",
+    "maximum": "max",
+    "p100": "max",
+    "minimum": "min",
+    "p0": "min",
+    "percentile": "quantile",
+    "share": "rate",
+}
+"""Names of functions in other languages and tools -> the name here."""
+
+
+class Group(StrEnum):
+    """Where a function may stand."""
+
+    STATISTIC = "statistic"
+    NORM = "norm"
+    TERM = "term"
+    DRIFT = "drift"
+    REGION = "region"
+    STATEMENT = "statement"
+
+
+class Parameter(NamedTuple):
+    """One parameter of a function; `usage` is how messages write it, by default its name."""
+
+    name: str
+    meaning: str
+    optional: bool = False
+    usage: str = ""
+
+
+class Function(NamedTuple):
+    """A function of the language: its parameters, the sort of its value and its meaning.
+
+    `snippet` is what a completion inserts, with the places to fill in as editors mark them.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    sort: str
+    meaning: str
+    snippet: str
+    group: Group
+
+    @property
+    def least(self) -> int:
+        """Return the number of parameters that are not optional."""
+        return sum(not parameter.optional for parameter in self.parameters)
+
+    @property
+    def signature(self) -> str:
+        """Return the call with all its parameters and the sort of its value."""
+        shown = [f"{p.name}?" if p.optional else p.name for p in self.parameters]
+        return f"{self.name}({', '.join(shown)}): {self.sort}"
+
+    @property
+    def usage(self) -> str:
+        """Return the forms of the call, such as `hull(slice) or hull(slice, margin)`."""
+        names = [parameter.usage or parameter.name for parameter in self.parameters]
+        counts = range(self.least, len(names) + 1)
+        return " or ".join(f"{self.name}({', '.join(names[:count])})" for count in counts)
+
+
+_METRIC = Parameter("metric", "a metric with one value per token or request, or `abs(metric)`")
+_BLOCK = Parameter("block", "`attn_0`, `mlp_0`, `norm_0`, `layer_0` and so on, `head` or `model`")
+_INPUT = Parameter("x", "the variable that a quantifier binds")
+_SLICE = Parameter("slice", "a slice of the contract")
+_DRIFT = Parameter(
+    "drift", "`drift(block, x)` or `measured_drift(block, x)`", usage="drift(block, x)"
+)
+
+
+def _statistic(name: str, meaning: str) -> Function:
+    return Function(name, (_METRIC,), "Real", meaning, f"{name}(${{1:metric}})", Group.STATISTIC)
+
+
+def _norm(name: str, meaning: str) -> Function:
+    snippet = f"{name}(drift(${{1:block}}, ${{2:x}}))"
+    return Function(name, (_DRIFT,), "Real", meaning, snippet, Group.NORM)
+
+
+def _percentile(name: str) -> Function:
+    share = name.removeprefix("p")
+    meaning = f"The value that at most {100 - int(share)}% of what is counted exceeds."
+    return _statistic(name, meaning + " Tokens count by the worst one of each request.")
+
+
+_FUNCTIONS = (
+    _statistic("mean", "The mean of a metric over the slice."),
+    _statistic("max", "The largest value of a metric over the slice."),
+    _statistic("min", "The smallest value of a metric over the slice."),
+    _statistic("rate", "The share of the slice for which an indicator is 1."),
+    Function(
+        "quantile",
+        (Parameter("q", "the level, strictly between 0 and 1, such as `0.999`"), _METRIC),
+        "Real",
+        "The value that at most the share 1 - q of what is counted exceeds.",
+        "quantile(${1:0.999}, ${2:metric})",
+        Group.STATISTIC,
+    ),
+    *(_percentile(name) for name in ("p50", "p90", "p95", "p99")),
+    _norm("norm_inf", "The largest absolute component of a drift, of its worst row."),
+    _norm("norm_2", "The Euclidean norm of a drift, of its worst row."),
+    _norm("span", "The largest minus the smallest component of a drift, of its worst row."),
+    Function(
+        "abs",
+        (Parameter("term", "a metric or a number"),),
+        "Real",
+        "The magnitude; a signed metric such as `log_ratio` is bounded through it.",
+        "abs(${1:metric})",
+        Group.TERM,
+    ),
+    Function(
+        "table",
+        (Parameter("name", "a table of the section `tables`"),),
+        "Real per request",
+        "The threshold that a table gives for the request at hand; it stands alone on one side of "
+        "a comparison.",
+        "table(${1:name})",
+        Group.TERM,
+    ),
+    Function(
+        "drift",
+        (_BLOCK, _INPUT),
+        "Matrix[tokens, width]",
+        "Any run of the inference kernel minus any run of the training kernel that their numerics "
+        "admit. A statement about it is proved for all of them.",
+        "drift(${1:block}, ${2:x})",
+        Group.DRIFT,
+    ),
+    Function(
+        "measured_drift",
+        (_BLOCK, _INPUT),
+        "Matrix[tokens, width]",
+        "The difference of the two runs that were observed.",
+        "measured_drift(${1:block}, ${2:x})",
+        Group.DRIFT,
+    ),
+    Function(
+        "points",
+        (_SLICE,),
+        "Region",
+        "Each row of the slice, by itself and exactly.",
+        "points(${1:slice})",
+        Group.REGION,
+    ),
+    Function(
+        "ball",
+        (_SLICE, Parameter("radius", "a plain number, zero or more, such as `1e-3`")),
+        "Region",
+        "Around each row of the slice an l_inf ball on the input of the block.",
+        "ball(${1:slice}, ${2:1e-3})",
+        Group.REGION,
+    ),
+    Function(
+        "hull",
+        (_SLICE, Parameter("margin", "a relative margin, zero or more; default 0", True)),
+        "Region",
+        "The box around the inputs of the block over all rows of the slice, widened by a relative "
+        "margin.",
+        "hull(${1:slice})",
+        Group.REGION,
+    ),
+    Function(
+        "rows",
+        (
+            _SLICE,
+            Parameter("longest", "a whole number: of how many rows a sequence is at most"),
+            Parameter("margin", "a relative margin, zero or more; default 0", True),
+        ),
+        "Region",
+        "Every sequence, and every KV cache, of 1 to `longest` rows, each in the box of one row of "
+        "the inputs of the block over all rows of the slice, widened by a relative margin.",
+        "rows(${1:slice}, ${2:512})",
+        Group.REGION,
+    ),
+    Function(
+        "no_flip",
+        (_BLOCK, _INPUT, Parameter("k", "how many of the largest components; default 1", True)),
+        "Bool",
+        "No admissible pair of runs changes which components of a row are the k largest.",
+        "no_flip(${1:model}, ${2:x})",
+        Group.STATEMENT,
+    ),
+    Function(
+        "has",
+        (Parameter("trace", "the word `trace`"), Parameter("[field, ...]", "fields of a record")),
+        "Bool",
+        "Every trace record carries the fields, not null.",
+        "has(trace, [${1:build_fingerprint}])",
+        Group.STATEMENT,
+    ),
+)
+_BY_NAME = {function.name: function for function in _FUNCTIONS}
+
+
+def _named(group: Group) -> tuple[str, ...]:
+    return tuple(function.name for function in _FUNCTIONS if function.group is group)
+
+
+STATISTICS, DRIFTS = _named(Group.STATISTIC), _named(Group.DRIFT)
+REGIONS, STATEMENTS = _named(Group.REGION), _named(Group.STATEMENT)
+NORMS = {name: name.removeprefix("norm_") for name in _named(Group.NORM)}
+"""Function -> the norm of the IR."""
+FUNCTIONS = tuple(_BY_NAME)
+"""Every function, in the order in which messages list them."""
+
+
+def find_function(name: str) -> Function | None:
+    """Return a function of the language; any percentile `pNN` is one."""
+    found = _BY_NAME.get(name)
+    if found is None and PERCENTILE.fullmatch(name):
+        return _percentile(name)
+    return found
+
+
+def all_functions() -> tuple[Function, ...]:
+    """Return every function, in the order in which messages list them."""
+    return _FUNCTIONS
 
 
 @dataclass(frozen=True, slots=True)

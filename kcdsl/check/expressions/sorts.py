@@ -1,7 +1,7 @@
 """The sorts of expressions: what each part of a requirement or predicate is.
 
 `sorts` gives the sort of every sub-expression with its place, `sort_at` that of the smallest one at
-an offset. Both are total: what has no sort, because it is in error, is `Unknown`. The passes that
+an offset. Both are total: what has no sort, because it is in error, is `UNKNOWN`. The passes that
 report errors take the words of their messages from here.
 """
 
@@ -9,33 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kcdsl.check.expressions.functions import BLOCK, DRIFTS, NORMS, PERCENTILE, REGIONS, STATISTICS
-from kcdsl.check.expressions.names import Scope
+from kcdsl.check.expressions.names import (
+    BLOCK,
+    DRIFTS,
+    NORMS,
+    PERCENTILE,
+    REGIONS,
+    STATISTICS,
+    Scope,
+)
 from kcdsl.diagnostics.spans import Span
 from kcdsl.metrics import Counted, MetricDefinition
 from kcdsl.syntax import ast
 from kcdsl.units import NATS, ONE, RATIO, UNITS, Dimension, takes_bare_numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Bool:
-    """A statement, or a truth value of a request."""
-
-    def __str__(self) -> str:
-        return "Bool"
-
-
-@dataclass(frozen=True, slots=True)
-class Int:
-    """A whole number: the k of a top-k, the length of a request."""
-
-    def __str__(self) -> str:
-        return "Int"
-
-
-@dataclass(frozen=True, slots=True)
-class Real:
+class Real(NamedTuple):
     """A number with a dimension.
 
     `unit` is how it is shown. `counted` says what it has one value of (`per`), or ranges over
@@ -53,8 +44,7 @@ class Real:
         return f"{shown} {self.relation} {self.counted}" if self.relation else shown
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Rows and columns by name: a drift has one row for each token."""
 
     rows: str
@@ -64,17 +54,8 @@ class Matrix:
         return f"Matrix[{self.rows}, {self.columns}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """The tokens of one request."""
-
-    def __str__(self) -> str:
-        return "Sequence[Token]"
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """The sort of a name: a Block, Slice, Region, Trace, Field, Table or Text."""
+class Named(NamedTuple):
+    """A sort without parts."""
 
     name: str
 
@@ -82,8 +63,7 @@ class Named:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
-class ListOf:
+class ListOf(NamedTuple):
     """A list of one sort of item."""
 
     item: Sort
@@ -92,16 +72,10 @@ class ListOf:
         return f"List[{self.item}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """The sort of what is in error, or of a field that nothing tells about."""
-
-    def __str__(self) -> str:
-        return "unknown"
-
-
-Sort = Bool | Int | Real | Matrix | Sequence | Named | ListOf | Unknown
-BOOL, INT, UNKNOWN = Bool(), Int(), Unknown()
+Sort = Real | Matrix | Named | ListOf
+BOOL, INT, SEQUENCE = Named("Bool"), Named("Int"), Named("Sequence[Token]")
+UNKNOWN = Named("unknown")
+"""The sort of what is in error, or of a field that nothing tells about."""
 BLOCK_SORT, SLICE, REGION, TRACE = Named("Block"), Named("Slice"), Named("Region"), Named("Trace")
 FIELD, TABLE, TEXT = Named("Field"), Named("Table"), Named("Text")
 STATES = Matrix("tokens", "width")
@@ -177,7 +151,7 @@ def described(
 ) -> str:
     """Return what a message calls an expression: its sort, or its form where it has none."""
     sort = sort_of(expression, scope, fields)
-    if not isinstance(sort, Unknown):
+    if sort != UNKNOWN:
         return str(sort)
     match expression:
         case ast.Name(id=name):
@@ -352,7 +326,7 @@ def _variable(region: str) -> Sort:
     """Return the sort of a bound variable: a ball or hull is made of the states that enter a
     block, not of tokens."""
     if region == "points":
-        return Sequence()
+        return SEQUENCE
     return STATES if region in REGIONS else UNKNOWN
 
 

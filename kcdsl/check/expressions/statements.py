@@ -6,12 +6,20 @@ import re
 from fractions import Fraction
 
 from kcdsl.check.expressions.bounds import check_threshold, tables_stand_alone
-from kcdsl.check.expressions.functions import BLOCK, FUNCTIONS, REGIONS, STATEMENTS
+from kcdsl.check.expressions.fields import TRACE_FIELDS, doubtful
 from kcdsl.check.expressions.measurements import align, check_signs
-from kcdsl.check.expressions.names import Scope, quantity, single_comparison, takes
-from kcdsl.check.expressions.sorts import REGION, Unknown, described, sort_of
+from kcdsl.check.expressions.names import (
+    BLOCK,
+    FUNCTIONS,
+    REGIONS,
+    STATEMENTS,
+    Scope,
+    quantity,
+    single_comparison,
+    takes,
+)
+from kcdsl.check.expressions.sorts import REGION, UNKNOWN, described, sort_of
 from kcdsl.check.expressions.terms import block_name, check_input, term, variable_name
-from kcdsl.check.expressions.traces import TRACE_FIELDS, doubtful
 from kcdsl.diagnostics.codes import (
     BAD_IDENTIFIER,
     DOUBTFUL_NAME,
@@ -191,7 +199,7 @@ def _quantified(
 def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | None:
     name, arguments = call.function.id, call.arguments
     if name not in REGIONS:
-        known = not isinstance(sort_of(call, scope), Unknown)
+        known = sort_of(call, scope) != UNKNOWN
         reporter.error(
             WRONG_SORT,
             f"a {REGION} is needed here, not {described(call, scope)}",

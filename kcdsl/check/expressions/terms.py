@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from kcdsl.check.expressions.functions import (
+from kcdsl.check.expressions.measurements import Typed, aggregate, combine, negated, statistic
+from kcdsl.check.expressions.names import (
     BLOCK,
     BLOCK_EXAMPLES,
     DRIFTS,
@@ -17,10 +18,12 @@ from kcdsl.check.expressions.functions import (
     OTHER_NAMES,
     PERCENTILE,
     STATISTICS,
+    Scope,
+    arguments_error,
+    quantity,
+    takes,
 )
-from kcdsl.check.expressions.measurements import Typed, aggregate, combine, negated, statistic
-from kcdsl.check.expressions.names import Scope, arguments_error, quantity, takes
-from kcdsl.check.expressions.sorts import BLOCK_SORT, STATES, Sequence, described
+from kcdsl.check.expressions.sorts import BLOCK_SORT, SEQUENCE, STATES, described
 from kcdsl.diagnostics.codes import (
     BLOCK_NAME,
     REGION_OF_TOKENS,
@@ -233,7 +236,7 @@ def check_input(
         return True
     reporter.error(
         REGION_OF_TOKENS,
-        f"`model` takes a {Sequence()}, and `{variable.id}` is a {STATES} of a {region}",
+        f"`model` takes a {SEQUENCE}, and `{variable.id}` is a {STATES} of a {region}",
         variable.span,
         "quantify over points(SLICE), or speak of a block inside the model",
         (Label(scope.variables[variable.id], "bound here"),),

@@ -16,7 +16,7 @@ from kcdsl.check.sections.libraries import (
     path_problem,
     rebase,
 )
-from kcdsl.check.sections.shared import IMPORTED, RawImport, RawName
+from kcdsl.check.sections.reading import IMPORTED, RawImport, RawName
 from kcdsl.diagnostics.codes import (
     IMPORT_CHANGED,
     IMPORT_CYCLE,

@@ -10,20 +10,21 @@ from collections import abc
 from collections.abc import Collection
 from typing import NamedTuple
 
-from kcdsl.check.sections.reading import CLAUSE_ID, identifier
-from kcdsl.check.sections.reading import StructureReader as StructureReader
-from kcdsl.check.sections.shared import (
+from kcdsl.check.sections.reading import (
+    CLAUSE_ID,
     PAIR,
     ROLES,
     RawImport,
     RawTable,
+    identifier,
     read_imports,
     read_kernel_fields,
     read_slices,
     read_tables,
 )
-from kcdsl.check.sections.shared import RawKernel as RawKernel
-from kcdsl.check.sections.shared import RawSlice as RawSlice
+from kcdsl.check.sections.reading import RawKernel as RawKernel
+from kcdsl.check.sections.reading import RawSlice as RawSlice
+from kcdsl.check.sections.reading import StructureReader as StructureReader
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
     DUPLICATE_IDENTIFIER,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from kcdsl.check.expressions.fields import predicate
 from kcdsl.check.expressions.names import other_unit, quantity
-from kcdsl.check.expressions.predicates import predicate
-from kcdsl.check.sections.shared import RawRow, RawSlice, RawTable
+from kcdsl.check.sections.reading import RawRow, RawSlice, RawTable
 from kcdsl.diagnostics.codes import (
     DIMENSION,
     TABLE_GAP,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kcdsl.check.compile import analyse
-from kcdsl.check.expressions.predicates import field_sorts
+from kcdsl.check.expressions.fields import field_sorts
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from kcdsl.check.expressions.predicates import predicate
+from kcdsl.check.expressions.fields import predicate
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile, Span

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kcdsl.check.expressions.functions import FUNCTIONS
-from kcdsl.check.expressions.names import Scope
-from kcdsl.check.expressions.sorts import NAMES, Unknown, described, sort_at, sort_of, sorts
+from kcdsl.check.expressions.names import FUNCTIONS, Scope
+from kcdsl.check.expressions.sorts import NAMES, UNKNOWN, described, sort_at, sort_of, sorts
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.metrics import METRICS
@@ -152,7 +151,7 @@ def test_fields_of_predicates() -> None:
         if span.end - span.start in (6, 8)
     }
     assert found == {"Int", "Text", "List[Bool]"}
-    assert isinstance(dict(sorts(expression, SCOPE, fields))[Span(begin + 35, begin + 42)], Unknown)
+    assert dict(sorts(expression, SCOPE, fields))[Span(begin + 35, begin + 42)] == UNKNOWN
 
 
 def test_what_messages_call_an_expression() -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.check.expressions.functions import FUNCTIONS, PERCENTILE
-from kcdsl.check.expressions.predicates import predicate
+from kcdsl.check.expressions.fields import TRACE_FIELDS, predicate
+from kcdsl.check.expressions.names import FUNCTIONS, PERCENTILE
 from kcdsl.check.expressions.sorts import sort_of
-from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.check.metric_files import PARAMETERS
 from kcdsl.declare import metric
 from kcdsl.diagnostics import Severity, Sink

@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kcdsl.check.expressions.functions import FUNCTIONS
-from kcdsl.check.expressions.traces import TRACE_FIELDS
+from kcdsl.check.expressions.fields import TRACE_FIELDS
+from kcdsl.check.expressions.names import FUNCTIONS
 from kcdsl.check.sections.clauses import FAMILIES
-from kcdsl.check.sections.shared import (
+from kcdsl.check.sections.reading import (
     IMPORT_FIELDS,
     KERNEL_FIELDS,
     ROLES,

@@ -13,7 +13,7 @@ from lark import Tree
 from lark.exceptions import UnexpectedInput
 
 import kcdsl_grammar
-from kcdsl.syntax import lalr
+from kcdsl.syntax import parser
 from kcdsl.syntax.errors import STARTS, build_lark
 from kcdsl_grammar.expression_table import STATES
 from tests.support.expression_tables import table_module
@@ -95,9 +95,9 @@ def as_lark_does(tree: Any) -> Any:
     )
 
 
-def as_ours(node: lalr.Node | lalr.Token) -> Any:
+def as_ours(node: parser.Node | parser.Token) -> Any:
     """Return our tree in the same form."""
-    if isinstance(node, lalr.Token):
+    if isinstance(node, parser.Token):
         return (node.type, node.text, node.start, node.end)
     return (node.rule, node.start, node.end, [as_ours(child) for child in node.children])
 
@@ -112,7 +112,7 @@ def by_lark(text: str, start: str) -> Any:
 
 
 def by_table(text: str, start: str) -> Any:
-    node = lalr.parse(text, start)
+    node = parser.parse(text, start)
     return None if node is None else as_ours(node)
 
 
