@@ -117,7 +117,9 @@ def recover(source: SourceFile, first: Sink, check: Check) -> Sink:
     for i in broken[:_MOST]:
         span = found.clauses[i]
         alone = SourceFile(source.name, blank(text[: span.start]) + text[span.start : span.end])
-        _collect(parse_errors(alone), source, errors)
+        own = Sink()
+        parse_yaml(alone, own)
+        _collect(own, source, errors)
     if len(broken) < len(pieces):
         good = set(range(len(pieces))).difference(broken)
         rest, others = SourceFile(source.name, reduced(text, found, good)), Sink()
@@ -125,13 +127,6 @@ def recover(source: SourceFile, first: Sink, check: Check) -> Sink:
             return first
         _collect(others, source, errors)
     return errors if errors.has_errors else first
-
-
-def parse_errors(source: SourceFile) -> Sink:
-    """Return what the YAML parser says of a text."""
-    sink = Sink()
-    parse_yaml(source, sink)
-    return sink
 
 
 def _collect(found: Sink, source: SourceFile, into: Sink) -> None:

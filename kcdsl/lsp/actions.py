@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from kcdsl.check.compile import Analysis
 from kcdsl.check.expressions.measurements import in_words
 from kcdsl.check.fixing import edited, fix
 from kcdsl.diagnostics.model import Diagnostic, Edit, Severity, Sink
@@ -21,7 +20,7 @@ from kcdsl.lsp.knowledge import KnownClause, clause_at
 from kcdsl.lsp.nodes import fields_at, language
 from kcdsl.lsp.positions import NOWHERE
 from kcdsl.source.removal import remove_parts
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Node, Scalar
 
 QUICK_FIX = "quickfix"
 REWRITE = "refactor.rewrite"
@@ -173,7 +172,7 @@ def _as_expression(snapshot: Snapshot, item: KnownClause) -> tuple[Edit, ...]:
     sign = op.text if op is not None else compare.op
     bare = isinstance(threshold.value, int | Fraction) and not isinstance(threshold.value, bool)
     limit = f"{threshold.text} {record.unit}" if bare and record.unit else threshold.text
-    node = _body(analysis, item)
+    node = raw.body
     if node is None:
         return ()
     entries = node.entries
@@ -191,22 +190,6 @@ def _as_expression(snapshot: Snapshot, item: KnownClause) -> tuple[Edit, ...]:
         *remove_parts(snapshot.source, node, gone),
     )
     return changes if _means_the_same(snapshot, changes) else ()
-
-
-def _body(analysis: Analysis, item: KnownClause) -> Mapping | None:
-    """Return the mapping that holds the fields of a clause."""
-    waiting: list[Node | None] = [analysis.root]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Mapping):
-            if node.entries and any(e in item.raw.fields for e in node.entries):
-                spans = {e.key.span for e in node.entries}
-                if all(e.key.span in spans for e in item.raw.fields):
-                    return node
-            waiting += [e.value for e in node.entries]
-        elif isinstance(node, Sequence):
-            waiting += list(node.items)
-    return None
 
 
 def _means_the_same(snapshot: Snapshot, changes: tuple[Edit, ...]) -> bool:

@@ -20,7 +20,6 @@ from kcdsl.lsp.findings import diagnostics, result_id
 from kcdsl.lsp.hover import hover
 from kcdsl.lsp.knowledge import describe_function
 from kcdsl.lsp.navigation import (
-    Symbol,
     definition,
     folds,
     highlights,
@@ -258,34 +257,23 @@ def symbols(question: Question, params: lsp.DocumentSymbolParams) -> list[Any]:
     view, ranges, _ = question.settled()
     about = question.client.text_document
     tree = about.document_symbol if about is not None else None
-    found = outline(view.analysis)
+    found = outline(view.analysis, ranges)
     if tree is not None and tree.hierarchical_document_symbol_support:
-        return [_symbol(symbol, ranges) for symbol in found]
-    return _flat_symbols(found, ranges)
-
-
-def _symbol(symbol: Symbol, ranges: Ranges) -> lsp.DocumentSymbol:
-    return lsp.DocumentSymbol(
-        name=symbol.name,
-        detail=symbol.detail or None,
-        kind=symbol.kind,
-        range=ranges.of(symbol.span),
-        selection_range=ranges.of(symbol.name_span),
-        children=[_symbol(child, ranges) for child in symbol.children] or None,
-    )
+        return found
+    return _flat_symbols(found, ranges.uri)
 
 
 def _flat_symbols(
-    symbols: Iterable[Symbol], ranges: Ranges, container: str | None = None
+    symbols: Iterable[lsp.DocumentSymbol], uri: str, container: str | None = None
 ) -> list[lsp.SymbolInformation]:
     """Return symbols as a list, for clients without a tree and for the workspace."""
     found = []
     for symbol in symbols:
-        place = lsp.Location(ranges.uri, ranges.of(symbol.name_span))
+        place = lsp.Location(uri, symbol.selection_range)
         found.append(
             lsp.SymbolInformation(place, symbol.name, symbol.kind, container_name=container)
         )
-        found += _flat_symbols(symbol.children, ranges, symbol.name)
+        found += _flat_symbols(symbol.children or (), uri, symbol.name)
     return found
 
 
@@ -294,7 +282,7 @@ def workspace_symbols(
 ) -> list[lsp.SymbolInformation]:
     """Return the symbols of one document whose names hold the letters asked for, in their order."""
     view, ranges, _ = question.settled()
-    found = _flat_symbols(outline(view.analysis), ranges)
+    found = _flat_symbols(outline(view.analysis, ranges), ranges.uri)
     return [item for item in found if item.container_name and _matches(item.name, params.query)]
 
 
@@ -356,25 +344,12 @@ def hinted(question: Question, params: lsp.InlayHintParams) -> list[lsp.InlayHin
     view, ranges, _ = question.settled(question.snapshot.near(span))
     if ranges is not question.ranges:
         return []
-    kind = lsp.InlayHintKind.Type
-    return [
-        lsp.InlayHint(
-            ranges.of(Span(hint.offset, hint.offset)).start, hint.text, kind, tooltip=hint.about
-        )
-        for hint in decorations.hints(view, span)
-    ]
+    return decorations.hints(view, span, ranges)
 
 
 def lensed(question: Question, params: lsp.CodeLensParams) -> list[lsp.CodeLens]:
     """Return the commands above the clauses."""
-    uri = question.snapshot.document.uri
-    return [
-        lsp.CodeLens(
-            question.ranges.of(lens.span),
-            lsp.Command(lens.title, f"kcdsl.{lens.command}", arguments=[uri, lens.clause]),
-        )
-        for lens in decorations.lenses(question.snapshot)
-    ]
+    return decorations.lenses(question.snapshot, question.ranges)
 
 
 def linked(question: Question, params: lsp.DocumentLinkParams) -> list[lsp.DocumentLink]:

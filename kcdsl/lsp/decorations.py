@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lsprotocol import types as lsp
 from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.check.compile import Analysis
@@ -26,7 +27,7 @@ from kcdsl.lsp.knowledge import (
 )
 from kcdsl.lsp.lexemes import Lexeme, Role
 from kcdsl.lsp.nodes import Field, fields, inner_span, written
-from kcdsl.lsp.positions import Lines, units
+from kcdsl.lsp.positions import Lines, Ranges, units
 from kcdsl.metrics import BUILT_IN, Registry
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml
 from kcdsl.syntax.parser import parse_expression
@@ -168,24 +169,22 @@ def _pieces(token: Token, lines: Lines, encoding: Encoding) -> Iterator[tuple[in
 # --- inlay hints ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """A few words at a place; `about` explains them."""
-
-    offset: int
-    text: str
-    about: str
+Hint = tuple[int, str, str]
+"""The offset of a hint, its words, and what explains them."""
 
 
-def hints(snapshot: Snapshot, within: Span) -> list[Hint]:
+def hints(snapshot: Snapshot, within: Span, ranges: Ranges) -> list[lsp.InlayHint]:
     """Return the hints of the clauses that touch a range."""
     found: list[Hint] = []
     for item in known_clauses(snapshot.analysis):
         end = max([item.raw.span.end, *(e.value.span.end for e in item.raw.fields)])
         if item.raw.id.span.start <= within.end and within.start <= end:
             found += _hints_of(snapshot, item)
-    kept = [hint for hint in found if within.start <= hint.offset <= within.end]
-    return sorted(kept, key=lambda hint: hint.offset)
+    return [
+        lsp.InlayHint(ranges.at(offset), text, lsp.InlayHintKind.Type, tooltip=about)
+        for offset, text, about in sorted(found, key=lambda hint: hint[0])
+        if within.start <= offset <= within.end
+    ]
 
 
 def _hints_of(snapshot: Snapshot, item: KnownClause) -> Iterator[Hint]:
@@ -200,15 +199,15 @@ def _hints_of(snapshot: Snapshot, item: KnownClause) -> Iterator[Hint]:
         about = f"fragment {chosen.fragment}: {chosen.reason}"
         end = item.raw.id.span.end
         end += snapshot.source.text[end : end + 1] == ":"
-        yield Hint(end, f" → {chosen.backend or 'nobody'}", about)
+        yield end, f" → {chosen.backend or 'nobody'}", about
     statement = require or item.raw.scalar("metric")
     if clause.slices and item.raw.node("slices") is None and statement is not None:
         text = f" on {', '.join(clause.slices)}"
-        yield Hint(_end(statement, snapshot), text, "the slice of a clause that lists none")
+        yield _end(statement, snapshot), text, "the slice of a clause that lists none"
     level, action = item.raw.scalar("level"), policy_action(analysis, item)
     if level is not None and action is not None:
         about = f"the escalation policy for {clause.family} clauses of level {clause.level}"
-        yield Hint(level.span.end, f" → {action}", about)
+        yield level.span.end, f" → {action}", about
 
 
 def _end(scalar: Scalar, snapshot: Snapshot) -> int:
@@ -230,38 +229,29 @@ def _sorts(snapshot: Snapshot, require: Scalar) -> Iterator[Hint]:
             continue
         if isinstance(sort, Real) and sort.relation:
             shown = f"{sort.unit} {sort.relation} {sort.counted}".strip()
-            yield Hint(span.end, f": {shown}", f"the sort is {sort}")
+            yield span.end, f": {shown}", f"the sort is {sort}"
 
 
 # --- code lenses ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Lens:
-    """A title above a clause, and the command of `kcdsl` that it runs for the clause."""
-
-    span: Span
-    title: str
-    command: str
-    clause: str
-
-
-def lenses(snapshot: Snapshot) -> list[Lens]:
-    """Return one lens for each clause that can be decided."""
+def lenses(snapshot: Snapshot, ranges: Ranges) -> list[lsp.CodeLens]:
+    """Return a lens for each clause that can be decided: the command of `kcdsl` that does so."""
     if snapshot.analysis.program is None or snapshot.document.path is None:
         return []
     found = []
     for item in known_clauses(snapshot.analysis):
         if item.clause is None:
             continue
-        name, span = item.raw.id.text, item.raw.id.span
+        name = item.raw.id.text
         formal = is_formal(item.clause)
-        command = "verify" if formal else "evaluate"
         title = "verify this clause" if formal else "evaluate this contract"
         shown = verdicts_of(snapshot, name)
         if shown:
             worst = next((v for v, _ in shown if v.verdict != "held"), shown[0][0])
             stale = " (stale)" if any(old for _, old in shown) else ""
             title = f"{mark(worst.verdict)} {worst.verdict}{stale} · {title}"
-        found.append(Lens(span, title, command, name))
+        run = f"kcdsl.{'verify' if formal else 'evaluate'}"
+        command = lsp.Command(title, run, arguments=[ranges.uri, name])
+        found.append(lsp.CodeLens(ranges.of(item.raw.id.span), command))
     return found

@@ -1,5 +1,5 @@
-"""Descriptions for hovers and completions: clauses with their last verdicts, slices, tables, kernels,
-words of expressions, and fields by the JSON schema of contracts."""
+"""Descriptions for hovers and completions: clauses with their last verdicts, parts of contracts and
+libraries, words of expressions, and fields by the JSON schema of contracts."""
 
 from __future__ import annotations
 

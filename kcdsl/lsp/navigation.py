@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.knowledge import quoted
 from kcdsl.lsp.nodes import Field, Kind, Occurrence, at, fields, fields_at, inner_span, language
-from kcdsl.lsp.positions import Lines, Target
+from kcdsl.lsp.positions import Lines, Ranges, Target
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 from kcdsl.syntax.parser import parse_expression
 
@@ -157,47 +157,65 @@ _COMMENT = re.compile(r"[ \t]*#")
 _SECTIONS = {"slices", "tables", "clauses", "kernels", "imports", "constants"}
 
 
-@dataclass(frozen=True, slots=True)
-class Symbol:
-    """An entry of the outline: `span` covers all of it, `name_span` what is selected."""
-
-    name: str
-    kind: lsp.SymbolKind
-    detail: str
-    span: Span
-    name_span: Span
-    children: tuple[Symbol, ...] = field(default=())
-
-
-def outline(analysis: Analysis) -> tuple[Symbol, ...]:
+def outline(analysis: Analysis, ranges: Ranges) -> list[lsp.DocumentSymbol]:
     """Return the sections of a document with what they declare."""
-    root, source = analysis.root, analysis.source
-    if not isinstance(root, Mapping):
-        return ()
-    found = []
-    for section in fields(root):
-        if len(section.path) != 1 or section.key is None:
-            continue
-        children = tuple(_children(section, source)) if section.name in _SECTIONS else ()
-        detail = quoted(section.value) if isinstance(section.value, Scalar) else ""
-        found.append(_symbol(section, lsp.SymbolKind.Namespace, detail, source, children))
-    return tuple(found)
+    return _Outline(analysis.source, ranges).sections(analysis.root)
 
 
-def _symbol(
-    found: Field,
-    kind: lsp.SymbolKind,
-    detail: str,
-    source: SourceFile,
-    children: tuple[Symbol, ...] = (),
-    name: Scalar | None = None,
-) -> Symbol:
-    key = name or found.key
-    span = _trimmed(found.span, source)
-    if key is None:
-        return Symbol(detail or found.name, kind, "", span, Span(span.start, span.start), children)
-    name_span = inner_span(source, key)
-    return Symbol(key.text or "?", kind, detail, span.hull(name_span), name_span, children)
+class _Outline:
+    """Makes the symbols of one document."""
+
+    def __init__(self, source: SourceFile, ranges: Ranges) -> None:
+        self._source = source
+        self._ranges = ranges
+
+    def sections(self, root: Node | None) -> list[lsp.DocumentSymbol]:
+        found = []
+        for section in fields(root if isinstance(root, Mapping) else None):
+            if len(section.path) != 1 or section.key is None:
+                continue
+            detail = quoted(section.value) if isinstance(section.value, Scalar) else ""
+            symbol = self._symbol(section, lsp.SymbolKind.Namespace, detail)
+            if section.name in _SECTIONS:
+                symbol.children = list(self._children(section)) or None
+            found.append(symbol)
+        return found
+
+    def _symbol(
+        self, found: Field, kind: lsp.SymbolKind, detail: str, name: Scalar | None = None
+    ) -> lsp.DocumentSymbol:
+        key, of = name or found.key, self._ranges.of
+        span = _trimmed(found.span, self._source)
+        if key is None:
+            start = of(Span(span.start, span.start))
+            return lsp.DocumentSymbol(detail or found.name, kind, of(span), start)
+        own = inner_span(self._source, key)
+        return lsp.DocumentSymbol(
+            key.text or "?", kind, of(span.hull(own)), of(own), detail=detail or None
+        )
+
+    def _children(self, section: Field) -> Iterator[lsp.DocumentSymbol]:
+        for child in fields(section.value, section.path):
+            if section.name == "clauses":
+                yield from self._clause(child)
+            elif len(child.path) == 2 and section.name == "imports":
+                yield self._symbol(child, lsp.SymbolKind.File, _text(child.value, "file"))
+            elif len(child.path) == 2 and child.key is not None:
+                yield self._symbol(
+                    child, _CHILDREN[section.name], _detail(section.name, child.value)
+                )
+
+    def _clause(self, child: Field) -> Iterator[lsp.DocumentSymbol]:
+        """Yield the symbol of a clause, in each of the forms that `clauses` may have."""
+        detail, body = _requirement(child.value), isinstance(child.value, Mapping)
+        name = child.value.get("id") if isinstance(child.value, Mapping) else None
+        if child.key is None:
+            if len(child.path) == 2 and isinstance(name, Scalar):
+                yield self._symbol(child, lsp.SymbolKind.Property, detail, name)
+        elif len(child.path) == 2 or (
+            len(child.path) == 3 and isinstance(child.path[1], int) and body
+        ):
+            yield self._symbol(child, lsp.SymbolKind.Property, detail)
 
 
 def _trimmed(span: Span, source: SourceFile) -> Span:
@@ -212,35 +230,6 @@ _CHILDREN = {
     "kernels": lsp.SymbolKind.Object,
     "constants": lsp.SymbolKind.Constant,
 }
-
-
-def _children(section: Field, source: SourceFile) -> Iterator[Symbol]:
-    for child in fields(section.value, section.path):
-        if section.name == "clauses":
-            yield from _clause(child, source)
-        elif len(child.path) == 2 and section.name == "imports":
-            yield _symbol(child, lsp.SymbolKind.File, _text(child.value, "file"), source)
-        elif len(child.path) == 2 and child.key is not None:
-            kind = _CHILDREN[section.name]
-            yield _symbol(child, kind, _detail(section.name, child.value), source)
-
-
-def _clause(child: Field, source: SourceFile) -> Iterator[Symbol]:
-    """Yield the symbol of a clause, in each of the forms that `clauses` may have."""
-    detail = _requirement(child.value)
-    if child.key is not None and len(child.path) == 2:
-        yield _symbol(child, lsp.SymbolKind.Property, detail, source)
-    elif child.key is None and len(child.path) == 2 and isinstance(child.value, Mapping):
-        name = child.value.get("id")
-        if isinstance(name, Scalar):
-            yield _symbol(child, lsp.SymbolKind.Property, detail, source, name=name)
-    elif (
-        child.key is not None
-        and len(child.path) == 3
-        and isinstance(child.path[1], int)
-        and isinstance(child.value, Mapping)
-    ):
-        yield _symbol(child, lsp.SymbolKind.Property, detail, source)
 
 
 def _requirement(node: Node) -> str:

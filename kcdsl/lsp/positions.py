@@ -198,6 +198,10 @@ class Ranges:
         """Return the offset of a position."""
         return self.lines.offset(position, self.encoding)
 
+    def at(self, offset: int) -> lsp.Position:
+        """Return the position of an offset."""
+        return self.of(Span(offset, offset)).start
+
     def span(self, range: lsp.Range) -> Span:
         """Return the span of a range."""
         start, end = self.offset(range.start), self.offset(range.end)

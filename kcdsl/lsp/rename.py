@@ -22,7 +22,6 @@ from kcdsl.diagnostics.model import Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, library_digest
-from kcdsl.ir.terms import Program
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.nodes import Kind, Occurrence, at, inner_span, occurrences
 from kcdsl.source.yaml_nodes import Scalar
@@ -101,20 +100,15 @@ def _check_meaning(
     if _shape(old, target.key, name) != _shape(new, None, name):
         raise CannotRename(f"the name `{name}` would be taken for something else")
     if old.program is None:
-        before = sum(d.severity is Severity.ERROR for d in _findings(snapshot))
-        if sum(d.severity is Severity.ERROR for d in sink) > before:
+        before = Sink()
+        snapshot.read(snapshot.source, before)
+        if _errors(sink) > _errors(before):
             raise CannotRename(f"the contract would have more errors with the name `{name}`")
         return
     if new.program is None:
         raise CannotRename(f"the contract would not compile with the name `{name}`")
     if digest(new.program) != digest(under_new_name(old.program, target, name)):
         raise CannotRename(f"the contract would mean something else with the name `{name}`")
-
-
-def _findings(snapshot: Snapshot) -> Sink:
-    sink = Sink()
-    snapshot.read(snapshot.source, sink)
-    return sink
 
 
 def _shape(analysis: Analysis, key: object, name: str) -> list[tuple[Kind, str, int | None]]:
@@ -314,7 +308,8 @@ def _check_importer(
     if old.library is not None and new.library is not None:
         same = library_digest(old.library) == library_digest(new.library)
     elif old.program is not None and new.program is not None:
-        same = digest(new.program) in {digest(p) for p in _expected(old.program, here, name)}
+        expected = (old.program, under_new_name(old.program, here, name))
+        same = digest(new.program) in {digest(program) for program in expected}
     else:
         return
     if not same:
@@ -328,11 +323,6 @@ def _errors(sink: Sink) -> int:
 def _lost(old: Analysis, new: Analysis) -> bool:
     lost_program = old.program is not None and new.program is None
     return lost_program or (old.library is not None and new.library is None)
-
-
-def _expected(program: Program, here: Occurrence, name: str) -> tuple[Program, Program]:
-    """Return what a contract may mean afterwards: the same, or the same under the new name."""
-    return program, under_new_name(program, here, name)
 
 
 def _shown(snapshot: Snapshot) -> str:

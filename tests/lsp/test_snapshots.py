@@ -27,7 +27,7 @@ from kcdsl.lsp.reports import latest, verdicts
 from kcdsl.route.router import route
 from kcdsl.source.files import SIZE_LIMIT
 from tests.support.editor import HEAD
-from tests.support.snapshots import place, snapshot, span
+from tests.support.snapshots import place, ranges, snapshot, span
 
 TEXT = HEAD + (
     "clauses:\n"
@@ -224,7 +224,7 @@ def test_a_huge_document_is_refused_at_once() -> None:
     text = "#" * (SIZE_LIMIT + 1)
     (found,) = snapshot(text).findings
     assert found.code.id == "KC011"
-    assert outline(snapshot(text).analysis) == ()
+    assert outline((known := snapshot(text)).analysis, ranges(known)) == []
 
 
 # --- outline -------------------------------------------------------------------------------------
@@ -236,21 +236,26 @@ def test_the_outline_of_every_form_of_clauses() -> None:
         "  - {id: A, metric: p99_kl, threshold: 0.02, level: L2}\n"
         "  - B: {require: [rng_seed], level: L2}\n"
     )
-    clauses = next(s for s in outline(snapshot(text).analysis) if s.name == "clauses")
+    known = snapshot(text)
+    clauses = next(s for s in outline(known.analysis, ranges(known)) if s.name == "clauses")
+    assert clauses.children is not None
     assert [(c.name, c.kind, c.detail) for c in clauses.children] == [
         ("A", lsp.SymbolKind.Property, "p99_kl 0.02"),
         ("B", lsp.SymbolKind.Property, "has(trace, [rng_seed])"),
     ]
     for symbol in (clauses, *clauses.children):
-        assert symbol.span.start <= symbol.name_span.start
-        assert symbol.name_span.end <= symbol.span.end
+        assert symbol.range.start <= symbol.selection_range.start
+        assert symbol.selection_range.end <= symbol.range.end
 
 
 def test_symbols_lie_inside_those_around_them() -> None:
-    for symbol in outline(snapshot(TEXT).analysis):
-        for child in symbol.children:
-            assert symbol.span.start <= child.span.start
-            assert child.span.end <= symbol.span.end
+    known = snapshot(TEXT)
+    symbols = outline(known.analysis, ranges(known))
+    assert any(symbol.children for symbol in symbols)
+    for symbol in symbols:
+        for child in symbol.children or ():
+            assert symbol.range.start <= child.range.start
+            assert child.range.end <= symbol.range.end
 
 
 def test_folds() -> None:
@@ -288,20 +293,29 @@ def test_selections_grow() -> None:
 # --- hints and lenses ----------------------------------------------------------------------------
 
 
+def shown_hints(known: Snapshot, within: Span) -> set[tuple[int, str]]:
+    """Return the lines and the words of hints."""
+    found = hints(known, within, ranges(known))
+    return {(hint.position.line, str(hint.label)) for hint in found}
+
+
+def commands(known: Snapshot) -> list[lsp.Command]:
+    """Return the commands of the lenses."""
+    return [x.command for x in lenses(known, ranges(known)) if x.command is not None]
+
+
 def test_hints_say_what_is_left_unsaid() -> None:
     known = snapshot(TEXT)
-    found = {(TEXT[: h.offset].count("\n"), h.text) for h in hints(known, Span(0, len(TEXT)))}
+    found = shown_hints(known, Span(0, len(TEXT)))
     first = TEXT[: place(TEXT, "N-1")].count("\n")
     assert (first, ": nats over requests") in found
     assert (first, " → guard") in found
     assert not any(line == first and " on " in text for line, text in found)
     stated = snapshot(TEXT.replace("slices: [long], level: L2", "level: L2, then: log"))
-    texts = {
-        h.text for h in hints(stated, span(stated.source.text, "N-1: {require: p99(kl) <= 1"[:5]))
-    }
-    assert " on all" not in texts
-    whole = {h.text for h in hints(stated, Span(0, len(stated.source.text)))}
-    assert " on all" in whole
+    part = shown_hints(stated, span(stated.source.text, "N-1: {require: p99(kl) <= 1"[:5]))
+    assert " on all" not in {text for _, text in part}
+    whole = shown_hints(stated, Span(0, len(stated.source.text)))
+    assert " on all" in {text for _, text in whole}
 
 
 def test_an_error_elsewhere_does_not_hide_what_is_known_of_a_clause() -> None:
@@ -312,7 +326,7 @@ def test_an_error_elsewhere_does_not_hide_what_is_known_of_a_clause() -> None:
         '  C: {require: "exists x in points(all): span(drift(attn_0, x)) <= 1", level: L2}\n'
     )
     known = snapshot(text)
-    found = {(text[: h.offset].count("\n"), h.text) for h in hints(known, Span(0, len(text)))}
+    found = shown_hints(known, Span(0, len(text)))
     line = text[: place(text, "A:")].count("\n")
     assert {(line, " → empirical"), (line, " → higher_precision"), (line + 2, " → nobody")} <= found
     assert (line + 1, " → empirical") not in found
@@ -322,11 +336,11 @@ def test_an_error_elsewhere_does_not_hide_what_is_known_of_a_clause() -> None:
 
 
 def test_no_lens_on_a_contract_that_does_not_compile() -> None:
-    assert [(x.command, x.clause) for x in lenses(snapshot(TEXT))] == [
-        ("evaluate", "N-1"),
-        ("verify", "N-2"),
+    assert [(x.command, x.arguments[1:]) for x in commands(snapshot(TEXT)) if x.arguments] == [
+        ("kcdsl.evaluate", ["N-1"]),
+        ("kcdsl.verify", ["N-2"]),
     ]
-    assert lenses(snapshot(TEXT.replace("p99(kl)", "p99(klx)"))) == []
+    assert commands(snapshot(TEXT.replace("p99(kl)", "p99(klx)"))) == []
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -356,7 +370,7 @@ def test_verdicts_belong_to_a_digest(tmp_path: Path) -> None:
     assert found is not None
     assert "✗ violated on `long` (0.5 nat, 8 samples), says report.json" in found.text
     assert "stale" not in found.text
-    assert lenses(known)[0].title == "✗ violated · evaluate this contract"
+    assert commands(known)[0].title == "✗ violated · evaluate this contract"
     edited = snapshot(TEXT.replace("0.02", "0.03"), tmp_path)
     later = hover(edited, place(TEXT, "N-1"))
     assert later is not None

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lsprotocol.types import PositionEncodingKind
+
 from kcdsl.diagnostics.spans import Span
+from kcdsl.lsp.answers import Question
 from kcdsl.lsp.documents import Checker, Snapshot, Texts, document
+from kcdsl.lsp.positions import Ranges
 
 
 def snapshot(text: str, folder: Path | None = None, texts: Texts | None = None) -> Snapshot:
     """Return what is known of a text, as if it stood in a folder."""
     place = (folder or Path("/nowhere")) / "c.kc.yaml"
     return Checker().snapshot(document(place.as_uri(), text, 1), texts or {})
+
+
+def ranges(known: Snapshot) -> Ranges:
+    """Return what converts places in code points."""
+    return Question(known, PositionEncodingKind.Utf32).ranges
 
 
 def place(text: str, piece: str, into: int = 0) -> int:

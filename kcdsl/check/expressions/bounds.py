@@ -41,7 +41,7 @@ _LOWER = {">=", ">"}
 _WRITTEN = re.compile(r"p[0-9]+(?=[ ]*\()")
 _INSTEAD = re.compile(r"write (p[0-9]+)\(")
 _PLAIN = re.compile(r"[0-9.]+")
-_NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
+NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
 def check_compare(
@@ -67,7 +67,7 @@ def check_compare(
         return False
     if side == 0:
         return True
-    op = compare.op if side > 0 else _NEGATED.get(compare.op, compare.op)
+    op = compare.op if side > 0 else NEGATED.get(compare.op, compare.op)
     if (
         not against
         and op in _UPPER | _LOWER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from kcdsl.check.expressions.bounds import check_threshold, tables_stand_alone
+from kcdsl.check.expressions.bounds import NEGATED, check_threshold, tables_stand_alone
 from kcdsl.check.expressions.fields import TRACE_FIELDS, doubtful
 from kcdsl.check.expressions.measurements import align, check_signs
 from kcdsl.check.expressions.names import (
@@ -41,7 +41,6 @@ from kcdsl.ir.canonical import free_variables
 from kcdsl.syntax import ast
 
 _FIELD = re.compile(r"[^\s()<>=\[\]{}]+")
-NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
 def formula(

@@ -14,7 +14,7 @@ from kcdsl.check.sections.sources import (
     read_recording,
     read_service,
 )
-from kcdsl.check.sections.structure import RawKernel, StructureReader
+from kcdsl.check.sections.structure import MODEL_FIELDS, RawKernel, StructureReader
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
     MISSING_FIELD,
@@ -66,15 +66,8 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
     """Check the section `model`; None after an error."""
     if node is None:
         return None
-    texts = {
-        name: reader.text(node, name)
-        for name in ("checkpoint", "architecture", "module", "config", "tokenizer")
-    }
-    checkpoint, architecture, module = (
-        texts["checkpoint"],
-        texts["architecture"],
-        texts["module"],
-    )
+    texts = {name: reader.text(node, name) for name in MODEL_FIELDS}
+    architecture, module = texts["architecture"], texts["module"]
     if node.get("architecture") is not None and node.get("module") is not None:
         first, second = (
             next(e.key for e in node.entries if e.key.text == name)
@@ -109,17 +102,8 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
             module.span,
             "write package.module:factory",
         )
-    if checkpoint is None:
-        return None
-    values = {name: scalar.text if scalar is not None else None for name, scalar in texts.items()}
-    return ModelRef(
-        checkpoint.text,
-        values["architecture"],
-        values["module"],
-        values["config"],
-        values["tokenizer"],
-        node.span,
-    )
+    values = {name: scalar.text for name, scalar in texts.items() if scalar is not None}
+    return ModelRef(**values, span=node.span) if "checkpoint" in values else None
 
 
 def _or_module(help: str) -> str:

@@ -74,7 +74,7 @@ _SKELETONS = {
     "slices": "slices: {all: {}}",
 }
 """The text that a fix writes for a missing section; no clause can be guessed."""
-_MODEL_FIELDS = ("checkpoint", "architecture", "module", "config", "tokenizer")
+MODEL_FIELDS = ("checkpoint", "architecture", "module", "config", "tokenizer")
 _EXPRESSION_FIELDS = ("require", "budget")
 _RECORD_FIELDS = ("metric", "threshold", "op", "delta", "over")
 ACTION_FIELDS = ("then", "remediation", "action")
@@ -206,7 +206,7 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
     reader.fields(root, "a contract", SECTIONS, required, _SKELETONS)
     kernels = reader.mapping(root, "kernels", ROLES, own)
     found = [(role, read_kernel_fields(reader, kernels, role)) for role in ROLES]
-    model = reader.mapping(root, "model", _MODEL_FIELDS, ("checkpoint",))
+    model = reader.mapping(root, "model", MODEL_FIELDS, ("checkpoint",))
     return RawContract(
         name=identifier(reader, reader.text(root, "contract"), CLAUSE_ID, "contract"),
         version=reader.text(root, "version", numbers=True),
