@@ -11,15 +11,23 @@ from lsprotocol import types as lsp
 from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp import decorations
-from kcdsl.lsp.actions import EXPLAIN, FIX_ALL, QUICK_FIX, REWRITE, Action, actions, formatting
-from kcdsl.lsp.completion import complete, completion_item
 from kcdsl.lsp.cursor import Signature, signature
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.findings import diagnostics, result_id
-from kcdsl.lsp.hover import hover
-from kcdsl.lsp.knowledge import describe_function
-from kcdsl.lsp.navigation import (
+from kcdsl.lsp.features import decorations
+from kcdsl.lsp.features.actions import (
+    EXPLAIN,
+    FIX_ALL,
+    QUICK_FIX,
+    REWRITE,
+    Action,
+    actions,
+    formatting,
+)
+from kcdsl.lsp.features.completion import complete, completion_item
+from kcdsl.lsp.features.findings import diagnostics, result_id
+from kcdsl.lsp.features.hover import hover
+from kcdsl.lsp.features.knowledge import describe_function
+from kcdsl.lsp.features.navigation import (
     definition,
     folds,
     highlights,
@@ -29,8 +37,8 @@ from kcdsl.lsp.navigation import (
     selection,
     with_open_texts,
 )
+from kcdsl.lsp.features.rename import prepare, references_across, rename_across
 from kcdsl.lsp.positions import NOWHERE, Carry, Ranges, markup
-from kcdsl.lsp.rename import prepare, references_across, rename_across
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.lsp import answers
 from kcdsl.lsp.answers import Question
 from kcdsl.lsp.documents import Document, Snapshot, path_of
-from kcdsl.lsp.hover import code_text
-from kcdsl.lsp.rename import CannotRename
+from kcdsl.lsp.features.hover import code_text
+from kcdsl.lsp.features.rename import CannotRename
 from kcdsl.lsp.session import (
     Session,
     Work,

@@ -18,8 +18,8 @@ from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.answers import FEATURES, Question
 from kcdsl.lsp.documents import Checker, Snapshot, document
+from kcdsl.lsp.features.rename import CannotRename
 from kcdsl.lsp.positions import Lines
-from kcdsl.lsp.rename import CannotRename
 from tests.fuzz.promise import expect
 
 CURSORS = 5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.lsp.hover import hover
+from kcdsl.lsp.features.hover import hover
 from tests.support.editor import HEAD
 from tests.support.snapshots import snapshot
 

@@ -11,9 +11,9 @@ from kcdsl.check.fixing import edited
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
-from kcdsl.lsp.actions import FIX_ALL, QUICK_FIX, REWRITE, Action, actions, formatting
-from kcdsl.lsp.navigation import definition, highlights, references
-from kcdsl.lsp.rename import CannotRename, prepare, rename
+from kcdsl.lsp.features.actions import FIX_ALL, QUICK_FIX, REWRITE, Action, actions, formatting
+from kcdsl.lsp.features.navigation import definition, highlights, references
+from kcdsl.lsp.features.rename import CannotRename, prepare, rename
 from tests.support.editor import HEAD
 from tests.support.snapshots import place, snapshot, span
 

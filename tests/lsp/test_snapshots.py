@@ -17,11 +17,11 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.lsp import documents, reports
 from kcdsl.lsp.cursor import mend
-from kcdsl.lsp.decorations import TYPES, encode, hints, lenses, tokens
 from kcdsl.lsp.documents import Checker, Snapshot, document
-from kcdsl.lsp.hover import hover
-from kcdsl.lsp.knowledge import description_at, fields_at, values_at
-from kcdsl.lsp.navigation import folds, outline, selection
+from kcdsl.lsp.features.decorations import TYPES, encode, hints, lenses, tokens
+from kcdsl.lsp.features.hover import hover
+from kcdsl.lsp.features.knowledge import description_at, fields_at, values_at
+from kcdsl.lsp.features.navigation import folds, outline, selection
 from kcdsl.lsp.positions import NOWHERE
 from kcdsl.lsp.reports import latest, verdicts
 from kcdsl.route.router import route
@@ -131,7 +131,7 @@ def test_tokens_of_a_large_document_are_those_of_a_small_one(
     text = large().replace("p99(kl) <= 7e-6", "forall x in points(long): span(drift(head, x)) <= 1")
     known = snapshot(text)
     expected = tokens(known)
-    monkeypatch.setattr("kcdsl.lsp.decorations.LARGE", 100)
+    monkeypatch.setattr("kcdsl.lsp.features.decorations.LARGE", 100)
     monkeypatch.setattr(documents, "LARGE", 100)
     assert tokens(snapshot(text)) == expected
     assert len(expected) > 300

@@ -167,7 +167,7 @@ def _metric_named(name: str, registry: Registry) -> MetricDefinition | None:
 
 def _show_metric(metric: MetricDefinition, format: Form) -> None:
     """Print a metric as editors show it. Refuse JSON."""
-    from kcdsl.lsp.knowledge import describe_metric
+    from kcdsl.lsp.features.knowledge import describe_metric
 
     if format is Form.JSON:
         help = "leave --format out; docs/metrics.md has the table of all metrics"

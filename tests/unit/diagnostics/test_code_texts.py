@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INDEX = "docs/codes.md"
 NO_CODES = {
-    "KC000": "kcdsl/lsp/completion.py",  # a snippet has it where the author writes a code
+    "KC000": "kcdsl/lsp/features/completion.py",  # a snippet has it where the author writes a code
     "KC799": "kcdsl/diagnostics/pages/KC902.md",  # the page of the unknown code
 }
 PROGRAMS = ("kcdsl", "backends", "certs", "grammar", "examples")

@@ -17,7 +17,7 @@ from kcdsl.diagnostics.codes import all_codes
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.knowledge import (
+from kcdsl.lsp.features.knowledge import (
     FieldHelp,
     describe_metric,
     description_at,
@@ -75,7 +75,7 @@ def complete(snapshot: Snapshot, offset: int) -> list[Item]:
         return _keys(cursor, span, library, source.text)
     start = language(cursor.path, Scalar(None, cursor.before, "plain", span))
     if start is not None:
-        from kcdsl.lsp.suggestions import suggest
+        from kcdsl.lsp.features.suggestions import suggest
 
         items = suggest(known, start, cursor.before, offset)
         if cursor.path[-1] == "threshold" and not cursor.before.strip():

@@ -17,7 +17,7 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.escalation import ACTIONS, severity
 from kcdsl.ir.escalation import ALIASES as ACTION_ALIASES
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.knowledge import (
+from kcdsl.lsp.features.knowledge import (
     KEYWORDS,
     KnownClause,
     clause_named,

@@ -16,7 +16,7 @@ from kcdsl.format import edits, format_text
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest
 from kcdsl.lsp.documents import LARGE, Snapshot
-from kcdsl.lsp.knowledge import KnownClause, clause_at
+from kcdsl.lsp.features.knowledge import KnownClause, clause_at
 from kcdsl.lsp.nodes import fields_at, language
 from kcdsl.lsp.positions import NOWHERE
 from kcdsl.source.removal import remove_parts

@@ -16,7 +16,7 @@ from kcdsl.check.layout import layout
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.documents import LARGE, Snapshot
-from kcdsl.lsp.knowledge import (
+from kcdsl.lsp.features.knowledge import (
     KnownClause,
     is_formal,
     known_clauses,

@@ -27,9 +27,9 @@ from kcdsl.check.expressions.names import (
 )
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.completion import Item
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.knowledge import (
+from kcdsl.lsp.features.completion import Item
+from kcdsl.lsp.features.knowledge import (
     KEYWORDS,
     describe_block,
     describe_function,
