@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, insertion, nearest, replacement, suggest, wrapped
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
+from kcdsl.ir.formulas import subterms
 from kcdsl.metrics import MetricDefinition, Registry
 from kcdsl.syntax import ast
 from kcdsl.units import Dimension, describe, example, sample, takes_bare_numbers
@@ -107,9 +109,31 @@ def combine(op: str, left: Typed, right: Typed, span: Span, reporter: Reporter) 
     return Typed(ir.Arith(op, left.term, right.term, span), dimension)
 
 
-def negated(inner: Typed, span: Span, reporter: Reporter) -> Typed | None:
-    zero = ir.Number(Fraction(0), str(inner.dimension), span)
-    return combine("-", Typed(zero, inner.dimension, inner.bare), inner, span, reporter)
+def arithmetic(
+    expression: ast.Num | ast.Minus | ast.Binary,
+    typed: Callable[[ast.Expression], Typed | None],
+    reporter: Reporter,
+) -> Typed | None:
+    """Type a number, or a sum, product or negation of parts that `typed` types."""
+    span = expression.span
+    match expression:
+        case ast.Num():
+            read = quantity(expression, reporter)
+            if read is None:
+                return None
+            value, dimension, bare = read
+            return Typed(ir.Number(value, str(dimension), span), dimension, bare)
+        case ast.Minus(of=of):
+            inner = typed(of)
+            if inner is None:
+                return None
+            zero = ir.Number(Fraction(0), str(inner.dimension), span)
+            return combine("-", Typed(zero, inner.dimension, inner.bare), inner, span, reporter)
+        case ast.Binary(op=op, left=left, right=right):
+            first, second = typed(left), typed(right)
+            if first is None or second is None:
+                return None
+            return combine(op, first, second, span, reporter)
 
 
 def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> MetricDefinition | None:
@@ -286,21 +310,8 @@ def pointwise(expression: ast.Expression, scope: Scope, reporter: Reporter) -> T
         case ast.Call(function=ast.Name(id="abs"), arguments=(only,), span=span):
             inner = pointwise(only, scope, reporter)
             return None if inner is None else Typed(ir.Abs(inner.term, span), inner.dimension)
-        case ast.Num(span=span):
-            read = quantity(expression, reporter)
-            if read is None:
-                return None
-            value, dimension, bare = read
-            return Typed(ir.Number(value, str(dimension), span), dimension, bare)
-        case ast.Minus(of=of, span=span):
-            inner = pointwise(of, scope, reporter)
-            return None if inner is None else negated(inner, span, reporter)
-        case ast.Binary(op=op, left=left, right=right, span=span):
-            first = pointwise(left, scope, reporter)
-            second = pointwise(right, scope, reporter)
-            if first is None or second is None:
-                return None
-            return combine(op, first, second, span, reporter)
+        case ast.Num() | ast.Minus() | ast.Binary():
+            return arithmetic(expression, lambda part: pointwise(part, scope, reporter), reporter)
         case _:
             reporter.error(
                 WRONG_SORT,
@@ -326,15 +337,7 @@ def _instead(expression: ast.Expression) -> str | None:
 
 def metrics_of(term: ir.Term) -> tuple[ir.Metric, ...]:
     """Return every metric in a term."""
-    match term:
-        case ir.Metric():
-            return (term,)
-        case ir.Statistic(of=of) | ir.Abs(of=of):
-            return metrics_of(of)
-        case ir.Arith(left=left, right=right):
-            return metrics_of(left) + metrics_of(right)
-        case _:
-            return ()
+    return tuple(part for part in subterms(term) if isinstance(part, ir.Metric))
 
 
 def check_signs(

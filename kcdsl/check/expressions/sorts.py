@@ -20,6 +20,9 @@ from kcdsl.check.expressions.names import (
     STATISTICS,
     Scope,
 )
+from kcdsl.diagnostics.codes import WRONG_SORT
+from kcdsl.diagnostics.model import Fix
+from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import Span
 from kcdsl.metrics import Counted, MetricDefinition
 from kcdsl.syntax import ast
@@ -160,6 +163,20 @@ def described(
             return f"`{name}(...)`"
         case _:
             return "an expression without a sort"
+
+
+def wrong_sort(
+    wanted: object,
+    found: ast.Expression,
+    scope: Scope,
+    reporter: Reporter,
+    help: str | None = None,
+    *,
+    fix: Fix | None = None,
+) -> None:
+    """Report an expression that stands in the place of another sort."""
+    message = f"a {wanted} is needed here, not {described(found, scope)}"
+    reporter.error(WRONG_SORT, message, found.span, help, fix=fix)
 
 
 @dataclass(slots=True)

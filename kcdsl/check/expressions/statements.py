@@ -18,7 +18,17 @@ from kcdsl.check.expressions.names import (
     single_comparison,
     takes,
 )
-from kcdsl.check.expressions.sorts import REGION, UNKNOWN, described, sort_of
+from kcdsl.check.expressions.sorts import (
+    BOOL,
+    FIELD,
+    REGION,
+    SLICE,
+    UNKNOWN,
+    ListOf,
+    described,
+    sort_of,
+    wrong_sort,
+)
 from kcdsl.check.expressions.terms import block_name, check_input, term, variable_name
 from kcdsl.diagnostics.codes import (
     BAD_IDENTIFIER,
@@ -107,11 +117,8 @@ def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporte
             "compare a statistic of a metric, or a norm of a drift, with a number",
         )
         return
-    reporter.error(
-        WRONG_SORT,
-        f"a Bool is needed here, not {described(expression, scope)}",
-        expression.span,
-        "compare it with something, such as `... <= 0.02`",
+    wrong_sort(
+        BOOL, expression, scope, reporter, "compare it with something, such as `... <= 0.02`"
     )
 
 
@@ -210,11 +217,7 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
         return None
     slice_name = arguments[0]
     if not isinstance(slice_name, ast.Name):
-        reporter.error(
-            WRONG_SORT,
-            f"a Slice is needed here, not {described(slice_name, scope)}",
-            slice_name.span,
-        )
+        wrong_sort(SLICE, slice_name, scope, reporter)
         return None
     if slice_name.id not in scope.slices:
         reporter.error(
@@ -305,13 +308,9 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
             Edit(Span(listed.span.end, listed.span.end), "]"),
         )
         named = isinstance(listed, ast.Name)
-        reporter.error(
-            WRONG_SORT,
-            f"a List[Field] is needed here, not {described(listed, scope)}",
-            listed.span,
-            "write has(trace, [field, ...])",
-            fix=Fix("put it in square brackets", edits, safe=False) if named else None,
-        )
+        fix = Fix("put it in square brackets", edits, safe=False) if named else None
+        help = "write has(trace, [field, ...])"
+        wrong_sort(ListOf(FIELD), listed, scope, reporter, help, fix=fix)
         return None
     fields: list[tuple[str, Span]] = []
     for item in listed.items:
@@ -319,9 +318,7 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
             case ast.Name(id=name, span=span) | ast.Text(value=name, span=span):
                 fields.append((name, span))
             case _:
-                reporter.error(
-                    WRONG_SORT, f"a Field is needed here, not {described(item, scope)}", item.span
-                )
+                wrong_sort(FIELD, item, scope, reporter)
                 return None
     return trace_fields(fields, call.span, reporter)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from kcdsl.check.expressions.measurements import Typed, aggregate, combine, negated, statistic
+from kcdsl.check.expressions.measurements import Typed, aggregate, arithmetic, statistic
 from kcdsl.check.expressions.names import (
     BLOCK,
     BLOCK_EXAMPLES,
@@ -20,17 +20,15 @@ from kcdsl.check.expressions.names import (
     STATISTICS,
     Scope,
     arguments_error,
-    quantity,
     takes,
 )
-from kcdsl.check.expressions.sorts import BLOCK_SORT, SEQUENCE, STATES, described
+from kcdsl.check.expressions.sorts import BLOCK_SORT, SEQUENCE, STATES, wrong_sort
 from kcdsl.diagnostics.codes import (
     BLOCK_NAME,
     REGION_OF_TOKENS,
     UNKNOWN_FUNCTION,
     UNKNOWN_NAME,
     UNKNOWN_TABLE,
-    WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, nearest, replacement, suggest, wrapped
@@ -49,12 +47,8 @@ _FINE_LEVEL = re.compile(r"p(9[0-9]{2,})")
 def drift(expression: ast.Expression, scope: Scope, reporter: Reporter) -> ir.Drift | None:
     """Type `drift(block, x)` or `measured_drift(block, x)`."""
     if not isinstance(expression, ast.Call) or expression.function.id not in DRIFTS:
-        reporter.error(
-            WRONG_SORT,
-            f"a drift is needed here, not {described(expression, scope)}",
-            expression.span,
-            "norms take drift(block, x) or measured_drift(block, x)",
-        )
+        help = "norms take drift(block, x) or measured_drift(block, x)"
+        wrong_sort("drift", expression, scope, reporter, help)
         return None
     if not takes(expression, reporter):
         return None
@@ -71,32 +65,14 @@ def drift(expression: ast.Expression, scope: Scope, reporter: Reporter) -> ir.Dr
 def term(expression: ast.Expression, scope: Scope, reporter: Reporter) -> Typed | None:
     """Type a term; None after an error."""
     match expression:
-        case ast.Num(span=span):
-            read = quantity(expression, reporter)
-            if read is None:
-                return None
-            value, dimension, bare = read
-            return Typed(ir.Number(value, str(dimension), span), dimension, bare)
+        case ast.Num() | ast.Minus() | ast.Binary():
+            return arithmetic(expression, lambda part: term(part, scope, reporter), reporter)
         case ast.Name():
             return aggregate(expression, scope, reporter)
-        case ast.Minus(of=of, span=span):
-            inner = term(of, scope, reporter)
-            if inner is None:
-                return None
-            return negated(inner, span, reporter)
-        case ast.Binary(op=op, left=left, right=right, span=span):
-            first, second = term(left, scope, reporter), term(right, scope, reporter)
-            if first is None or second is None:
-                return None
-            return combine(op, first, second, span, reporter)
         case ast.Call():
             return _call(expression, scope, reporter)
         case _:
-            reporter.error(
-                WRONG_SORT,
-                f"a Real is needed here, not {described(expression, scope)}",
-                expression.span,
-            )
+            wrong_sort("Real", expression, scope, reporter)
             return None
 
 
@@ -117,18 +93,11 @@ def _call(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
     if name in STATISTICS or PERCENTILE.fullmatch(name):
         return statistic(call, scope, reporter)
     if name in DRIFTS:
-        reporter.error(
-            WRONG_SORT,
-            f"a Real is needed here, not {described(call, scope)}",
-            call.span,
-            f"write norm_inf({name}(...)), norm_2(...) or span(...)",
-            fix=wrapped(call.span, "norm_inf"),
-        )
+        help = f"write norm_inf({name}(...)), norm_2(...) or span(...)"
+        wrong_sort("Real", call, scope, reporter, help, fix=wrapped(call.span, "norm_inf"))
         return None
     if name in FUNCTIONS:
-        reporter.error(
-            WRONG_SORT, f"a Real is needed here, not {described(call, scope)}", call.span
-        )
+        wrong_sort("Real", call, scope, reporter)
         return None
     _unknown_function(call, scope, reporter)
     return None
@@ -185,8 +154,7 @@ def table_value(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | Non
 def block_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> str | None:
     """Return the block that an argument names."""
     if not isinstance(expression, ast.Name):
-        found = described(expression, scope)
-        reporter.error(WRONG_SORT, f"a {BLOCK_SORT} is needed here, not {found}", expression.span)
+        wrong_sort(BLOCK_SORT, expression, scope, reporter)
         return None
     if not BLOCK.fullmatch(expression.id):
         reporter.error(
@@ -208,8 +176,7 @@ def _blocks_like(name: str) -> list[str]:
 def variable_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> str | None:
     """Return the bound variable that an argument names."""
     if not isinstance(expression, ast.Name):
-        found = described(expression, scope)
-        reporter.error(WRONG_SORT, f"a bound variable is needed here, not {found}", expression.span)
+        wrong_sort("bound variable", expression, scope, reporter)
         return None
     if expression.id not in scope.variables:
         bound = ", ".join(f"`{name}`" for name in scope.variables)

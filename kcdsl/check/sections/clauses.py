@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kcdsl.check.expressions.names import Scope
@@ -188,15 +188,21 @@ def _action(context: _Context) -> str | None:
 
 
 def _evidence(context: _Context) -> ir.EvidenceKind | None:
-    node = context.raw.node("evidence")
-    if node is None:
-        return None
     kinds = [kind.value for kind in ir.EvidenceKind]
-    if isinstance(node, Scalar) and node.text in kinds:
-        return ir.EvidenceKind(node.text)
+    word = _word(context, "evidence", "kind of evidence", kinds, kinds)
+    return None if word is None else ir.EvidenceKind(word.text)
+
+
+def _word(
+    context: _Context, field: str, what: str, allowed: Collection[str], shown: list[str]
+) -> Scalar | None:
+    """Return the word of a field; None where it is absent, or another than those allowed."""
+    node = context.raw.node(field)
+    if node is None or (isinstance(node, Scalar) and node.text in allowed):
+        return node
     text = node.text if isinstance(node, Scalar) else node.kind
     context.reporter.error(
-        NOT_ALLOWED, f"there is no kind of evidence `{text}`", node.span, suggest(text, kinds)
+        NOT_ALLOWED, f"there is no {what} `{text}`", node.span, suggest(text, shown)
     )
     return None
 
@@ -301,17 +307,9 @@ def _only_slice(context: _Context) -> Fix | None:
 
 
 def _declared_family(context: _Context) -> tuple[ir.Family, Span] | None:
-    node = context.raw.node("family")
-    if node is None:
-        return None
-    if isinstance(node, Scalar) and node.text in FAMILIES:
-        return FAMILIES[node.text], node.span
-    text = node.text if isinstance(node, Scalar) else node.kind
     names = [family.value for family in ir.Family]
-    context.reporter.error(
-        NOT_ALLOWED, f"there is no family `{text}`", node.span, suggest(text, names)
-    )
-    return None
+    word = _word(context, "family", "family", FAMILIES, names)
+    return None if word is None else (FAMILIES[word.text], word.span)
 
 
 def families_of(requirement: ir.Formula, metrics: Registry) -> Iterator[tuple[ir.Family, Span]]:

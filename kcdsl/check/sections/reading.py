@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import abc
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
@@ -278,15 +278,8 @@ class RawImport(NamedTuple):
 
 def read_slices(reader: StructureReader, root: Mapping) -> tuple[RawSlice, ...]:
     """Return the section `slices`."""
-    node = reader.mapping(root, "slices")
-    if node is None:
-        return ()
-    if not node.entries:
-        reader.reporter.error(EMPTY_SECTION, "`slices` declares no slice", node.span, "all: {}")
     found = []
-    for entry in node.entries:
-        if identifier(reader, entry.key, SLICE_NAME, "slice") is None:
-            continue
+    for entry in _declared(reader, reader.mapping(root, "slices"), "slice", "all: {}"):
         data = where = None
         if isinstance(entry.value, Mapping):
             reader.fields(entry.value, f"the slice `{entry.key.text}`", SLICE_FIELDS)
@@ -298,6 +291,42 @@ def read_slices(reader: StructureReader, root: Mapping) -> tuple[RawSlice, ...]:
             )
         found.append(RawSlice(entry.key, data, where, entry.key.span))
     return tuple(found)
+
+
+def _declared(
+    reader: StructureReader, section: Mapping | None, what: str, help: str | None = None
+) -> Iterator[Entry]:
+    """Yield the entries of a section that can be named; report one without entries."""
+    if section is not None and not section.entries:
+        message = f"`{what}s` declares no {what}"
+        reader.reporter.error(EMPTY_SECTION, message, section.span, help)
+    for entry in section.entries if section is not None else ():
+        if identifier(reader, entry.key, SLICE_NAME, what) is not None:
+            yield entry
+
+
+def _mappings(
+    reader: StructureReader,
+    parent: Mapping,
+    name: str,
+    form: tuple[str, str],
+    empty: str,
+    item_form: str,
+) -> Iterator[Mapping]:
+    """Yield the items of a list of mappings; `form` says what the list holds, with an example."""
+    node = parent.get(name)
+    if node is None:
+        return
+    if not isinstance(node, Sequence):
+        reader.wrong_kind(node, name, f"a list of {form[0]}", form[1])
+        return
+    if not node.items:
+        reader.reporter.error(EMPTY_SECTION, f"`{name}` {empty}", node.span)
+    for position, item in enumerate(node.items):
+        if isinstance(item, Mapping):
+            yield item
+        else:
+            reader.wrong_kind(item, f"{name}[{position}]", "a mapping", item_form)
 
 
 def read_kernel_fields(
@@ -313,15 +342,8 @@ def read_kernel_fields(
 
 def read_tables(reader: StructureReader, root: Mapping) -> tuple[RawTable, ...]:
     """Return the section `tables`."""
-    node = reader.mapping(root, "tables")
-    if node is None:
-        return ()
-    if not node.entries:
-        reader.reporter.error(EMPTY_SECTION, "`tables` declares no table", node.span)
-    found = []
-    for entry in node.entries:
-        if identifier(reader, entry.key, SLICE_NAME, "table") is None:
-            continue
+    node, found = reader.mapping(root, "tables"), []
+    for entry in _declared(reader, node, "table"):
         table = reader.mapping(node, entry.key.text, TABLE_FIELDS, ("unit", "rows"))
         if table is None:
             continue
@@ -334,20 +356,8 @@ def read_tables(reader: StructureReader, root: Mapping) -> tuple[RawTable, ...]:
 
 
 def _rows(reader: StructureReader, table: Mapping) -> tuple[RawRow, ...]:
-    node = table.get("rows")
-    if node is None:
-        return ()
-    if not isinstance(node, Sequence):
-        reader.wrong_kind(node, "rows", "a list of rows", "- {where: PREDICATE, value: NUMBER}")
-        return ()
-    if not node.items:
-        reader.reporter.error(EMPTY_SECTION, "`rows` has no row", node.span)
-    found = []
-    for position, item in enumerate(node.items):
-        name = f"rows[{position}]"
-        if not isinstance(item, Mapping):
-            reader.wrong_kind(item, name, "a mapping", "{where: PREDICATE, value: NUMBER}")
-            continue
+    found, row = [], "{where: PREDICATE, value: NUMBER}"
+    for item in _mappings(reader, table, "rows", ("rows", f"- {row}"), "has no row", row):
         reader.fields(item, "a row", ROW_FIELDS, ROW_FIELDS)
         where, value = reader.text(item, "where"), _value(reader, item, "value")
         found.append(RawRow(where, value, item.span))
@@ -362,19 +372,8 @@ def read_imports(
     reader: StructureReader, root: Mapping, roles: Collection[str] | None = None
 ) -> tuple[RawImport, ...]:
     """Return the section `imports`; `roles` are the only names that kernels may have here."""
-    node = root.get("imports")
-    if node is None:
-        return ()
-    if not isinstance(node, Sequence):
-        reader.wrong_kind(node, "imports", "a list of files", "- {file: ..., slices: [...]}")
-        return ()
-    if not node.items:
-        reader.reporter.error(EMPTY_SECTION, "`imports` names no file", node.span)
-    found = []
-    for position, item in enumerate(node.items):
-        if not isinstance(item, Mapping):
-            reader.wrong_kind(item, f"imports[{position}]", "a mapping", "{file: ..., ...}")
-            continue
+    found, form = [], ("files", "- {file: ..., slices: [...]}")
+    for item in _mappings(reader, root, "imports", form, "names no file", "{file: ..., ...}"):
         reader.fields(item, "an import", IMPORT_FIELDS, ("file",))
         names = tuple(
             (entry.key.text, _names(reader, entry, roles))
