@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
+from kcdsl.ir.printer import print_expression
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_budget, parse_expression
-from kcdsl.syntax.printer import print_expression
 
 KEYWORDS = {"forall", "exists", "in", "of", "and", "or", "not", "implies", "true", "false"}
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True).filter(lambda n: n not in KEYWORDS)

@@ -27,11 +27,11 @@ from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.printer import print_expression
 from kcdsl.metrics import METRICS, MetricDefinition
 from kcdsl.route.catalogue import Fragment
 from kcdsl.route.fragments import classify
 from kcdsl.syntax import ast
-from kcdsl.syntax.printer import print_expression
 from kcdsl.units import UNITS
 
 HEAD = """kcdsl: 1

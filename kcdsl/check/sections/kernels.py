@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 
 from kcdsl.check.sections.sources import (
@@ -29,30 +29,26 @@ from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model import registry
 from kcdsl.model.adapters import adapter_names, is_adapter
+from kcdsl.model.numerics import Activations, KvCache, MatrixUnit, Numerics, TensorCore, Weights
 from kcdsl.model.numerics.presets import RESULTS
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
-_UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
+_SECTIONS: dict[str, type] = {
+    "": Numerics,
+    "weights": Weights,
+    "activations": Activations,
+    "kv_cache": KvCache,
+    "tensor_core": TensorCore,
+    "linears": MatrixUnit,
+    "others": MatrixUnit,
+}
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
-    "": (
-        *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        *("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
-        *("overrides", "kv_cache"),
-    ),
+    **{name: tuple(field.name for field in fields(kind)) for name, kind in _SECTIONS.items()},
     "override": ("weights", "activations"),
-    "weights": ("format", "scale", "rounding", "scale_format", "applied"),
-    "activations": (
-        *("format", "scale", "input_scale", "input_zero_point"),
-        *("least_scale", "amax_limit", "batch_amax"),
-    ),
-    "kv_cache": ("format", "scale", "key_scale", "value_scale", "least_scale"),
     "attention": ("style", "tile", "probabilities", "scores", "exp_ulps"),
     "results": RESULTS,
-    "tensor_core": ("linears", "others"),
-    "linears": _UNIT,
-    "others": _UNIT,
 }
-_NUMBERS = {"tile", "exp_ulps", "shards", *_UNIT}
+_NUMBERS = {"tile", "exp_ulps", "shards", *_NUMERICS_FIELDS["linears"]}
 _BY_LINEAR = {"input_scale", "input_zero_point", "key_scale", "value_scale"}
 """Numbers that may stand in mappings of names of linears, and in lists; kept as written."""
 _AS_WRITTEN = {"least_scale", "amax_limit", "batch_amax"}

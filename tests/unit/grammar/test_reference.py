@@ -185,7 +185,7 @@ def test_predicates(row: list[str]) -> None:
 
 
 def test_every_operator_of_the_precedence_table_binds_as_it_says() -> None:
-    from kcdsl.syntax.printer import print_expression
+    from kcdsl.ir.printer import print_expression
 
     bound = {
         "a + b * c": "a + (b * c)",
