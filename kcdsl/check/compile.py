@@ -26,13 +26,7 @@ from kcdsl.check.sections.structure import (
 )
 from kcdsl.check.sections.tables import check_slice, check_table
 from kcdsl.check.user_metrics import read_registry
-from kcdsl.diagnostics.codes import (
-    DATA_ABSENT,
-    MODEL_CONFIG,
-    NOT_A_CONTRACT,
-    STORED_PROGRAM,
-    UNUSED_TABLE,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import (
     Diagnostic,
     Fix,
@@ -79,7 +73,7 @@ def no_program(path: Path, sink: Sink) -> Refusal:
     if sink.has_errors:
         return Refusal(tuple(sink))
     return refuse(
-        NOT_A_CONTRACT,
+        codes.NOT_A_CONTRACT,
         f"{path} is a library, not a contract",
         help="name a contract that imports it",
     )
@@ -167,7 +161,7 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
     stored = stored_schema(root)
     if stored is not None:
         reporter.error(
-            STORED_PROGRAM,
+            codes.STORED_PROGRAM,
             f"this is a document `{stored.text}`, which kcdsl wrote, not a contract",
             stored.span,
             help="name the contract that it was made from; `kcdsl diff` reads `kcdsl.ir/1` too",
@@ -333,7 +327,7 @@ def _report_unused_tables(
         else:
             edit = remove_entry(reporter.source, section.value, table.entry)
         reporter.warning(
-            UNUSED_TABLE,
+            codes.UNUSED_TABLE,
             f"no clause speaks of the table `{table.name.text}`",
             table.name.span,
             f"write `table({table.name.text})` as a threshold, or remove it",
@@ -379,7 +373,7 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
         family_of(architecture, read_config(path))
     except Refusal as refusal:
         for found in refusal.diagnostics:
-            if found.code == MODEL_CONFIG:
+            if found.code == codes.MODEL_CONFIG:
                 reporter.sink.add(replace(found, source=reporter.source, span=model.span))
 
 
@@ -399,7 +393,7 @@ def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> No
             continue
         if not is_there(folder / node.text):
             reporter.note(
-                DATA_ABSENT,
+                codes.DATA_ABSENT,
                 f"there is no file {node.text} here yet",
                 node.span,
                 suggest_file(node.text, folder)
@@ -408,7 +402,7 @@ def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> No
     for item in raw.slices:
         if item.data is None and raw.data is None:
             reporter.note(
-                DATA_ABSENT,
+                codes.DATA_ABSENT,
                 f"the slice `{item.name.text}` names no data, and the contract has no default",
                 item.name.span,
                 "add `data: FILE.jsonl` to the contract or to the slice",

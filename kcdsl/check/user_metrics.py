@@ -12,12 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kcdsl.diagnostics.codes import (
-    BAD_CONFIGURATION,
-    METRIC_MODULE,
-    METRIC_NAME_TAKEN,
-    OUTSIDE_FOLDER,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.metrics import MetricDefinition, Registry
@@ -99,7 +94,7 @@ def _add(found: dict[str, Declared], declared: Declared, sink: Sink) -> None:
     elif other.definition.function != declared.definition.function:
         sink.add(
             Diagnostic(
-                METRIC_NAME_TAKEN,
+                codes.METRIC_NAME_TAKEN,
                 f"the metric `{name}` is declared by {declared.definition.function} and by "
                 f"{other.definition.function}",
                 declared.source,
@@ -125,19 +120,19 @@ def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
         span = modules.span(name)
         if is_file_name(name) and Path(name).is_absolute():
             message = f"`{name}` is not relative, so contracts would differ from place to place"
-            sink.add(Diagnostic(BAD_CONFIGURATION, message, modules.source, span))
+            sink.add(Diagnostic(codes.BAD_CONFIGURATION, message, modules.source, span))
             continue
         path = find_file(name, modules.folder)
         if path is not None and is_file_name(name) and not _is_inside(path, modules.folder):
             message = f"`{name}` leads outside of the folder of its configuration"
-            sink.add(Diagnostic(OUTSIDE_FOLDER, message, modules.source, span))
+            sink.add(Diagnostic(codes.OUTSIDE_FOLDER, message, modules.source, span))
             continue
         source = None if path is None else _source(path, sink)
         if path is None:
             kind = "file" if is_file_name(name) else "module"
             sink.add(
                 Diagnostic(
-                    METRIC_MODULE,
+                    codes.METRIC_MODULE,
                     f"there is no Python {kind} `{name}`",
                     modules.source,
                     span,
@@ -201,7 +196,7 @@ def _entry_points(sink: Sink) -> Iterator[Declared]:
         if path is None:
             owner = f" of {point.dist.name}" if point.dist is not None else ""
             message = f"the entry point `{point.name}`{owner} names the module {point.module}"
-            sink.add(Diagnostic(METRIC_MODULE, f"{message}, which is not there"))
+            sink.add(Diagnostic(codes.METRIC_MODULE, f"{message}, which is not there"))
             continue
         source = _source(path, sink)
         if source is None:

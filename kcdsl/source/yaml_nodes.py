@@ -18,22 +18,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from kcdsl.diagnostics.codes import (
-    AMBIGUOUS_SCALAR,
-    ANCHOR,
-    BAD_NUMBER,
-    CUSTOM_TAG,
-    DUPLICATE_KEY,
-    EMPTY_DOCUMENT,
-    MERGE_KEY,
-    NOT_YAML,
-    SEVERAL_DOCUMENTS,
-    TOO_DEEP,
-    TOO_LARGE,
-    UNQUOTED_EXPRESSION,
-    WRONG_KIND,
-    Code,
-)
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink, TooManyFindings
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.numbers import (
@@ -205,7 +191,7 @@ class _Builder:
             if escape is not None:
                 message = f"the character {name} ends a line for some readers and not for others"
                 help = f"remove it, or write `{escape}` in a text in double quotation marks"
-            self._error(NOT_YAML, message, Span(at, at + 1), help)
+            self._error(codes.NOT_YAML, message, Span(at, at + 1), help)
             return None
         try:
             for event in yaml.parse(self._masked.text, Loader=_LOADER):
@@ -215,11 +201,11 @@ class _Builder:
             self._sink.add(syntax_error(self._source, error, self._place))
             return None
         except yaml.YAMLError as error:
-            self._error(NOT_YAML, f"the document is not YAML: {error}", Span(0, 0))
+            self._error(codes.NOT_YAML, f"the document is not YAML: {error}", Span(0, 0))
             return None
         if self._root is None:
             help = "a contract begins with `kcdsl: 1`"
-            self._error(EMPTY_DOCUMENT, "the file holds no document", Span(0, 0), help)
+            self._error(codes.EMPTY_DOCUMENT, "the file holds no document", Span(0, 0), help)
         return self._root
 
     @cached_property
@@ -250,14 +236,16 @@ class _Builder:
             self._nodes += 1
             if self._nodes > NODES:
                 message = f"the document has more than {NODES} keys and values"
-                self._error(TOO_LARGE, message, self._span(event), "split it into several files")
+                self._error(
+                    codes.TOO_LARGE, message, self._span(event), "split it into several files"
+                )
                 return False
         match event:
             case yaml.DocumentStartEvent():
                 self._documents += 1
                 if self._documents > 1:
                     self._error(
-                        SEVERAL_DOCUMENTS,
+                        codes.SEVERAL_DOCUMENTS,
                         "a second document starts here",
                         self._span(event),
                         "give each contract a file of its own",
@@ -265,7 +253,7 @@ class _Builder:
                     return False
             case yaml.AliasEvent():
                 self._error(
-                    ANCHOR,
+                    codes.ANCHOR,
                     f"the alias `*{event.anchor}` is not allowed",
                     self._span(event),
                     "write the value out",
@@ -277,12 +265,12 @@ class _Builder:
             case yaml.ScalarEvent():
                 if len(event.value) > LONGEST:
                     message = f"a text of more than {LONGEST} characters"
-                    self._error(TOO_LARGE, message, self._span(event))
+                    self._error(codes.TOO_LARGE, message, self._span(event))
                     return False
                 if "\0" in event.value:
                     message = "the character U+0000 may not occur, written by an escape neither"
                     help = "remove its escape: no path, name or expression has it"
-                    self._error(NOT_YAML, message, self._span(event), help)
+                    self._error(codes.NOT_YAML, message, self._span(event), help)
                     return False
                 scalar = self._scalar(event, self._without_properties(event))
                 if event.anchor is not None:
@@ -293,7 +281,7 @@ class _Builder:
             case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
                 span = self._without_properties(event)
                 if len(self._open) >= DEPTH_LIMIT:
-                    self._error(TOO_DEEP, f"more than {DEPTH_LIMIT} nested levels", span)
+                    self._error(codes.TOO_DEEP, f"more than {DEPTH_LIMIT} nested levels", span)
                     return False
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
                 flow = self._in_flow or bool(event.flow_style)
@@ -317,12 +305,14 @@ class _Builder:
             fix = None if needed or found.anchor is None else self._removed(place, safe=True)
             help = "write the value out where its aliases stand, then remove it" if needed else None
             message = f"the anchor `&{event.anchor}` is not allowed"
-            self._error(ANCHOR, message, place, help or "remove it", fix)
+            self._error(codes.ANCHOR, message, place, help or "remove it", fix)
         if tag is not None:
             place = found.tag or span
             spelled = text[place.start : place.end]
             fix = None if found.tag is None else self._removed(place, safe=False)
-            self._error(CUSTOM_TAG, f"the tag `{spelled}` is not allowed", place, "remove it", fix)
+            self._error(
+                codes.CUSTOM_TAG, f"the tag `{spelled}` is not allowed", place, "remove it", fix
+            )
         return Span(found.end, span.end)
 
     def _removed(self, place: Span, *, safe: bool) -> Fix:
@@ -372,10 +362,10 @@ class _Builder:
 
         for number, (key, value) in enumerate(written):
             if not isinstance(key, Scalar):
-                self._error(WRONG_KIND, f"a key is {key.kind}, not a text", key.span)
+                self._error(codes.WRONG_KIND, f"a key is {key.kind}, not a text", key.span)
             elif key.text == "<<" and key.style == "plain":
                 self._error(
-                    MERGE_KEY, "the merge key `<<` is not allowed", key.span, "write it out"
+                    codes.MERGE_KEY, "the merge key `<<` is not allowed", key.span, "write it out"
                 )
             elif key.text in seen:
                 first = seen[key.text]
@@ -389,7 +379,7 @@ class _Builder:
                     fix = Fix("remove the second", edits)
                 self._sink.add(
                     Diagnostic(
-                        DUPLICATE_KEY,
+                        codes.DUPLICATE_KEY,
                         f"the key `{key.text}` occurs twice in one mapping",
                         self._source,
                         key.span,
@@ -412,7 +402,7 @@ class _Builder:
         if style == "plain" and self._masked.matters(event.value, self._in_flow):
             self._sink.add(
                 Diagnostic(
-                    UNQUOTED_EXPRESSION,
+                    codes.UNQUOTED_EXPRESSION,
                     "other YAML readers cannot read this expression without quotation marks",
                     self._source,
                     span,
@@ -421,7 +411,7 @@ class _Builder:
                 )
             )
         if style == '"' and _SURROGATE.search(text):
-            self._error(NOT_YAML, "half a surrogate pair is no character", span, NO_CHARACTER)
+            self._error(codes.NOT_YAML, "half a surrogate pair is no character", span, NO_CHARACTER)
             return Scalar(text, text, style, span, broken=True)
         if style != "plain":
             return Scalar(text, text, style, span)
@@ -436,7 +426,7 @@ class _Builder:
         reason = ambiguity(text)
         if reason is not None:
             self._error(
-                AMBIGUOUS_SCALAR,
+                codes.AMBIGUOUS_SCALAR,
                 f"`{text}` is ambiguous: {reason}",
                 span,
                 f'write "{text}" if the text is meant',
@@ -444,12 +434,12 @@ class _Builder:
             )
             return _BROKEN
         if NOT_FINITE.fullmatch(text):
-            self._error(BAD_NUMBER, f"`{text}` is not a finite number", span)
+            self._error(codes.BAD_NUMBER, f"`{text}` is not a finite number", span)
             return _BROKEN
         if not CORE_FLOAT.fullmatch(text):
             return text
         value = exact(text)
         if value is None:
-            self._error(BAD_NUMBER, "the number is too long, too large or too small", span)
+            self._error(codes.BAD_NUMBER, "the number is too long, too large or too small", span)
             return _BROKEN
         return int(value) if CORE_INT.fullmatch(text) else value

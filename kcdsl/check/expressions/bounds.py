@@ -21,13 +21,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from kcdsl.check.expressions.names import Scope
-from kcdsl.diagnostics.codes import (
-    AGAINST_DIRECTION,
-    MIXED_DIRECTION,
-    VACUOUS,
-    WRONG_SORT,
-    WRONG_TAIL,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -59,7 +53,7 @@ def check_compare(
     """
     if isinstance(compare.left, ir.Number) and isinstance(compare.right, ir.Number):
         reporter.error(
-            VACUOUS,
+            codes.VACUOUS,
             "the comparison of two constants says nothing about the kernels",
             compare.span,
             "compare a statistic of a metric, or a norm of a drift, with a number",
@@ -90,7 +84,7 @@ def _check_direction(
         subject, better = judged[0].subject, judged[0].better
         one = not isinstance(compare.left, ir.Arith) and len(judged) == 1
         reporter.error(
-            AGAINST_DIRECTION,
+            codes.AGAINST_DIRECTION,
             f"{subject} is better when {better}, and the comparison "
             f"{'bounds it from the other side' if one else 'holds the easier the worse it gets'}",
             op_span,
@@ -141,7 +135,7 @@ def _report_mixed(compare: ir.Compare, doubtful: Sequence[Leaf], reporter: Repor
     )
     more = tuple(Label((leaf.statistic or leaf.term).span, "here too") for leaf in doubtful[1:])
     reporter.warning(
-        MIXED_DIRECTION,
+        codes.MIXED_DIRECTION,
         message,
         place.span,
         "bound it by a number in another clause, and add `override: direction` to this one",
@@ -187,7 +181,9 @@ def _tail(reporter: Reporter, span: Span, help: str) -> None:
     fix = None
     if found is not None and instead is not None:
         fix = replacement(Span(*found.span()), instead[1])
-    reporter.error(WRONG_TAIL, "the statistic looks at the best values only", span, help, fix=fix)
+    reporter.error(
+        codes.WRONG_TAIL, "the statistic looks at the best values only", span, help, fix=fix
+    )
 
 
 def _check_vacuous(compare: ir.Compare, op: str, metrics: Registry, reporter: Reporter) -> None:
@@ -206,7 +202,7 @@ def _check_vacuous(compare: ir.Compare, op: str, metrics: Registry, reporter: Re
     if any(not isinstance(part, ir.Number) for part in subterms(compare.right)):
         limits = f"the left side lies in {_shown(left)}, the right side in {_shown(right)}"
     reporter.error(
-        VACUOUS,
+        codes.VACUOUS,
         f"the comparison {word}: {limits}",
         compare.span,
         _as_percent(compare.right, reporter.source),
@@ -244,7 +240,7 @@ def tables_stand_alone(sides: Sequence[ir.Term], reporter: Reporter) -> bool:
         for part in subterms(side):
             if isinstance(part, ir.TableValue) and part is not side:
                 reporter.error(
-                    WRONG_SORT,
+                    codes.WRONG_SORT,
                     "a table is a threshold: it stands alone on one side of a comparison",
                     part.span,
                     "put the factor into the rows of the table",
@@ -254,7 +250,7 @@ def tables_stand_alone(sides: Sequence[ir.Term], reporter: Reporter) -> bool:
     if all(fixed) and not all(isinstance(side, ir.Number) for side in sides):
         spans = [side.span for side in sides]
         reporter.error(
-            VACUOUS,
+            codes.VACUOUS,
             "the comparison of a table with a constant says nothing about the kernels",
             spans[0].hull(spans[-1]),
             "compare a statistic of a metric with the table",

@@ -7,13 +7,7 @@ from fractions import Fraction
 
 from kcdsl.check.expressions.names import Scope, single_comparison
 from kcdsl.check.expressions.sorts import described
-from kcdsl.diagnostics.codes import (
-    DOUBTFUL_NAME,
-    FIELD_OF_TWO_SORTS,
-    UNCOVERED_TRACE,
-    VACUOUS,
-    WRONG_SORT,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, nearest
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -101,7 +95,7 @@ def _compare(
         sort = value_sort(test.value)
         if test.field == LENGTH and sort != "Real":
             reporter.error(
-                FIELD_OF_TWO_SORTS,
+                codes.FIELD_OF_TWO_SORTS,
                 f"`{LENGTH}` is the number of tokens, and here {_WORDS[sort]}",
                 test.span,
                 "compare it with a number",
@@ -112,7 +106,7 @@ def _compare(
             continue
         labels = (Label(place, f"{_WORDS[first]} here"),) if place is not None else ()
         reporter.error(
-            FIELD_OF_TWO_SORTS,
+            codes.FIELD_OF_TWO_SORTS,
             f"`{test.field}` is {_WORDS[sort]} here and {_WORDS[first]} elsewhere",
             test.span,
             "a field holds one of them; numbers stand without quotation marks, texts with them",
@@ -149,7 +143,7 @@ def predicate(expression: ast.Expression, reporter: Reporter) -> ir.Predicate | 
             return ir.AllOf(found) if op == "and" else ir.AnyOf(found)
         case _:
             reporter.error(
-                WRONG_SORT,
+                codes.WRONG_SORT,
                 f"a test of a request is needed here, not {_words(expression)}",
                 expression.span,
                 'such as `length > 128` or `category == "safety"`',
@@ -168,9 +162,9 @@ def _comparison(expression: ast.Comparison, reporter: Reporter) -> ir.Predicate 
         help = "compare a field of the request with a value"
         if isinstance(left, ast.Binary | ast.Minus):
             message = "a test compares one field, and computes nothing"
-            reporter.error(WRONG_SORT, message, left.span, help)
+            reporter.error(codes.WRONG_SORT, message, left.span, help)
             return None
-        code = VACUOUS if not isinstance(left, ast.Call) else WRONG_SORT
+        code = codes.VACUOUS if not isinstance(left, ast.Call) else codes.WRONG_SORT
         reporter.error(code, "the comparison names no field", expression.span, help)
         return None
     _doubt(left, reporter)
@@ -179,7 +173,7 @@ def _comparison(expression: ast.Comparison, reporter: Reporter) -> ir.Predicate 
         return None
     if op not in {"==", "!="} and not isinstance(value, Fraction):
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             f"`{op}` orders numbers, not {_words(right)}",
             expression.op_spans[0],
             "write == or !=",
@@ -198,11 +192,11 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
             return -value
         case ast.Num(unit_span=span):
             reporter.error(
-                WRONG_SORT, "fields of requests have no units", span, "leave the unit out"
+                codes.WRONG_SORT, "fields of requests have no units", span, "leave the unit out"
             )
         case ast.Name(id=name, span=span):
             reporter.error(
-                WRONG_SORT,
+                codes.WRONG_SORT,
                 f"a value is needed, not the name `{name}`",
                 span,
                 f'write "{name}" if the text is meant',
@@ -210,7 +204,7 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
             )
         case _:
             reporter.error(
-                WRONG_SORT, f"a value is needed, not {_words(expression)}", expression.span
+                codes.WRONG_SORT, f"a value is needed, not {_words(expression)}", expression.span
             )
     return None
 
@@ -232,7 +226,7 @@ def _doubt(field: ast.Name, reporter: Reporter) -> None:
     """Warn of a field whose name is nearly that of the one which every request has."""
     if field.id != LENGTH and _nearly(field.id, LENGTH):
         reporter.warning(
-            DOUBTFUL_NAME,
+            codes.DOUBTFUL_NAME,
             f"`{field.id}` is no field that every request has",
             field.span,
             meant(LENGTH, f"did you mean `{LENGTH}`, the number of tokens?"),
@@ -251,11 +245,11 @@ def _nearly(name: str, other: str) -> bool:
 
 def _membership(of: ast.Expression, among: ast.ListOf, reporter: Reporter) -> ir.Predicate | None:
     if not isinstance(of, ast.Name):
-        reporter.error(WRONG_SORT, f"a field is needed, not {_words(of)}", of.span)
+        reporter.error(codes.WRONG_SORT, f"a field is needed, not {_words(of)}", of.span)
         return None
     _doubt(of, reporter)
     if not among.items:
-        reporter.error(VACUOUS, "nothing is in an empty list", among.span)
+        reporter.error(codes.VACUOUS, "nothing is in an empty list", among.span)
         return None
     values = [_value(item, reporter) for item in among.items]
     tests = tuple(
@@ -335,7 +329,7 @@ def check_traces(
         fields = [name for name in TRACE_FIELDS if name in lacking]
         rest = f" and {len(needing) - 1} more" if len(needing) > 1 else ""
         reporter.warning(
-            UNCOVERED_TRACE,
+            codes.UNCOVERED_TRACE,
             f"{needing[0]}{rest} cannot be replayed from traces: no observability clause "
             f"requires {', '.join(fields)} on every slice that is needed",
             observing[0].span,

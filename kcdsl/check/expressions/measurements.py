@@ -17,15 +17,7 @@ from kcdsl.check.expressions.names import (
     takes,
 )
 from kcdsl.check.expressions.sorts import described
-from kcdsl.diagnostics.codes import (
-    DIMENSION,
-    DIVISION_BY_ZERO,
-    OUT_OF_RANGE,
-    SIGNED_METRIC,
-    STATISTIC_NOT_ALLOWED,
-    UNKNOWN_METRIC,
-    WRONG_SORT,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, insertion, nearest, replacement, suggest, wrapped
 from kcdsl.diagnostics.spans import Span
@@ -57,7 +49,7 @@ def align(left: Typed, right: Typed, span: Span, reporter: Reporter) -> tuple[Ty
     other = right if bare is left else left
     if bare is not None and example(other.dimension) is not None:
         reporter.error(
-            DIMENSION,
+            codes.DIMENSION,
             f"a number without a unit meets {describe(other.dimension)}",
             bare.term.span,
             f"a number needs its unit here, such as {example(other.dimension)}",
@@ -65,7 +57,7 @@ def align(left: Typed, right: Typed, span: Span, reporter: Reporter) -> tuple[Ty
         )
         return None
     reporter.error(
-        DIMENSION,
+        codes.DIMENSION,
         f"{describe(left.dimension)} and {describe(right.dimension)} cannot be combined",
         span,
         _needed(left, right),
@@ -99,7 +91,7 @@ def combine(op: str, left: Typed, right: Typed, span: Span, reporter: Reporter) 
     else:
         dimension = left.dimension.times(right.dimension, -1 if op == "/" else 1)
     if op == "/" and isinstance(right.term, ir.Number) and right.term.value == 0:
-        reporter.error(DIVISION_BY_ZERO, "division by zero", span)
+        reporter.error(codes.DIVISION_BY_ZERO, "division by zero", span)
         return None
     if isinstance(left.term, ir.Number) and isinstance(right.term, ir.Number):
         a, b = left.term.value, right.term.value
@@ -142,17 +134,17 @@ def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> Metric
         return found
     if name.id in scope.variables:
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             f"`{name.id}` is an input, not a number",
             name.span,
             f"write norm_inf(drift(block, {name.id}))",
         )
     elif BLOCK.fullmatch(name.id) or name.id in scope.slices:
         kind = "slice" if name.id in scope.slices else "block"
-        reporter.error(WRONG_SORT, f"`{name.id}` is a {kind}, not a number", name.span)
+        reporter.error(codes.WRONG_SORT, f"`{name.id}` is a {kind}, not a number", name.span)
     elif scope.metrics.find_record(name.id) is not None:
         reporter.error(
-            UNKNOWN_METRIC,
+            codes.UNKNOWN_METRIC,
             f"`{name.id}` is a name of the record form",
             name.span,
             f"write {in_words(name.id, scope.metrics)}",
@@ -160,7 +152,7 @@ def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> Metric
         )
     elif name.id in scope.tables:
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             f"`{name.id}` is a table, not a number",
             name.span,
             f"write table({name.id})",
@@ -172,7 +164,7 @@ def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> Metric
         close = nearest(name.id, names)
         if close is None and nearest(name.id, FUNCTIONS) is not None:
             help = f"did you mean `{nearest(name.id, FUNCTIONS)}(...)`?"
-        reporter.error(UNKNOWN_METRIC, f"there is no metric `{name.id}`", name.span, help)
+        reporter.error(codes.UNKNOWN_METRIC, f"there is no metric `{name.id}`", name.span, help)
     return None
 
 
@@ -195,7 +187,7 @@ def aggregate(name: ast.Name, scope: Scope, reporter: Reporter) -> Typed | None:
         return None
     if definition.kind != "aggregate":
         reporter.error(
-            STATISTIC_NOT_ALLOWED,
+            codes.STATISTIC_NOT_ALLOWED,
             f"`{name.id}` has one value for each {definition.counted}",
             name.span,
             f"say which statistic is meant, such as mean({name.id})",
@@ -229,7 +221,7 @@ def statistic(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
         if kind not in definition.statistics:
             allowed = ", ".join(sorted(definition.statistics - {"aggregate"}))
             reporter.error(
-                STATISTIC_NOT_ALLOWED,
+                codes.STATISTIC_NOT_ALLOWED,
                 f"`{name}` is not a statistic of `{definition.name}`",
                 call.function.span,
                 f"write {definition.name} alone" if not allowed else f"statistics: {allowed}",
@@ -251,7 +243,7 @@ def _range_over(expression: ast.Expression, inner: Typed, scope: Scope, reporter
     metrics = metrics_of(inner.term)
     if not metrics:
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             f"a statistic ranges over a metric, not {described(expression, scope)}",
             expression.span,
             "name a metric, such as kl",
@@ -265,7 +257,7 @@ def _range_over(expression: ast.Expression, inner: Typed, scope: Scope, reporter
         what = [f"timed {first[1].counted}" if timed[0] else first[1].counted]
         what.append(f"timed {definition.counted}" if timed[1] else definition.counted)
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             f"`{definition.name}` has one value per {what[1]} and `{first[1].name}` one per "
             f"{what[0]}, so they cannot be combined value by value",
             metric.span,
@@ -280,15 +272,15 @@ def _level(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
     read = quantity(expression, reporter) if isinstance(expression, ast.Num) else None
     if read is None:
         if not isinstance(expression, ast.Num):
-            reporter.error(WRONG_SORT, "the level of a quantile is a number", expression.span)
+            reporter.error(codes.WRONG_SORT, "the level of a quantile is a number", expression.span)
         return None
     value, dimension, bare = read
     if not bare and str(dimension) != "ratio":
-        reporter.error(DIMENSION, "the level of a quantile is a share", expression.span)
+        reporter.error(codes.DIMENSION, "the level of a quantile is a share", expression.span)
         return None
     if not 0 < value < 1:
         reporter.error(
-            OUT_OF_RANGE,
+            codes.OUT_OF_RANGE,
             "the level of a quantile lies strictly between 0 and 1",
             expression.span,
             f"write {value}%"
@@ -314,7 +306,7 @@ def pointwise(expression: ast.Expression, scope: Scope, reporter: Reporter) -> T
             return arithmetic(expression, lambda part: pointwise(part, scope, reporter), reporter)
         case _:
             reporter.error(
-                WRONG_SORT,
+                codes.WRONG_SORT,
                 f"a statistic ranges over a metric, not {described(expression, scope)}",
                 expression.span,
                 _instead(expression),
@@ -348,7 +340,7 @@ def check_signs(
         case ir.Metric(name=name, span=span):
             if metrics[name].signed and not under_abs:
                 reporter.error(
-                    SIGNED_METRIC,
+                    codes.SIGNED_METRIC,
                     f"`{name}` takes both signs, and nothing bounds it from the other side",
                     span,
                     f"write abs({name})",

@@ -9,11 +9,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import NamedTuple
 
-from kcdsl.diagnostics.codes import (
-    UNKNOWN_UNIT,
-    WRONG_ARGUMENTS,
-    WRONG_SORT,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.diagnostics.report import Reporter, meant, suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -285,7 +281,7 @@ def arguments_error(call: ast.Call, reporter: Reporter) -> None:
     function = find_function(call.function.id)
     assert function is not None
     message = f"`{call.function.id}` is called with unsuitable arguments"
-    reporter.error(WRONG_ARGUMENTS, message, call.span, function.usage)
+    reporter.error(codes.WRONG_ARGUMENTS, message, call.span, function.usage)
 
 
 def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, bool] | None:
@@ -295,7 +291,7 @@ def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, 
     unit = UNITS.get(number.unit)
     if unit is None:
         reporter.error(
-            UNKNOWN_UNIT,
+            codes.UNKNOWN_UNIT,
             f"there is no unit `{number.unit}`",
             number.unit_span,
             other_unit(number.unit),
@@ -318,7 +314,7 @@ def single_comparison(
     """Return operator, left and right side; report a chain such as `a <= b <= c`."""
     if len(expression.ops) > 1:
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             "comparisons cannot be chained",
             expression.op_spans[1],
             "write `a <= b and b <= c`",

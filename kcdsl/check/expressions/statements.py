@@ -30,19 +30,7 @@ from kcdsl.check.expressions.sorts import (
     wrong_sort,
 )
 from kcdsl.check.expressions.terms import block_name, check_input, term, variable_name
-from kcdsl.diagnostics.codes import (
-    BAD_IDENTIFIER,
-    DOUBTFUL_NAME,
-    DUPLICATE_IDENTIFIER,
-    OUT_OF_RANGE,
-    SHADOWED_NAME,
-    UNKNOWN_NAME,
-    UNKNOWN_SLICE,
-    UNUSED_VARIABLE,
-    VACUOUS,
-    WRONG_ARGUMENTS,
-    WRONG_SORT,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, suggest
 from kcdsl.diagnostics.spans import Span
@@ -87,7 +75,7 @@ def formula(
             return _has(expression, scope, reporter)
         case ast.Membership():
             reporter.error(
-                WRONG_SORT, "`in [...]` belongs to the predicates of slices", expression.span
+                codes.WRONG_SORT, "`in [...]` belongs to the predicates of slices", expression.span
             )
             return None
         case _:
@@ -101,7 +89,7 @@ def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporte
         close = suggest(expression.function.id, STATEMENTS, "statements")
         if "did you mean" in close:
             reporter.error(
-                WRONG_SORT,
+                codes.WRONG_SORT,
                 f"there is no statement `{expression.function.id}(...)`",
                 expression.function.span,
                 close,
@@ -111,7 +99,7 @@ def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporte
         return
     if isinstance(expression, ast.Truth):
         reporter.error(
-            VACUOUS,
+            codes.VACUOUS,
             "a truth value says nothing about the kernels",
             expression.span,
             "compare a statistic of a metric, or a norm of a drift, with a number",
@@ -131,7 +119,7 @@ def _comparison(
     op, first, second = parts
     if op == "!=":
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             "`!=` belongs to the predicates of slices",
             expression.op_spans[0],
             "bound the term by <= or >=",
@@ -165,7 +153,7 @@ def _quantified(
     name = expression.variable
     if name.id in scope.variables:
         reporter.error(
-            SHADOWED_NAME,
+            codes.SHADOWED_NAME,
             f"`{name.id}` is already bound",
             name.span,
             "choose another name",
@@ -174,7 +162,10 @@ def _quantified(
         return None
     if scope.metrics.known(name.id) or name.id in FUNCTIONS or BLOCK.fullmatch(name.id):
         reporter.error(
-            SHADOWED_NAME, f"`{name.id}` already has a meaning", name.span, "choose another name"
+            codes.SHADOWED_NAME,
+            f"`{name.id}` already has a meaning",
+            name.span,
+            "choose another name",
         )
     region = _region(expression.region, scope, reporter)
     if expression.region.function.id not in REGIONS:
@@ -191,7 +182,7 @@ def _quantified(
         return None
     if name.id not in free_variables(body):
         reporter.error(
-            UNUSED_VARIABLE,
+            codes.UNUSED_VARIABLE,
             f"the statement does not speak of `{name.id}`",
             name.span,
             f"use drift(block, {name.id}), or leave the quantifier out",
@@ -207,7 +198,7 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
     if name not in REGIONS:
         known = sort_of(call, scope) != UNKNOWN
         reporter.error(
-            WRONG_SORT,
+            codes.WRONG_SORT,
             f"a {REGION} is needed here, not {described(call, scope)}",
             call.span if known else call.function.span,
             suggest(name, REGIONS, "regions"),
@@ -221,7 +212,7 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
         return None
     if slice_name.id not in scope.slices:
         reporter.error(
-            UNKNOWN_SLICE,
+            codes.UNKNOWN_SLICE,
             f"no slice is called `{slice_name.id}`",
             slice_name.span,
             suggest(slice_name.id, scope.slices, "declared"),
@@ -242,12 +233,12 @@ def _longest(expression: ast.Expression, reporter: Reporter) -> int | None:
     whole = isinstance(number, ast.Num) and number.unit is None and number.value.denominator == 1
     if not whole or not isinstance(number, ast.Num):
         reporter.error(
-            WRONG_ARGUMENTS, "the longest sequence is a whole number of rows", expression.span
+            codes.WRONG_ARGUMENTS, "the longest sequence is a whole number of rows", expression.span
         )
         return None
     if isinstance(expression, ast.Minus) or not 1 <= number.value <= ir.MOST_ROWS:
         reporter.error(
-            OUT_OF_RANGE,
+            codes.OUT_OF_RANGE,
             f"the longest sequence has 1 to {ir.MOST_ROWS} rows",
             expression.span,
         )
@@ -261,12 +252,14 @@ def _radius(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
     read = quantity(number, reporter) if isinstance(number, ast.Num) else None
     if read is None:
         if not isinstance(number, ast.Num):
-            reporter.error(WRONG_ARGUMENTS, "a radius or margin is a number", expression.span)
+            reporter.error(codes.WRONG_ARGUMENTS, "a radius or margin is a number", expression.span)
         return None
     value, dimension, _ = read
     if dimension.exponents or (negative and value != 0):
         reporter.error(
-            OUT_OF_RANGE, "a radius or margin is a plain number, zero or more", expression.span
+            codes.OUT_OF_RANGE,
+            "a radius or margin is a plain number, zero or more",
+            expression.span,
         )
         return None
     return value
@@ -282,11 +275,11 @@ def _no_flip(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | N
         number = call.arguments[2]
         whole = isinstance(number, ast.Num) and number.unit is None
         if not whole or not isinstance(number, ast.Num) or number.value.denominator != 1:
-            reporter.error(WRONG_ARGUMENTS, "k is a whole number", number.span)
+            reporter.error(codes.WRONG_ARGUMENTS, "k is a whole number", number.span)
             return None
         k = int(number.value)
         if k < 1:
-            reporter.error(OUT_OF_RANGE, "k is at least 1", number.span)
+            reporter.error(codes.OUT_OF_RANGE, "k is at least 1", number.span)
             return None
     if block is None or variable is None:
         return None
@@ -300,7 +293,7 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
         return None
     trace, listed = call.arguments
     if not isinstance(trace, ast.Name) or trace.id != "trace":
-        reporter.error(UNKNOWN_NAME, "the first argument of `has` is `trace`", trace.span)
+        reporter.error(codes.UNKNOWN_NAME, "the first argument of `has` is `trace`", trace.span)
         return None
     if not isinstance(listed, ast.ListOf):
         edits = (
@@ -328,7 +321,7 @@ def _is_field(name: str, span: Span, reporter: Reporter) -> bool:
     if _FIELD.fullmatch(name):
         return True
     reporter.error(
-        BAD_IDENTIFIER,
+        codes.BAD_IDENTIFIER,
         f"`{name}` cannot name a field of traces",
         span,
         "a list names fields that every record has; join statements by `and`, in one text",
@@ -341,7 +334,7 @@ def trace_fields(
 ) -> ir.HasFields | None:
     """Check the fields that every trace record must carry."""
     if not fields:
-        reporter.error(WRONG_ARGUMENTS, "the list of trace fields is empty", span)
+        reporter.error(codes.WRONG_ARGUMENTS, "the list of trace fields is empty", span)
         return None
     known = [_is_field(name, place, reporter) for name, place in fields]
     if not all(known):
@@ -351,7 +344,7 @@ def trace_fields(
         if name in seen:
             before = fields[number - 1][1]
             reporter.error(
-                DUPLICATE_IDENTIFIER,
+                codes.DUPLICATE_IDENTIFIER,
                 f"the field `{name}` is listed twice",
                 place,
                 labels=(Label(seen[name], "first here"),),
@@ -361,7 +354,7 @@ def trace_fields(
         close = doubtful(name)
         if close is not None:
             reporter.warning(
-                DOUBTFUL_NAME,
+                codes.DOUBTFUL_NAME,
                 f"`{name}` is not one of the well-known trace fields",
                 place,
                 meant(close, f"did you mean `{close}`? Well known: {', '.join(TRACE_FIELDS)}"),

@@ -23,13 +23,7 @@ from kcdsl.check.expressions.names import (
     takes,
 )
 from kcdsl.check.expressions.sorts import BLOCK_SORT, SEQUENCE, STATES, wrong_sort
-from kcdsl.diagnostics.codes import (
-    BLOCK_NAME,
-    REGION_OF_TOKENS,
-    UNKNOWN_FUNCTION,
-    UNKNOWN_NAME,
-    UNKNOWN_TABLE,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, nearest, replacement, suggest, wrapped
 from kcdsl.diagnostics.spans import Span
@@ -107,7 +101,7 @@ def _unknown_function(call: ast.Call, scope: Scope, reporter: Reporter) -> None:
     name, place = call.function.id, call.function.span
     if scope.metrics.find(name) is not None or scope.metrics.find_record(name) is not None:
         message, help = f"`{name}` is a metric, not a function", f"write mean({name})"
-        reporter.error(UNKNOWN_FUNCTION, message, place, help)
+        reporter.error(codes.UNKNOWN_FUNCTION, message, place, help)
         return
     message, known = f"there is no function `{name}`", OTHER_NAMES.get(name.lower())
     level = _FINE_LEVEL.fullmatch(name)
@@ -115,12 +109,12 @@ def _unknown_function(call: ast.Call, scope: Scope, reporter: Reporter) -> None:
         first = call.arguments[0].span
         written = f"quantile(0.{level[1]}, "
         fix = Fix(f"write `{written}...)`", (Edit(Span(place.start, first.start), written),), False)
-        reporter.error(UNKNOWN_FUNCTION, message, place, f"write {written}...)", fix=fix)
+        reporter.error(codes.UNKNOWN_FUNCTION, message, place, f"write {written}...)", fix=fix)
         return
     help = suggest(name, FUNCTIONS, "functions")
     if known is not None:
         help = meant(known, f"write `{known}(...)`")
-    reporter.error(UNKNOWN_FUNCTION, message, place, help)
+    reporter.error(codes.UNKNOWN_FUNCTION, message, place, help)
 
 
 def table_value(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
@@ -134,7 +128,7 @@ def table_value(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | Non
     if name not in scope.tables:
         close = nearest(name, scope.tables)
         reporter.error(
-            UNKNOWN_TABLE,
+            codes.UNKNOWN_TABLE,
             f"no table is called `{name}`",
             span,
             suggest(name, scope.tables, "declared"),
@@ -158,7 +152,7 @@ def block_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> 
         return None
     if not BLOCK.fullmatch(expression.id):
         reporter.error(
-            BLOCK_NAME,
+            codes.BLOCK_NAME,
             f"there is no block `{expression.id}`",
             expression.span,
             suggest(expression.id, _blocks_like(expression.id), "blocks, with any number"),
@@ -181,7 +175,7 @@ def variable_name(expression: ast.Expression, scope: Scope, reporter: Reporter) 
     if expression.id not in scope.variables:
         bound = ", ".join(f"`{name}`" for name in scope.variables)
         reporter.error(
-            UNKNOWN_NAME,
+            codes.UNKNOWN_NAME,
             f"`{expression.id}` is not bound by a quantifier",
             expression.span,
             f"bound here: {bound}"
@@ -202,7 +196,7 @@ def check_input(
     if region == "points":
         return True
     reporter.error(
-        REGION_OF_TOKENS,
+        codes.REGION_OF_TOKENS,
         f"`model` takes a {SEQUENCE}, and `{variable.id}` is a {STATES} of a {region}",
         variable.span,
         "quantify over points(SLICE), or speak of a block inside the model",

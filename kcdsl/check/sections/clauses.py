@@ -9,18 +9,7 @@ from kcdsl.check.expressions.names import Scope
 from kcdsl.check.expressions.statements import formula, trace_fields
 from kcdsl.check.sections.records import check_budget, read_budget, record_formula
 from kcdsl.check.sections.structure import RawClause, StructureReader
-from kcdsl.diagnostics.codes import (
-    CONFLICTING_FIELDS,
-    DUPLICATE_IDENTIFIER,
-    EMPTY_SECTION,
-    EVIDENCE_OUT_OF_REACH,
-    NO_SLICE,
-    NOT_ALLOWED,
-    UNKNOWN_ACTION,
-    UNKNOWN_SLICE,
-    WRONG_FAMILY,
-    WRONG_KIND,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
@@ -107,7 +96,7 @@ def _requirement(context: _Context, against: bool) -> tuple[ir.Formula | None, s
         text = " ".join(node.text.split())
         return formula(parsed, context.scope, reporter, against=against), text
     if node is not None:
-        reporter.error(WRONG_KIND, "`require` takes an expression", node.span)
+        reporter.error(codes.WRONG_KIND, "`require` takes an expression", node.span)
         return None, ""
     if raw.node("metric") is None:
         return None, ""
@@ -131,7 +120,7 @@ def _check_tables(requirement: ir.Formula, reporter: Reporter) -> None:
         first = first or term
         if term.name != first.name:
             reporter.error(
-                CONFLICTING_FIELDS,
+                codes.CONFLICTING_FIELDS,
                 "a clause speaks of one table",
                 term.span,
                 "write one clause for each table",
@@ -146,7 +135,7 @@ def _override(context: _Context) -> bool:
         return False
     if isinstance(node, Scalar) and node.text == "direction":
         return True
-    context.reporter.error(NOT_ALLOWED, "`override` takes `direction`", node.span)
+    context.reporter.error(codes.NOT_ALLOWED, "`override` takes `direction`", node.span)
     return False
 
 
@@ -160,7 +149,7 @@ def _level(context: _Context) -> ir.Level | None:
     help = "one of L1, L2, L3"
     if isinstance(node, Scalar) and f"L{node.text[-1:]}" in ir.Level.__members__:
         help = meant(f"L{node.text[-1]}", f"did you mean `L{node.text[-1]}`?")
-    context.reporter.error(NOT_ALLOWED, f"there is no level{shown}", node.span, help)
+    context.reporter.error(codes.NOT_ALLOWED, f"there is no level{shown}", node.span, help)
     return None
 
 
@@ -170,7 +159,7 @@ def check_action(name: Scalar, reporter: Reporter) -> str | None:
     if action in ACTIONS:
         return action
     reporter.error(
-        UNKNOWN_ACTION,
+        codes.UNKNOWN_ACTION,
         f"there is no action `{name.text}`",
         name.span,
         suggest(name.text, ACTIONS, "actions"),
@@ -202,7 +191,7 @@ def _word(
         return node
     text = node.text if isinstance(node, Scalar) else node.kind
     context.reporter.error(
-        NOT_ALLOWED, f"there is no {what} `{text}`", node.span, suggest(text, shown)
+        codes.NOT_ALLOWED, f"there is no {what} `{text}`", node.span, suggest(text, shown)
     )
     return None
 
@@ -215,7 +204,7 @@ def _holdout(context: _Context) -> bool:
         return node.value
     plain = isinstance(node, Scalar) and node.text in {"true", "false"}
     context.reporter.error(
-        WRONG_KIND,
+        codes.WRONG_KIND,
         "`holdout` takes true or false",
         node.span,
         "leave the quotation marks out" if plain else "write `holdout: true`, or leave it out",
@@ -233,20 +222,20 @@ def _listed_slices(context: _Context) -> tuple[str, ...] | None:
     if names is None:
         return None
     if not names:
-        reporter.error(EMPTY_SECTION, "the list of slices is empty", node.span)
+        reporter.error(codes.EMPTY_SECTION, "the list of slices is empty", node.span)
         return None
     seen: dict[str, Span] = {}
     for name in names:
         if name.text not in declared:
             reporter.error(
-                UNKNOWN_SLICE,
+                codes.UNKNOWN_SLICE,
                 f"no slice is called `{name.text}`",
                 name.span,
                 suggest(name.text, declared, "declared"),
             )
         elif name.text in seen:
             reporter.error(
-                DUPLICATE_IDENTIFIER,
+                codes.DUPLICATE_IDENTIFIER,
                 f"the slice `{name.text}` is listed twice",
                 name.span,
                 labels=(Label(seen[name.text], "first here"),),
@@ -276,7 +265,7 @@ def _applied_slices(
     if quantified and not sampled:
         if node is not None:
             context.reporter.error(
-                NO_SLICE,
+                codes.NO_SLICE,
                 "the quantifier already names the slice",
                 node.span,
                 "leave `slices` out, or write one clause for each slice",
@@ -288,7 +277,7 @@ def _applied_slices(
     if _DEFAULT_SLICE in context.scope.slices:
         return (_DEFAULT_SLICE,)
     context.reporter.error(
-        NO_SLICE,
+        codes.NO_SLICE,
         f"the clause `{context.raw.id.text}` names no slice, and no slice `all` is declared",
         context.raw.span,
         f"add `slices: [...]`; declared: {', '.join(context.scope.slices)}",
@@ -345,7 +334,7 @@ def _family(
             return next(iter(found))
         labels = tuple(Label(span, family.value) for family, span in found.items())
         context.reporter.error(
-            WRONG_FAMILY,
+            codes.WRONG_FAMILY,
             "the parts of the requirement belong to different families",
             context.raw.span,
             "state `family`, or write one clause for each part",
@@ -356,7 +345,7 @@ def _family(
     if family not in found:
         other, place = next(iter(found.items()))
         context.reporter.error(
-            WRONG_FAMILY,
+            codes.WRONG_FAMILY,
             f"the clause is declared {family} and its requirement is {other}",
             span,
             f"write `family: {other}`, or leave it out",
@@ -376,7 +365,7 @@ def _check_fragment(context: _Context, clause: ir.Clause) -> None:
     if clause.evidence in _PROOFS and statistical:
         node = context.raw.node("evidence")
         context.reporter.error(
-            EVIDENCE_OUT_OF_REACH,
+            codes.EVIDENCE_OUT_OF_REACH,
             f"`{clause.evidence}` is out of reach for this requirement: it speaks of measured data",
             node.span if node is not None else clause.span,
             "proofs exist for forall-clauses and for statistics of tv, kl, abs(log_ratio), "

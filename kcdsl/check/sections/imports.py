@@ -17,14 +17,7 @@ from kcdsl.check.sections.libraries import (
     rebase,
 )
 from kcdsl.check.sections.reading import IMPORTED, RawImport, RawName
-from kcdsl.diagnostics.codes import (
-    IMPORT_CHANGED,
-    IMPORT_CYCLE,
-    IMPORT_DIGEST,
-    IMPORT_FILE,
-    NOT_IN_LIBRARY,
-    UNUSED_IMPORT,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.diagnostics.report import Reporter, nearest, replacement, suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -93,18 +86,20 @@ def _load(raw: RawImport, folder: Path | None, reporter: Reporter, loader: Loade
     problem = path_problem(text)
     if problem is not None:
         reporter.error(
-            IMPORT_FILE,
+            codes.IMPORT_FILE,
             f"an import {problem}",
             span,
             "such as `shared/fleet.kc.yaml` or `../shared/fleet.kc.yaml`",
         )
         return None
     if folder is None:
-        reporter.error(IMPORT_FILE, "imports are relative to a file, and this text has none", span)
+        reporter.error(
+            codes.IMPORT_FILE, "imports are relative to a file, and this text has none", span
+        )
         return None
     if loader.is_open(folder / text):
         reporter.error(
-            IMPORT_CYCLE,
+            codes.IMPORT_CYCLE,
             f"{text} imports this library",
             span,
             "move what both need to a third library",
@@ -113,7 +108,7 @@ def _load(raw: RawImport, folder: Path | None, reporter: Reporter, loader: Loade
     loaded = loader.load(folder / text)
     if loaded.problem is not None:
         problem = f"{text} {loaded.problem}"
-        reporter.error(IMPORT_FILE, problem, span, suggest_file(text, folder))
+        reporter.error(codes.IMPORT_FILE, problem, span, suggest_file(text, folder))
     return loaded
 
 
@@ -123,7 +118,7 @@ def _check_digest(raw: RawImport, loaded: Loaded, reporter: Reporter) -> None:
         return
     if node is None:
         reporter.error(
-            IMPORT_DIGEST,
+            codes.IMPORT_DIGEST,
             f"the import of {raw.file.text} does not state its digest",
             raw.file.span,
             f'add digest: "{digest}"',
@@ -132,7 +127,7 @@ def _check_digest(raw: RawImport, loaded: Loaded, reporter: Reporter) -> None:
         return
     if not isinstance(node, yaml.Scalar) or not _DIGEST.fullmatch(node.text):
         reporter.error(
-            IMPORT_DIGEST,
+            codes.IMPORT_DIGEST,
             "a digest is `sha256:` and 64 hexadecimal digits",
             node.span,
             f'the library means "{digest}"',
@@ -141,7 +136,7 @@ def _check_digest(raw: RawImport, loaded: Loaded, reporter: Reporter) -> None:
         return
     if node.text != digest:
         reporter.error(
-            IMPORT_CHANGED,
+            codes.IMPORT_CHANGED,
             f"{raw.file.text} means something else than the digest states",
             node.span,
             "look at what changed in the library, then state its new digest",
@@ -187,7 +182,7 @@ def _chosen(
             continue
         close = nearest(name.theirs.text, offered)
         reporter.error(
-            NOT_IN_LIBRARY,
+            codes.NOT_IN_LIBRARY,
             f"the library {library.name} has no {_ONE[what]} `{name.theirs.text}`",
             name.theirs.span,
             suggest(name.theirs.text, offered, "declared there"),
@@ -219,7 +214,7 @@ def report_unused(
         unused = [name for names in idle.values() for name in names]
         if len(unused) == len(brought):
             reporter.warning(
-                UNUSED_IMPORT,
+                codes.UNUSED_IMPORT,
                 "no clause speaks of anything that this import brings"
                 if brought
                 else "the import brings nothing",
@@ -249,7 +244,7 @@ def _report_names(raw: RawImport, what: str, names: Sequence[RawName], reporter:
         edits = remove_parts(reporter.source, entry.value, indices)
     plural = "are" if len(names) > 1 else "is"
     reporter.warning(
-        UNUSED_IMPORT,
+        codes.UNUSED_IMPORT,
         f"no clause speaks of {shown}, which {plural} imported",
         names[0].local.span,
         "remove what is not used",

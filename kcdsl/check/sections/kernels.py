@@ -15,14 +15,7 @@ from kcdsl.check.sections.sources import (
     read_service,
 )
 from kcdsl.check.sections.structure import MODEL_FIELDS, RawKernel, StructureReader
-from kcdsl.diagnostics.codes import (
-    CONFLICTING_FIELDS,
-    MISSING_FIELD,
-    NOT_ALLOWED,
-    UNKNOWN_ADAPTER,
-    UNKNOWN_ARCHITECTURE,
-    WRONG_KIND,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label, Refusal
 from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
@@ -70,7 +63,7 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
             for name in ("architecture", "module")
         )
         reader.reporter.error(
-            CONFLICTING_FIELDS,
+            codes.CONFLICTING_FIELDS,
             "the model has `architecture` and `module`",
             second.span,
             "keep one of them",
@@ -78,7 +71,7 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
         )
     elif node.get("architecture") is None and node.get("module") is None:
         reader.reporter.error(
-            MISSING_FIELD,
+            codes.MISSING_FIELD,
             "the model needs `architecture` or `module`",
             node.entries[0].key.span if node.entries else node.span,
             f"architecture: one of {', '.join(registry.names())}; or module: "
@@ -86,14 +79,14 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
         )
     if architecture is not None and architecture.text not in registry.names():
         reader.reporter.error(
-            UNKNOWN_ARCHITECTURE,
+            codes.UNKNOWN_ARCHITECTURE,
             f"there is no architecture `{architecture.text}`",
             architecture.span,
             _or_module(suggest(architecture.text, registry.names())),
         )
     if module is not None and not _FACTORY.fullmatch(module.text):
         reader.reporter.error(
-            NOT_ALLOWED,
+            codes.NOT_ALLOWED,
             f"`{module.text}` does not name a factory",
             module.span,
             "write package.module:factory",
@@ -117,7 +110,7 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
     before = len(reporter.sink.found)
     if not is_adapter(raw.run.text):
         reporter.error(
-            UNKNOWN_ADAPTER,
+            codes.UNKNOWN_ADAPTER,
             f"no adapter is called `{raw.run.text}`",
             raw.run.span,
             _other_adapter(raw.run.text),
@@ -239,7 +232,7 @@ def _overrides(node: Node, reader: StructureReader) -> Pairs:
     if not isinstance(node, Mapping):
         wanted = "a mapping of linears"
         reader.reporter.error(
-            WRONG_KIND, f"`overrides` takes {wanted} and is {node.kind}", node.span
+            codes.WRONG_KIND, f"`overrides` takes {wanted} and is {node.kind}", node.span
         )
         return ()
     pairs: list[tuple[str, object]] = []
@@ -251,7 +244,7 @@ def _overrides(node: Node, reader: StructureReader) -> Pairs:
             kind, span = entry.value.kind, entry.value.span
             wanted = "`weights` and `activations`"
             reader.reporter.error(
-                WRONG_KIND, f"an override takes a mapping of {wanted} and is {kind}", span
+                codes.WRONG_KIND, f"an override takes a mapping of {wanted} and is {kind}", span
             )
     return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
@@ -267,7 +260,9 @@ def _written(node: Node, name: str, reader: StructureReader) -> object:
             pairs = ((e.key.text, _written(e.value, name, reader)) for e in node.entries)
             return tuple(sorted((key, value) for key, value in pairs if value is not None))
     wanted = "a number, a list of numbers or a mapping of linears"
-    reader.reporter.error(WRONG_KIND, f"`{name}` takes {wanted} and is {node.kind}", node.span)
+    reader.reporter.error(
+        codes.WRONG_KIND, f"`{name}` takes {wanted} and is {node.kind}", node.span
+    )
     return None
 
 
@@ -282,5 +277,7 @@ def _leaf(node: Node, name: str, reader: StructureReader) -> object:
             return node.value
         if isinstance(node.value, Fraction):
             return float(node.value)
-    reader.reporter.error(WRONG_KIND, f"`{name}` takes a number and is {node.kind}", node.span)
+    reader.reporter.error(
+        codes.WRONG_KIND, f"`{name}` takes a number and is {node.kind}", node.span
+    )
     return None

@@ -9,13 +9,7 @@ from fractions import Fraction
 from kcdsl.check.sections.clauses import FAMILIES, check_action
 from kcdsl.check.sections.reading import StructureReader
 from kcdsl.check.sections.structure import ACTION_FIELDS, RawClause
-from kcdsl.diagnostics.codes import (
-    CONFLICTING_FIELDS,
-    MILD_ACTION,
-    OUT_OF_RANGE,
-    UNKNOWN_FIELD,
-    WEAKENED_ESCALATION,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement, suggest
 from kcdsl.diagnostics.spans import Span
@@ -103,7 +97,7 @@ def _health(node: Mapping | None, reader: StructureReader) -> tuple[Fraction, Fr
     guard_from, fallback_from = found.values()
     if not 0 < guard_from < fallback_from <= _LARGEST:
         reader.reporter.error(
-            OUT_OF_RANGE,
+            codes.OUT_OF_RANGE,
             f"`health` needs 0 < guard_from < fallback_from <= {_LARGEST}",
             section.span,
             f"the defaults are guard_from: {GUARD_FROM} and fallback_from: {FALLBACK_FROM}",
@@ -127,7 +121,7 @@ def _report_weakened(escalation: Escalation, stated: _Stated, reader: StructureR
         labels = () if below in {None, span} or below is None else (Label(below, first.than),)
         families = ", ".join(cell.family.value for cell in cells)
         reader.reporter.warning(
-            WEAKENED_ESCALATION,
+            codes.WEAKENED_ESCALATION,
             f"{families} {first.level}: {reason}",
             span,
             f"write {first.family}: {{{first.level}: ACTION}} with the action that is meant",
@@ -137,7 +131,7 @@ def _report_weakened(escalation: Escalation, stated: _Stated, reader: StructureR
 
 def _unknown(key: Scalar, reader: StructureReader, allowed: list[str]) -> None:
     reader.reporter.error(
-        UNKNOWN_FIELD,
+        codes.UNKNOWN_FIELD,
         f"`escalation` has no row `{key.text}`",
         key.span,
         suggest(key.text, allowed, "rows"),
@@ -155,7 +149,7 @@ def _family(parent: Mapping, name: str, reader: StructureReader, stated: _Stated
         cell = family, Level(entry.key.text)
         if cell in stated.cells:
             reader.reporter.error(
-                CONFLICTING_FIELDS,
+                codes.CONFLICTING_FIELDS,
                 f"the action of {family} {cell[1]} is given twice",
                 action.span,
                 "keep one of them",
@@ -197,7 +191,7 @@ def check_actions(
         if node is None or kind(clause.action) >= kind(policy):
             continue
         reporter.warning(
-            MILD_ACTION,
+            codes.MILD_ACTION,
             f"`{clause.action}` is milder than `{policy}`, the action for {clause.family} "
             f"{clause.level}",
             node.span,
@@ -221,7 +215,7 @@ def read_constants(node: Mapping | None, reader: StructureReader) -> Constants:
             continue
         if number < 0 or (name == "temperature" and number == 0):
             word = "positive" if name == "temperature" else "not negative"
-            reader.reporter.error(OUT_OF_RANGE, f"`{name}` is {word}", value.span)
+            reader.reporter.error(codes.OUT_OF_RANGE, f"`{name}` is {word}", value.span)
         else:
             values[name] = number
     return Constants(

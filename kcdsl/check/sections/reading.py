@@ -9,13 +9,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kcdsl.diagnostics.codes import (
-    BAD_IDENTIFIER,
-    EMPTY_SECTION,
-    MISSING_FIELD,
-    UNKNOWN_FIELD,
-    WRONG_KIND,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix
 from kcdsl.diagnostics.report import Reporter, Suggestion, insertion, suggest
 from kcdsl.diagnostics.spans import Span
@@ -75,7 +69,7 @@ class StructureReader(NamedTuple):
                     if node.get(help.nearest) is not None:
                         help = f"{help} It is there already"
                 self.reporter.error(
-                    UNKNOWN_FIELD,
+                    codes.UNKNOWN_FIELD,
                     f"{what} has no field `{entry.key.text}`",
                     entry.key.span,
                     help,
@@ -85,7 +79,7 @@ class StructureReader(NamedTuple):
                 first = node.entries[0].key.span if node.entries else node.span
                 line, order = skeletons.get(name), list(allowed)
                 self.reporter.error(
-                    MISSING_FIELD,
+                    codes.MISSING_FIELD,
                     f"{what} needs the field `{name}`",
                     first,
                     _EXAMPLES.get(name),
@@ -147,7 +141,7 @@ class StructureReader(NamedTuple):
         value = node.value if isinstance(node, Scalar) else None
         if isinstance(value, int | Fraction) and not isinstance(value, bool):
             return Fraction(value)
-        self.reporter.error(WRONG_KIND, f"`{name}` takes a number", node.span, help)
+        self.reporter.error(codes.WRONG_KIND, f"`{name}` takes a number", node.span, help)
         return None
 
     def wrong_kind(self, node: Node, name: str, wanted: str, help: str | None = None) -> None:
@@ -155,7 +149,9 @@ class StructureReader(NamedTuple):
         if isinstance(node, Scalar) and node.broken:
             return
         found = node.kind if not (isinstance(node, Scalar) and node.text == "") else "empty"
-        self.reporter.error(WRONG_KIND, f"`{name}` takes {wanted} and is {found}", node.span, help)
+        self.reporter.error(
+            codes.WRONG_KIND, f"`{name}` takes {wanted} and is {found}", node.span, help
+        )
 
     def texts(self, node: Node, name: str) -> tuple[Scalar, ...] | None:
         """Return a list of texts; a single text counts as a list of one."""
@@ -177,7 +173,7 @@ def identifier(
         return None
     if not pattern.fullmatch(node.text) or node.text in KEYWORDS:
         reader.reporter.error(
-            BAD_IDENTIFIER,
+            codes.BAD_IDENTIFIER,
             f"`{node.text}` cannot name a {what}",
             node.span,
             "start with a letter; go on with letters, digits and `_`"
@@ -299,7 +295,7 @@ def _declared(
     """Yield the entries of a section that can be named; report one without entries."""
     if section is not None and not section.entries:
         message = f"`{what}s` declares no {what}"
-        reader.reporter.error(EMPTY_SECTION, message, section.span, help)
+        reader.reporter.error(codes.EMPTY_SECTION, message, section.span, help)
     for entry in section.entries if section is not None else ():
         if identifier(reader, entry.key, SLICE_NAME, what) is not None:
             yield entry
@@ -321,7 +317,7 @@ def _mappings(
         reader.wrong_kind(node, name, f"a list of {form[0]}", form[1])
         return
     if not node.items:
-        reader.reporter.error(EMPTY_SECTION, f"`{name}` {empty}", node.span)
+        reader.reporter.error(codes.EMPTY_SECTION, f"`{name}` {empty}", node.span)
     for position, item in enumerate(node.items):
         if isinstance(item, Mapping):
             yield item
@@ -410,7 +406,7 @@ def _names(
         listed = reader.texts(entry.value, what) or ()
         found = [RawName(n, n) for n in listed if identifier(reader, n, pattern, kinds[what])]
     if not found and isinstance(entry.value, Mapping | Sequence) and _is_empty(entry.value):
-        reader.reporter.error(EMPTY_SECTION, f"`{what}` imports nothing", entry.value.span)
+        reader.reporter.error(codes.EMPTY_SECTION, f"`{what}` imports nothing", entry.value.span)
     return tuple(found)
 
 

@@ -11,18 +11,7 @@ from kcdsl.check.expressions.names import Scope, quantity
 from kcdsl.check.expressions.sorts import described
 from kcdsl.check.expressions.terms import table_value
 from kcdsl.check.sections.structure import RawClause
-from kcdsl.diagnostics.codes import (
-    AGAINST_DIRECTION,
-    BUDGET_ON_PROOF,
-    BUDGET_UNIT,
-    MISSING_FIELD,
-    NOT_ALLOWED,
-    OUT_OF_RANGE,
-    PERCENTILE_WITH_BUDGET,
-    STATISTIC_NOT_ALLOWED,
-    UNKNOWN_METRIC,
-    WRONG_KIND,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import (
     Reporter,
@@ -52,7 +41,7 @@ def record_formula(
     """Return the comparison that a record states; None after an error."""
     name = raw.scalar("metric")
     if name is None:
-        reporter.error(WRONG_KIND, "`metric` takes the name of a metric", raw.span)
+        reporter.error(codes.WRONG_KIND, "`metric` takes the name of a metric", raw.span)
         return None
     left = _subject(name, scope, reporter)
     right = _threshold(raw, name, left, scope, reporter)
@@ -78,7 +67,7 @@ def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetr
         if metrics.find(name.text) is not None:
             choices = ", ".join(n for n in RECORD_NAMES if n.endswith(name.text))
             reporter.error(
-                STATISTIC_NOT_ALLOWED,
+                codes.STATISTIC_NOT_ALLOWED,
                 f"`{name.text}` needs a statistic",
                 name.span,
                 f"such as {choices or 'mean_' + name.text}",
@@ -86,7 +75,7 @@ def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetr
             return None
         names = {*RECORD_NAMES, *(d.name for d in metrics.definitions() if d.kind == "aggregate")}
         reporter.error(
-            UNKNOWN_METRIC,
+            codes.UNKNOWN_METRIC,
             f"there is no metric `{name.text}`",
             name.span,
             _similar(name.text, metrics) or suggest(name.text, sorted(names), "metrics"),
@@ -95,7 +84,7 @@ def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetr
     definition = metrics[record.metric]
     if record.statistic not in definition.statistics:
         reporter.error(
-            STATISTIC_NOT_ALLOWED,
+            codes.STATISTIC_NOT_ALLOWED,
             f"`{in_words(name.text, metrics)}` is not a statistic of `{definition.name}`",
             name.span,
         )
@@ -128,13 +117,13 @@ def _threshold(
     if scalar is None:
         if raw.node("threshold") is None:
             reporter.error(
-                MISSING_FIELD,
+                codes.MISSING_FIELD,
                 "a record needs the field `threshold`",
                 name.span,
                 "add `threshold: NUMBER`, or `threshold: table(NAME)`",
             )
         else:
-            reporter.error(WRONG_KIND, "`threshold` takes a number", raw.span)
+            reporter.error(codes.WRONG_KIND, "`threshold` takes a number", raw.span)
         return None
     if _TABLE.match(scalar.text):
         return _from_table(scalar, scope, reporter)
@@ -155,7 +144,7 @@ def _from_table(scalar: Scalar, scope: Scope, reporter: Reporter) -> Typed | Non
         return table_value(parsed, scope, reporter)
     if parsed is not None:
         reporter.error(
-            WRONG_KIND,
+            codes.WRONG_KIND,
             f"`threshold` takes a number or a table and is {described(parsed, scope)}",
             parsed.span,
             "write `threshold: table(NAME)`",
@@ -175,7 +164,7 @@ def _operator(
         return Scalar(implied, implied, "plain", threshold.span)
     if not isinstance(node, Scalar) or node.text not in _OPERATORS:
         reporter.error(
-            NOT_ALLOWED,
+            codes.NOT_ALLOWED,
             "`op` takes a comparison operator",
             node.span,
             f"one of {' '.join(_OPERATORS)}, in quotation marks",
@@ -183,7 +172,7 @@ def _operator(
         return None
     if node.text[0] != implied[0] and node.text != "==":
         reporter.warning(
-            AGAINST_DIRECTION,
+            codes.AGAINST_DIRECTION,
             f"`{record.metric}` is better when {better}, and `op` bounds it from the other side",
             node.span,
             f"leave `op` out to get `{implied}`",
@@ -199,7 +188,9 @@ def share(scalar: Scalar, reporter: Reporter, what: str) -> Fraction | None:
         return None
     value, dimension, _ = read
     if dimension.exponents or not 0 <= value < 1:
-        reporter.error(OUT_OF_RANGE, f"{what} is a share, at least 0 and below 1", number.span)
+        reporter.error(
+            codes.OUT_OF_RANGE, f"{what} is a share, at least 0 and below 1", number.span
+        )
         return None
     return value
 
@@ -214,7 +205,7 @@ def read_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None, S
     if node is not None:
         if not isinstance(node, Scalar):
             reporter.error(
-                BUDGET_UNIT, "a budget is a share `of requests` or `of windows`", node.span
+                codes.BUDGET_UNIT, "a budget is a share `of requests` or `of windows`", node.span
             )
             return None, None
         parsed = parse_budget(reporter.source, node, reporter.sink)
@@ -226,7 +217,7 @@ def read_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None, S
         if dimension.exponents or not 0 <= rate < 1:
             percent = parsed.rate.unit is None and 1 <= rate < 100
             reporter.error(
-                OUT_OF_RANGE,
+                codes.OUT_OF_RANGE,
                 "a budget is a share, at least 0 and below 1",
                 parsed.rate.span,
                 f"write `{rate}%` for a percentage" if percent else None,
@@ -244,17 +235,17 @@ def _record_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None
         unit = _counted(text, over.span, reporter)
     if delta is None:
         if over is not None:
-            reporter.error(MISSING_FIELD, "`over` without `delta` says nothing", over.span)
+            reporter.error(codes.MISSING_FIELD, "`over` without `delta` says nothing", over.span)
         return None, None
     if not isinstance(delta, Scalar):
-        reporter.error(WRONG_KIND, f"`delta` takes a share and is {delta.kind}", delta.span)
+        reporter.error(codes.WRONG_KIND, f"`delta` takes a share and is {delta.kind}", delta.span)
         return None, None
     rate = share(delta, reporter, "`delta`")
     if rate is None or rate == 0:
         return None, None
     if over is None:
         reporter.error(
-            BUDGET_UNIT,
+            codes.BUDGET_UNIT,
             "`delta` does not say what it counts",
             delta.span,
             "add `over: requests` or `over: windows`",
@@ -272,7 +263,7 @@ def _counted(name: str, span: Span, reporter: Reporter) -> str | None:
     unit = _COUNTED.get(name)
     if unit is None:
         reporter.error(
-            BUDGET_UNIT, f"a budget cannot count `{name}`", span, suggest(name, _COUNTED)
+            codes.BUDGET_UNIT, f"a budget cannot count `{name}`", span, suggest(name, _COUNTED)
         )
     return unit
 
@@ -291,7 +282,7 @@ def check_budget(
     statistics = [t for t in terms_of(requirement) if isinstance(t, ir.Statistic)]
     if not statistics:
         reporter.error(
-            BUDGET_ON_PROOF,
+            codes.BUDGET_ON_PROOF,
             "a clause about every input or every record has no budget",
             span,
             "leave the budget out",
@@ -304,7 +295,7 @@ def check_budget(
         counted = [metrics[m.name].counted for m in metrics_of(statistic)]
         if statistic.kind == "aggregate":
             reporter.error(
-                BUDGET_UNIT,
+                codes.BUDGET_UNIT,
                 "an aggregate metric is one number for a window, not for a request",
                 span,
                 "count the budget `of windows`",
@@ -313,7 +304,7 @@ def check_budget(
             )
         elif "token" not in counted:
             reporter.error(
-                PERCENTILE_WITH_BUDGET,
+                codes.PERCENTILE_WITH_BUDGET,
                 "the statistic already ranges over requests, so a budget of requests "
                 "allows a share twice",
                 span,
@@ -323,7 +314,7 @@ def check_budget(
             )
         elif statistic.kind == "quantile":
             reporter.warning(
-                PERCENTILE_WITH_BUDGET,
+                codes.PERCENTILE_WITH_BUDGET,
                 "a budget of requests judges each request by itself, so the percentile no longer "
                 "ranges over the requests of the slice",
                 span,

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl.check.sections.structure import RawContract, RawKernel, StructureReader
-from kcdsl.diagnostics.codes import (
-    FOREIGN_KERNEL_FIELD,
-    MISSING_FIELD,
-    NO_SAMPLES,
-    NOT_ALLOWED,
-    OUT_OF_RANGE,
-    RECORDING,
-    SERVER_ADDRESS,
-    TWO_TEMPERATURES,
-    WRONG_KIND,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.report import Reporter, suggest
 from kcdsl.ir.kernels import (
     DRAWN,
@@ -111,7 +101,7 @@ def read_service(raw: RawKernel, reader: StructureReader) -> Service | None:
     for name, example in (("url", "http://127.0.0.1:8000"), ("logprobs", "{values: processed}")):
         if raw.node.get(name) is None:
             reader.reporter.error(
-                MISSING_FIELD,
+                codes.MISSING_FIELD,
                 f"a kernel that asks a server needs the field `{name}`",
                 raw.run.span,
                 f"add `{name}: {example}`",
@@ -139,7 +129,7 @@ def foreign(
     for index, entry in enumerate(raw.node.entries):
         if entry.key.text in fields:
             reader.reporter.error(
-                FOREIGN_KERNEL_FIELD,
+                codes.FOREIGN_KERNEL_FIELD,
                 f"`{raw.run.text}` does not take the field `{entry.key.text}`",
                 entry.key.span,
                 f"kernels with it: run: {' or '.join(adapters)}",
@@ -154,7 +144,7 @@ def _url(raw: RawKernel, reader: StructureReader) -> str | None:
     found = _URL.fullmatch(node.text)
     if found is None or found["user"]:
         reader.reporter.error(
-            SERVER_ADDRESS,
+            codes.SERVER_ADDRESS,
             "`url` is no address of a server"
             if found is None
             else "`url` holds a name or a password",
@@ -173,7 +163,7 @@ def _variable(raw: RawKernel, reader: StructureReader) -> str | None:
         return None
     if not _VARIABLE.fullmatch(node.text):
         reader.reporter.error(
-            NOT_ALLOWED,
+            codes.NOT_ALLOWED,
             "`key` does not name a variable for keys of servers",
             node.span,
             "write `key: KCDSL_SERVER_KEY`, or KCDSL_SERVER_KEY_NAME; never the key itself",
@@ -191,7 +181,7 @@ def read_logprobs(raw: RawKernel, reader: StructureReader) -> LogProbabilities |
     numbers = {name: _number(node, name, reader) for name in LOGPROBS_FIELDS if name != "values"}
     if values is not None and values.text not in VALUES:
         reader.reporter.error(
-            NOT_ALLOWED,
+            codes.NOT_ALLOWED,
             f"log-probabilities are not `{values.text}`",
             values.span,
             suggest(values.text, VALUES),
@@ -219,7 +209,7 @@ def _number(node: Mapping, name: str, reader: StructureReader) -> Fraction | Non
     allowed, help = _RANGES[name], f"write a number, such as `{name}: {_USUAL[name]}`"
     number = reader.number(value, name, help)
     if number is not None and number not in allowed:
-        reader.reporter.error(OUT_OF_RANGE, f"`{name}` is {allowed}", value.span, help)
+        reader.reporter.error(codes.OUT_OF_RANGE, f"`{name}` is {allowed}", value.span, help)
         return None
     return number
 
@@ -231,7 +221,7 @@ def _are_samples(logs: LogProbabilities, node: Mapping, reader: StructureReader)
         return True
     name, message, help = problem
     place = node.get(name) or node
-    reader.reporter.error(NO_SAMPLES, message, place.span, help)
+    reader.reporter.error(codes.NO_SAMPLES, message, place.span, help)
     return False
 
 
@@ -241,7 +231,7 @@ def check_together(
     """Report a training kernel that scores no given tokens, and kernels of two temperatures."""
     if train.run in SERVERS:
         reporter.error(
-            NOT_ALLOWED,
+            codes.NOT_ALLOWED,
             f"`{train.run}` cannot be the training kernel: it does not score given tokens exactly",
             raw.kernels["train"].run.span if "train" in raw.kernels else raw.span,
             "let a kernel on this machine be `train`, such as `run: torch.eager`",
@@ -255,7 +245,7 @@ def check_together(
         stated = node.get("temperature") if isinstance(node, Mapping) else None
         place = stated or node
         reporter.error(
-            TWO_TEMPERATURES,
+            codes.TWO_TEMPERATURES,
             f"the server draws at temperature {float(drawn):g}, and the training kernel is read at "
             f"{float(constants.temperature):g}, that of `constants`",
             raw.span if place is None else place.span,
@@ -282,14 +272,14 @@ def read_recording(raw: RawKernel, reader: StructureReader) -> Recording | None:
         for name in foreign_to_logits:
             entry = next(e for e in raw.node.entries if e.key.text == name)
             reader.reporter.error(
-                RECORDING,
+                codes.RECORDING,
                 f"recorded logits take no `{name}`",
                 entry.key.span,
                 "logits are what the model gives; leave the field out",
             )
         if raw.node.get("file") is None:
             reader.reporter.error(
-                MISSING_FIELD,
+                codes.MISSING_FIELD,
                 "recorded logits need the field `file`",
                 raw.run.span,
                 "add `file: logits.safetensors`",
@@ -297,7 +287,7 @@ def read_recording(raw: RawKernel, reader: StructureReader) -> Recording | None:
         return Recording(LOGITS, file=None if file is None else file.text)
     if raw.node.get("file") is not None:
         reader.reporter.error(
-            RECORDING,
+            codes.RECORDING,
             "the rows of a recording are the data of the contract, so the kernel names no `file`",
             raw.run.span,
             "name the file as `data`, or state `format: logits`",
@@ -313,7 +303,7 @@ def _format(raw: RawKernel, reader: StructureReader) -> str:
         return "rows"
     if node.text not in FORMATS:
         reader.reporter.error(
-            NOT_ALLOWED,
+            codes.NOT_ALLOWED,
             f"there is no format `{node.text}` of recordings",
             node.span,
             suggest(node.text, FORMATS),
@@ -335,7 +325,7 @@ def _recomputed(raw: RawKernel, reader: StructureReader) -> bool:
     if node is None:
         return False
     if not isinstance(node, Scalar) or not isinstance(node.value, bool):
-        reader.reporter.error(WRONG_KIND, "`recomputed` is true or false", node.span)
+        reader.reporter.error(codes.WRONG_KIND, "`recomputed` is true or false", node.span)
         return False
     return node.value
 
@@ -348,7 +338,7 @@ def check_recorded(
     if train.recording is None or train.recording.format == LOGITS:
         if infer.recording is not None and infer.recording.format != LOGITS and train.recording:
             reporter.error(
-                RECORDING,
+                codes.RECORDING,
                 "the one side has whole logits and the other ln-probabilities of sampled tokens",
                 place,
                 "record both in one way, or let the training kernel run",
@@ -356,7 +346,7 @@ def check_recorded(
         return
     if infer.recording is None or infer.recording.format == LOGITS:
         reporter.error(
-            RECORDING,
+            codes.RECORDING,
             "sampled tokens are recorded for `train`, but not for `infer`, which must have drawn"
             " them",
             place,
@@ -364,7 +354,7 @@ def check_recorded(
         )
     elif infer.recording.format != train.recording.format:
         reporter.error(
-            RECORDING,
+            codes.RECORDING,
             f"`train` reads rows as {train.recording.format}, `infer` as {infer.recording.format},"
             " and they are the same rows",
             place,

@@ -25,14 +25,7 @@ from kcdsl.check.sections.reading import (
 from kcdsl.check.sections.reading import RawKernel as RawKernel
 from kcdsl.check.sections.reading import RawSlice as RawSlice
 from kcdsl.check.sections.reading import StructureReader as StructureReader
-from kcdsl.diagnostics.codes import (
-    CONFLICTING_FIELDS,
-    DUPLICATE_IDENTIFIER,
-    EMPTY_SECTION,
-    MISSING_FIELD,
-    UNSUPPORTED_VERSION,
-    WRONG_KIND,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, nearest, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -190,7 +183,7 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
     reader = StructureReader(reporter)
     if not isinstance(root, Mapping):
         reporter.error(
-            WRONG_KIND,
+            codes.WRONG_KIND,
             f"a contract is a mapping, not {root.kind}",
             root.span,
             "start with kcdsl: 1",
@@ -228,7 +221,7 @@ def _check_version(root: Mapping, reporter: Reporter) -> None:
     if isinstance(version, Scalar) and version.value != LANGUAGE_VERSION:
         quoted = version.text == str(LANGUAGE_VERSION)
         reporter.error(
-            UNSUPPORTED_VERSION,
+            codes.UNSUPPORTED_VERSION,
             f"language version {version.text!r} is not supported",
             version.span,
             f"this release reads kcdsl: {LANGUAGE_VERSION}"
@@ -251,13 +244,13 @@ def _clauses(reader: StructureReader, root: Mapping) -> tuple[RawClause, ...]:
         reader.wrong_kind(node, "clauses", "a mapping from identifiers, or a list of records")
         return ()
     if not found:
-        reader.reporter.error(EMPTY_SECTION, "`clauses` requires nothing", node.span)
+        reader.reporter.error(codes.EMPTY_SECTION, "`clauses` requires nothing", node.span)
     clauses = tuple(clause for clause in found if clause is not None)
     seen: dict[str, Span] = {}
     for clause in clauses:
         if clause.id.text in seen:
             reader.reporter.error(
-                DUPLICATE_IDENTIFIER,
+                codes.DUPLICATE_IDENTIFIER,
                 f"two clauses are called `{clause.id.text}`",
                 clause.id.span,
                 labels=(Label(seen[clause.id.text], "first here"),),
@@ -278,7 +271,7 @@ def _listed(reader: StructureReader, item: Node) -> list[RawClause | None]:
     if item.entries and all(isinstance(entry.value, Mapping) for entry in item.entries):
         return [_clause(reader, entry.key, entry.value) for entry in item.entries]
     first = item.entries[0].key.span if item.entries else item.span
-    reader.reporter.error(MISSING_FIELD, "a clause record needs the field `id`", first)
+    reader.reporter.error(codes.MISSING_FIELD, "a clause record needs the field `id`", first)
     return []
 
 
@@ -296,7 +289,7 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
         other = next((e for e in body.entries if e.key.text == partner), None)
         if clash is not None and other is not None:
             reader.reporter.error(
-                CONFLICTING_FIELDS,
+                codes.CONFLICTING_FIELDS,
                 f"{what} has `{partner}` and `{clash.key.text}`, which say the same thing",
                 clash.key.span,
                 "keep one of them",
@@ -305,7 +298,7 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
     actions = [entry for entry in body.entries if entry.key.text in ACTION_FIELDS]
     if len(actions) > 1:
         reader.reporter.error(
-            CONFLICTING_FIELDS,
+            codes.CONFLICTING_FIELDS,
             f"{what} names its action twice",
             actions[1].key.span,
             "keep `then`",
@@ -330,7 +323,7 @@ def _require_something(reader: StructureReader, key: Scalar, body: Mapping) -> N
         return  # reported as misspelt already
     if body.get("require") is None and body.get("metric") is None:
         reader.reporter.error(
-            MISSING_FIELD,
+            codes.MISSING_FIELD,
             f"the clause `{key.text}` requires nothing",
             key.span,
             "add `require: EXPRESSION`, or `metric` and `threshold`",

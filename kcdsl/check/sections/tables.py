@@ -8,12 +8,7 @@ from fractions import Fraction
 from kcdsl.check.expressions.fields import predicate
 from kcdsl.check.expressions.names import other_unit, quantity
 from kcdsl.check.sections.reading import RawRow, RawSlice, RawTable
-from kcdsl.diagnostics.codes import (
-    DIMENSION,
-    TABLE_GAP,
-    UNKNOWN_UNIT,
-    UNREACHABLE_ROW,
-)
+from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.ir import terms as ir
@@ -57,7 +52,7 @@ def _unit(scalar: Scalar | None, reporter: Reporter) -> Unit | None:
     unit = UNITS.get(scalar.text)
     if unit is None:
         reporter.error(
-            UNKNOWN_UNIT,
+            codes.UNKNOWN_UNIT,
             f"there is no unit `{scalar.text}`",
             scalar.span,
             other_unit(scalar.text),
@@ -86,7 +81,7 @@ def _value(scalar: Scalar, unit: Unit | None, reporter: Reporter) -> Fraction | 
         return value * unit.factor
     if dimension != unit.dimension:
         reporter.error(
-            DIMENSION,
+            codes.DIMENSION,
             f"the table holds {describe(unit.dimension)}, and this is {describe(dimension)}",
             number.span,
             f"leave the unit out, or write one like `{unit.name}`",
@@ -118,7 +113,7 @@ def _is_total(
             if first is not None:
                 labels = (Label(first.span, "takes them all"),)
             reporter.error(
-                UNREACHABLE_ROW,
+                codes.UNREACHABLE_ROW,
                 "no request gets here: the rows above take every one"
                 if _can_hold(row.where)
                 else "no request satisfies this row",
@@ -137,7 +132,7 @@ def _is_undecided(raw: RawTable, otherwise: bool, reporter: Reporter) -> bool:
     """Report a table of too many cases to look at, unless it says what holds otherwise."""
     if not otherwise:
         reporter.error(
-            TABLE_GAP,
+            codes.TABLE_GAP,
             f"whether the rows of `{raw.name.text}` take every request is not decided",
             raw.name.span,
             "add `otherwise: VALUE`",
@@ -158,7 +153,7 @@ def _check_rest(raw: RawTable, case: Case | None, otherwise: bool, reporter: Rep
     that no row takes, or None."""
     if case is not None and not otherwise:
         reporter.error(
-            TABLE_GAP,
+            codes.TABLE_GAP,
             f"`{raw.name.text}` has no value for a request with {_describe(case)}",
             raw.name.span,
             "add `otherwise: VALUE`, or a row for it",
@@ -168,7 +163,7 @@ def _check_rest(raw: RawTable, case: Case | None, otherwise: bool, reporter: Rep
         assert isinstance(raw.entry.value, Mapping)
         edit = remove_entry(reporter.source, raw.entry.value, raw.otherwise)
         reporter.error(
-            UNREACHABLE_ROW,
+            codes.UNREACHABLE_ROW,
             "no request gets here: the rows take every one",
             raw.otherwise.key.span,
             "leave `otherwise` out; nothing can be shown on a bucket without requests",
