@@ -14,12 +14,11 @@ from kcdsl.check.sections.imports import report_unused, resolve_imports
 from kcdsl.check.sections.kernels import read_kernel, read_model
 from kcdsl.check.sections.libraries import Import, Loader, Texts, analyse_library
 from kcdsl.check.sections.policy import check_actions, read_constants, read_escalation
-from kcdsl.check.sections.reading import ROLES
+from kcdsl.check.sections.reading import ROLES, StructureReader
 from kcdsl.check.sections.sources import check_recorded, check_together
 from kcdsl.check.sections.structure import (
     RawContract,
     RawLibrary,
-    StructureReader,
     is_library,
     read_structure,
     stored_schema,

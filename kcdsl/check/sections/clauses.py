@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from kcdsl.check.expressions.names import Scope
 from kcdsl.check.expressions.statements import formula, trace_fields
+from kcdsl.check.sections.reading import StructureReader
 from kcdsl.check.sections.records import check_budget, read_budget, record_formula
-from kcdsl.check.sections.structure import RawClause, StructureReader
+from kcdsl.check.sections.structure import RawClause
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest

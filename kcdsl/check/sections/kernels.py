@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from fractions import Fraction
 
+from kcdsl.check.sections.reading import RawKernel, StructureReader
 from kcdsl.check.sections.sources import (
     RECORDED,
     SERVERS,
@@ -14,7 +15,7 @@ from kcdsl.check.sections.sources import (
     read_recording,
     read_service,
 )
-from kcdsl.check.sections.structure import MODEL_FIELDS, RawKernel, StructureReader
+from kcdsl.check.sections.structure import MODEL_FIELDS
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label, Refusal
 from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl.check.sections.structure import RawContract, RawKernel, StructureReader
+from kcdsl.check.sections.reading import RawKernel, StructureReader
+from kcdsl.check.sections.structure import RawContract
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.report import Reporter, suggest
 from kcdsl.ir.kernels import (

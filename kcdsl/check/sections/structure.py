@@ -15,16 +15,16 @@ from kcdsl.check.sections.reading import (
     PAIR,
     ROLES,
     RawImport,
+    RawKernel,
+    RawSlice,
     RawTable,
+    StructureReader,
     identifier,
     read_imports,
     read_kernel_fields,
     read_slices,
     read_tables,
 )
-from kcdsl.check.sections.reading import RawKernel as RawKernel
-from kcdsl.check.sections.reading import RawSlice as RawSlice
-from kcdsl.check.sections.reading import StructureReader as StructureReader
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, nearest, replacement
