@@ -50,7 +50,7 @@ from kcdsl_backends.attack.versions import Version, versions
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
 from kcdsl_backends.drift.boxes.state import StoredParameters
-from kcdsl_backends.drift.boxes.sums import summation_error
+from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_backends.drift.ops.arithmetic import scalar_of
 
 SIMULATED = 53
@@ -307,17 +307,9 @@ class Simulator:
             before = numerics.attention.term_roundings
         error = sum_error(total, exact, FORMATS[numerics.accumulate], roundings, before)
         if numerics.tensor_core is not None:
-            error = summation_error(
-                left.detach().abs(),
-                right.detach().abs(),
-                total.detach(),
-                exact.detach().abs(),
-                kernel,
-                extra=roundings - left.shape[-1],
-                before=before,
-                quantised=self._quantises(node),
-                weight=self._weight(node),
-            )
+            sizes = left.detach().abs(), right.detach().abs(), total.detach(), exact.detach().abs()
+            named = self._quantises(node), self._weight(node)
+            error = Sums(*sizes, kernel, roundings - left.shape[-1], before, *named).error()
         return exact + WITHIN * symbol * error
 
     def _inside(

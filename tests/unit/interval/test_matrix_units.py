@@ -13,7 +13,7 @@ from kcdsl.model.numerics import MatrixUnit
 from kcdsl.model.numerics.preset_table import TENSOR_CORES
 from kcdsl.model.numerics.presets import resolve
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.boxes.sums import accumulation_error, summation_error
+from kcdsl_backends.drift.boxes.sums import Sums, accumulation_error
 from kcdsl_certs.recheck.interval import sums as second
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 
@@ -82,7 +82,7 @@ def bounds(name: str, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     a_size, b_size, terms, value = (
         torch.from_numpy(np.atleast_2d(v)) for v in (left, right, total, result)
     )
-    first = summation_error(a_size, b_size, terms, value, Rounding(spec), quantised=True)
+    first = Sums(a_size, b_size, terms, value, Rounding(spec), quantised=True).error()
     kernel = parse_kernel(spec.to_json(), "infer")
     other = second.rounding_of_sums(kernel, (left, right), (total, result), dynamic=True)
     return float(first.max()), float(other.max())
@@ -171,7 +171,7 @@ def test_a_fine_unit_of_16_bits_holds_float16_products() -> None:
         total, result = left @ right, np.abs(a @ b)[None, None]
         sizes = (left, right, *(np.atleast_2d(v * (1 + 2.0**-40)) for v in (total, result)))
         a_size, b_size, terms, value = (torch.from_numpy(size) for size in sizes)
-        first = float(summation_error(a_size, b_size, terms, value, Rounding(spec)))
+        first = float(Sums(a_size, b_size, terms, value, Rounding(spec)).error())
         pairs = [(Fraction(x), Fraction(y)) for x, y in zip(a, b, strict=True)]
         exact = sum((x * y for x, y in pairs), Fraction(0))
         assert float(abs(summed(unit, pairs) - exact)) <= first

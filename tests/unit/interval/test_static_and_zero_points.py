@@ -18,7 +18,7 @@ from kcdsl_backends.attack.quantized_inputs import Exceeded, moved_by, to_neares
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import codes, quantized_hull, quantizer, quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.boxes.sums import summation_error
+from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_backends.drift.ops.quantized_input import activation_error
 from kcdsl_certs.recheck.interval import quantisers as checked
 from kcdsl_certs.recheck.interval.box import Box as CheckedBox
@@ -198,12 +198,12 @@ def test_a_matrix_unit_counts_subnormal_codes_with_the_static_scale() -> None:
             tensor_core=core,
         )
         kernel = Rounding(numerics(record))
-        error = summation_error(left, right, total, total, kernel, quantised=True, weight="w")
+        error = Sums(left, right, total, total, kernel, quantised=True, weight="w").error()
         found[s] = float(error)
     # at s = 4 every code is subnormal: exponents count from 2^-6·4 on
     assert found[2.0**2] > 2 * found[2.0**-8]
     with pytest.raises(NoBound, match="no static scale"):
-        summation_error(left, right, total, total, kernel, quantised=True)
+        Sums(left, right, total, total, kernel, quantised=True).error()
 
 
 # --- zero points and the full range --------------------------------------------------------------

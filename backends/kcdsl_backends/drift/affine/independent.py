@@ -20,8 +20,7 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics.formats import CASTS, Casts
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.boxes import gamma
-from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.boxes.sums import flushing_error, tensor_core_of
+from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_certs.reals import real_text
 
 ASSUMPTION = (
@@ -160,38 +159,20 @@ class Roundings:
         return Roundings(torch.where(kept, self.sure, otherwise), most, deviation)
 
 
-def of_sums(
-    left: Tensor,
-    right: Tensor,
-    total: Tensor,
-    result: Tensor,
-    error: Tensor,
-    kernel: Rounding,
-    *,
-    extra: int = 0,
-    before: int = 2,
-    quantised: bool = False,
-) -> Roundings:
-    """Take the error of sums in any order apart: one rounding of each partial sum and of each
-    product is its own; other roundings of terms and of tiles are shared by several sums.
+def of_sums(sums: Sums, error: Tensor) -> Roundings:
+    """Take the `error` of sums apart: one rounding of each partial sum and of each product is its
+    own; other roundings of terms and of tiles are shared by several sums.
 
     A partial sum is at most (S + mag(Y))/2 + E, and all terms together are at most S + E; a
     rounding counts in the sum as it is.
-
-    Args:
-        left, right, total, result, extra, before, quantised: as for `summation_error`.
-        error: E, what that returned.
     """
-    shortened = kernel.numerics.products != "compute"
-    if (
-        shortened or tensor_core_of(kernel, quantised) is not None
-    ):  # what is cut off has no mean of zero
-        return Roundings.none(error)
-    terms, largest = left.shape[-1], (total + error) * _UP
-    partial = (total + result) / 2 + error
+    kernel = sums.kernel
+    if kernel.numerics.products != "compute" or sums.unit is not None:
+        return Roundings.none(error)  # what is cut off has no mean of zero
+    terms, largest = sums.left.shape[-1], (sums.total + error) * _UP
+    partial = (sums.total + sums.result) / 2 + error
     most = kernel.u_accumulate * (terms * partial + largest) * _UP
     own = kernel.u_accumulate * torch.sqrt(terms * partial.square() + largest.square()) * _UP
-    shared = (extra + before - 1) * kernel.u_accumulate * largest
-    faint = (terms + extra + before) * kernel.eta_accumulate
-    sure = shared + flushing_error(left, right, kernel) + faint
-    return Roundings(sure * _UP, most, own)
+    shared = (sums.extra + sums.before - 1) * kernel.u_accumulate * largest
+    faint = (terms + sums.extra + sums.before) * kernel.eta_accumulate
+    return Roundings((shared + sums.flushed() + faint) * _UP, most, own)

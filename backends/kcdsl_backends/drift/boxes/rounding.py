@@ -166,14 +166,19 @@ class Rounding:
         return FORMATS[self.numerics.compute]
 
     @property
+    def accumulator(self) -> Format:
+        """Return the format of dot-product accumulators."""
+        return FORMATS[self.numerics.accumulate]
+
+    @property
     def u_accumulate(self) -> float:
         """Return the unit roundoff of dot-product accumulators."""
-        return FORMATS[self.numerics.accumulate].unit_roundoff
+        return self.accumulator.unit_roundoff
 
     @property
     def eta_accumulate(self) -> float:
         """Return the underflow error of dot-product accumulators."""
-        return FORMATS[self.numerics.accumulate].underflow
+        return self.accumulator.underflow
 
     @property
     def u_function(self) -> float:
@@ -214,9 +219,7 @@ class Rounding:
 
     def inner(self, accumulates: bool) -> Format:
         """Return the format of an operation's arithmetic: the accumulator, or float32 (float64)."""
-        if accumulates:
-            return FORMATS[self.numerics.accumulate]
-        return self.numerics.function_format
+        return self.accumulator if accumulates else self.numerics.function_format
 
     def store(
         self,

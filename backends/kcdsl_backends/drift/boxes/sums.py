@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,18 +23,6 @@ _SMALL = 2.0**-20
 _LARGEST_BYTE, _LARGEST_PAIR = 255.0, 2.0**15 - 1
 
 
-def tensor_core_of(kernel: Rounding, quantised: bool) -> MatrixUnit | None:
-    """Return the unit that forms a product's sums; None where they are rounded to nearest.
-
-    Args:
-        quantised: whether it is a linear that reads quantised activations.
-    """
-    core = kernel.numerics.tensor_core
-    if core is None:
-        return None
-    return core.linears if quantised else core.others
-
-
 def instruction_chains(unit: MatrixUnit, terms: int, extra: int) -> tuple[int, int]:
     """Return how many chains of instructions form a sum, and how long the longest is."""
     count = -(-terms // unit.chunk) + extra
@@ -41,38 +30,6 @@ def instruction_chains(unit: MatrixUnit, terms: int, extra: int) -> tuple[int, i
         return 1, count
     length = unit.promote // unit.chunk
     return -(-count // length), min(length, count)
-
-
-def largest_term(
-    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool, weight: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Return X, the largest term of left @ right, and what subnormal operands add to it.
-
-    Their sum is what no 2^(exponent of a + exponent of b) exceeds: a subnormal operand counts with
-    the least exponent of its format. `weight` names that of a linear.
-    """
-    found = torch.zeros_like(left[..., :1] * right[..., :1, :])
-    step = max(1, _BLOCK // max(1, found.numel()))
-    for k in range(0, left.shape[-1], step):
-        products = left[..., k : k + step].unsqueeze(-1) * right[..., k : k + step, :].unsqueeze(-3)
-        found = torch.maximum(found, products.amax(-2))
-    low_left, low_right = _floors(left, right, kernel, quantised, weight)
-    top_left, top_right = left.amax(-1, keepdim=True), right.amax(-2, keepdim=True)
-    least = low_left * top_right + low_right * top_left + low_left * low_right
-    return up(found * _WIDER, 4), up(least * _WIDER, 4)
-
-
-def _floors(
-    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool, weight: str
-) -> tuple[Tensor | float, Tensor | float]:
-    """Return the sizes that operands count with at least: of subnormal codes times their scale."""
-    numerics = kernel.numerics
-    names = (numerics.compute, numerics.attention.probabilities, numerics.attention.scores)
-    least = 2.0 ** max(FORMATS[name].min_exponent for name in names)
-    if not quantised:
-        return least, least
-    scaled, weights = numerics.activations, numerics.weights
-    return _least_input(left, scaled, least, weight), _least_weight(right, weights, least)
 
 
 def _least_input(left: Tensor, spec: Activations, plain: float, weight: str) -> Tensor | float:
@@ -200,86 +157,15 @@ def saturation_error(
     return up(scale * pair_loss(weight, numerics) * _DIVISION, 4)
 
 
-def all_reduce_error(total: Tensor, error: Tensor, kernel: Rounding) -> Tensor | float:
-    """Return what adding the parts of a linear in the compute format loses; infinite where a part
-    or a sum of parts may overflow it.
-
-    Each part is stored, n of them are added in any order, and a bias after them: no part of a term
-    is rounded more than n + 1 times.
-
-    Args:
-        total: S, the magnitudes of all terms.
-        error: how far the parts are off before, together.
-    """
-    shards = kernel.numerics.shards
-    if shards == 1:
-        return 0.0
-    grown = math.expm1((shards + 1) * math.log1p(kernel.unit(kernel.compute))) * (1 + 2.0**-40)
-    faint = (2 * shards + 2) * (1 + grown) * kernel.faint(kernel.compute)
-    lost = up((total + error) * grown + faint, 6)
-    return torch.where(total + error + lost <= kernel.compute.largest, lost, torch.inf)
-
-
-def late_scale_error(
-    left: Tensor,
-    right: Tensor,
-    total: Tensor,
-    product: Tensor,
-    error: Tensor,
-    kernel: Rounding,
-    biased: bool,
-) -> Tensor | float:
-    """Return what a linear loses besides where scales of weights are multiplied with sums of
-    products of its input with codes; infinite where such a sum may overflow.
-
-    Near zero, numbers are off in units of codes, and count as often as the greatest scale, which
-    the largest weight is no smaller than.
-
-    Args:
-        left, right: magnitudes of the input and of the weight [in, out].
-        total: S, the magnitudes of all terms.
-        product: the magnitude of the sum without a bias.
-        error: how far the sum is off before.
-        biased: whether a bias is added to what was stored.
-    """
-    stored, terms = kernel.numerics.weights, left.shape[-1]
-    if stored.applied == "weights":
-        return 0.0
-    form = CODE_FORMATS[stored.format]
-    most, whole = right.amax() * _DIVISION, stored.applied == "stored_sums"
-    lost = 2.0**-126 * (2 * terms + 8) * most + torch.zeros_like(total)
-    largest = FORMATS[kernel.numerics.accumulate].largest
-    if whole:
-        u, faint = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
-        once = u * (product + error + lost) * (1 + u) + faint * (1 + most)
-        lost = up(lost + once * ((2 if biased else 1) * (1 + 2.0**-6)), 6)
-        largest = min(largest, kernel.compute.largest)
-    codes = left.sum(-1, keepdim=True) * (2 * max(form.above, form.below) * _DIVISION)
-    close = (8 * error <= total) | (total == 0)
-    if tensor_core_of(kernel, quantised=False) is None:
-        close = torch.full_like(close, (terms + 8) * kernel.u_accumulate <= 2.0**-4)
-    return torch.where((codes <= largest) & close, up(lost, 4), torch.inf)
-
-
-def summation_error(
-    left: Tensor,
-    right: Tensor,
-    total: Tensor,
-    result: Tensor,
-    kernel: Rounding,
-    *,
-    extra: int = 0,
-    before: int = 2,
-    quantised: bool = False,
-    weight: str = "",
-    columns: int | None = None,
-) -> Tensor:
-    """Return how far the sums of left @ right may be off; infinite where one may overflow.
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sums of the terms of left @ right, which a kernel forms in any order.
 
     Args:
         left, right: magnitudes of the operands.
         total: S, the magnitudes of all terms, a bias among them.
         result: mag(Y), the magnitude of the exact sum.
+        kernel: the kernel.
         extra: roundings of partial sums beside one for each term.
         before: roundings of a term before it is added.
         quantised: whether it is a linear that reads quantised activations.
@@ -287,26 +173,149 @@ def summation_error(
         columns: where given, `left` [..., rows, 1] is the sum of up to so many factors, and
             `right` [..., 1, n] bounds what each of them meets.
     """
-    terms, unit = columns or left.shape[-1], tensor_core_of(kernel, quantised)
-    short = 0.0 if kernel.numerics.products == "compute" else up(total * _SHORTENED, 2)
-    total, result = total + short, result + short
-    if unit is None:
-        error = accumulation_error(total, result, terms + extra, kernel, before)
-    else:
-        count = instruction_chains(unit, terms, extra)
-        steps = count[0] + extra + 1
-        rounded = accumulation_error(total, result, steps, kernel, before)
-        cut = truncation_error(
-            unit,
-            count,
-            up(total + rounded),
-            up((total + result) / 2 + rounded, 2),
-            largest_term(left, right, kernel, quantised, weight),
-        )
-        error = up(rounded + cut * (1 + 4 * steps * kernel.u_accumulate), 4)
-        largest = FORMATS[kernel.numerics.accumulate].largest
-        error = torch.where(total + error <= largest, error, torch.inf)
-    return up(error + short + flushing_error(left, right, kernel, columns), 4)
+
+    left: Tensor
+    right: Tensor
+    total: Tensor
+    result: Tensor
+    kernel: Rounding
+    extra: int = 0
+    before: int = 2
+    quantised: bool = False
+    weight: str = ""
+    columns: int | None = None
+
+    @property
+    def terms(self) -> int:
+        """Return the number of terms of a sum."""
+        return self.columns or self.left.shape[-1]
+
+    @property
+    def unit(self) -> MatrixUnit | None:
+        """Return the unit that forms the sums; None where they are rounded to nearest."""
+        core = self.kernel.numerics.tensor_core
+        if core is None:
+            return None
+        return core.linears if self.quantised else core.others
+
+    def error(self) -> Tensor:
+        """Return how far the sums may be off; infinite where one may overflow."""
+        kernel, unit = self.kernel, self.unit
+        short = 0.0 if kernel.numerics.products == "compute" else up(self.total * _SHORTENED, 2)
+        total, result = self.total + short, self.result + short
+        if unit is None:
+            error = accumulation_error(total, result, self.terms + self.extra, kernel, self.before)
+        else:
+            many, length = instruction_chains(unit, self.terms, self.extra)
+            steps = many + self.extra + 1
+            rounded = accumulation_error(total, result, steps, kernel, self.before)
+            partial = up((total + result) / 2 + rounded, 2)
+            cut = truncation_error(
+                unit, (many, length), up(total + rounded), partial, self.largest()
+            )
+            error = up(rounded + cut * (1 + 4 * steps * kernel.u_accumulate), 4)
+            fits = total + error <= kernel.accumulator.largest
+            error = torch.where(fits, error, torch.inf)
+        return up(error + short + self.flushed(), 4)
+
+    def largest(self) -> tuple[Tensor, Tensor]:
+        """Return X, the largest term, and what subnormal operands add to it.
+
+        Their sum is what no 2^(exponent of a + exponent of b) exceeds: a subnormal operand counts
+        with the least exponent of its format.
+        """
+        left, right = self.left, self.right
+        found = torch.zeros_like(left[..., :1] * right[..., :1, :])
+        step = max(1, _BLOCK // max(1, found.numel()))
+        for k in range(0, left.shape[-1], step):
+            a, b = left[..., k : k + step].unsqueeze(-1), right[..., k : k + step, :].unsqueeze(-3)
+            found = torch.maximum(found, (a * b).amax(-2))
+        low_left, low_right = self._floors()
+        top_left, top_right = left.amax(-1, keepdim=True), right.amax(-2, keepdim=True)
+        least = low_left * top_right + low_right * top_left + low_left * low_right
+        return up(found * _WIDER, 4), up(least * _WIDER, 4)
+
+    def _floors(self) -> tuple[Tensor | float, Tensor | float]:
+        """Return the sizes that operands count with at least: of subnormal codes times scales."""
+        numerics = self.kernel.numerics
+        names = (numerics.compute, numerics.attention.probabilities, numerics.attention.scores)
+        least = 2.0 ** max(FORMATS[name].min_exponent for name in names)
+        if not self.quantised:
+            return least, least
+        first = _least_input(self.left, numerics.activations, least, self.weight)
+        return first, _least_weight(self.right, numerics.weights, least)
+
+    def flushed(self) -> Tensor | float:
+        """Return how much a product loses near zero.
+
+        Matrix units of coarse formats may treat operands, products and partial sums as zero that
+        are subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that multiply
+        in float32, unless activations are quantised: then the product of two scales may be
+        subnormal.
+        """
+        kernel, terms = self.kernel, self.terms
+        faint = _FAINT_PRODUCT if kernel.numerics.activations.quantised else 0.0
+        if not kernel.coarse and kernel.numerics.products == "compute":
+            return faint * terms
+        right = self.right.sum(-2, keepdim=True) * (self.columns or 1)
+        sizes = self.left.sum(-1, keepdim=True) + right + (2 * terms + 4)
+        return up(2.0**-126 * (sizes * _DIVISION) + faint * terms, 2)
+
+    def beyond(
+        self, error: Tensor, lost: Tensor | float, product: Tensor, biased: bool
+    ) -> Tensor | float:
+        """Return what a linear loses beside the error of its sums.
+
+        Args:
+            error: that of the sums.
+            lost: what sums of bytes lose.
+            product: the magnitude of the sum without a bias.
+            biased: whether there is a bias.
+        """
+        lost = lost + self._reduced(error + lost)
+        return lost + self._scaled(product, error + lost, biased)
+
+    def _reduced(self, error: Tensor) -> Tensor | float:
+        """Return what adding the parts of a linear in the compute format loses; infinite where a
+        part or a sum of parts may overflow it. Before, the parts are off by `error` together.
+
+        Each part is stored, n of them are added in any order, and a bias after them: no part of a
+        term is rounded more than n + 1 times.
+        """
+        kernel, shards = self.kernel, self.kernel.numerics.shards
+        if shards == 1:
+            return 0.0
+        grown = math.expm1((shards + 1) * math.log1p(kernel.unit(kernel.compute))) * (1 + 2.0**-40)
+        faint = (2 * shards + 2) * (1 + grown) * kernel.faint(kernel.compute)
+        lost = up((self.total + error) * grown + faint, 6)
+        return torch.where(self.total + error + lost <= kernel.compute.largest, lost, torch.inf)
+
+    def _scaled(self, product: Tensor, error: Tensor, biased: bool) -> Tensor | float:
+        """Return what a linear loses where scales of weights are multiplied with sums of products
+        of its input with codes; infinite where such a sum may overflow. Before, it is off by
+        `error`.
+
+        Near zero, numbers are off in units of codes, and count as often as the greatest scale,
+        which the largest weight is no smaller than.
+        """
+        kernel, total = self.kernel, self.total
+        stored, terms = kernel.numerics.weights, self.left.shape[-1]
+        if stored.applied == "weights":
+            return 0.0
+        form = CODE_FORMATS[stored.format]
+        most, whole = self.right.amax() * _DIVISION, stored.applied == "stored_sums"
+        lost = 2.0**-126 * (2 * terms + 8) * most + torch.zeros_like(total)
+        largest = kernel.accumulator.largest
+        if whole:
+            u, faint = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
+            once = u * (product + error + lost) * (1 + u) + faint * (1 + most)
+            lost = up(lost + once * ((2 if biased else 1) * (1 + 2.0**-6)), 6)
+            largest = min(largest, kernel.compute.largest)
+        codes = self.left.sum(-1, keepdim=True) * (2 * max(form.above, form.below) * _DIVISION)
+        close = (8 * error <= total) | (total == 0)
+        if kernel.numerics.tensor_core is None:
+            close = torch.full_like(close, (terms + 8) * kernel.u_accumulate <= 2.0**-4)
+        return torch.where((codes <= largest) & close, up(lost, 4), torch.inf)
 
 
 def accumulation_error(
@@ -324,25 +333,7 @@ def accumulation_error(
     each = gamma(roundings, kernel.u_accumulate) / roundings * (1.0 + 2.0**-50)
     size = steps * (total + result) / 2 + before * total
     error = up(each * size + roundings * kernel.eta_accumulate, 8)
-    largest = FORMATS[kernel.numerics.accumulate].largest
-    return torch.where(total + error <= largest, error, torch.inf)
-
-
-def flushing_error(
-    left: Tensor, right: Tensor, kernel: Rounding, columns: int | None = None
-) -> Tensor | float:
-    """Return how much a product loses near zero.
-
-    Matrix units of coarse formats may treat operands, products and partial sums as zero that are
-    subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that multiply in
-    float32, unless activations are quantised: then the product of two scales may be subnormal.
-    """
-    faint = _FAINT_PRODUCT if kernel.numerics.activations.quantised else 0.0
-    terms, each = columns or left.shape[-1], columns or 1
-    if not kernel.coarse and kernel.numerics.products == "compute":
-        return faint * terms
-    sizes = left.sum(-1, keepdim=True) + right.sum(-2, keepdim=True) * each + (2 * terms + 4)
-    return up(2.0**-126 * (sizes * _DIVISION) + faint * terms, 2)
+    return torch.where(total + error <= kernel.accumulator.largest, error, torch.inf)
 
 
 _DIVISION = 1.0 + 2.0**-20

@@ -27,7 +27,7 @@ from kcdsl_backends.drift.boxes import (
 )
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, added, times
 from kcdsl_backends.drift.boxes.state import Parameter, Rows, SoftmaxState, State, Step
-from kcdsl_backends.drift.boxes.sums import summation_error
+from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_backends.drift.linear import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.arithmetic import _sizes
@@ -87,10 +87,8 @@ def _context_error(p: Box, rounding: Tensor, values: Box, result: Box, kernel: R
     wrong = magnitude_product(rounding, magnitude)
     weights = up(p.hi + rounding)
     total = magnitude_product(weights, magnitude)
-    summed = summation_error(
-        weights, magnitude, total, up(result.mag() + wrong), kernel, extra=extra
-    )
-    return up(wrong + summed, 4)
+    sums = Sums(weights, magnitude, total, up(result.mag() + wrong), kernel, extra)
+    return up(wrong + sums.error(), 4)
 
 
 def context_at_any_length(step: Step, rows: Rows) -> State:
@@ -123,10 +121,8 @@ def _any_length_error(wrong: Tensor, values: Box, kernel: Rounding, longest: int
     magnitude = values.mag()
     weights = up(1 + wrong)
     off, total = up(wrong * magnitude), up(weights * magnitude)
-    summed = summation_error(
-        weights, magnitude, total, up(magnitude + off), kernel, extra=extra, columns=longest
-    )
-    return up(off + summed, 4)
+    sums = Sums(weights, magnitude, total, up(magnitude + off), kernel, extra, columns=longest)
+    return up(off + sums.error(), 4)
 
 
 def affine_context(run: KernelRun, node: Node) -> None:

@@ -29,10 +29,8 @@ from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, Stored
 from kcdsl_backends.drift.boxes.state import Parameter, State, Step
 from kcdsl_backends.drift.boxes.sums import (
-    all_reduce_error,
-    late_scale_error,
+    Sums,
     saturation_error,
-    summation_error,
     term_roundings,
 )
 from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, StraightLinear
@@ -125,17 +123,14 @@ def _linear_error(
     total = magnitude_product(x.mag(), size)
     if bias is not None:
         total = up(total + bias)
-    quantised = kernel.numerics.activations.quantised
-    error = summation_error(
+    sums = Sums(
         *(x.mag(), size, total, result.mag(), kernel),
         before=term_roundings(kernel),
-        quantised=quantised,
+        quantised=kernel.numerics.activations.quantised,
         weight=key,
     )
-    error = error + lost
-    error = error + all_reduce_error(total, error, kernel)
-    biased = bias is not None
-    error = error + late_scale_error(x.mag(), size, total, product.mag(), error, kernel, biased)
+    error = sums.error()
+    error = error + sums.beyond(error, lost, product.mag(), bias is not None)
     early: Apart = None
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
@@ -166,24 +161,19 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     total = x.size @ absolute * SAFE
     if shift is not None:
         total = (total + shift) * SAFE
-    value, dynamic = ((reference.abs() + error_bound) * SAFE, kernel.numerics.activations.quantised)
+    value = (reference.abs() + error_bound) * SAFE
     value = value if pushed is None else (value + pushed) * SAFE
     key = str(run.source(node, 1).attrs["key"])
-    terms_before = term_roundings(kernel)
-    error = summation_error(
+    sums = Sums(
         *(x.size, absolute, total, value, kernel),
-        before=terms_before,
-        quantised=dynamic,
+        before=term_roundings(kernel),
+        quantised=kernel.numerics.activations.quantised,
         weight=key,
     )
-    parts = of_sums(
-        *(x.size, absolute, total, value, error, kernel), before=terms_before, quantised=dynamic
-    )
-    lost = _saturated(run, node, weight, key)
-    lost = lost + all_reduce_error(total, error + lost, kernel)
-    before, biased = error + lost, bias is not None
+    error = sums.error()
+    parts = of_sums(sums, error)
     whole = (product.abs() + error_bound) * SAFE  # there is none where weights move
-    lost = lost + late_scale_error(x.size, absolute, total, whole, before, kernel, biased)
+    lost = sums.beyond(error, _saturated(run, node, weight, key), whole, bias is not None)
     error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
     early = None
     if bias is not None and kernel.free and kernel.coarse:

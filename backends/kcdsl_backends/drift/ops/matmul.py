@@ -18,7 +18,7 @@ from kcdsl_backends.drift.affine.tape import PASS, Adjoints
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, gamma, magnitude_product, matmul
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.state import State, Step
-from kcdsl_backends.drift.boxes.sums import summation_error
+from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_backends.drift.linear import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.bilinear import (
@@ -49,7 +49,7 @@ def interval_matmul(step: Step) -> State:
 def _matmul_error(step: Step, a: Box, b: Box, result: Box, kernel: Rounding) -> Tensor:
     total = magnitude_product(a.mag(), b.mag())
     before = kernel.numerics.attention.term_roundings if step.node.role == "scores" else 2
-    return summation_error(a.mag(), b.mag(), total, result.mag(), kernel, before=before)
+    return Sums(a.mag(), b.mag(), total, result.mag(), kernel, before=before).error()
 
 
 def affine_matmul(run: KernelRun, node: Node) -> None:
@@ -100,12 +100,9 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
     linear = (a.error_bound @ q.abs() + p.abs() @ b.error_bound) * SAFE
     total = a.size @ b.size * SAFE
     value = (reference.abs() + a.error_bound @ b.size + p.abs() @ b.error_bound) * SAFE
-    error = summation_error(
-        a.size, b.size, total, value, run.rounding, extra=steps - terms, before=before
-    )
-    parts = of_sums(
-        a.size, b.size, total, value, error, run.rounding, extra=steps - terms, before=before
-    )
+    sums = Sums(a.size, b.size, total, value, run.rounding, steps - terms, before)
+    error = sums.error()
+    parts = of_sums(sums, error)
     own = gamma(terms + 4) * total + gamma(max(terms, *p.shape[-2:], q.shape[-1]) + PASS) * linear
 
     def vjp(adjoint: Adjoint) -> Adjoints:
