@@ -42,10 +42,7 @@ def walk(
     Reverse passes are those that the hints name, all that there are without hints. `moved` says
     that the kernel reads the block input with the drift of the region, where that has one. With a
     budget roundings are independent. `boxes` are those of the interval domain, by node; `before` is
-    the walk of the other kernel.
-
-    Raises:
-        Rejected: naming the node.
+    the walk of the other kernel. Raises Rejected, naming the node.
     """
     region = None
     if scene.centre is not None and scene.radius is not None:
@@ -184,8 +181,7 @@ class Pair:
     def settle(self) -> None:
         """Refuse bounds of more functionals than their probability is divided among.
 
-        Raises:
-            Rejected: "bound/chance".
+        Raises Rejected "bound/chance".
         """
         budgets = [b for b in (self.train.tape.budget, self.infer.tape.budget) if b is not None]
         if budgets:  # one form that serves both kernels is of two runs
@@ -205,9 +201,7 @@ def pair(
     """Walk both kernels, with the reverse passes that are named; without hints with all.
 
     With `chance` (α, N) roundings are independent, and bounds hold but for a share of all runs.
-
-    Raises:
-        Rejected: naming the node.
+    Raises Rejected, naming the node.
     """
     first, second = (None, None) if hints is None else hints
     within = enclosed(scene)
@@ -228,8 +222,7 @@ def _budget(chance: tuple[Fraction, int] | None) -> Budget | None:
 def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
     """Return what the affine forms of both kernels say of the output, element by element.
 
-    Raises:
-        Rejected: naming the node.
+    Raises Rejected, naming the node.
     """
     both = pair(scene, hints)
     return Drift(both.output(), both.sizes())

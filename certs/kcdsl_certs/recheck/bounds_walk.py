@@ -32,10 +32,7 @@ def derive(scene: Scene, hints: PlaneHints | None = None) -> Derived:
     """Return what planes say of the output beside the interval domain.
 
     With hints only the functionals that they name are made, with the slopes that they name; without
-    hints functionals of everything that a rule reads closely.
-
-    Raises:
-        Rejected: naming the node.
+    hints functionals of everything that a rule reads closely. Raises Rejected, naming the node.
     """
     context = walk(scene, hints)
     sizes = {name: magnitudes(value) for name, value in context.values.items()}

@@ -50,8 +50,7 @@ class Wiring:
 def joined(blocks: Sequence[Block]) -> Wiring:
     """Return the wiring of blocks each of which reads the output of the one before.
 
-    Raises:
-        Rejected: "chain/join" where a block does not take what the one before returns.
+    Raises Rejected "chain/join" where a block does not take what the one before returns.
     """
     wires: list[Wire] = []
     entering: Source | None = None
@@ -107,8 +106,7 @@ def _leaf(block: Block, node: Node) -> Source:
 def refuse_other(whole: Block, parts: Sequence[Block]) -> None:
     """Refuse parts that are not, one after the other, the whole.
 
-    Raises:
-        Rejected: "chain/join", naming the first operation that differs.
+    Raises Rejected "chain/join", naming the first operation that differs.
     """
     one, two = wiring(whole), joined(parts)
     for number, (a, b) in enumerate(zip(one.wires, two.wires, strict=False)):
@@ -140,9 +138,8 @@ _ENDS = ("the training value", "the drift")
 def refuse_gaps(chain: Chain) -> None:
     """Refuse a chain whose links do not compose: other blocks, or interfaces with a gap.
 
-    Raises:
-        Rejected: "chain/join" or "chain/interface"; "rule/format" for a sum or product that reads a
-            pinned format which its result does not hold, across links as within one.
+    Raises Rejected "chain/join" or "chain/interface"; "rule/format" for a sum or product that reads
+    a pinned format which its result does not hold, across links as within one.
     """
     for case in chain.cases:
         whole = chain.graphs[case.graph]
@@ -212,10 +209,9 @@ def _in_region(
 def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compare) -> float:
     """Derive every link of a case; return the bound of the last.
 
-    Raises:
-        Rejected: what a link does not follow from, or "chain/output" for one whose output may
-            leave the boxes that it claims, or "chain/ellipsoids" for one that reads ellipsoids
-            where the one before has none.
+    Raises Rejected what a link does not follow from, or "chain/output" for one whose output may
+    leave the boxes that it claims, or "chain/ellipsoids" for one that reads ellipsoids where the
+    one before has none.
     """
     held: Any = None
     for link, behind in zip(case.links[:-1], case.links[1:], strict=True):

@@ -27,8 +27,7 @@ _LIMIT_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 def refuse_larger(proof: Proof) -> None:
     """Refuse a proof one of whose cases needs more bytes than this machine has.
 
-    Raises:
-        Rejected: "graph/size".
+    Raises Rejected "graph/size".
     """
     there = available()
     for case in proof.cases:

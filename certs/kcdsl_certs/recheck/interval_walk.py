@@ -31,8 +31,7 @@ _BOUNDLESS = ("bound/not-finite", "bound/overflow")
 def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
     """Yield every node with its value, in order; a value is dropped after its last reader.
 
-    Raises:
-        Rejected: naming the node.
+    Raises Rejected, naming the node.
     """
     waiting = Counter(name for node in scene.block.nodes for name in node.inputs)
     values: dict[str, Value] = {}
@@ -62,8 +61,7 @@ class Enclosed:
 def enclosed(scene: Scene) -> Enclosed:
     """Return the boxes of all nodes as far as there are any.
 
-    Raises:
-        Rejected: for what no rule admits.
+    Raises Rejected for what no rule admits.
     """
     train: dict[str, Box] = {}
     infer: dict[str, Box] = {}
@@ -86,8 +84,7 @@ def enclosed(scene: Scene) -> Enclosed:
 def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     """Return the value of one node.
 
-    Raises:
-        Rejected: for what no rule admits, or what has no bound.
+    Raises Rejected for what no rule admits, or what has no bound.
     """
     operation, where = operation_of(node), pinned(scene, node)
     for kernel in (where.train, where.infer):

@@ -159,10 +159,8 @@ def stays(pair: Pair, k: int, known: State | None) -> bool:
     """Return whether in each row some k columns are above all others in every run.
 
     They are those with the k largest references of the training kernel. `known` are the output's
-    boxes in the interval domain, where that has any.
-
-    Raises:
-        Rejected: "document/field" for a k that leaves no other column.
+    boxes in the interval domain, where that has any. Raises Rejected "document/field" for a k that
+    leaves no other column.
     """
     columns = pair.shape[-1]
     if k >= columns:

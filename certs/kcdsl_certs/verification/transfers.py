@@ -230,10 +230,7 @@ class Weights:
     """Two checkpoints of the same tensors, shapes and dtypes."""
 
     def __init__(self, earlier: Path, later: Path) -> None:
-        """Read both.
-
-        Raises Rejected `transfer/tensors`, and what reading a checkpoint raises.
-        """
+        """Read both. Raises Rejected `transfer/tensors`, and what reading a checkpoint raises."""
         self._norms: Any = _numpy("kcdsl_certs.recheck.interval.weight_ball")
         read = import_module("kcdsl_certs.recheck.interval.parameters").read
         self._earlier, self._later = _of_file(earlier, read), _of_file(later, read)

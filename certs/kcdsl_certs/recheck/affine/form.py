@@ -210,11 +210,7 @@ def product_raised(a: Floats, b: Floats) -> Floats:
 
 
 def form_of(value: Operand) -> Form:
-    """Return the form of an operand.
-
-    Raises:
-        Rejected: "rule/mask" for a mask.
-    """
+    """Return the form of an operand. Raises Rejected "rule/mask" for a mask."""
     if isinstance(value, Mask):
         raise Rejected("rule/mask", "a mask is read as numbers")
     return value

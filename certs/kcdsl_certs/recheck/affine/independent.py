@@ -31,8 +31,7 @@ class Budget:
     def take(self, count: int) -> None:
         """Count bounds of functionals.
 
-        Raises:
-            Rejected: "bound/chance" where there are more than the probability is divided among.
+        Raises Rejected "bound/chance" where there are more than the probability is divided among.
         """
         self.used += count
         if self.used > self.functionals:

@@ -108,10 +108,8 @@ def settle_form(
 
     `inner` is the format of the arithmetic that formed it; `rounds` False: the cast is part of the
     radius already; `tight`: what a cast by steps rounds is bounded by reverse passes; `sums`: what
-    a free cast makes of errors may be bounded by their sums over rows.
-
-    Raises:
-        Rejected: "bound/overflow" or "bound/not-finite".
+    a free cast makes of errors may be bounded by their sums over rows. Raises Rejected
+    "bound/overflow" or "bound/not-finite".
     """
     if not walk.kernel.stepped and node.name in walk.scene.several:
         return _several(walk, node, formed, form, inner, rounds, sums)
@@ -363,8 +361,7 @@ def _inward(reference: Floats, deviation: Floats, most: Floats) -> tuple[Floats,
 def _largest_cut(reference: Floats, deviation: Floats, form: Format, inner: Format) -> Floats:
     """Return how large a result may be after a cast toward zero.
 
-    Raises:
-        Rejected: "bound/overflow" where it may be infinite before.
+    Raises Rejected "bound/overflow" where it may be infinite before.
     """
     before = raised(np.abs(reference) + deviation)
     if not bool((before <= inner.largest).all()):

@@ -176,11 +176,7 @@ class Tape:
     _total: float = 1.0
 
     def add(self, entry: Entry) -> int:
-        """Append an entry and return its place.
-
-        Raises:
-            Rejected: "bound/not-finite".
-        """
+        """Append an entry and return its place. Raises Rejected "bound/not-finite"."""
         self.entries.append(self.counted(entry))
         self._still.append(not entry.reach.any())
         return len(self.entries) - 1
@@ -188,8 +184,7 @@ class Tape:
     def counted(self, entry: Entry) -> Entry:
         """Return an entry as passes may read it, without a place on the tape.
 
-        Raises:
-            Rejected: "bound/not-finite".
+        Raises Rejected "bound/not-finite".
         """
         for values in (entry.reach, entry.radius, entry.centre):
             if values is not None and not bool(np.isfinite(values).all()):
@@ -239,10 +234,8 @@ class Tape:
 
         What arrives at `floor` or before is bounded by what is known of the error there. `formed`
         is read in the place of the entry: the same before its cast. `apart`: what is shared with
-        the other kernel is not counted but named, and rows of products are not averaged.
-
-        Raises:
-            Rejected: "bound/not-finite".
+        the other kernel is not counted but named, and rows of products are not averaged. Raises
+        Rejected "bound/not-finite".
         """
         frames = [self._frame(functionals.batch, 0.0)]
         pending = {place: functionals}

@@ -75,8 +75,7 @@ class Chain:
 def parse_chain(record: Reader) -> Chain:
     """Return the chain of a document.
 
-    Raises:
-        Rejected: "document/…", "graph/…" or "chain/…", with the field or node named.
+    Raises Rejected "document/…", "graph/…" or "chain/…", with the field or node named.
     """
     record.exactly(
         "schema", "block", "checkpoint", "numerics", "functional", "graphs", "parameters",

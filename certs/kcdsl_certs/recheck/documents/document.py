@@ -138,18 +138,13 @@ class Proof:
 def parse(data: bytes) -> Proof:
     """Return the proof of a document.
 
-    Raises:
-        Rejected: "document/…" or "graph/…", with the field or node named.
+    Raises Rejected "document/…" or "graph/…", with the field or node named.
     """
     return proof_of(load(data))
 
 
 def load(data: bytes) -> Reader:
-    """Return a document for reading.
-
-    Raises:
-        Rejected: "document/size" or "document/json".
-    """
+    """Return a document for reading. Raises Rejected "document/size" or "document/json"."""
     if len(data) > LARGEST_PROOF:
         raise Rejected("document/size", f"{len(data)} bytes")
     return Reader(reading.load(data, "document/json"), "proof")

@@ -53,11 +53,7 @@ class PlaneHints:
 
 
 def parse_planes(value: object, place: str, block: Block) -> PlaneHints:
-    """Return the hints of a case.
-
-    Raises:
-        Rejected: "document/planes".
-    """
+    """Return the hints of a case. Raises Rejected "document/planes"."""
     record = Reader(value, f"{place} planes", "document/planes")
     record.exactly("met", "slopes", "searched")
     nodes = {node.name: node for node in block.nodes}

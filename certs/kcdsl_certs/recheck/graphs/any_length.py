@@ -32,8 +32,7 @@ class _Given:
 def marks_of(block: Block, pointwise: frozenset[str]) -> dict[str, Marks]:
     """Return the marks of every node; `pointwise` are the operations on single numbers.
 
-    Raises:
-        Rejected: "graph/rows", naming the node.
+    Raises Rejected "graph/rows", naming the node.
     """
     by_name = {node.name: node for node in block.nodes}
     found: dict[str, Marks] = {}
@@ -66,10 +65,7 @@ def parse_tables(record: Reader, block: Block, longest: int) -> dict[str, Array]
     """Return the tables of positions that a region of rows states, by the node of their constant.
 
     There is one for every constant that a rotation reads, and no other; its first rows are those of
-    the constant.
-
-    Raises:
-        Rejected: "document/region".
+    the constant. Raises Rejected "document/region".
     """
     stated = record.entries("tables") if record.has("tables") else {}
     wanted = tables_of(block)

@@ -99,9 +99,8 @@ class Block:
 def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> Block:
     """Return the block of a graph record whose canonical JSON has this digest.
 
-    Raises:
-        Rejected: "graph/digest", "graph/constant-digest", "graph/field", "graph/order" or
-            "graph/size".
+    Raises Rejected "graph/digest", "graph/constant-digest", "graph/field", "graph/order" or
+    "graph/size".
     """
     place = f"graph {digest[:12]}"
     value = record.raw("graph")
@@ -129,8 +128,7 @@ def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> 
 def parse_array(value: object, place: str) -> Array:
     """Return an array record; refuse sizes that do not fit and bool bytes other than 0 and 1.
 
-    Raises:
-        Rejected: "document/array".
+    Raises Rejected "document/array".
     """
     record = Reader(value, place, "document/array").exactly("dtype", "shape", "data")
     dtype = record.choice("dtype", tuple(_BYTES))
@@ -200,8 +198,7 @@ def _node(value: object, place: str) -> Node:
 def _form(op: str, format: str, inputs: int, attrs: Reader) -> tuple[bool, Mapping[str, str]]:
     """Return whether an operation is written out, and the formats of its parts.
 
-    Raises:
-        Rejected: "graph/field" for parts that are not those of one way to write a norm.
+    Raises Rejected "graph/field" for parts that are not those of one way to write a norm.
     """
     norm = op in ("rms_norm", "layer_norm")
     stated = op in _FORMS and attrs.has("form")
@@ -278,11 +275,7 @@ class View:
 
     @classmethod
     def of(cls, node: Node, before: Shape) -> View:
-        """Return the view of a node.
-
-        Raises:
-            Rejected: "graph/field" or "graph/shape".
-        """
+        """Return the view of a node. Raises Rejected "graph/field" or "graph/shape"."""
         attrs = node.attrs.exactly("split", optional=("ranges", "order", "sizes"))
         split = attrs.integers("split", 1)
         ranges = tuple((0, size, 1) for size in split)

@@ -14,11 +14,7 @@ MOST_VALUES = 2**24  # parsed, a value takes some 60 bytes and more
 
 
 def load(data: bytes, reason: str) -> Any:
-    """Parse strict JSON of at most 2^24 values.
-
-    Raises:
-        Rejected: with the given reason.
-    """
+    """Parse strict JSON of at most 2^24 values. Raises Rejected with the given reason."""
     if data.count(b",") > MOST_VALUES:
         raise Rejected(reason, f"more than {MOST_VALUES} values")
     try:
@@ -30,8 +26,7 @@ def load(data: bytes, reason: str) -> Any:
 def canonical(value: Any) -> bytes:
     """Return the canonical JSON (RFC 8785) of data without floats.
 
-    Raises:
-        Rejected: "document/json" for what is nested too deeply.
+    Raises Rejected "document/json" for what is nested too deeply.
     """
     try:
         found = _sorted(value)

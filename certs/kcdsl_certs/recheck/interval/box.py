@@ -64,8 +64,7 @@ def around(radius: Floats) -> Box:
 def checked(box: Box, what: str) -> Box:
     """Return the box; refuse it if an end is not finite or the ends are crossed.
 
-    Raises:
-        Rejected: "bound/not-finite" or "bound/empty".
+    Raises Rejected "bound/not-finite" or "bound/empty".
     """
     if not (np.isfinite(box.lo).all() and (box.point or np.isfinite(box.hi).all())):
         raise Rejected("bound/not-finite", f"{what} has no finite bound")

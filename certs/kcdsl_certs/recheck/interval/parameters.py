@@ -61,10 +61,9 @@ class Checkpoint:
 def read(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`.
 
-    Raises:
-        Rejected: "checkpoint/unreadable", or "checkpoint/format" for anything that the format
-            does not allow: a header out of range, names that stand twice, unknown dtypes, sizes
-            that do not fit shapes, tensors that overlap, leave holes or run past the end.
+    Raises Rejected "checkpoint/unreadable", or "checkpoint/format" for anything that the format
+    does not allow: a header out of range, names that stand twice, unknown dtypes, sizes that do not
+    fit shapes, tensors that overlap, leave holes or run past the end.
     """
     try:
         with open_regular(path, "checkpoint/unreadable") as file:
@@ -125,8 +124,7 @@ Singles = NDArray[np.float32]
 def as_float32(tensor: Tensor, name: str) -> Singles:
     """Return a stored tensor as float32: exact for F32, F16 and BF16, to nearest for F64.
 
-    Raises:
-        Rejected: "parameter/dtype" or "parameter/not-finite".
+    Raises Rejected "parameter/dtype" or "parameter/not-finite".
     """
     if tensor.dtype not in FLOATS:
         raise Rejected("parameter/dtype", f"{name!r} is {tensor.dtype}, not a float tensor")
@@ -147,8 +145,7 @@ class Parameters:
     def __init__(self, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Take the tensors that a proof lists.
 
-        Raises:
-            Rejected: "parameter/missing", "parameter/digest", or what `as_float32` raises.
+        Raises Rejected "parameter/missing", "parameter/digest", or what `as_float32` raises.
         """
         self._values: dict[str, Singles] = {}
         self._stored: dict[tuple[str, str, tuple[str, str, str], bool], Floats] = {}
@@ -201,8 +198,7 @@ class Parameters:
 def plain(values: Floats, compute: Format, name: str, inward: bool = False) -> Floats:
     """Return values rounded to nearest even in the compute format, or cut off toward zero.
 
-    Raises:
-        Rejected: "parameter/overflow" if one is beyond the format.
+    Raises Rejected "parameter/overflow" if one is beyond the format.
     """
     found = (cut if inward else nearest)(values, compute)
     if not np.isfinite(found).all():
@@ -220,10 +216,8 @@ def quantised(
 ) -> Singles:
     """Return a linear weight after quantisation and dequantisation, in float32.
 
-    `stored` is the format of its scales.
-
-    Raises:
-        Rejected: "parameter/shape", "parameter/scale" or "parameter/overflow".
+    `stored` is the format of its scales. Raises Rejected "parameter/shape", "parameter/scale" or
+    "parameter/overflow".
     """
     if weight.ndim != 2:
         raise Rejected("parameter/shape", f"linear weight {name!r} is not a matrix")

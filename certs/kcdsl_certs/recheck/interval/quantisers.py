@@ -100,8 +100,7 @@ def extent(x: Box, scale: str) -> tuple[Box, Box]:
 def given(kernel: Kernel, key: str, shape: tuple[int, ...]) -> tuple[Floats, int]:
     """Return the static scale of every element that enters the linear with this weight, and z.
 
-    Raises:
-        Rejected: "rule/static-scale".
+    Raises Rejected "rule/static-scale".
     """
     if kernel.static is None:
         raise Rejected("rule/static-scale", "there are no static scales")
@@ -114,8 +113,7 @@ def given(kernel: Kernel, key: str, shape: tuple[int, ...]) -> tuple[Floats, int
 def steps(kernel: Kernel, x: Box, key: str) -> Steps:
     """Return the quantisers of what enters the linear with the weight `key`.
 
-    Raises:
-        Rejected: "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
+    Raises Rejected "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
     """
     kind, scale = kernel.activations
     if scale == "static":
@@ -132,8 +130,7 @@ def steps(kernel: Kernel, x: Box, key: str) -> Steps:
 def within_batch(kernel: Kernel, x: Box) -> None:
     """Rejected numbers that may be larger than any of a batch that shares its scale.
 
-    Raises:
-        Rejected: "bound/overflow".
+    Raises Rejected "bound/overflow".
     """
     if kernel.activations[1] != "per_batch":
         return
@@ -192,8 +189,7 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
 def nested(kernel: Kernel, x: Box, key: str) -> tuple[Floats, Floats]:
     """Return what scales of the tensor, and scales of groups of 16, do not exceed (nvfp4).
 
-    Raises:
-        Rejected: "rule/static-scale".
+    Raises Rejected "rule/static-scale".
     """
     kind, size = kernel.activations[0], box.mag(x)
     top, (least, most) = CODES[kind].divisor, NESTED
@@ -325,8 +321,7 @@ def known(by: Steps) -> tuple[Steps, NDArray[np.bool_]]:
 def quantised(kernel: Kernel, x: Box, error: Floats, key: str = "") -> tuple[Box, Box]:
     """Return the quantised values and their errors, met with what `error` (Q) says.
 
-    Raises:
-        Rejected: as `steps`.
+    Raises Rejected as `steps`.
     """
     wide, around = box.widen(x, error), box.around(np.broadcast_to(error, x.shape))
     if not kernel.stepped or kernel.activations[0] == "none":

@@ -221,11 +221,7 @@ def pinned(scene: Scene, node: Node) -> Scene:
 
 
 def numeric(value: Value) -> State:
-    """Return the state that an ordinary reader sees.
-
-    Raises:
-        Rejected: "rule/mask" for a mask.
-    """
+    """Return the state that an ordinary reader sees. Raises Rejected "rule/mask" for a mask."""
     match value:
         case State():
             return value
@@ -305,9 +301,7 @@ def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -
 
     With casts that are steps the rounding to the format is part of `error` where the format is at
     least as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.
-
-    Raises:
-        Rejected: "bound/overflow" if a stored number may leave the format.
+    Raises Rejected "bound/overflow" if a stored number may leave the format.
     """
     v = box.widen(y, error)
     if not (np.isfinite(v.lo).all() and np.isfinite(v.hi).all()):

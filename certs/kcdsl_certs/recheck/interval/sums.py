@@ -29,11 +29,9 @@ def by_late_scales(
     """Return what is lost where scales multiply sums of codes: what counts in units of codes near
     zero, times the greatest scale, and two casts of a sum that is stored, one before a bias.
 
-    `factors` are the magnitudes of the input and of the weight, which is no smaller than its
-    scale; `size` is S, `product` the magnitude of the sum without bias, `error` that of the sum.
-
-    Raises:
-        Rejected: "bound/overflow" where a sum of codes may overflow.
+    `factors` are the magnitudes of the input and of the weight, which is no smaller than its scale;
+    `size` is S, `product` the magnitude of the sum without bias, `error` that of the sum. Raises
+    Rejected "bound/overflow" where a sum of codes may overflow.
     """
     n, scale = factors[0].shape[-1], float(factors[1].max()) * (1 + SMALL)
     lost = np.full(size.shape, (2 * n + 8) * _FLUSHED * scale)
@@ -57,8 +55,7 @@ def reduced(kernel: Kernel, size: Floats, error: Floats) -> Floats | float:
     """Return what is lost where the parts of a linear are stored and added in the compute format:
     every term is rounded once for each part, and once with a bias.
 
-    Raises:
-        Rejected: "bound/overflow" where a sum of parts may leave the format.
+    Raises Rejected "bound/overflow" where a sum of parts may leave the format.
     """
     if kernel.shards == 1:
         return 0.0
@@ -76,9 +73,7 @@ def clipped(kernel: Kernel, x: Box, weight: Box, key: str) -> Floats | float:
 
     A pair of products of codes 0 … 255 with codes w, w' of one sign exceeds 2^15 - 1 by at most
     255|w + w'| - (2^15 - 1). Pairing the largest with the next largest gives the greatest sum.
-
-    Raises:
-        Rejected: "rule/weight" unless the weight is known.
+    Raises Rejected "rule/weight" unless the weight is known.
     """
     if not kernel.paired:
         return 0.0
@@ -131,13 +126,10 @@ def rounding_of_sums(
     """Return what sums of products lose, flushing included.
 
     `factors` are magnitudes, `size` is S and mag(Y); `extra` and `before` count the roundings of
-    partial sums beside one for each term, and those of terms. `dynamic`: the input is quantised,
-    as that of the linear with the weight `key`.
-    With `columns` the left factor [..., 1] is the sum of so many, and the right one [1, ...] what
-    each of them meets at most.
-
-    Raises:
-        Rejected: as `accumulated`.
+    partial sums beside one for each term, and those of terms. `dynamic`: the input is quantised, as
+    that of the linear with the weight `key`. With `columns` the left factor [..., 1] is the sum of
+    so many, and the right one [1, ...] what each of them meets at most. Raises Rejected as
+    `accumulated`.
     """
     n, unit = columns or factors[0].shape[-1], unit_of(kernel, dynamic)
     lost = box.up(size[0] * _CUT_TERM) if kernel.shortened else np.zeros(())
@@ -159,8 +151,7 @@ def rounding_of_sums(
 def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) -> Floats:
     """Return A_k,j(S, Y), S = `size`, mag(Y) = `result`; refuse sums that may overflow.
 
-    Raises:
-        Rejected: "bound/not-finite" or "bound/overflow".
+    Raises Rejected "bound/not-finite" or "bound/overflow".
     """
     form = kernel.accumulate
     left = 1 - (k + j) * form.u

@@ -221,11 +221,7 @@ class Moved:
 
 
 def same_tensors(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> None:
-    """Refuse checkpoints of other tensors, shapes or dtypes.
-
-    Raises:
-        Rejected: "transfer/tensors".
-    """
+    """Refuse checkpoints of other tensors, shapes or dtypes. Raises Rejected "transfer/tensors"."""
     apart = sorted(earlier.keys() ^ later.keys())
     if apart:
         where = "earlier" if apart[0] in earlier else "later"
@@ -242,9 +238,8 @@ def moved(
 ) -> list[Moved]:
     """Return of every named tensor the element that moved most.
 
-    Raises:
-        Rejected: "transfer/tensors" for one that is missing, "parameter/dtype" and
-            "parameter/not-finite" for what is no weight.
+    Raises Rejected "transfer/tensors" for one that is missing, "parameter/dtype" and
+    "parameter/not-finite" for what is no weight.
     """
     found = []
     for key in sorted(keys):

@@ -87,11 +87,7 @@ class Context:
     """Of ReLUs: at which elements slopes are given, and these [6, elements]."""
 
     def state(self, name: str) -> State:
-        """Return the boxes of a node.
-
-        Raises:
-            Rejected: "rule/mask" for a mask.
-        """
+        """Return the boxes of a node. Raises Rejected "rule/mask" for a mask."""
         return numeric(self.values[name])
 
     def operand(self, node: Node, position: int) -> Reading:

@@ -293,11 +293,7 @@ class BoundsTape:
     _total: float = 1.0
 
     def add(self, entry: BoundsEntry) -> int:
-        """Append an entry and return its place.
-
-        Raises:
-            Rejected: "bound/not-finite".
-        """
+        """Append an entry and return its place. Raises Rejected "bound/not-finite"."""
         parts = (*entry.sizes, *entry.centre, *entry.radius, entry.reference)
         if not all(bool(np.isfinite(part).all()) for part in parts):
             raise Rejected("bound/not-finite", "deviation or drift has no finite bound")

@@ -42,8 +42,7 @@ class Static:
     def of(self, key: str, kind: str) -> tuple[tuple[float, ...], int]:
         """Return the scales and the zero point for the linear with this weight.
 
-        Raises:
-            Rejected: "rule/static-scale" where there are none.
+        Raises Rejected "rule/static-scale" where there are none.
         """
         names = (key.removesuffix(".weight"), "*")
         scales = [found for name in names for at, found in self.scales if at == name]
@@ -103,8 +102,7 @@ class Kernel:
         """Return the kernel as it computes the linear with this weight: by its own name, else by
         the patterns that fit, which must say the same.
 
-        Raises:
-            Rejected: "rule/override".
+        Raises Rejected "rule/override".
         """
         if not self.others:
             return self
@@ -121,8 +119,7 @@ class Kernel:
         """Return the kernel as it computes a node: where the program stores the result in a format
         of its own, as one that computes in that, with sums in float32 at best.
 
-        Raises:
-            Rejected: "rule/format" for a fused attention whose own format is not held by it.
+        Raises Rejected "rule/format" for a fused attention whose own format is not held by it.
         """
         if not node.format:
             return self
@@ -203,8 +200,7 @@ class Kernel:
         """Refuse a sum or product that reads a pinned format which its result does not hold: some
         kernels round such an operand first.
 
-        Raises:
-            Rejected: "rule/format".
+        Raises Rejected "rule/format".
         """
         form = self.result(node.op, node.role)
         for name in node.inputs if node.op in ("add", "sub", "mul") else ():
@@ -219,8 +215,7 @@ class Kernel:
         itself, or what it is in the format of the result. The inside of an operation counts what
         rounding it to that of its arithmetic adds.
 
-        Raises:
-            Rejected: "bound/overflow".
+        Raises Rejected "bound/overflow".
         """
         if node.role == "scores" and node.op in ("scale", "divide"):
             return value, value
@@ -230,8 +225,7 @@ class Kernel:
         """Return the least and the greatest of a number and what it may be in a format; where that
         is as precise as the arithmetic inside, which counts it, the number alone.
 
-        Raises:
-            Rejected: "bound/overflow".
+        Raises Rejected "bound/overflow".
         """
         if form.precision >= inner.precision:
             return value, value

@@ -49,8 +49,7 @@ _MOST_OVERRIDES, _MOST_PATTERNS, _LONGEST_PATTERN = 4096, 64, 256
 def parse_kernel(value: object, place: str) -> Kernel:
     """Return the kernel of a numerics record (`Numerics.to_json`).
 
-    Raises:
-        Rejected: "document/numerics" if a field is missing, unknown or has no meaning.
+    Raises Rejected "document/numerics" if a field is missing, unknown or has no meaning.
     """
     record = Reader(value, place, "document/numerics").exactly(
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),

@@ -110,11 +110,7 @@ def divide_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def inverses(ends: tuple[float, float]) -> tuple[float, float]:
-    """Return the inverses of numbers, of which none is 0.
-
-    Raises:
-        Rejected: "bound/not-finite".
-    """
+    """Return the inverses of numbers, of which none is 0. Raises Rejected "bound/not-finite"."""
     if ends[0] * ends[1] <= 0:
         raise Rejected("bound/not-finite", "a divisor may be rounded to 0")
     return 1 / ends[1], 1 / ends[0]
@@ -181,8 +177,7 @@ def shift_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 def constant(node: Node, name: str) -> float:
     """Return a float attribute: 0, or normal in float32, and so is its reciprocal.
 
-    Raises:
-        Rejected: "graph/field".
+    Raises Rejected "graph/field".
     """
     raw = node.attrs.exactly(name).raw(name)
     whole = isinstance(raw, int) and not isinstance(raw, bool)

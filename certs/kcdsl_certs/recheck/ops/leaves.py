@@ -37,10 +37,8 @@ def known(t: Floats, i: Floats) -> State:
 def held(scene: Scene, key: str, *, linear: bool) -> State:
     """Return what both kernels store of a checkpoint tensor, as a linear weight or plain.
 
-    Where the region is also one around the weights: of every θ' in it.
-
-    Raises:
-        Rejected: "parameter/…".
+    Where the region is also one around the weights: of every θ' in it. Raises Rejected
+    "parameter/…".
     """
     stored = scene.parameters
     if not scene.rho:
@@ -61,8 +59,7 @@ def rows(table: State, ids: NDArray[np.int64]) -> State:
 def source_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return the block input: one float32 tensor for both kernels, stored where compute is coarse.
 
-    Raises:
-        Rejected: "graph/shape" or "rule/input".
+    Raises Rejected "graph/shape" or "rule/input".
     """
     node.attrs.exactly()
     if scene.centre is None or scene.radius is None or node.role:

@@ -54,8 +54,7 @@ class Loss:
     def last(self, y: Floats, error: Floats, gain: Floats, bias: Floats) -> Floats:
         """Return what the gain and the bias lose on numbers of size y that are off by an error.
 
-        Raises:
-            Rejected: "bound/overflow".
+        Raises Rejected "bound/overflow".
         """
         normal = box.up(y + error)
         _fits(normal, self.formats[0], "a normalised number")
@@ -68,8 +67,7 @@ class Loss:
 def losses(node: Node, kernel: Kernel, eps: float, norm: Norm) -> Loss:
     """Return what the parts of a norm lose.
 
-    Raises:
-        Rejected: "bound/overflow", or "bound/not-finite" where the parts may lose the variance.
+    Raises Rejected "bound/overflow", or "bound/not-finite" where the parts may lose the variance.
     """
     book = _Book.of(node, kernel)
     u, n = book.u, norm.size.shape[-1]
@@ -204,8 +202,7 @@ MOST_SQUARES = 2.0**126
 def root_error(kernel: Kernel, size: Floats, least: Floats, centred: bool) -> Floats:
     """Return the relative error of a row's inverse root, `size` ≥ |x| and v ≥ `least` ([…, 1]).
 
-    Raises:
-        Rejected: "bound/not-finite".
+    Raises Rejected "bound/not-finite".
     """
     n, u = size.shape[-1], kernel.inner.u
     if not centred:

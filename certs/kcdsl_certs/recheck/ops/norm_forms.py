@@ -202,8 +202,7 @@ def _reference(x: Form, eps: float, centred: bool) -> _Reference:
 def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _Drift:
     """Return how far the row moves: δ from unit functionals, μ from one functional per row.
 
-    Raises:
-        Rejected: "bound/not-finite".
+    Raises Rejected "bound/not-finite".
     """
     name = node.inputs[0]
     if x.place is None or not x.reach.any():
@@ -324,9 +323,7 @@ def _rounding(
     """Return the roundings inside before gain and bias.
 
     What is normalised is a reading of x that may be off by `own`, and so is that of mean and root.
-
-    Raises:
-        Rejected: "bound/not-finite".
+    Raises Rejected "bound/not-finite".
     """
     n, u, size = x.shape[-1], kernel.inner.u, x.size
     least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)

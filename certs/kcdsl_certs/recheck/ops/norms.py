@@ -161,8 +161,7 @@ def _centred(x: Box) -> Box:
 def side(x: Box, eps: float, centred: bool) -> Side:
     """Return what is known of one kernel's normalisation on a box.
 
-    Raises:
-        Rejected: "bound/not-finite".
+    Raises Rejected "bound/not-finite".
     """
     n = x.shape[-1]
     c = _centred(x) if centred else x

@@ -37,8 +37,7 @@ POINTWISE = frozenset(name for name, found in OPERATIONS.items() if found.pointw
 def operation_of(node: Node) -> Operation:
     """Return the operation of a node.
 
-    Raises:
-        Rejected: "rule/unknown-op"; "graph/field" for inputs or a role that it cannot have.
+    Raises Rejected "rule/unknown-op"; "graph/field" for inputs or a role that it cannot have.
     """
     if node.op not in OPERATIONS:
         raise Rejected("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")

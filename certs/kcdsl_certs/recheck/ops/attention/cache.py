@@ -27,10 +27,7 @@ def refuse_uncached(block: Block, *kernels: Kernel) -> None:
     """Refuse a block in which a kernel with a cache might read keys or values beside it.
 
     Every product of two results must be one of scores or a context, and read its second factor from
-    a node of its own; every softmax must be that of an attention.
-
-    Raises:
-        Rejected: "rule/cache".
+    a node of its own; every softmax must be that of an attention. Raises Rejected "rule/cache".
     """
     marked = [node for node in block.nodes if node.op == "cache"]
     if not marked and all(kernel.cache is None for kernel in kernels):
@@ -103,8 +100,7 @@ def cache_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 def coded(kernel: Kernel, node: Node, x: Box) -> tuple[Box, Box] | None:
     """Return the values of codes, and what they are off by; None for a kernel without a cache.
 
-    Raises:
-        Rejected: "rule/static-scale" or "bound/overflow".
+    Raises Rejected "rule/static-scale" or "bound/overflow".
     """
     spec = kernel.cache
     if spec is None:

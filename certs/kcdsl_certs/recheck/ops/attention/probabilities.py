@@ -134,8 +134,7 @@ def softmax_rounding(
 ) -> Floats:
     """Return B_K ≥ |stored probability - exact softmax of the stored scores|, high ≥ the latter.
 
-    Raises:
-        Rejected: "bound/not-finite".
+    Raises Rejected "bound/not-finite".
     """
     u, eta = kernel.off(kernel.probabilities)
     theta = relative_rounding(kernel, scores, allowed, own=own)
@@ -157,10 +156,8 @@ def relative_rounding(
     The number of columns is that of the scores unless one is given.
 
     Row sums formed from probabilities rounded to a coarse format lose up to u_p of themselves and
-    η_p at every column, measured against a sum that is at least about 1.
-
-    Raises:
-        Rejected: "bound/not-finite".
+    η_p at every column, measured against a sum that is at least about 1. Raises Rejected
+    "bound/not-finite".
     """
     n, u, form = columns or scores.shape[-1], kernel.inner.u, kernel.probabilities
     relative, faint = kernel.off(form)

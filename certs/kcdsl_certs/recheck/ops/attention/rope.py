@@ -79,8 +79,7 @@ def _rotate(x: Box) -> Box:
 def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
     """Return E of rope, `turned` the boxes that the sines meet.
 
-    Raises:
-        Rejected: "bound/overflow".
+    Raises Rejected "bound/overflow".
     """
     parts = (
         box.up(box.mag(x) * box.lifted(np.abs(cos))),

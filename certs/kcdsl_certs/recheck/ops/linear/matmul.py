@@ -71,11 +71,7 @@ def product_roundings(kernel: Kernel, node: Node, n: int) -> tuple[int, int]:
 
 
 def check_product(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Return the number of terms of a @ b.
-
-    Raises:
-        Rejected: "graph/shape".
-    """
+    """Return the number of terms of a @ b. Raises Rejected "graph/shape"."""
     if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
         raise Rejected("graph/shape", f"no matrix product of {list(a)} and {list(b)}")
     return a[-1]

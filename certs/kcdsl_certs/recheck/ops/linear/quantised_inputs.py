@@ -28,11 +28,8 @@ def quantisation(kernel: Kernel, x: Box, key: str = "") -> Floats:
 
     The mx scale is a power of two made from the block's actual maximum, which the box bounds from
     both sides only: a number may saturate although others of its box are larger, but never by more
-    than 1 - qmax/2^(emax + 1) of itself.
-
-    Raises:
-        Rejected: "bound/overflow" where an unscaled format or a static scale may overflow;
-            "rule/static-scale".
+    than 1 - qmax/2^(emax + 1) of itself. Raises Rejected "bound/overflow" where an unscaled format
+    or a static scale may overflow; "rule/static-scale".
     """
     if kernel.activations[0] == "none":
         return np.zeros(x.shape)
