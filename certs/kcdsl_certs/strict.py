@@ -194,7 +194,7 @@ def _no_floats(value: Any, place: str) -> None:
 
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_LONGEST_TEXT = 20_000
+LONGEST_TEXT = 20_000
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ class Fields:
     def text(self, name: str) -> str:
         """Return a text that is not empty."""
         value = self._take(name)
-        if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_TEXT:
+        if not isinstance(value, str) or not 0 < len(value) <= LONGEST_TEXT:
             raise self._fail(name, "a text")
         return value
 
@@ -266,7 +266,7 @@ class Fields:
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of texts."""
         values = self.items(name)
-        if not all(isinstance(v, str) and 0 < len(v) <= _LONGEST_TEXT for v in values):
+        if not all(isinstance(v, str) and 0 < len(v) <= LONGEST_TEXT for v in values):
             raise self._fail(name, "a list of texts")
         return tuple(values)
 

@@ -5,13 +5,28 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from typing import Any
 
+from kcdsl_certs.records import (
+    COUNT,
+    DIGEST,
+    FLAG,
+    PLAIN_NAME,
+    TEXT,
+    TIME,
+    Codec,
+    Entry,
+    Record,
+    many,
+    member,
+    one_of,
+)
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement.clauses import CertifiedClause, Verdict
 from kcdsl_certs.statement.triple import Triple
 from kcdsl_certs.statement.verdicts import overall
-from kcdsl_certs.strict import Fields, canonical_json, parse_time, plain_name, sha256_of, time_text
+from kcdsl_certs.strict import Fields, canonical_json, sha256_of
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.2"
@@ -48,11 +63,6 @@ class Evaluator:
     version: str
 
 
-def named(id: str, slice: str | None) -> dict[str, Any]:
-    """Return the record of a clause on a slice, or on none."""
-    return {"id": id} if slice is None else {"id": id, "slice": slice}
-
-
 @dataclass(frozen=True, slots=True)
 class Scope:
     """The (clause, slice) pairs that the certificate speaks about.
@@ -71,22 +81,6 @@ class EvidenceFile:
     role: str
     path: str
     sha256: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"role": self.role, "path": self.path, "digest": {"sha256": self.sha256}}
-
-    @staticmethod
-    def from_json(value: Any) -> EvidenceFile:
-        """Read the record of `to_json`."""
-        fields = Fields.of(value, "predicate.evidence")
-        role = fields.text("role")
-        if role not in ROLES:
-            raise Rejected("statement/malformed", f"predicate.evidence: there is no role {role!r}")
-        path = plain_name(fields.text("path"), "predicate.evidence.path")
-        file = EvidenceFile(role, path, fields.sha256("digest"))
-        fields.done()
-        return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,42 +115,71 @@ class Predicate:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data without floats."""
-        record: dict[str, Any] = {
-            "triple": self.triple.to_json(),
-            "stage": self.stage,
-            "issuedAt": time_text(self.issued_at),
-            "validUntil": time_text(self.valid_until),
-            "sequence": self.sequence,
-            "verdict": self.verdict.value,
-            "scope": {
-                "complete": self.scope.complete,
-                "covers": [named(id, slice) for id, slice in self.scope.covers],
-            },
-            "clauses": [clause.to_json() for clause in self.clauses],
-            "inputs": [{"name": i.name, "digest": {"sha256": i.sha256}} for i in self.inputs],
-            "evaluator": {"id": self.evaluator.id, "version": self.evaluator.version},
-            "assumptions": list(self.assumptions),
-            "nonClaims": list(self.non_claims),
-        }
-        if self.supersedes is not None:
-            record["supersedes"] = {"sha256": self.supersedes}
-        if self.evidence:
-            record["evidence"] = [file.to_json() for file in self.evidence]
-        if self.suppressions:
-            record["suppressions"] = [
-                {"code": item.code, "reason": item.reason} for item in self.suppressions
-            ]
-        return record
+        return _PREDICATE.write(self)
+
+
+def _printable(value: Any, place: str) -> str:
+    name: str = TEXT.read(value, place)
+    if not name.isprintable():
+        raise Rejected("statement/malformed", f"the name {name!a} of an input is not printable")
+    return name
+
+
+NAMED = (Entry("id", TEXT), Entry("slice", TEXT, absent=None))
+"""A clause on a slice, or on none."""
+BODY = (
+    Entry("triple", Codec(Triple.to_json, Triple.from_json)),
+    Entry("stage", one_of(STAGES)),
+    Entry("issuedAt", TIME, "issued_at"),
+    Entry("validUntil", TIME, "valid_until"),
+    Entry("sequence", COUNT),
+    Entry("evaluator", Record(Evaluator, Entry("id", TEXT), Entry("version", TEXT)).codec),
+    Entry("assumptions", many(TEXT)),
+    Entry("nonClaims", many(TEXT), "non_claims"),
+)
+"""What every statement of a triple has."""
+_COVERED = Record(
+    lambda id, slice: (id, slice),
+    Entry("id", TEXT, get=itemgetter(0)),
+    Entry("slice", TEXT, absent=None, get=itemgetter(1)),
+)
+_INPUT = Record(Input, Entry("name", Codec(str, _printable)), Entry("digest", DIGEST, "sha256"))
+_FILE = Record(
+    EvidenceFile,
+    Entry("role", one_of(ROLES)),
+    Entry("path", PLAIN_NAME),
+    Entry("digest", DIGEST, "sha256"),
+)
+_FINDING = Record(AcceptedFinding, Entry("code", TEXT), Entry("reason", TEXT))
+_PREDICATE = Record(
+    lambda verdict, **found: (Predicate(**found), verdict),
+    *BODY,
+    Entry("verdict", member(Verdict)),
+    Entry(
+        "scope",
+        Record(Scope, Entry("complete", FLAG), Entry("covers", many(_COVERED.codec))).codec,
+    ),
+    Entry("clauses", many(Codec(CertifiedClause.to_json, CertifiedClause.from_json))),
+    Entry("inputs", many(_INPUT.codec)),
+    Entry("supersedes", DIGEST, absent=None),
+    Entry("evidence", many(_FILE.codec), absent=()),
+    Entry("suppressions", many(_FINDING.codec), absent=()),
+)
 
 
 def payload_bytes(predicate: Predicate) -> bytes:
     """Return the canonical statement: the same evaluation gives the same bytes."""
+    return statement_bytes(PREDICATE_TYPE, predicate.triple, predicate.to_json())
+
+
+def statement_bytes(kind: str, triple: Triple, body: dict[str, Any]) -> bytes:
+    """Return the canonical statement of a predicate type about a triple."""
     return canonical_json(
         {
             "_type": STATEMENT_TYPE,
-            "subject": [{"name": SUBJECT_NAME, "digest": {"sha256": predicate.triple.digest}}],
-            "predicateType": PREDICATE_TYPE,
-            "predicate": predicate.to_json(),
+            "subject": [{"name": SUBJECT_NAME, "digest": {"sha256": triple.digest}}],
+            "predicateType": kind,
+            "predicate": body,
         }
     )
 
@@ -194,67 +217,4 @@ def parse_statement(value: Any) -> Statement:
 
 def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
     """Read the predicate and the verdict that it states; unknown fields are refused."""
-    fields = Fields.of(value, "predicate")
-    stage = fields.text("stage")
-    if stage not in STAGES:
-        raise Rejected("statement/malformed", f"predicate.stage is {stage!r}")
-    try:
-        stated = Verdict(fields.text("verdict"))
-    except ValueError:
-        raise Rejected("statement/malformed", "predicate.verdict is no verdict") from None
-    scope = fields.inner("scope")
-    evaluator = fields.inner("evaluator")
-    predicate = Predicate(
-        triple=Triple.from_json(fields.raw("triple"), "predicate.triple"),
-        stage=stage,
-        issued_at=parse_time(fields.text("issuedAt")),
-        valid_until=parse_time(fields.text("validUntil")),
-        sequence=fields.integer("sequence"),
-        scope=Scope(
-            scope.boolean("complete"), tuple(_covered(item) for item in scope.items("covers"))
-        ),
-        clauses=tuple(
-            CertifiedClause.from_json(item, f"predicate.clauses[{index}]")
-            for index, item in enumerate(fields.items("clauses"))
-        ),
-        evaluator=Evaluator(evaluator.text("id"), evaluator.text("version")),
-        inputs=tuple(_input(item) for item in fields.items("inputs")),
-        assumptions=fields.texts("assumptions"),
-        non_claims=fields.texts("nonClaims"),
-        supersedes=fields.sha256_or_none("supersedes"),
-        suppressions=tuple(_accepted(item) for item in fields.items("suppressions"))
-        if "suppressions" in fields.record
-        else (),
-        evidence=tuple(EvidenceFile.from_json(item) for item in fields.items("evidence"))
-        if "evidence" in fields.record
-        else (),
-    )
-    scope.done()
-    evaluator.done()
-    fields.done()
-    return predicate, stated
-
-
-def _covered(value: Any) -> tuple[str, str | None]:
-    fields = Fields.of(value, "predicate.scope.covers")
-    pair = (fields.text("id"), fields.text_or_none("slice"))
-    fields.done()
-    return pair
-
-
-def _accepted(value: Any) -> AcceptedFinding:
-    fields = Fields.of(value, "predicate.suppressions")
-    item = AcceptedFinding(fields.text("code"), fields.text("reason"))
-    fields.done()
-    return item
-
-
-def _input(value: Any) -> Input:
-    fields = Fields.of(value, "predicate.inputs")
-    item = Input(fields.text("name"), fields.sha256("digest"))
-    if not item.name.isprintable():
-        raise Rejected(
-            "statement/malformed", f"the name {item.name!a} of an input is not printable"
-        )
-    fields.done()
-    return item
+    return _PREDICATE.read(value, "predicate")

@@ -5,14 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from typing import Any, TypeVar
+from operator import itemgetter
+from typing import Any
 
-from kcdsl_certs.reals import Measured, Rounding, parse_real, real_text
+from kcdsl_certs.reals import Rounding
+from kcdsl_certs.records import (
+    COUNT,
+    DIGEST,
+    OBJECT,
+    PLAIN_NAME,
+    REAL,
+    TEXT,
+    Entry,
+    Record,
+    many,
+    measured,
+    member,
+    one_of,
+)
 from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.statement.quantities import Quantity, Region
-from kcdsl_certs.strict import Fields, plain_name
-
-_Member = TypeVar("_Member", bound=StrEnum)
+from kcdsl_certs.statement.quantities import QUANTITY, REGION, Quantity, Region
 
 
 class Verdict(StrEnum):
@@ -121,129 +133,60 @@ class CertifiedClause:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data without floats; absent fields are left out."""
-        record: dict[str, Any] = {
-            "obligation": self.obligation,
-            "id": self.id,
-            "quantity": self.quantity.to_json(),
-            "op": self.op,
-            "tau": real_text(self.tau),
-            "unit": self.unit,
-            "evidence": self.evidence.value,
-            "method": self.method,
-            "verdict": self.verdict.value,
-        }
-        for name in ("slice", "n", "counted", "exceed", "scope", "reason"):
-            value = getattr(self, name)
-            if value is not None:
-                record[name] = value
-        if self.region is not None:
-            record["region"] = self.region.to_json()
-        if self.slice_digest is not None:
-            record["sliceDigest"] = {"sha256": self.slice_digest}
-        if self.numerics is not None:
-            train, infer = self.numerics
-            record["numerics"] = {"train": {"sha256": train}, "infer": {"sha256": infer}}
-        for name in ("bound", "low", "high"):
-            number = getattr(self, name)
-            if number is not None:
-                record[name] = Measured(number, _rounding(name, self.op)).to_json()
-        for name in ("value", "budget", "alpha", "weights"):
-            exact = getattr(self, name)
-            if exact is not None:
-                record[name] = real_text(exact)
-        if self.proof is not None:
-            record["proofDigest"] = {"sha256": self.proof.digest}
-            record["proofPath"] = self.proof.path
-        if self.implied_by is not None:
-            record["impliedBy"] = self.implied_by
-        if self.assumptions:
-            record["assumptions"] = list(self.assumptions)
-        return record
+        return _RECORDS[self.op in LOWER].write(self)
 
     @staticmethod
     def from_json(value: Any, place: str) -> CertifiedClause:
         """Read the record of `to_json`; unknown fields are refused."""
-        fields = Fields.of(value, place)
-        op = fields.text("op")
-        if op not in OPERATORS:
-            raise Rejected("statement/malformed", f"{place}.op is {op!r}")
-        clause = CertifiedClause(
-            obligation=fields.text("obligation"),
-            id=fields.text("id"),
-            quantity=Quantity.from_json(fields.raw("quantity"), f"{place}.quantity"),
-            op=op,
-            tau=parse_real(fields.text("tau")),
-            unit=fields.text("unit"),
-            evidence=_member(Evidence, fields.text("evidence"), place),
-            method=fields.text("method"),
-            verdict=_member(Verdict, fields.text("verdict"), place),
-            slice=fields.text_or_none("slice"),
-            slice_digest=fields.sha256_or_none("sliceDigest"),
-            region=Region.from_json(fields.raw("region"), f"{place}.region")
-            if "region" in fields.record
-            else None,
-            numerics=_numerics(fields),
-            bound=_measured(fields, "bound", op),
-            value=_exact(fields, "value"),
-            low=_measured(fields, "low", op),
-            high=_measured(fields, "high", op),
-            n=fields.integer_or_none("n"),
-            counted=fields.text_or_none("counted"),
-            exceed=fields.integer_or_none("exceed"),
-            budget=_exact(fields, "budget"),
-            alpha=_exact(fields, "alpha"),
-            proof=_proof(fields, place),
-            implied_by=fields.text_or_none("impliedBy"),
-            assumptions=fields.texts("assumptions") if "assumptions" in fields.record else (),
-            scope=fields.text_or_none("scope"),
-            reason=fields.text_or_none("reason"),
-            weights=_exact(fields, "weights"),
-        )
-        fields.done()
-        return clause
+        return _RECORDS[OBJECT.read(value, place).get("op") in LOWER].read(value, place)
 
 
-def _rounding(name: str, op: str) -> Rounding:
-    if name == "bound":
-        return "down" if op in LOWER else "up"
-    return "down" if name == "low" else "up"
+def _clause(**found: Any) -> CertifiedClause:
+    digest, path = found.pop("proof_digest"), found.pop("proof_path")
+    if (digest is None) != (path is None):
+        raise Rejected("statement/malformed", f"{found['obligation']} names half a proof")
+    proof = None if digest is None else ProofReference(digest, path)
+    return CertifiedClause(proof=proof, **found)
 
 
-def _measured(fields: Fields, name: str, op: str) -> float | None:
-    record = fields.raw(name)
-    if name not in fields.record:
-        return None
-    return Measured.from_json(record, _rounding(name, op)).value
+_KERNELS = Record(
+    lambda train, infer: (train, infer),
+    Entry("train", DIGEST, get=itemgetter(0)),
+    Entry("infer", DIGEST, get=itemgetter(1)),
+)
 
 
-def _exact(fields: Fields, name: str) -> Fraction | None:
-    text = fields.text_or_none(name)
-    return None if text is None else parse_real(text)
+def _record(bound: Rounding) -> Record[CertifiedClause]:
+    """Return the record of a result whose bound is rounded in a direction."""
+    optional = [
+        *(Entry(name, TEXT, absent=None) for name in ("slice", "counted", "scope", "reason")),
+        *(Entry(name, COUNT, absent=None) for name in ("n", "exceed")),
+        *(Entry(name, REAL, absent=None) for name in ("value", "budget", "alpha", "weights")),
+    ]
+    return Record(
+        _clause,
+        *(Entry(name, TEXT) for name in ("obligation", "id", "unit", "method")),
+        Entry("quantity", QUANTITY),
+        Entry("op", one_of(OPERATORS)),
+        Entry("tau", REAL),
+        Entry("evidence", member(Evidence)),
+        Entry("verdict", member(Verdict)),
+        *optional,
+        Entry("region", REGION, absent=None),
+        Entry("sliceDigest", DIGEST, "slice_digest", None),
+        Entry("numerics", _KERNELS.codec, absent=None),
+        Entry("bound", measured(bound), absent=None),
+        Entry("low", measured("down"), absent=None),
+        Entry("high", measured("up"), absent=None),
+        Entry("proofDigest", DIGEST, "proof_digest", None, lambda c: c.proof and c.proof.digest),
+        Entry("proofPath", PLAIN_NAME, "proof_path", None, lambda c: c.proof and c.proof.path),
+        Entry("impliedBy", TEXT, "implied_by", None),
+        Entry("assumptions", many(TEXT), absent=()),
+    )
 
 
-def _numerics(fields: Fields) -> tuple[str, str] | None:
-    if "numerics" not in fields.record:
-        return None
-    inner = fields.inner("numerics")
-    pair = (inner.sha256("train"), inner.sha256("infer"))
-    inner.done()
-    return pair
-
-
-def _proof(fields: Fields, place: str) -> ProofReference | None:
-    digest, path = fields.sha256_or_none("proofDigest"), fields.text_or_none("proofPath")
-    if digest is None and path is None:
-        return None
-    if digest is None or path is None:
-        raise Rejected("statement/malformed", f"{place} names half a proof")
-    return ProofReference(digest, plain_name(path, f"{place}.proofPath"))
-
-
-def _member(kind: type[_Member], text: str, place: str) -> _Member:
-    try:
-        return kind(text)
-    except ValueError:
-        raise Rejected("statement/malformed", f"{place}: {text!r} is no {kind.__name__}") from None
+_RECORDS = {False: _record("up"), True: _record("down")}
+"""By whether a bound is one from below."""
 
 
 def holds(left: Any, op: str, right: Any) -> bool:

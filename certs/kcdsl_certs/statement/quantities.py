@@ -24,6 +24,7 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl_certs.reals import parse_real, real_text
+from kcdsl_certs.records import COUNT, REAL, TEXT, Codec, Entry, Record, one_of
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import Fields
 
@@ -183,6 +184,9 @@ class Quantity:
                 return self.name
 
 
+QUANTITY = Codec(Quantity.to_json, Quantity.from_json)
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """The inputs that a proof ranges over: `points`, `ball`, `hull` or `rows` of a slice.
@@ -196,32 +200,23 @@ class Region:
     radius: Fraction = Fraction(0)
     longest: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data without floats."""
-        record = {"kind": self.kind, "slice": self.slice, "radius": real_text(self.radius)}
-        return record if self.longest is None else {**record, "longest": self.longest}
-
-    @staticmethod
-    def from_json(value: Any, place: str) -> Region:
-        """Read the record of `to_json`; raises Rejected `statement/malformed` for anything else."""
-        fields = Fields.of(value, place)
-        region = Region(
-            fields.text("kind"),
-            fields.text("slice"),
-            parse_real(fields.text("radius")),
-            fields.integer_or_none("longest"),
-        )
-        fields.done()
-        bounded = region.longest is not None and 0 < region.longest <= LONGEST
-        if (
-            region.kind not in REGIONS
-            or region.radius < 0
-            or (region.kind == "rows") != bounded
-            or (region.longest is not None and not bounded)
-        ):
-            raise Rejected("statement/malformed", f"{place}: no region is like this")
-        return region
-
     def __str__(self) -> str:
         longest = "" if self.longest is None else f", {self.longest}"
         return f"{self.kind}({self.slice}{longest}, {real_text(self.radius)})"
+
+
+def _region(**found: Any) -> Region:
+    region = Region(**found)
+    bounded = region.longest is not None and 0 < region.longest <= LONGEST
+    if region.radius < 0 or (region.kind == "rows") != bounded or (region.longest and not bounded):
+        raise Rejected("statement/malformed", f"no region is like {region}")
+    return region
+
+
+REGION = Record(
+    _region,
+    Entry("kind", one_of(REGIONS)),
+    Entry("slice", TEXT),
+    Entry("radius", REAL),
+    Entry("longest", COUNT, absent=None),
+).codec

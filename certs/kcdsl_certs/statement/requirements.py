@@ -7,12 +7,24 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.reals import parse_real, real_text
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.records import (
+    DIGEST,
+    RAW,
+    REAL,
+    TEXT,
+    Codec,
+    Entry,
+    Record,
+    by_name,
+    constant,
+    many,
+    member,
+    one_of,
+)
 from kcdsl_certs.statement.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
-from kcdsl_certs.statement.quantities import Quantity, Region
+from kcdsl_certs.statement.quantities import QUANTITY, REGION, Quantity, Region
 from kcdsl_certs.statement.triple import Triple
-from kcdsl_certs.strict import Fields
 
 SCHEMA = "kcdsl.expectation/3"
 
@@ -25,26 +37,6 @@ class Chain:
     metric: str
     temperature: Fraction = Fraction(1)
     constants: tuple[tuple[str, Fraction], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "metric": self.metric,
-            "temperature": real_text(self.temperature),
-            "constants": {name: real_text(value) for name, value in self.constants},
-        }
-
-    @staticmethod
-    def from_json(fields: Fields) -> Chain:
-        """Read the record of `to_json`."""
-        constants = fields.inner("constants")
-        chain = Chain(
-            fields.text("metric"),
-            parse_real(fields.text("temperature")),
-            tuple((name, parse_real(constants.text(name))) for name in constants.record),
-        )
-        fields.done()
-        return chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +60,6 @@ class Comparison:
             and clause.tau == self.tau
             and clause.unit == self.unit
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        record: dict[str, Any] = {
-            "obligation": self.obligation,
-            "quantity": self.quantity.to_json(),
-            "op": self.op,
-            "tau": real_text(self.tau),
-            "unit": self.unit,
-        }
-        if self.chain is not None:
-            record["chain"] = self.chain.to_json()
-        return record
 
     def __str__(self) -> str:
         return f"{self.quantity} {self.op} {real_text(self.tau)} [{self.unit}]"
@@ -111,63 +90,12 @@ class RequiredClause:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        record: dict[str, Any] = {
-            "id": self.id,
-            "alternatives": [[c.to_json() for c in part] for part in self.alternatives],
-        }
-        if self.slice is not None:
-            record["slice"] = self.slice
-        if self.region is not None:
-            record["region"] = self.region.to_json()
-        if self.inside:
-            record["inside"] = list(self.inside)
-        if self.slice_digest is not None:
-            record["sliceDigest"] = {"sha256": self.slice_digest}
-        if self.budget is not None:
-            record["budget"] = real_text(self.budget)
-        if self.evidence is not None:
-            record["evidence"] = self.evidence.value
-        return record
+        return _CLAUSE.write(self)
 
     @staticmethod
     def from_json(value: Any) -> RequiredClause:
         """Read the record of `to_json`."""
-        fields = Fields.of(value, "clause")
-        budget, evidence = fields.text_or_none("budget"), fields.text_or_none("evidence")
-        if evidence is not None and evidence not in set(Evidence):
-            raise Rejected("statement/malformed", f"{evidence!r} is no kind of evidence")
-        required = RequiredClause(
-            id=fields.text("id"),
-            slice=fields.text_or_none("slice"),
-            alternatives=tuple(
-                tuple(_comparison(item) for item in part) for part in fields.items("alternatives")
-            ),
-            budget=None if budget is None else parse_real(budget),
-            evidence=None if evidence is None else Evidence(evidence),
-            slice_digest=fields.sha256_or_none("sliceDigest"),
-            region=Region.from_json(fields.raw("region"), "clause.region")
-            if "region" in fields.record
-            else None,
-            inside=fields.texts("inside") if "inside" in fields.record else (),
-        )
-        fields.done()
-        return required
-
-
-def _comparison(value: Any) -> Comparison:
-    fields = Fields.of(value, "comparison")
-    comparison = Comparison(
-        fields.text("obligation"),
-        Quantity.from_json(fields.raw("quantity"), "comparison.quantity"),
-        fields.text("op"),
-        parse_real(fields.text("tau")),
-        fields.text("unit"),
-        Chain.from_json(fields.inner("chain")) if "chain" in fields.record else None,
-    )
-    fields.done()
-    if comparison.op not in OPERATORS:
-        raise Rejected("statement/malformed", f"{comparison.op!r} is no comparison")
-    return comparison
+        return _CLAUSE.read(value, "clause")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,25 +111,6 @@ class SliceSource:
     tokens: str = "other"
     units: str = "rows"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "data": self.data,
-            "where": self.where,
-            "tokens": self.tokens,
-            "units": self.units,
-        }
-
-    @staticmethod
-    def from_json(value: Any) -> SliceSource:
-        """Read the record of `to_json`."""
-        fields = Fields.of(value, "slice")
-        source = SliceSource(
-            fields.text("data"), fields.raw("where"), fields.text("tokens"), fields.text("units")
-        )
-        fields.done()
-        return source
-
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
@@ -215,29 +124,62 @@ class Expectation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that the stand-alone checker reads."""
-        return {
-            "schema": SCHEMA,
-            "triple": self.triple.to_json(),
-            "clauses": [c.to_json() for c in self.clauses],
-            "inputs": {name: {"sha256": digest} for name, digest in self.inputs.items()},
-            "slices": {name: source.to_json() for name, source in self.slices.items()},
-        }
+        return _EXPECTATION.write(self)
 
     @staticmethod
     def from_json(value: Any) -> Expectation:
         """Read the document; raises Rejected where it is not one."""
-        fields = Fields.of(value, "expectation")
-        if fields.text("schema") != SCHEMA:
-            raise Rejected("expectation/malformed", f"the schema is not {SCHEMA}")
-        inputs, slices = fields.inner("inputs"), fields.inner("slices")
-        expectation = Expectation(
-            Triple.from_json(fields.raw("triple")),
-            tuple(RequiredClause.from_json(item) for item in fields.items("clauses")),
-            {name: inputs.sha256(name) for name in inputs.record},
-            {name: SliceSource.from_json(slices.raw(name)) for name in slices.record},
-        )
-        fields.done()
-        return expectation
+        return _EXPECTATION.read(value, "expectation")
+
+
+_CONSTANTS = by_name(REAL)
+_CHAIN = Record(
+    Chain,
+    Entry("metric", TEXT),
+    Entry("temperature", REAL),
+    Entry(
+        "constants",
+        Codec(
+            lambda pairs: _CONSTANTS.write(dict(pairs)),
+            lambda value, place: tuple(_CONSTANTS.read(value, place).items()),
+        ),
+    ),
+)
+_COMPARISON = Record(
+    Comparison,
+    Entry("obligation", TEXT),
+    Entry("quantity", QUANTITY),
+    Entry("op", one_of(OPERATORS)),
+    Entry("tau", REAL),
+    Entry("unit", TEXT),
+    Entry("chain", _CHAIN.codec, absent=None),
+)
+_CLAUSE = Record(
+    RequiredClause,
+    Entry("id", TEXT),
+    Entry("alternatives", many(many(_COMPARISON.codec))),
+    Entry("slice", TEXT, absent=None),
+    Entry("region", REGION, absent=None),
+    Entry("inside", many(TEXT), absent=()),
+    Entry("sliceDigest", DIGEST, "slice_digest", None),
+    Entry("budget", REAL, absent=None),
+    Entry("evidence", member(Evidence), absent=None),
+)
+_SLICE = Record(
+    SliceSource,
+    Entry("data", TEXT),
+    Entry("where", RAW),
+    Entry("tokens", TEXT),
+    Entry("units", TEXT),
+)
+_EXPECTATION = Record(
+    lambda schema, **found: Expectation(**found),
+    Entry("schema", constant(SCHEMA, "expectation/malformed"), get=lambda _: SCHEMA),
+    Entry("triple", Codec(Triple.to_json, Triple.from_json)),
+    Entry("clauses", many(_CLAUSE.codec)),
+    Entry("inputs", by_name(DIGEST)),
+    Entry("slices", by_name(_SLICE.codec)),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,30 @@ from datetime import datetime
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.reals import Measured, parse_real, real_text
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.records import (
+    COUNT,
+    DIGEST,
+    PLAIN_NAME,
+    REAL,
+    TEXT,
+    Entry,
+    Record,
+    many,
+    measured,
+    one_of,
+)
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement.certificate import (
-    STAGES,
-    STATEMENT_TYPE,
-    SUBJECT_NAME,
+    BODY,
+    NAMED,
     Evaluator,
     Predicate,
     Scope,
-    named,
+    statement_bytes,
 )
 from kcdsl_certs.statement.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.statement.triple import Triple
-from kcdsl_certs.strict import Fields, canonical_json, parse_time, plain_name, time_text
 
 TRANSFER_TYPE = "urn:kcdsl:attestation:weights-transfer:v0.1"
 REASONS = ("no-region", "weights", "states")
@@ -49,12 +59,7 @@ class Carried:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        record = named(self.id, self.slice)
-        if self.weights is not None and self.moved is not None and self.tensor is not None:
-            record["weights"] = real_text(self.weights)
-            record["moved"] = Measured(self.moved, "up").to_json()
-            record["tensor"] = self.tensor
-        return record
+        return _CARRIED.write(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,7 @@ class Left:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        record = {**named(self.id, self.slice), "reason": self.reason, "detail": self.detail}
-        if self.block is not None:
-            record["block"] = self.block
-        if self.tensor is not None and self.element is not None:
-            record["tensor"], record["element"] = self.tensor, list(self.element)
-        return record
+        return _LEFT.write(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,56 +99,58 @@ class Transfer:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data without floats."""
-        return {
-            "triple": self.triple.to_json(),
-            "base": {"digest": {"sha256": self.base}, "path": self.path},
-            "stage": self.stage,
-            "issuedAt": time_text(self.issued_at),
-            "validUntil": time_text(self.valid_until),
-            "sequence": self.sequence,
-            "carried": [item.to_json() for item in self.carried],
-            "left": [item.to_json() for item in self.left],
-            "evaluator": {"id": self.evaluator.id, "version": self.evaluator.version},
-            "assumptions": list(self.assumptions),
-            "nonClaims": list(self.non_claims),
-        }
+        return _TRANSFER.write(self)
+
+
+def _carried(**found: Any) -> Carried:
+    item = Carried(**found)
+    stated = [part is not None for part in (item.weights, item.moved, item.tensor)]
+    if any(stated) and not all(stated):
+        raise Rejected("statement/malformed", f"{item.id} states a part of how far weights moved")
+    if item.weights is None or item.moved is None:
+        return item
+    if not (0 < item.weights <= WIDEST and 0 <= item.moved <= 1):
+        detail = f"{item.id} has moved {item.moved!r} of {real_text(item.weights)}"
+        raise Rejected("statement/malformed", detail)
+    return item
+
+
+_CARRIED = Record(
+    _carried,
+    *NAMED,
+    Entry("weights", REAL, absent=None),
+    Entry("moved", measured("up"), absent=None),
+    Entry("tensor", TEXT, absent=None),
+)
+_LEFT = Record(
+    Left,
+    *NAMED,
+    Entry("reason", one_of(REASONS)),
+    Entry("detail", TEXT),
+    Entry("block", TEXT, absent=None),
+    Entry("tensor", TEXT, absent=None),
+    Entry("element", many(COUNT), absent=None),
+)
+_BASE: Record[dict[str, Any]] = Record(
+    dict, Entry("digest", DIGEST, "base"), Entry("path", PLAIN_NAME)
+)
+_TRANSFER: Record[Transfer] = Record(
+    lambda base, **found: Transfer(**base, **found),
+    *BODY,
+    Entry("base", _BASE.codec, get=lambda transfer: transfer),
+    Entry("carried", many(_CARRIED.codec)),
+    Entry("left", many(_LEFT.codec)),
+)
 
 
 def transfer_bytes(transfer: Transfer) -> bytes:
     """Return the canonical statement."""
-    return canonical_json(
-        {
-            "_type": STATEMENT_TYPE,
-            "subject": [{"name": SUBJECT_NAME, "digest": {"sha256": transfer.triple.digest}}],
-            "predicateType": TRANSFER_TYPE,
-            "predicate": transfer.to_json(),
-        }
-    )
+    return statement_bytes(TRANSFER_TYPE, transfer.triple, transfer.to_json())
 
 
 def parse_transfer(value: Any) -> Transfer:
     """Read the body of a statement; unknown fields are refused."""
-    fields = Fields.of(value, "predicate")
-    base, evaluator = fields.inner("base"), fields.inner("evaluator")
-    path, stage = plain_name(base.text("path"), "predicate.base.path"), fields.text("stage")
-    if stage not in STAGES:
-        raise Rejected("statement/malformed", f"predicate.stage is {stage!r}")
-    transfer = Transfer(
-        triple=Triple.from_json(fields.raw("triple"), "predicate.triple"),
-        base=base.sha256("digest"),
-        path=path,
-        stage=stage,
-        issued_at=parse_time(fields.text("issuedAt")),
-        valid_until=parse_time(fields.text("validUntil")),
-        sequence=fields.integer("sequence"),
-        carried=tuple(_carried(item) for item in fields.items("carried")),
-        left=tuple(_left(item) for item in fields.items("left")),
-        evaluator=Evaluator(evaluator.text("id"), evaluator.text("version")),
-        assumptions=fields.texts("assumptions"),
-        non_claims=fields.texts("nonClaims"),
-    )
-    for part in (base, evaluator, fields):
-        part.done()
+    transfer = _TRANSFER.read(value, "predicate")
     names = [(item.id, item.slice) for item in transfer.carried]
     names += [(item.id, item.slice) for item in transfer.left]
     if len(set(names)) != len(names):
@@ -156,45 +158,6 @@ def parse_transfer(value: Any) -> Transfer:
     if not transfer.carried:
         raise Rejected("transfer/nothing", "no result goes over")
     return transfer
-
-
-def _carried(value: Any) -> Carried:
-    fields = Fields.of(value, "predicate.carried")
-    name = fields.text("id"), fields.text_or_none("slice")
-    if "weights" not in fields.record:
-        fields.done()
-        return Carried(*name)
-    rho = parse_real(fields.text("weights"))
-    moved = Measured.from_json(fields.raw("moved"), "up").value
-    item = Carried(*name, rho, moved, fields.text("tensor"))
-    fields.done()
-    if not (0 < rho <= WIDEST and 0 <= moved <= 1):
-        raise Rejected("statement/malformed", f"{name[0]} has moved {moved!r} of {real_text(rho)}")
-    return item
-
-
-def _left(value: Any) -> Left:
-    fields = Fields.of(value, "predicate.left")
-    item = Left(
-        fields.text("id"),
-        fields.text_or_none("slice"),
-        fields.text("reason"),
-        fields.text("detail"),
-        fields.text_or_none("block"),
-        fields.text_or_none("tensor"),
-        _element(fields) if "element" in fields.record else None,
-    )
-    fields.done()
-    if item.reason not in REASONS:
-        raise Rejected("statement/malformed", f"{item.id} stays behind for {item.reason!r}")
-    return item
-
-
-def _element(fields: Fields) -> tuple[int, ...]:
-    found = fields.items("element")
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in found):
-        raise Rejected("statement/malformed", f"{fields.place}.element is no index")
-    return tuple(found)
 
 
 def carried_over(base: Predicate, triple: Triple, names: Sequence[Carried]) -> Predicate:
