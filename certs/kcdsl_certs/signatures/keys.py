@@ -299,7 +299,7 @@ class TrustedKey:
 
 
 @dataclass(frozen=True, slots=True)
-class TrustPolicy:
+class Rules:
     """The trusted keys, how many distinct ones must have signed, and what is not accepted.
 
     `max_validity` limits the time from issue to the end of a certificate. `revoked_certificates`
@@ -309,7 +309,7 @@ class TrustPolicy:
     `refuse_suppressions` a contract some of whose findings were accepted is refused.
     """
 
-    keys: tuple[TrustedKey, ...]
+    keys: tuple[TrustedKey, ...] = ()
     threshold: int = 1
     max_validity: timedelta = LONGEST_VALIDITY
     revoked_certificates: frozenset[str] = frozenset()
@@ -317,6 +317,11 @@ class TrustPolicy:
     refuse_suppressions: bool = False
     relaxed_parts: frozenset[str] = frozenset()
     required_parts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TrustPolicy(Rules):
+    """Rules that a check can go by: distinct keys, and no threshold that these cannot meet."""
 
     def __post_init__(self) -> None:
         distinct = {k.key.spki for k in self.keys}

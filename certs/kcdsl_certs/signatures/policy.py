@@ -21,8 +21,8 @@ from typing import Any
 from kcdsl_certs.files import read_limited
 from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.signatures.keys import (
-    LONGEST_VALIDITY,
     PublicKey,
+    Rules,
     TrustedKey,
     TrustPolicy,
     load_public,
@@ -42,19 +42,11 @@ _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What one file says; `sha256` is the digest of its bytes. The keys are in `keys`."""
+class Policy(Rules):
+    """What one file says; `sha256` is the digest of its bytes."""
 
-    path: Path
-    sha256: str
-    keys: tuple[TrustedKey, ...] = ()
-    threshold: int = 1
-    max_validity: timedelta = LONGEST_VALIDITY
-    refuse_suppressions: bool = False
-    revoked_certificates: frozenset[str] = frozenset()
-    revoked_keys: frozenset[str] = frozenset()
-    relaxed_parts: frozenset[str] = frozenset()
-    required_parts: frozenset[str] = frozenset()
+    path: Path = Path()
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +135,7 @@ def trust(
     one that the policy does not list has its general limits. `threshold` may raise that of the
     policy. `revocations` are files that add to what is revoked. Raises Rejected.
     """
-    base = policy or Policy(Path(), "")
+    base = policy or Policy()
     listed = {record.key.spki: record for record in base.keys}
     chosen, outside = base.keys, []
     if keys:
@@ -166,16 +158,11 @@ def trust(
     for path in revocations:
         more = read_revocations(path)
         certificates, revoked = certificates | more[0], revoked | more[1]
-    rules = TrustPolicy(
-        chosen,
-        base.threshold if threshold is None else threshold,
-        max_validity=base.max_validity,
-        refuse_suppressions=base.refuse_suppressions,
-        revoked_certificates=certificates,
-        revoked_keys=revoked,
-        relaxed_parts=base.relaxed_parts,
-        required_parts=base.required_parts,
-    )
+    stated = {field.name: getattr(base, field.name) for field in dataclasses.fields(Rules)}
+    stated |= {"keys": chosen, "revoked_certificates": certificates, "revoked_keys": revoked}
+    if threshold is not None:
+        stated["threshold"] = threshold
+    rules = TrustPolicy(**stated)
     return Trust(rules, source, policy, tuple(outside), tuple(revocations))
 
 
@@ -187,20 +174,20 @@ def read_policy(path: Path) -> Policy:
         keys = table.get("trusted-keys", [])
         if not isinstance(keys, list):
             raise Rejected("policy/malformed", "`trusted-keys` is a list of paths and tables")
-        found = Policy(path, digest, tuple(_key(entry, path.parent) for entry in keys))
+        stated: dict[str, Any] = {"keys": tuple(_key(entry, path.parent) for entry in keys)}
         if "threshold" in table:
-            found = dataclasses.replace(found, threshold=_count(table["threshold"]))
+            stated["threshold"] = _count(table["threshold"])
         if "max-validity" in table:
-            found = dataclasses.replace(found, max_validity=_days(table["max-validity"]))
+            stated["max_validity"] = _days(table["max-validity"])
         if "refuse-suppressions" in table:
-            strict = table["refuse-suppressions"]
+            strict = stated["refuse_suppressions"] = table["refuse-suppressions"]
             if not isinstance(strict, bool):
                 raise Rejected("policy/malformed", "`refuse-suppressions` is true or false")
-            found = dataclasses.replace(found, refuse_suppressions=strict)
-        relaxed, required = (frozenset(_words(table, name, PARTS) or ()) for name in _PARTS)
-        found = dataclasses.replace(found, relaxed_parts=relaxed, required_parts=required)
-        certificates, revoked = _revocations(table)
-        return dataclasses.replace(found, revoked_certificates=certificates, revoked_keys=revoked)
+        stated["revoked_certificates"], stated["revoked_keys"] = _revocations(table)
+        for name in _PARTS:
+            key = name.replace("-kernel-", "_").replace("-", "_")
+            stated[key] = frozenset(_words(table, name, PARTS) or ())
+        return Policy(**stated, path=path, sha256=digest)
 
 
 def read_revocations(path: Path) -> tuple[frozenset[str], frozenset[str]]:
