@@ -6,7 +6,8 @@
 Both trees run in turn, each benchmark in a process of its own with the packages of this
 environment; the order changes with every round. Of each figure that both have, the median of the
 rounds is compared: the loss is now / before where lower values are better, else before / now. A
-loss above 1.05 in the first round calls for two further rounds, as times are noisy.
+loss above 1.05 in the first round calls for two further rounds, as times are noisy. The table is
+printed and recorded after each benchmark.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=BENCHMARKS, help="benchmarks to run")
     parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="the earlier tree")
     options = parser.parse_args()
+    figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         extract(options.before, Path(folder))
-        figures = [
-            figure for name in options.names for figure in compared(name, Path(folder), ROOT)
-        ]
-    return report("compare", figures)
+        for name in options.names:
+            figures += compared(name, Path(folder), ROOT)
+            status = report("compare", figures)
+    return status
 
 
 def extract(commit: str, folder: Path) -> None:

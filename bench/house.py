@@ -42,6 +42,7 @@ LIMITS: dict[str, float] = {
     "largest folder": 12,
     "cycles of modules": 0,
     "cycles of folders": 0,
+    "public classes that share a name": 0,
 }
 _EMPIRICAL = "kcdsl_backends.empirical"
 _LAYOUT = {
@@ -157,6 +158,7 @@ def measure(code: Code) -> Measured:
     values["public classes that share a name"] = len(same_names(code))
     listed = [f"cycle of modules: {' '.join(sorted(each))}" for each in cycles]
     listed += [f"cycle of folders: {' '.join(sorted(each))}" for each in rooms]
+    listed += [f"name of two classes: {each}" for each in same_names(code)]
     for what, group in (("unused", dead), ("only of tests", tested)):
         listed += [f"{what}: {each.path}:{each.line} {each.name}" for each in group]
     return Measured(values, remarks, listed)
@@ -179,12 +181,14 @@ def code_lines(module: Module) -> int:
 
 
 def same_names(code: Code) -> list[str]:
-    """Return the public classes whose name another public class has too, as MODULE.NAME."""
-    places = defaultdict[str, list[str]](list)
+    """Return the public classes whose name another public class of the program has too, as
+    MODULE.NAME. The checker is a program of its own."""
+    places = defaultdict[tuple[str, bool], list[str]](list)
     for name, module in code.installed.items():
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(f"{name}.{node.name}")
+                program = name.startswith("kcdsl_certs")
+                places[node.name, program].append(f"{name}.{node.name}")
     return sorted(place for group in places.values() if len(group) > 1 for place in group)
 
 

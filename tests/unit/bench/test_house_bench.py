@@ -211,10 +211,11 @@ def test_public_classes_that_share_a_name(tmp_path: Path) -> None:
         tmp_path,
         {
             "kcdsl/a.py": "class Row: ...\nclass _Own: ...\nclass One: ...\n",
-            "certs/kcdsl_certs/b.py": "class Row: ...\nclass _Own: ...\n",
+            "backends/kcdsl_backends/b.py": "class Row: ...\nclass _Own: ...\n",
+            "certs/kcdsl_certs/c.py": "class One: ...\n",
         },
     )
-    assert same_names(code) == ["kcdsl.a.Row", "kcdsl_certs.b.Row"]
+    assert same_names(code) == ["kcdsl.a.Row", "kcdsl_backends.b.Row"]
 
 
 def test_figures_stand_beside_those_of_the_commit() -> None:
