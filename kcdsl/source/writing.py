@@ -26,10 +26,15 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o644, *, own_name: bool = 
 
 def _led_to(path: Path) -> Path:
     """Return the file that a link leads to; a path that is none, or leads to no file, as it is."""
+    if not path.is_symlink() or _takes_data(path):
+        return path
     try:
-        return path.resolve() if path.is_symlink() and not _takes_data(path) else path
+        found = path.resolve()
+        if found.is_symlink():  # since Python 3.13 a circle of links raises nothing
+            raise OSError(errno.ELOOP, "a circle of links")
     except (OSError, RuntimeError) as error:
         raise refuse(INPUT_OUTPUT, f"{path} is a link that leads nowhere") from error
+    return found
 
 
 def _takes_data(path: Path) -> bool:
