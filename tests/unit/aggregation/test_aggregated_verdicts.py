@@ -22,9 +22,9 @@ from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.decide.results import Case, decide_all
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
-from kcdsl_backends.empirical.requirements import slices_of
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
+from kcdsl_backends.empirical.table.requirements import slices_of
 from tests.unit.aggregation.conftest import Rows
 
 if TYPE_CHECKING:

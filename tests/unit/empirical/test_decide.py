@@ -30,8 +30,8 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
 from kcdsl_backends.empirical.decide.results import decide_clause
-from kcdsl_backends.empirical.requirements import obstacle, windows
 from kcdsl_backends.empirical.table.evidence import SliceData, Unit
+from kcdsl_backends.empirical.table.requirements import obstacle, windows
 
 
 def decided(lab: Any, clause: Any, data: SliceData, **more: Any) -> Any:

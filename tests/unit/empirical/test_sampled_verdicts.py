@@ -27,10 +27,10 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.model import Held, Inconclusive, verdict_name
 from kcdsl_backends.empirical.decide.results import Case, decide_all, decide_clause
-from kcdsl_backends.empirical.requirements import allowed_rate, is_mean
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SliceData
+from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean
 
 SAMPLE = EvidenceKind.SAMPLE
 P99 = ("quantile", "kl", "99/100")

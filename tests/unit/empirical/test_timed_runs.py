@@ -15,11 +15,11 @@ from kcdsl.ir.terms import Family, KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.verdict.model import Inconclusive, verdict_name
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
-from kcdsl_backends.empirical.requirements import is_runtime
 from kcdsl_backends.empirical.sources.kernels import timing as runtime
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.table.evidence import SliceData
+from kcdsl_backends.empirical.table.requirements import is_runtime
 from kcdsl_backends.requests import Request
 
 

@@ -22,8 +22,8 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.inequalities import excess
 from kcdsl.verdict.quantities import quantity, stated
-from kcdsl_backends.empirical.requirements import norm_name
 from kcdsl_backends.empirical.table.evidence import Array, Comparison, Run, Unit
+from kcdsl_backends.empirical.table.requirements import norm_name
 from kcdsl_backends.requests import Request
 
 LOWER_BOUNDS = frozenset({"top1_overlap", "jaccard1", "stable_fraction"})

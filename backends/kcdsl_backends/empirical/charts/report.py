@@ -31,7 +31,6 @@ from kcdsl_backends.empirical.charts.series import (
 from kcdsl_backends.empirical.metrics.measures import unit_of
 from kcdsl_backends.empirical.metrics.sampled import what_if
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements import metrics_of, prompts_are_units
 from kcdsl_backends.empirical.table.evidence import (
     SUMMARY_METRICS,
     Array,
@@ -39,6 +38,7 @@ from kcdsl_backends.empirical.table.evidence import (
     SliceData,
     Unit,
 )
+from kcdsl_backends.empirical.table.requirements import metrics_of, prompts_are_units
 
 SLICES, METRICS, PAIRS = 12, 12, 200
 """The most slices, metrics, and pairs of measured and certified drift that are drawn."""

@@ -13,10 +13,10 @@ from kcdsl_backends.empirical.collection.kernels import KernelSource
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.collection.rollouts import RolloutSource
 from kcdsl_backends.empirical.collection.servers import ServerSource
-from kcdsl_backends.empirical.requirements import split
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.requirements import split
 
 
 def collect(

@@ -17,15 +17,15 @@ from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.metrics.measures import STATE_FUNCTIONS, gradient_function
 from kcdsl_backends.empirical.metrics.user import UserFunction, measures_of
-from kcdsl_backends.empirical.requirements import (
+from kcdsl_backends.empirical.sources.kernels import BlockInput, Kernel, Plan
+from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence, Run
+from kcdsl_backends.empirical.table.requirements import (
     GENERATED,
     PROOFS,
     measured_norms,
     metrics_of,
     unreadable,
 )
-from kcdsl_backends.empirical.sources.kernels import BlockInput, Kernel, Plan
-from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence, Run
 from kcdsl_backends.requests import Request, RequestFile
 
 Progress = Callable[[str, int, int], None]

@@ -38,7 +38,11 @@ from kcdsl_backends.empirical.collection.recordings import (
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
 from kcdsl_backends.empirical.diagnoses.probes import regrouped
-from kcdsl_backends.empirical.requirements import (
+from kcdsl_backends.empirical.sources.kernels import Kernel, Plan, timing
+from kcdsl_backends.empirical.sources.kernels.run import compared, run_request
+from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.evidence import Comparison, Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.requirements import (
     DEFAULT_BLOCK,
     block_place,
     drift_blocks,
@@ -46,10 +50,6 @@ from kcdsl_backends.empirical.requirements import (
     norm_name,
     reads_tokens,
 )
-from kcdsl_backends.empirical.sources.kernels import Kernel, Plan, timing
-from kcdsl_backends.empirical.sources.kernels.run import compared, run_request
-from kcdsl_backends.empirical.table.checkpoint import Journal
-from kcdsl_backends.empirical.table.evidence import Comparison, Evidence, Run, Timing, Unit
 from kcdsl_backends.requests import Request
 
 _GENERATION = (

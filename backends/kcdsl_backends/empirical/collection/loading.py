@@ -36,11 +36,11 @@ from kcdsl_backends.empirical.collection.recordings import (
 from kcdsl_backends.empirical.diagnoses.reference import reference_of
 from kcdsl_backends.empirical.diagnoses.weights import watch_weights, weights_digests
 from kcdsl_backends.empirical.metrics.user import functions_record, load_functions
-from kcdsl_backends.empirical.requirements import holds_logits
 from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.servers.kernel import load_server
+from kcdsl_backends.empirical.table.requirements import holds_logits
 from kcdsl_backends.requests import Request, requests_of, select
 
 PREPARE_STEPS = 3

@@ -27,9 +27,9 @@ from kcdsl.model.own_code import imported_code
 from kcdsl_backends.empirical.collection.context import KernelContext, plan_for
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.collection.resume import decisive
-from kcdsl_backends.empirical.requirements import split
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.table.evidence import Run
+from kcdsl_backends.empirical.table.requirements import split
 from kcdsl_backends.executors import (
     Processes,
     Ray,

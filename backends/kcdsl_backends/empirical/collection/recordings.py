@@ -25,13 +25,13 @@ from kcdsl_backends.empirical.collection.context import (
     spoiled_slices,
 )
 from kcdsl_backends.empirical.diagnoses.model import not_applicable
-from kcdsl_backends.empirical.requirements import holds_logits
 from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics
 from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assemble
 from kcdsl_backends.empirical.sources.rollouts.rows import Rows, mapped, read_rows
+from kcdsl_backends.empirical.table.requirements import holds_logits
 from kcdsl_backends.requests import Request, RequestFile, requests_of, select
 
 

@@ -19,12 +19,12 @@ from kcdsl_backends.empirical.collection.recordings import (
 )
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.metrics.columns import Unmeasured
-from kcdsl_backends.empirical.requirements import PROOFS, metrics_of
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS, check_depths, check_needs
 from kcdsl_backends.empirical.sources.rollouts.prompts import Group, groups_of, run_of, score, timed
 from kcdsl_backends.empirical.sources.rollouts.record import Policy, Rollout
 from kcdsl_backends.empirical.sources.rollouts.rows import mapped
 from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.requirements import PROOFS, metrics_of
 
 _TIMED = frozenset({"latency", "ttft", "tpot", "throughput", "kv_memory"})
 """Metrics of which each row is a unit."""

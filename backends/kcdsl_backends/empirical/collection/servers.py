@@ -19,13 +19,6 @@ from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prech
 from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements import (
-    PROOFS,
-    is_runtime,
-    measured_norms,
-    metrics_of,
-    unreadable,
-)
 from kcdsl_backends.empirical.sources.kernels import Kernel, timing
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
 from kcdsl_backends.empirical.sources.rollouts.prompts import Group, run_of, score
@@ -39,6 +32,13 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
 )
 from kcdsl_backends.empirical.table.checkpoint import Journal
 from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.requirements import (
+    PROOFS,
+    is_runtime,
+    measured_norms,
+    metrics_of,
+    unreadable,
+)
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 

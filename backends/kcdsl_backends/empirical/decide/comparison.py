@@ -19,10 +19,10 @@ from kcdsl.verdict.result import Beside, Certified, ClauseResult, Measured, Nois
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.values import Side, worst_of_units
-from kcdsl_backends.empirical.requirements import allowed_rate, main_comparison, norm_name
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.statistics.rates import quantile_rank
 from kcdsl_backends.empirical.table.evidence import Array, Evidence, SliceData, Unit
+from kcdsl_backends.empirical.table.requirements import allowed_rate, main_comparison, norm_name
 
 FEWEST = 20
 """Units below which a result is thin whatever they say: those that the limits of a mean need."""

@@ -37,13 +37,6 @@ from kcdsl_backends.empirical.decide.values import (
     value_range,
     worst_request,
 )
-from kcdsl_backends.empirical.requirements import (
-    NO_WINDOW_HAS,
-    main_comparison,
-    metrics_of,
-    statistic_count,
-    windows,
-)
 from kcdsl_backends.empirical.statistics import rates
 from kcdsl_backends.empirical.statistics.estimates import (
     Confidence,
@@ -54,6 +47,13 @@ from kcdsl_backends.empirical.statistics.estimates import (
     compare,
 )
 from kcdsl_backends.empirical.table.evidence import Reduced, SliceData, Unit
+from kcdsl_backends.empirical.table.requirements import (
+    NO_WINDOW_HAS,
+    main_comparison,
+    metrics_of,
+    statistic_count,
+    windows,
+)
 
 _OF_MANY = frozenset({"ece_gap"})
 """Metrics that one request by itself does not have, and a window of them does."""

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.result import Shown
-from kcdsl_backends.empirical.requirements import allowed_rate, is_mean
 from kcdsl_backends.empirical.statistics import bootstrap, planning
 from kcdsl_backends.empirical.statistics.estimates import Confidence, Exceedance
+from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,16 +25,16 @@ from kcdsl_backends.empirical.decide.comparison import beside
 from kcdsl_backends.empirical.decide.results import Case, decide_all
 from kcdsl_backends.empirical.diagnoses.model import blocking
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements import (
+from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE
+from kcdsl_backends.empirical.statistics.rates import quantile_rank
+from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, SliceData
+from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
     metrics_of,
     sampling_unit,
     slices_of,
     split,
 )
-from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE
-from kcdsl_backends.empirical.statistics.rates import quantile_rank
-from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, SliceData
 from kcdsl_backends.empirical.table.rows import records
 
 

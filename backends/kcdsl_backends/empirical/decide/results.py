@@ -46,7 +46,6 @@ from kcdsl_backends.empirical.decide.judgement import (
 )
 from kcdsl_backends.empirical.decide.power import Display, needed, shown, why_open
 from kcdsl_backends.empirical.metrics.measures import unit_of
-from kcdsl_backends.empirical.requirements import main_comparison, metrics_of, statistic_count
 from kcdsl_backends.empirical.statistics import estimates
 from kcdsl_backends.empirical.statistics.estimates import (
     ONE_LOOK,
@@ -56,6 +55,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
     Outcome,
 )
 from kcdsl_backends.empirical.table.evidence import SliceData
+from kcdsl_backends.empirical.table.requirements import main_comparison, metrics_of, statistic_count
 
 
 def decide_clause(

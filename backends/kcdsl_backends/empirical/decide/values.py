@@ -27,7 +27,6 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.metrics import DRAWN, UNMEASURED, MetricDefinition
-from kcdsl_backends.empirical.requirements import WINDOW, norm_name, window_count
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
     beyond_range,
@@ -44,6 +43,7 @@ from kcdsl_backends.empirical.table.evidence import (
     SliceData,
     Unit,
 )
+from kcdsl_backends.empirical.table.requirements import WINDOW, norm_name, window_count
 
 Side = Literal["upper", "lower"]
 """Which tail harms: "upper" where a value must stay below something."""

@@ -45,18 +45,18 @@ from kcdsl_backends.empirical.questions.cells import (
     manifest,
     pass_record,
 )
-from kcdsl_backends.empirical.requirements import (
+from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
+from kcdsl_backends.empirical.sources.kernels.run import run_request
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
+from kcdsl_backends.empirical.table.evidence import Run, SliceData
+from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
     measured_norms,
     metrics_of,
     slices_of,
     split,
 )
-from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
-from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
-from kcdsl_backends.empirical.sources.kernels.run import run_request
-from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
-from kcdsl_backends.empirical.table.evidence import Run, SliceData
 from kcdsl_backends.requests import Request
 
 

@@ -25,7 +25,11 @@ from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kcdsl.verdict import plan as document
 from kcdsl.verdict.plan import Plan, PlanRow
 from kcdsl_backends.empirical.questions.prior_report import Observed, read_pilot
-from kcdsl_backends.empirical.requirements import (
+from kcdsl_backends.empirical.statistics import estimates, planning, rates
+from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS
+from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE, Confidence
+from kcdsl_backends.empirical.statistics.rates import most_exceedances
+from kcdsl_backends.empirical.table.requirements import (
     NO_WINDOW_HAS,
     WINDOW,
     allowed_rate,
@@ -42,10 +46,6 @@ from kcdsl_backends.empirical.requirements import (
     threshold,
     window_count,
 )
-from kcdsl_backends.empirical.statistics import estimates, planning, rates
-from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS
-from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE, Confidence
-from kcdsl_backends.empirical.statistics.rates import most_exceedances
 from kcdsl_backends.requests import RequestFile, requests_of, select
 
 _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)

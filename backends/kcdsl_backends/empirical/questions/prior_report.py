@@ -16,13 +16,13 @@ from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Clause
 from kcdsl.source.files import MARK, MARKED, read_source, shown
-from kcdsl_backends.empirical.requirements import (
+from kcdsl_backends.empirical.statistics.estimates import (
+    Array,
+)
+from kcdsl_backends.empirical.table.requirements import (
     allowed_rate,
     bounded_mean,
     threshold,
-)
-from kcdsl_backends.empirical.statistics.estimates import (
-    Array,
 )
 
 _SIZE_LIMIT = 2**30

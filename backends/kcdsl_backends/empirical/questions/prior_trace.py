@@ -16,7 +16,6 @@ from kcdsl.ir.terms import Abs, Statistic, Term
 from kcdsl_backends.empirical.decide.report import slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
 from kcdsl_backends.empirical.questions.prior_report import Observed, Pilot
-from kcdsl_backends.empirical.requirements import allowed_rate, is_mean, threshold
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
@@ -24,6 +23,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
     rounded_sum,
 )
 from kcdsl_backends.empirical.table.evidence import SliceData
+from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean, threshold
 from kcdsl_backends.empirical.table.trace import read_trace
 
 

@@ -24,7 +24,8 @@ from kcdsl.metrics import UNMEASURED
 from kcdsl_backends.empirical.collection.context import spoiled_slices
 from kcdsl_backends.empirical.diagnoses.probes import chosen
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements import (
+from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.requirements import (
     DEFAULT_BLOCK,
     PROOFS,
     drift_blocks,
@@ -36,7 +37,6 @@ from kcdsl_backends.empirical.requirements import (
     slices_of,
     split,
 )
-from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.rows import fields_text
 from kcdsl_backends.empirical.table.trace import Trace
 from kcdsl_backends.requests import Request, RequestFile, select

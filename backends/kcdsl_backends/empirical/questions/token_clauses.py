@@ -41,12 +41,12 @@ from kcdsl_backends.empirical.metrics.measures import (
     SAMPLED_FUNCTIONS,
 )
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.requirements import metrics_of, split
 from kcdsl_backends.empirical.sources.tokens.database import Database, Limit
 from kcdsl_backends.empirical.sources.tokens.requests import Requests, as_measured, reduce_requests
 from kcdsl_backends.empirical.sources.tokens.slices import Member, check_rows, membership
 from kcdsl_backends.empirical.sources.tokens.tables import TokenTable
 from kcdsl_backends.empirical.table.evidence import Column, Evidence, Reduced, SliceData
+from kcdsl_backends.empirical.table.requirements import metrics_of, split
 
 _OF_SLICES = {*AGGREGATES, *RECORDED_AGGREGATES, *MAGNITUDES, "kv_memory"}
 """Metrics of all tokens at once: no token has a value of its own."""

@@ -30,7 +30,6 @@ from kcdsl_backends.empirical.metrics.measures import (
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
 from kcdsl_backends.empirical.metrics.states import noise_ratio, row_l2, row_linf, row_span
 from kcdsl_backends.empirical.metrics.user import Unusable, call
-from kcdsl_backends.empirical.requirements import norm_name
 from kcdsl_backends.empirical.sources.kernels import (
     BlockInput,
     Outputs,
@@ -39,6 +38,7 @@ from kcdsl_backends.empirical.sources.kernels import (
     tensor_digest,
 )
 from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
+from kcdsl_backends.empirical.table.requirements import norm_name
 from kcdsl_backends.requests import Request
 
 _ELEMENTS = 2**23

@@ -22,11 +22,11 @@ from torch import Tensor
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.formulas import terms_of
 from kcdsl.ir.terms import Clause, Statistic
-from kcdsl_backends.empirical.requirements import GENERATED, WINDOW, slices_of
 from kcdsl_backends.empirical.sources.kernels import Kernel, tensor_digest
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, confidence_over
 from kcdsl_backends.empirical.statistics.planning import units_for_budget
 from kcdsl_backends.empirical.table.evidence import Timing, Unit
+from kcdsl_backends.empirical.table.requirements import GENERATED, WINDOW, slices_of
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 

@@ -37,8 +37,8 @@ from kcdsl_backends.empirical.metrics.measures import (
 )
 from kcdsl_backends.empirical.metrics.recorded import TYPES
 from kcdsl_backends.empirical.metrics.sequences import greedy_divergence_step
-from kcdsl_backends.empirical.requirements import measured_norms, metrics_of, unreadable
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Rollout, Side
+from kcdsl_backends.empirical.table.requirements import measured_norms, metrics_of, unreadable
 
 _KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_gap": "match"}
 
