@@ -61,6 +61,10 @@ class Comparison:
             and clause.unit == self.unit
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return _COMPARISON.write(self)
+
     def __str__(self) -> str:
         return f"{self.quantity} {self.op} {real_text(self.tau)} [{self.unit}]"
 
