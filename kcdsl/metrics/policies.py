@@ -10,12 +10,14 @@ from fractions import Fraction
 from functools import partial
 
 from kcdsl.ir.terms import Family
-from kcdsl.metrics.arrays import LISTS, LOGITS, TOPS
 from kcdsl.metrics.definition import (
     INDICATOR,
+    LISTS,
     LN_2_UP,
+    LOGITS,
     MEAN,
     ONE_WHOLE,
+    TOPS,
     MetricDefinition,
 )
 from kcdsl.units import NATS, ONE, RATIO
@@ -254,7 +256,7 @@ DEFINITIONS = (
         counted="request",
         estimates=_TRAIN_INFER,
         reads=("kl",),
-        entry="sequences:max_token_kl",
+        entry="recorded:max_token_kl",
     ),
     MetricDefinition(
         "sequence_tv",
@@ -267,7 +269,7 @@ DEFINITIONS = (
         bias="biased",
         estimates="symmetric",
         reads=("tv",),
-        entry="sequences:composed_tv",
+        entry="recorded:composed_tv",
     ),
     MetricDefinition(
         "grad_bias",
@@ -340,7 +342,7 @@ DEFINITIONS = (
         counted="request",
         better="higher",
         reads=("top1_flip",),
-        entry="sequences:greedy_divergence_step",
+        entry="recorded:greedy_divergence_step",
         columns=LIST_COLUMNS,
     ),
 )

@@ -16,8 +16,7 @@ from fractions import Fraction
 
 from kcdsl.ir.terms import Program, UserMetric
 from kcdsl.metrics import policies, rollouts, runs, sampled
-from kcdsl.metrics.arrays import LOGS, RATIO_LOG
-from kcdsl.metrics.definition import Counted, MetricDefinition
+from kcdsl.metrics.definition import LOGS, RATIO_LOG, Counted, MetricDefinition
 from kcdsl.units import UNITS
 
 METRICS: dict[str, MetricDefinition] = {

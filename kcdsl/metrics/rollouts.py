@@ -9,21 +9,19 @@ from __future__ import annotations
 from functools import partial
 
 from kcdsl.ir.terms import Family
-from kcdsl.metrics.arrays import (
+from kcdsl.metrics.definition import (
+    ABSOLUTE_MEAN,
     ADVANTAGE_WEIGHTED,
+    AGGREGATE,
     GRADIENTS,
+    INDICATOR,
     LAYERS,
     LENGTHS,
     LOGS,
+    ONE_WHOLE,
     RATIO_LOG,
     REROUTED,
     SHARED_ROUTES,
-)
-from kcdsl.metrics.definition import (
-    ABSOLUTE_MEAN,
-    AGGREGATE,
-    INDICATOR,
-    ONE_WHOLE,
     MetricDefinition,
 )
 from kcdsl.metrics.policies import LOG_COLUMNS
@@ -91,7 +89,7 @@ DEFINITIONS = (
         lower=None,
         bias="unbiased",
         estimates="-KL(infer || train) of sequences",
-        entry="sequences:seq_log_ratio",
+        entry="recorded:seq_log_ratio",
     ),
     _sequence(
         "geo_ratio",
@@ -100,7 +98,7 @@ DEFINITIONS = (
         "e^(mean ln w)",
         statistics=_RATIOS,
         bias="biased",
-        entry="sequences:geo_ratio",
+        entry="recorded:geo_ratio",
     ),
     _sequence(
         "seq_max_abs",
@@ -108,7 +106,7 @@ DEFINITIONS = (
         "largest |ln w| of a sequence",
         "max |ln w|",
         bias="lower_bound",
-        entry="sequences:seq_max_abs",
+        entry="recorded:seq_max_abs",
     ),
     _sequence(
         "seq_k3",
@@ -117,7 +115,7 @@ DEFINITIONS = (
         "W - 1 - ln W, W = e^(sum ln w)",
         bias="unbiased",
         estimates="KL(infer || train) of sequences",
-        entry="sequences:seq_k3",
+        entry="recorded:seq_k3",
     ),
     _sequence(
         "log_ppl_diff",
@@ -129,7 +127,7 @@ DEFINITIONS = (
         bias="unbiased",
         estimates="KL(infer || train) per token",
         reads=LOGS,
-        entry="sequences:log_ppl_diff",
+        entry="recorded:log_ppl_diff",
     ),
     _sequence(
         "ppl_ratio",
@@ -139,7 +137,7 @@ DEFINITIONS = (
         statistics=_RATIOS,
         bias="biased",
         reads=LOGS,
-        entry="sequences:ppl_ratio",
+        entry="recorded:ppl_ratio",
     ),
     _of_sequences(
         "ess_seq",
@@ -160,7 +158,7 @@ DEFINITIONS = (
         upper=ONE_WHOLE,
         bias="unbiased",
         reads=("seq_log_ratio",),
-        entry="sequences:tail_mass",
+        entry="recorded:tail_mass",
     ),
     _of_sequences(
         "length_scaling",
@@ -170,7 +168,7 @@ DEFINITIONS = (
         lower=None,
         bias="biased",
         reads=(RATIO_LOG, LENGTHS),
-        entry="sequences:length_scaling",
+        entry="recorded:length_scaling",
     ),
     _of_sequences(
         "icc",
@@ -181,7 +179,7 @@ DEFINITIONS = (
         upper=ONE_WHOLE,
         bias="biased",
         reads=(RATIO_LOG, LENGTHS),
-        entry="sequences:intraclass_correlation",
+        entry="recorded:intraclass_correlation",
     ),
     _aggregate(
         "adv_weighted_bias",

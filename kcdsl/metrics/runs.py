@@ -6,8 +6,15 @@ from fractions import Fraction
 from functools import partial
 
 from kcdsl.ir.terms import Family
-from kcdsl.metrics.arrays import CACHE, CONFIDENCES, RANKED, STATES
-from kcdsl.metrics.definition import AGGREGATE, ONE_WHOLE, MetricDefinition
+from kcdsl.metrics.definition import (
+    AGGREGATE,
+    CACHE,
+    CONFIDENCES,
+    ONE_WHOLE,
+    RANKED,
+    STATES,
+    MetricDefinition,
+)
 from kcdsl.units import BYTES, NATS, ONE, RATIO, THROUGHPUT, TIME
 
 _STAMPS = ("arrived", "stamps")
@@ -81,7 +88,7 @@ DEFINITIONS = (
         "|ECE_train - ECE_infer|, 15 equal-mass bins, labels = next token of the text",
         upper=ONE_WHOLE,
         reads=CONFIDENCES,
-        entry="calibration:ece_gap",
+        entry="policies:ece_gap",
     ),
     _calibration(
         "ace_gap",
@@ -90,7 +97,7 @@ DEFINITIONS = (
         "|ACE_train - ACE_infer|, five likeliest tokens, 15 equal-mass bins",
         upper=ONE_WHOLE,
         reads=RANKED,
-        entry="calibration:ace_gap",
+        entry="policies:ace_gap",
     ),
     _calibration(
         "brier_gap",
@@ -99,7 +106,7 @@ DEFINITIONS = (
         "|mean Brier score of infer - of train|, paired",
         upper=Fraction(2),
         reads=("brier_gap",),
-        entry="calibration:magnitude_of_mean",
+        entry="policies:magnitude_of_mean",
     ),
     _calibration(
         "nll_gap",
@@ -107,7 +114,7 @@ DEFINITIONS = (
         "absolute difference of the mean -ln probabilities of the next tokens",
         "|mean -ln of the next token of infer - of train|, paired",
         reads=("nll_gap",),
-        entry="calibration:magnitude_of_mean",
+        entry="policies:magnitude_of_mean",
     ),
     _timed(
         "latency",

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kcdsl.metrics.arrays import LOGS, RATIO_LOG
 from kcdsl.metrics.definition import (
     AGGREGATE,
     INDICATOR,
+    LOGS,
     MEAN,
     ONE_WHOLE,
+    RATIO_LOG,
     MetricDefinition,
 )
 from kcdsl.metrics.policies import LOG_COLUMNS

@@ -130,7 +130,7 @@ def test_other_conclusions_than_the_recorded_ones_are_refused(
     cli: Any, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another version would draw them, were an estimator changed."""
-    monkeypatch.setattr("kcdsl_backends.empirical.decide.display._double", lambda value: 0.5)
+    monkeypatch.setattr("kcdsl_backends.empirical.decide.results._double", lambda value: 0.5)
     ran = cli("replay", "moved.parquet", cwd=elsewhere)
     assert ran.code == 2
     assert "KC633" in ran.stderr

@@ -13,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl.metrics import MEASURES
-from kcdsl.metrics.arrays import CONFIDENCES
-from kcdsl_backends.empirical.metrics import calibration, policies, ranks, sampled, states
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl.metrics.definition import CONFIDENCES
+from kcdsl_backends.empirical.metrics import (
+    policies,
+    ranks,
+    sampled,
+    states,
+)
+from kcdsl_backends.empirical.metrics import (
+    policies as calibration,
+)
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
     SAMPLED_FUNCTIONS,
@@ -28,6 +35,7 @@ from kcdsl_backends.empirical.metrics.policies import (
     check_normalised,
     policy_pair,
 )
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from tests.support import reference_metrics as reference
 from tests.support.reference_metrics import PAIR_FUNCTIONS, of_pair, top_tokens
 
@@ -350,7 +358,7 @@ def test_ece_gap_is_zero_for_equal_kernels_and_reads_the_next_token() -> None:
     assert values["ece_train"].tolist() == pytest.approx([0.5])
     parts = [[values[name] for name in CONFIDENCES]] * 20
     assert AGGREGATES["ece_gap"].of(parts) == 0
-    with pytest.raises(Unmeasured, match="1 positions cannot fill 15 bins"):
+    with pytest.raises(NotMeasurable, match="1 positions cannot fill 15 bins"):
         AGGREGATES["ece_gap"].of(parts[:1])
     with pytest.raises(ValueError, match="labels"):
         calibration.confidences(pair, torch.tensor([0, 1]))

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.empirical.metrics import policies, ranks, sequences, states
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.metrics import policies, ranks, states
+from kcdsl_backends.empirical.metrics import recorded as sequences
 from kcdsl_backends.empirical.metrics.full_logits import tier_a, top_of_rows
 from kcdsl_backends.empirical.metrics.measures import LIST_METRICS
 from kcdsl_backends.empirical.metrics.policies import policy_pair, total_variation
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from tests.support.reference_metrics import (
     kl_train_infer,
     top_tokens,
@@ -111,7 +112,7 @@ def test_the_step_of_divergence_counts_agreeing_tokens() -> None:
     assert sequences.greedy_divergence_step([0, 0, 1, 0, 1]) == 2
     assert sequences.greedy_divergence_step([0, 0, 0]) == 3
     for broken in ([], [0.5], [math.nan]):
-        with pytest.raises(Unmeasured):
+        with pytest.raises(NotMeasurable):
             sequences.greedy_divergence_step(broken)
 
 
@@ -207,7 +208,7 @@ def test_all_tokens_but_one_leave_nothing_lumped() -> None:
     ],
 )
 def test_lists_that_are_no_probabilities_are_refused(broken: torch.Tensor) -> None:
-    with pytest.raises(Unmeasured):
+    with pytest.raises(NotMeasurable):
         policies.topk_tail_kl(broken, broken)
-    with pytest.raises(Unmeasured, match="one shape"):
+    with pytest.raises(NotMeasurable, match="one shape"):
         policies.topk_tail_tv(torch.full((1, 2), -2.0), torch.full((1, 3), -2.0))

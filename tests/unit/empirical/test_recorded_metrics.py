@@ -10,10 +10,19 @@ import pytest
 import torch
 
 from kcdsl.metrics import MEASURES, RECORDED, UNMEASURED
-from kcdsl_backends.empirical.metrics import calibration, recorded, sampled, sequences
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl_backends.empirical.metrics import (
+    policies as calibration,
+)
+from kcdsl_backends.empirical.metrics import (
+    recorded,
+    sampled,
+)
+from kcdsl_backends.empirical.metrics import (
+    recorded as sequences,
+)
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, function_of
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 
 # --- sequences -----------------------------------------------------------------------------------
 
@@ -45,13 +54,13 @@ def test_what_leaves_the_range_of_float64_is_infinite_and_never_a_failure() -> N
     assert sequences.geo_ratio([-9999.0, 0.0]) == 0
     assert sequences.ppl_ratio([-9999.0, -1.0], [-1.0, -1.0]) == math.inf
     assert sequences.seq_log_ratio([1e308, 1e308]) == math.inf
-    with pytest.raises(Unmeasured, match="not finite"):
+    with pytest.raises(NotMeasurable, match="not finite"):
         sampled.ess_fraction([math.inf, 0.0])
 
 
 def test_the_rounding_of_equal_values_is_no_correlation() -> None:
     values = [[709.4900000000001] * n for n in (3, 2, 7)]
-    with pytest.raises(Unmeasured, match="never vary"):
+    with pytest.raises(NotMeasurable, match="never vary"):
         correlation(values)
     assert correlation([[1.0, 1.0], [1.0 + 1e-9] * 2]) == 1
 
@@ -61,7 +70,7 @@ def test_the_sign_of_perplexities_is_train_minus_inference() -> None:
     assert sequences.log_ppl_diff(train, infer) == 0.5
     assert sequences.ppl_ratio(train, infer) == pytest.approx(math.exp(2.5) / math.exp(2.0))
     assert sequences.log_ppl_diff(infer, train) == -0.5
-    with pytest.raises(Unmeasured, match="2 and 1 tokens"):
+    with pytest.raises(NotMeasurable, match="2 and 1 tokens"):
         sequences.log_ppl_diff(train, infer[:1])
 
 
@@ -71,7 +80,7 @@ def test_composed_tv_is_monotone_and_vacuous_at_one() -> None:
     assert sequences.composed_tv([0.1, 1.0]) == 1
     assert sequences.composed_tv([0.1] * 6) > sequences.composed_tv([0.1] * 5)
     for broken in ([-0.1], [1.1]):
-        with pytest.raises(Unmeasured, match="total variation"):
+        with pytest.raises(NotMeasurable, match="total variation"):
             sequences.composed_tv(broken)
 
 
@@ -82,7 +91,7 @@ def test_noise_scales_with_the_root_of_the_length_and_bias_with_the_length() -> 
     assert sequences.length_scaling(*joined(noise)) == pytest.approx(0.5, abs=0.05)
     assert sequences.length_scaling(*joined(bias)) == pytest.approx(1.0, abs=1e-3)
     for few in ([[0.1] * 8] * 7, [[0.1] * 3] * 9, [[0.0] * 8] * 9, []):
-        with pytest.raises(Unmeasured):
+        with pytest.raises(NotMeasurable):
             sequences.length_scaling(*joined(few))
 
 
@@ -97,9 +106,9 @@ def test_tokens_of_a_sequence_that_move_together_are_one_token() -> None:
     unequal = correlation([[1.0, 2.0], [3.0, 4.0, 5.0], [6.0]])
     assert unequal == pytest.approx((7.5 - 5 / 6) / (7.5 + (11 / 6 - 1) * 5 / 6))
     for few in ([[1.0, 2.0]], [[1.0], [2.0]], [[1.0, 1.0], [1.0, 1.0]]):
-        with pytest.raises(Unmeasured):
+        with pytest.raises(NotMeasurable):
             correlation(few)
-        with pytest.raises(Unmeasured, match="tokens of rollouts"):
+        with pytest.raises(NotMeasurable, match="tokens of rollouts"):
             sequences.intraclass_correlation([1.0, 2.0], [3.0])
 
 
@@ -112,7 +121,7 @@ def test_outputs_parse_or_follow_a_schema_or_match() -> None:
     assert recorded.calls_tool(texts, {"a": (int, float)}).tolist() == [1, 0, 0, 0, 0, 0]
     assert recorded.calls_tool(texts, {"a": bool, "b": str}).tolist() == [0, 0, 0, 0, 1, 0]
     assert recorded.exact_matches(["x ", "y"], ["x", "z"]).tolist() == [1, 0]
-    with pytest.raises(Unmeasured, match="references"):
+    with pytest.raises(NotMeasurable, match="references"):
         recorded.exact_matches(["x"], [])
 
 
@@ -128,11 +137,11 @@ def test_gradients_of_a_batch_are_summed_before_they_are_compared() -> None:
         pytest.approx(0.2)
     )
     for function in (recorded.grad_cosine, recorded.grad_rel_bias):
-        with pytest.raises(Unmeasured, match="zero"):
+        with pytest.raises(NotMeasurable, match="zero"):
             function([0.0, 0.0], [1.0, 0.0], [2])
-        with pytest.raises(Unmeasured, match="different sizes"):
+        with pytest.raises(NotMeasurable, match="different sizes"):
             function([1.0, 0.0], [1.0, 0.0], [1])
-        with pytest.raises(Unmeasured, match="different sizes"):
+        with pytest.raises(NotMeasurable, match="different sizes"):
             function([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], [2, 1])
 
 
@@ -147,7 +156,7 @@ def test_routes_agree_as_sets() -> None:
     assert recorded.mean_of(recorded.any_flip(train, infer)) == 0.5
     shares = [recorded.router_agreement(train[i : i + 1], infer[i : i + 1]) for i in (0, 1)]
     assert recorded.least_agreement(np.concatenate(shares), [2]) == 0.75
-    with pytest.raises(Unmeasured, match="numbers of layers"):
+    with pytest.raises(NotMeasurable, match="numbers of layers"):
         recorded.least_agreement(np.concatenate(shares), [2, 1])
     assert recorded.router_margin(np.array([[[0.1, 0.7, 0.5]]]), 1).tolist() == [
         [pytest.approx(0.2)]
@@ -165,7 +174,7 @@ def test_routes_agree_as_sets() -> None:
     ],
 )
 def test_routes_that_are_none_are_refused(train: Any, infer: Any) -> None:
-    with pytest.raises(Unmeasured):
+    with pytest.raises(NotMeasurable):
         recorded.any_flip(train, infer)
 
 
@@ -179,13 +188,13 @@ def test_times_of_tokens() -> None:
     assert recorded.time_per_output_token(one) == pytest.approx(0.3)
     assert recorded.latency(one) == pytest.approx(1.1)
     assert recorded.kv_memory(2, 4, 8, 10, 2) == 2 * 2 * 4 * 8 * 10 * 2
-    with pytest.raises(Unmeasured, match="one token"):
+    with pytest.raises(NotMeasurable, match="one token"):
         recorded.time_per_output_token(two)
     for broken in (recorded.Served(1.0, []), recorded.Served(2.0, [1.0]),
                    recorded.Served(0.0, [2.0, 1.0]), recorded.Served(math.nan, [1.0])):  # fmt: skip
-        with pytest.raises(Unmeasured):
+        with pytest.raises(NotMeasurable):
             recorded.time_to_first_token(broken)
-    with pytest.raises(Unmeasured):
+    with pytest.raises(NotMeasurable):
         recorded.kv_memory(0, 1, 1, 1, 1)
 
 
@@ -228,11 +237,11 @@ def test_aggregates_join_the_arrays_of_requests() -> None:
     ranked, hits = np.full(100, 0.2), np.zeros(100)
     assert AGGREGATES["ace_gap"].of([[ranked, hits, ranked, hits]]) == 0
     for name in AGGREGATES:
-        with pytest.raises(Unmeasured):
+        with pytest.raises(NotMeasurable):
             AGGREGATES[name].of([])
-        with pytest.raises(Unmeasured):
+        with pytest.raises(NotMeasurable):
             AGGREGATES[name].of([[np.empty(0)] * len(AGGREGATES[name].inputs)])
-    with pytest.raises(Unmeasured, match="fewer than 5"):
+    with pytest.raises(NotMeasurable, match="fewer than 5"):
         AGGREGATES["ace_gap"].of([[np.zeros(3)] * 4])
 
 

@@ -13,10 +13,9 @@ import torch
 from kcdsl.ir.terms import Metric, Statistic
 from kcdsl.metrics import MEASURES, METRICS, RECORDED, UNMEASURED
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.metrics.policies import kl
-from kcdsl_backends.empirical.metrics.sequences import intraclass_correlation
+from kcdsl_backends.empirical.metrics.recorded import intraclass_correlation
 from kcdsl_backends.empirical.sources.rollouts.measures import (
     NEEDS,
     common_logs,
@@ -257,7 +256,7 @@ def test_texts_are_judged_on_both_sides() -> None:
     data = on_slice([rollout([-1.0], [-1.0], fields=fields)], names, groups=False)
     assert [value(name, data) for name in sorted(names)] == [1.0, 0.0, 1.0]
     wrong = rollout([-1.0], [-1.0], fields={**fields, "role:schema": {"city": "word"}})
-    with pytest.raises(Unmeasured, match="'word' is no type"):
+    with pytest.raises(NotMeasurable, match="'word' is no type"):
         measure_rollout(wrong, {"tool_schema_gap"})
     unusable = on_slice([wrong], {"tool_schema_gap"}, groups=False)
     with pytest.raises(NotMeasurable, match="is no type"):
@@ -285,7 +284,7 @@ def test_gradients_of_rollouts_add_up_to_that_of_the_batch() -> None:
     assert value("grad_rel_bias", data) == pytest.approx(1.0 / 5.0)  # (3, 4) and (3, 5)
     assert value("grad_cosine", data) == pytest.approx(29 / (5 * math.sqrt(34)))
     uneven = replace(rows[1], arrays={**arrays[1], "train_gradient": np.ones(3)})
-    with pytest.raises(Unmeasured, match="3 and 2"):
+    with pytest.raises(NotMeasurable, match="3 and 2"):
         measure_rollout(uneven, {"grad_cosine"})
 
 

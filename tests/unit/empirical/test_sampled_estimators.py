@@ -15,9 +15,9 @@ from torch import Tensor
 from kcdsl.metrics import MEASURES
 from kcdsl.metrics.sampled import RULES, Rule
 from kcdsl_backends.empirical.metrics import policies, sampled
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from tests.support import reference_metrics as reference
 
 DRAWS = 1_000_000
@@ -226,7 +226,7 @@ def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
     assert sampled.pareto_k(0.05 * normal) < 0.2
     assert sampled.pareto_k(3.0 * normal) > sampled.UNRELIABLE
     assert sampled.pareto_k(np.zeros(100)) == -math.inf
-    with pytest.raises(Unmeasured, match="needs at least 26"):
+    with pytest.raises(NotMeasurable, match="needs at least 26"):
         sampled.pareto_k(np.zeros(20))
 
 
@@ -284,7 +284,7 @@ def test_what_if_table_says_what_each_remedy_does_beside_the_raw_mean() -> None:
 def test_bands_and_lengths_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="low < high"):
         sampled.what_if([0.0], [1], (masked(2.0, 0.5),))
-    with pytest.raises(Unmeasured, match="lengths"):
+    with pytest.raises(NotMeasurable, match="lengths"):
         sampled.what_if([0.0, 0.0], [1])
     with pytest.raises(ValueError, match="unknown rule"):
         sampled.what_if([0.0], [1], (replace(masked(0.5, 2.0), does="forget"),))  # type: ignore[arg-type]
@@ -320,9 +320,9 @@ def test_correlations_are_of_what_they_say() -> None:
     assert sampled.pearson_probabilities(a, b) == pytest.approx(1)
     assert sampled.pearson(a, b) == pytest.approx(float(np.corrcoef(a, b)[0, 1]))
     assert sampled.pearson(a, -a) == -1
-    with pytest.raises(Unmeasured, match="spread"):
+    with pytest.raises(NotMeasurable, match="spread"):
         sampled.pearson([1.0, 1.0], [1.0, 2.0])
-    with pytest.raises(Unmeasured, match="lengths"):
+    with pytest.raises(NotMeasurable, match="lengths"):
         sampled.pearson([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
@@ -336,5 +336,5 @@ def test_nothing_and_what_is_no_number_is_never_a_value(what: str, values: Seque
         lambda v: sampled.pearson_probabilities(v, v),
         lambda v: sampled.what_if(v, [len(v)] if v else []),
     ):
-        with pytest.raises(Unmeasured):
+        with pytest.raises(NotMeasurable):
             function(values)

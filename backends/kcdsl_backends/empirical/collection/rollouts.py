@@ -18,11 +18,11 @@ from kcdsl_backends.empirical.collection.recordings import (
     semantics_of,
 )
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS, check_depths, check_needs
 from kcdsl_backends.empirical.sources.rollouts.prompts import Group, groups_of, run_of, score, timed
 from kcdsl_backends.empirical.sources.rollouts.record import Policy, Rollout
 from kcdsl_backends.empirical.sources.rollouts.rows import mapped
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
 from kcdsl_backends.empirical.table.requirements import PROOFS, metrics_of
 
@@ -149,7 +149,7 @@ def _timing(clauses: Sequence[Clause], groups: Any) -> Timing:
     for group in groups:
         try:
             runs += timed(group)
-        except Unmeasured as error:
+        except NotMeasurable as error:
             first = group.members[0]
             raise refuse(
                 codes.MALFORMED_ROLLOUT,

@@ -19,7 +19,7 @@ from kcdsl.ir.formulas import subterms
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.metrics import UNMEASURED
-from kcdsl.metrics.arrays import CACHE
+from kcdsl.metrics.definition import CACHE
 from kcdsl_backends.empirical.decide.values import (
     Side,
     column_of,
@@ -30,7 +30,6 @@ from kcdsl_backends.empirical.decide.values import (
     value_range,
     worst_of_units,
 )
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import (
@@ -274,12 +273,12 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
     def value(drawn: Sequence[int]) -> float | None:
         try:
             return aggregate.of([parts[i] for i in drawn])
-        except Unmeasured:
+        except NotMeasurable:
             return None
 
     try:
         estimates.check_values([aggregate.of(parts)], name)
-    except Unmeasured as error:
+    except NotMeasurable as error:
         raise NotMeasurable(f"{name}: {error}") from error
     return bootstrap.clustered_statistic(
         value,

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kcdsl.metrics import METRICS
-from kcdsl.metrics.arrays import LOGITS
-from kcdsl_backends.empirical.metrics.columns import Array
+from kcdsl.metrics.definition import LOGITS
 from kcdsl_backends.empirical.metrics.fused import (
     EXTREMES,
     SUMS,
@@ -31,6 +30,7 @@ from kcdsl_backends.empirical.metrics.fused import (
     values_of,
 )
 from kcdsl_backends.empirical.metrics.measures import LIST_METRICS
+from kcdsl_backends.empirical.statistics.estimates import Array
 
 CHUNK = 64
 """Rows of one chunk unless the caller says otherwise."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.metrics.columns import Array
+from kcdsl_backends.empirical.statistics.estimates import Array
 
 Numbers = NDArray[Any]
 

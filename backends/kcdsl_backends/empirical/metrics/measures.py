@@ -15,9 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from kcdsl.metrics import MEASURES, METRICS, RECORDED, MetricDefinition
-from kcdsl.metrics.arrays import LOGS, RATIO_LOG, STATES, TOPS
-from kcdsl.metrics.definition import ABSOLUTE_MEAN
-from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured
+from kcdsl.metrics.definition import ABSOLUTE_MEAN, LOGS, RATIO_LOG, STATES, TOPS
+from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
 
 
 @cache
@@ -76,10 +75,10 @@ class Aggregate:
     def of(self, requests: Sequence[Sequence[Array]]) -> float:
         """Return the value of requests, each given by its arrays in the order of `inputs`.
 
-        Raises Unmeasured where they support none.
+        Raises NotMeasurable where they support none.
         """
         if not requests:
-            raise Unmeasured("there are no values")
+            raise NotMeasurable("there are no values")
         return self.function(*(np.concatenate(parts) for parts in zip(*requests, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""The next-token distributions of both kernels in float64, and divergences of two laws.
+"""The next-token distributions of both kernels in float64: divergences of two laws, calibration.
 
 p is the policy of the training kernel, q that of the inference kernel, both in float64. Logits are
 widened to float64 before anything is subtracted. `full_logits` measures whole policies faster;
@@ -7,12 +7,15 @@ these forms serve samples, scores and lists of the likeliest tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
+from kcdsl.metrics.definition import CONFIDENCES
+from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
 
 NORMALISATION_TOLERANCE = 1e-9
 """Largest |sum p - 1| that the Bregman form of KL may be used with."""
@@ -108,7 +111,7 @@ def total_variation(pair: PolicyPair) -> Tensor:
     return 0.5 * (larger * -torch.expm1(-d.abs())).sum(dim=-1)
 
 
-# --- lists of the likeliest tokens ----------------------------------------------------------------
+# --- lists of the likeliest tokens --------------------------------------------------------------
 
 
 def lumped_pair(train_log: Tensor, infer_log: Tensor) -> PolicyPair:
@@ -118,11 +121,11 @@ def lumped_pair(train_log: Tensor, infer_log: Tensor) -> PolicyPair:
     laws is a **lower bound** of that of the policies.
 
     Both inputs hold ln of the probabilities of the *same* k tokens at N positions, raw (neither
-    truncated nor renormalised). The rest is what they leave of one. Raises Unmeasured for no
+    truncated nor renormalised). The rest is what they leave of one. Raises NotMeasurable for no
     positions, shapes that differ, NaN, values above 0 and sums above 1.
     """
     if train_log.ndim != 2 or train_log.shape != infer_log.shape or train_log.numel() == 0:
-        raise Unmeasured(
+        raise NotMeasurable(
             f"log-probabilities must be two [N, k] arrays of one shape, not "
             f"{tuple(train_log.shape)} and {tuple(infer_log.shape)}"
         )
@@ -132,10 +135,10 @@ def lumped_pair(train_log: Tensor, infer_log: Tensor) -> PolicyPair:
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:
     if bool(log_probabilities.isnan().any()) or bool((log_probabilities > _SLACK).any()):
-        raise Unmeasured("log-probabilities must be numbers of at most 0")
+        raise NotMeasurable("log-probabilities must be numbers of at most 0")
     taken = log_probabilities.exp().sum(dim=-1)
     if bool((taken > 1 + _SLACK).any()):
-        raise Unmeasured("the probabilities of a position sum to more than 1")
+        raise NotMeasurable("the probabilities of a position sum to more than 1")
     rest = torch.log((1 - taken).clamp(min=0.0))
     whole = torch.cat([log_probabilities, rest[:, None]], dim=-1)
     return torch.where((taken > 1)[:, None], whole - taken.clamp(min=1.0).log()[:, None], whole)
@@ -150,3 +153,138 @@ def topk_tail_kl(train_log: Tensor, infer_log: Tensor) -> Tensor:
 def topk_tail_tv(train_log: Tensor, infer_log: Tensor) -> Tensor:
     """Return the total variation of the lumped laws, [N], a lower bound."""
     return total_variation(lumped_pair(train_log, infer_log))
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+BINS = 15
+
+
+def confidences(pair: PolicyPair, labels: Tensor) -> dict[str, Array]:
+    """Return the confidences of both kernels at N positions whose next tokens are `labels` [N].
+
+    Four arrays [N] float64 under the names `CONFIDENCES`.
+    """
+    if labels.shape != pair.train_log.shape[:1]:
+        raise ValueError(f"{tuple(labels.shape)} labels for {pair.train_log.shape[0]} positions")
+
+    def side(log_probabilities: Tensor) -> tuple[Array, Array]:
+        best, token = log_probabilities.max(dim=-1)
+        right = (token == labels.to(token.device)).to(torch.float64)
+        return best.exp().cpu().numpy(), right.cpu().numpy()
+
+    return dict(zip(CONFIDENCES, (*side(pair.train_log), *side(pair.infer_log)), strict=True))
+
+
+def expected_calibration_error(confidence: Array, right: Array, bins: int = BINS) -> float:
+    """Return ECE = sum over equal-mass bins of |mean confidence - accuracy| * share.
+
+    Positions are ordered by (confidence, right), so the value does not depend on their order.
+    Raises ValueError with fewer positions than bins; NaN in, NaN out.
+    """
+    if confidence.size < bins:
+        raise ValueError(f"{confidence.size} positions cannot fill {bins} bins")
+    order = np.lexsort((right, confidence))
+    gaps = [
+        abs(float(np.sum(confidence[part]) - np.sum(right[part])))
+        for part in np.array_split(order, bins)
+    ]
+    return sum(gaps) / confidence.size
+
+
+def ece_gap(train: Array, train_right: Array, infer: Array, infer_right: Array) -> float:
+    """Return |ECE_train - ECE_infer| over the same positions: `CONFIDENCES`."""
+    if train.size < BINS:
+        raise NotMeasurable(f"{train.size} positions cannot fill {BINS} bins")
+    return abs(
+        expected_calibration_error(train, train_right)
+        - expected_calibration_error(infer, infer_right)
+    )
+
+
+# --- beyond the first token --------------------------------------------------------------------
+
+RANKS = 5
+"""The likeliest tokens that `ace_gap` compares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Proper scores at N labelled positions, as differences infer - train, and ranked confidences.
+
+    `brier` and `nll` are [N]; `train_ranked` and `infer_ranked` are [N, 5] probabilities of the
+    likeliest tokens, `train_hits` and `infer_hits` [N, 5] say which of them is the label.
+    """
+
+    brier: Array
+    nll: Array
+    train_ranked: Array
+    train_hits: Array
+    infer_ranked: Array
+    infer_hits: Array
+
+
+def scores(pair: PolicyPair, labels: Tensor) -> Scores:
+    """Read the scores of both kernels at N positions whose next tokens are `labels` [N]."""
+    if labels.shape != pair.train_log.shape[:1] or labels.numel() == 0:
+        raise ValueError(f"{tuple(labels.shape)} labels for {pair.train_log.shape[0]} positions")
+    at = labels.to(pair.train_log.device)[:, None]
+    ranks = min(RANKS, pair.train_log.shape[-1])
+
+    def side(log_probabilities: Tensor) -> tuple[Array, Array, Array, Array]:
+        p = log_probabilities.exp()
+        own = log_probabilities.gather(-1, at)[:, 0]
+        brier = (p * p).sum(dim=-1) - 2 * own.exp() + 1
+        tokens = torch.sort(log_probabilities, dim=-1, descending=True, stable=True).indices
+        best = tokens[:, :ranks]
+        hits = (best == at).to(torch.float64)
+        return _array(brier), _array(-own), _array(p.gather(-1, best)), _array(hits)
+
+    brier, nll, ranked, hits = side(pair.train_log)
+    other_brier, other_nll, other_ranked, other_hits = side(pair.infer_log)
+    return Scores(other_brier - brier, other_nll - nll, ranked, hits, other_ranked, other_hits)
+
+
+def adaptive_calibration_error(ranked: Array, hits: Array, bins: int = BINS) -> float:
+    """Return ACE: the mean over ranks and equal-mass bins of |mean confidence - accuracy|.
+
+    The classes of Nixon et al. (2019) are the ranks of the likeliest tokens: the classes of a
+    vocabulary are too rare to be binned. `ranked` and `hits` are [N, K]. Raises ValueError with
+    fewer positions than bins; NaN in, NaN out.
+    """
+    if ranked.ndim != 2 or ranked.shape != hits.shape or ranked.shape[0] < bins:
+        raise ValueError(f"{ranked.shape[0]} positions cannot fill {bins} bins")
+    gaps = []
+    for rank in range(ranked.shape[1]):
+        confidence, hit = ranked[:, rank], hits[:, rank]
+        order = np.lexsort((hit, confidence))
+        gaps += [
+            abs(float(np.mean(confidence[part]) - np.mean(hit[part])))
+            for part in np.array_split(order, bins)
+        ]
+    return sum(gaps) / len(gaps)
+
+
+def ace_gap(*ranked: Array) -> float:
+    """Return |ACE_train - ACE_infer| of flattened [N, 5] arrays: `RANKED`."""
+    if any(part.size % RANKS for part in ranked):
+        raise NotMeasurable(f"the vocabulary has fewer than {RANKS} tokens")
+    train, train_hits, infer, infer_hits = (part.reshape(-1, RANKS) for part in ranked)
+    if train.shape[0] < BINS:
+        raise NotMeasurable(f"{train.shape[0]} positions cannot fill {BINS} bins")
+    return abs(
+        adaptive_calibration_error(train, train_hits)
+        - adaptive_calibration_error(infer, infer_hits)
+    )
+
+
+def magnitude_of_mean(values: Array) -> float:
+    """Return the absolute value of the mean of paired scores."""
+    if values.size == 0 or not bool(np.isfinite(values).all()):
+        raise NotMeasurable("the scores are missing or not finite")
+    return abs(math.fsum(values) / values.size)
+
+
+def _array(values: Tensor) -> Array:
+    found: Array = values.cpu().numpy()
+    return found

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.metrics.columns import Array
+from kcdsl_backends.empirical.statistics.estimates import Array
 
 Tokens = NDArray[np.int64]
 

@@ -1,7 +1,7 @@
-"""Values of recorded runs: outputs, gradients, routes of experts, times of tokens and caches.
+"""Values of recorded runs: outputs, gradients, routes, times, caches, and whole sequences.
 
 Routes are arrays [N, L, k]: for N tokens and L layers the ids of the k chosen experts, in any
-order; scores are [N, L, E]. Every function raises Unmeasured for nothing, for shapes that differ
+order; scores are [N, L, E]. Every function raises NotMeasurable for nothing, for shapes that differ
 and for what cannot be.
 """
 
@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured, column
+from kcdsl_backends.empirical.statistics.estimates import (
+    Array,
+    NotMeasurable,
+    column,
+    indicators,
+    rounded_sum,
+)
 
 Routes = NDArray[np.int64]
 TYPES: Mapping[str, type | tuple[type, ...]] = {
@@ -50,7 +56,7 @@ def calls_tool(texts: Sequence[str], required: Mapping[str, type | tuple[type, .
 def exact_matches(texts: Sequence[str], references: Sequence[str]) -> Array:
     """Return 1 where a text is its reference, spaces at both ends aside, else 0."""
     if len(texts) != len(references):
-        raise Unmeasured(f"{len(texts)} texts for {len(references)} references")
+        raise NotMeasurable(f"{len(texts)} texts for {len(references)} references")
     return np.array([float(a.strip() == b.strip()) for a, b in zip(texts, references, strict=True)])
 
 
@@ -79,21 +85,21 @@ def _follows(value: Any, required: Mapping[str, type | tuple[type, ...]]) -> boo
 
 
 def grad_cosine(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> float:
-    """Return the cosine of both gradients of a batch; raises Unmeasured where one is zero."""
+    """Return the cosine of both gradients of a batch; raises NotMeasurable where one is zero."""
     g, h = _summed(train, widths), _summed(infer, widths)
     a, b = _length(g), _length(h)
     if not (a > 0 and b > 0):
-        raise Unmeasured("a gradient of zero has no direction")
+        raise NotMeasurable("a gradient of zero has no direction")
     apart = _length(h / b - g / a)
     return max(-1.0, min(1.0, 1 - apart * apart / 2))
 
 
 def grad_rel_bias(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> float:
-    """Return ||g_infer - g_train|| / ||g_train||; raises Unmeasured where g_train is zero."""
+    """Return ||g_infer - g_train|| / ||g_train||; raises NotMeasurable where g_train is zero."""
     g, h = _summed(train, widths), _summed(infer, widths)
     a = _length(g)
     if not a > 0:
-        raise Unmeasured("no bias is relative to a gradient of zero")
+        raise NotMeasurable("no bias is relative to a gradient of zero")
     return _length(h - g) / a
 
 
@@ -101,7 +107,7 @@ def _summed(gradients: ArrayLike, widths: ArrayLike) -> Array:
     """Return the gradient of a batch: the sum of those of its rollouts, one after the other."""
     values, sizes = column(gradients, "gradients"), column(widths, "sizes of gradients")
     if bool((sizes != sizes[0]).any()) or sizes[0] < 1 or values.size != sizes.sum():
-        raise Unmeasured("the gradients of rollouts have different sizes")
+        raise NotMeasurable("the gradients of rollouts have different sizes")
     found: Array = values.reshape(-1, int(sizes[0])).sum(axis=0)
     return found
 
@@ -136,9 +142,9 @@ def router_margin(scores: ArrayLike, k: int) -> Array:
     """Return the k-th best score minus the next, [N, L]: what a drift must exceed to reroute."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 3 or values.size == 0 or not 1 <= k < values.shape[2]:
-        raise Unmeasured(f"scores {values.shape} have no margin of the {k} best")
+        raise NotMeasurable(f"scores {values.shape} have no margin of the {k} best")
     if not bool(np.isfinite(values).all()):
-        raise Unmeasured("scores must be finite")
+        raise NotMeasurable("scores must be finite")
     ordered = np.sort(values, axis=2)
     found: Array = ordered[..., -k] - ordered[..., -k - 1]
     return found
@@ -148,7 +154,7 @@ def least_agreement(shares: ArrayLike, layers: ArrayLike) -> float:
     """Return the mean share of the layer that agrees least, from shares token by token."""
     values, counts = column(shares, "shares"), column(layers, "layers")
     if bool((counts != counts[0]).any()):
-        raise Unmeasured("rollouts have routes of different numbers of layers")
+        raise NotMeasurable("rollouts have routes of different numbers of layers")
     return float(values.reshape(-1, int(counts[0])).mean(axis=0).min())
 
 
@@ -160,13 +166,13 @@ def mean_of(values: ArrayLike) -> float:
 def _routes(train: ArrayLike, infer: ArrayLike) -> tuple[Routes, Routes]:
     a, b = np.asarray(train), np.asarray(infer)
     if a.ndim != 3 or a.shape != b.shape or a.size == 0:
-        raise Unmeasured(f"routes must be two [N, L, k] arrays, not {a.shape} and {b.shape}")
+        raise NotMeasurable(f"routes must be two [N, L, k] arrays, not {a.shape} and {b.shape}")
     for side in (a, b):
         if side.dtype.kind not in "iu" or int(side.min()) < 0:
-            raise Unmeasured("routes must hold the ids of experts")
+            raise NotMeasurable("routes must hold the ids of experts")
         ordered = np.sort(side, axis=2)
         if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-            raise Unmeasured("an expert is chosen twice for one token")
+            raise NotMeasurable("an expert is chosen twice for one token")
     return a.astype(np.int64), b.astype(np.int64)
 
 
@@ -189,11 +195,11 @@ def time_to_first_token(served: Served) -> float:
 def time_per_output_token(served: Served) -> float:
     """Return TPOT: the mean time between tokens after the first, in seconds.
 
-    Raises Unmeasured for a request of one token.
+    Raises NotMeasurable for a request of one token.
     """
     stamps = _stamps(served)
     if len(stamps) < 2:
-        raise Unmeasured("one token has no time between tokens")
+        raise NotMeasurable("one token has no time between tokens")
     return (stamps[-1] - stamps[0]) / (len(stamps) - 1)
 
 
@@ -206,14 +212,155 @@ def kv_memory(layers: int, heads: int, width: int, tokens: int, bytes_each: floa
     """Return the bytes of keys and values: 2 layers heads width tokens bytes_each."""
     sizes = (layers, heads, width, tokens, bytes_each)
     if min(sizes) <= 0:
-        raise Unmeasured(f"a cache of {sizes} holds nothing")
+        raise NotMeasurable(f"a cache of {sizes} holds nothing")
     return 2 * layers * heads * width * tokens * bytes_each
 
 
 def _stamps(served: Served) -> Sequence[float]:
     stamps = column(served.tokens, "times of tokens")
     if not np.isfinite(served.arrived) or stamps[0] < served.arrived:
-        raise Unmeasured("a token was given out before its request came")
+        raise NotMeasurable("a token was given out before its request came")
     if bool((np.diff(stamps) < 0).any()):
-        raise Unmeasured("the times of tokens do not ascend")
+        raise NotMeasurable("the times of tokens do not ascend")
     return [float(s) for s in stamps]
+
+
+# --- whole sequences ------------------------------------------------------------------------------
+
+_ROUNDING = 2.0**-51
+"""Largest relative distance of the mean of equal values from them."""
+_LARGEST = 709.0
+"""Exponents below this have an exponential in float64."""
+
+
+def seq_log_ratio(delta: ArrayLike) -> float:
+    """Return the sum of delta: ln w of the sequence."""
+    return rounded_sum(column(delta, "ln w"))
+
+
+def geo_ratio(delta: ArrayLike) -> float:
+    """Return e^(mean delta), the geometric mean of the ratios."""
+    values = column(delta, "ln w")
+    return _exponential(rounded_sum(values) / values.size)
+
+
+def seq_max_abs(delta: ArrayLike) -> float:
+    """Return max |delta|."""
+    return float(np.abs(column(delta, "ln w")).max())
+
+
+def seq_k3(delta: ArrayLike) -> float:
+    """Return W - 1 - ln W of the sequence weight W; its mean estimates KL(infer || train) of
+    sequences, +inf where W leaves the range of float64."""
+    total = seq_log_ratio(delta)
+    return math.expm1(total) - total if total < _LARGEST else math.inf
+
+
+def log_ppl_diff(train_log: ArrayLike, infer_log: ArrayLike) -> float:
+    """Return ln PPL_train - ln PPL_infer in nats per token: -mean delta.
+
+    Train minus inference: positive where the training kernel finds the sampled tokens less likely.
+    """
+    train, infer = column(train_log, "ln p"), column(infer_log, "ln q")
+    if train.size != infer.size:
+        raise NotMeasurable(f"{train.size} and {infer.size} tokens")
+    return -rounded_sum(train - infer) / train.size
+
+
+def ppl_ratio(train_log: ArrayLike, infer_log: ArrayLike) -> float:
+    """Return PPL_train / PPL_infer."""
+    return _exponential(log_ppl_diff(train_log, infer_log))
+
+
+def _exponential(exponent: float) -> float:
+    """Return e^exponent, +inf where it leaves the range of float64."""
+    return math.exp(exponent) if exponent < _LARGEST else math.inf
+
+
+def greedy_divergence_step(flips: ArrayLike) -> int:
+    """Return how many tokens agree before the first flip; all of them where none flips."""
+    values = indicators(flips, "flips")
+    found = np.flatnonzero(values)
+    return int(found[0]) if found.size else values.size
+
+
+def max_token_kl(kl: ArrayLike) -> float:
+    """Return the largest divergence of any position, which trust-region bounds are driven by."""
+    values = column(kl, "kl")
+    if values.min() < 0:
+        raise NotMeasurable("kl: a divergence is never negative")
+    return float(values.max())
+
+
+def composed_tv(tv: ArrayLike) -> float:
+    """Return 1 - prod(1 - tau_t), which bounds the total variation of sequences.
+
+    It does so only where each tau_t bounds the total variation of step t for *every* history; with
+    values measured on one text it says what that text would give. At 1 it is vacuous.
+    """
+    values = column(tv, "tv")
+    if values.min() < 0 or values.max() > 1:
+        raise NotMeasurable("tv: a total variation lies in [0, 1]")
+    with np.errstate(divide="ignore"):
+        return -math.expm1(math.fsum(np.log1p(-values))) if values.max() < 1 else 1.0
+
+
+def tail_mass(sums: ArrayLike) -> float:
+    """Return the share of sequences whose weight e^sum lies outside [1/2, 2]."""
+    return float(np.mean(np.abs(column(sums, "sums of ln w")) > math.log(2)))
+
+
+def length_scaling(deltas: ArrayLike, lengths: ArrayLike, groups: int = 6) -> float:
+    """Return the slope of ln of the spread of sequence log-ratios on ln of their length.
+
+    Slope 1/2 is independent noise, slope 1 a systematic bias. Every sequence gives its prefixes of
+    lengths 2^j, so that each group holds the same sequences; the spread is the root mean square.
+    `deltas` holds the sequences one after the other. Raises NotMeasurable for fewer than 8
+    sequences, prefixes of fewer than three lengths, no drift.
+    """
+    found = _split(deltas, lengths)
+    shortest = min(d.size for d in found)
+    if len(found) < 8 or shortest < 4:
+        raise NotMeasurable(f"{len(found)} sequences of at least {shortest} tokens: needs 8 of 4")
+    prefixes = [2**j for j in range(shortest.bit_length())][-groups:]
+    sums = np.array([[math.fsum(d[:n]) for n in prefixes] for d in found])
+    spread = np.sqrt(np.mean(sums * sums, axis=0))
+    if not (spread > 0).all():
+        raise NotMeasurable("sequences without drift have no scaling")
+    x, y = np.log(np.array(prefixes, dtype=np.float64)), np.log(spread)
+    x = x - x.mean()
+    return float(x @ y / (x @ x))
+
+
+def intraclass_correlation(values: ArrayLike, lengths: ArrayLike) -> float:
+    """Return ICC(1) of the tokens of sequences: the share of variance that sequences explain.
+
+    The one-way estimator for groups of unequal size (Donner 1986). n tokens count for about
+    n / (1 + (m - 1) ICC) independent ones, m the mean length. Raises NotMeasurable for fewer than
+    two sequences, for sequences of one token each and where nothing varies.
+    """
+    groups = _split(values, lengths)
+    sizes = np.array([g.size for g in groups], dtype=np.float64)
+    n, count = float(sizes.sum()), len(groups)
+    if count < 2 or n <= count:
+        raise NotMeasurable(f"{count} sequences of {int(n)} tokens have no correlation within")
+    means = np.array([math.fsum(g) / g.size for g in groups])
+    grand = math.fsum(sizes * means) / n
+    between = math.fsum(sizes * (means - grand) ** 2) / (count - 1)
+    within = math.fsum(math.fsum((g - m) ** 2) for g, m in zip(groups, means, strict=True)) / (
+        n - count
+    )
+    typical = (n - math.fsum(sizes * sizes) / n) / (count - 1)
+    total = between + (typical - 1) * within
+    rounding = max(float(np.abs(g).max()) for g in groups) * _ROUNDING
+    if not total > rounding * rounding:
+        raise NotMeasurable("values that never vary have no correlation")
+    return (between - within) / total
+
+
+def _split(values: ArrayLike, lengths: ArrayLike) -> list[Array]:
+    """Return the arrays of single sequences, none of them empty."""
+    joined, sizes = column(values, "ln w"), column(lengths, "lengths").astype(np.int64)
+    if int(sizes.sum()) != joined.size or bool((sizes <= 0).any()):
+        raise NotMeasurable(f"{int(sizes.sum())} tokens of rollouts for {joined.size} values")
+    return [np.asarray(part) for part in np.split(joined, np.cumsum(sizes)[:-1])]

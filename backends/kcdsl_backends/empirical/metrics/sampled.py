@@ -18,9 +18,14 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from kcdsl.metrics.sampled import RULES, Rule, logarithms
-from kcdsl_backends.empirical.metrics.columns import Array, Unmeasured, column, columns
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, bregman, kl
-from kcdsl_backends.empirical.statistics.estimates import rounded_sum
+from kcdsl_backends.empirical.statistics.estimates import (
+    Array,
+    NotMeasurable,
+    column,
+    columns,
+    rounded_sum,
+)
 
 _NEAR, _LARGE = 1e-3, 300.0
 _FAR = 700.0
@@ -87,7 +92,7 @@ def _log_rest(log_p: Tensor) -> Tensor:
     return torch.log(-torch.expm1(log_p))
 
 
-# --- aggregates of raw weights --------------------------------------------------------------------
+# --- aggregates of raw weights ------------------------------------------------------------------
 
 UNRELIABLE = 0.7
 """A tail index above this leaves importance-weighted means without use (Vehtari et al. 2024)."""
@@ -106,13 +111,13 @@ def ess_fraction(log_weights: ArrayLike) -> float:
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Return the correlation of two columns; raises Unmeasured where one of them is constant."""
+    """Return the correlation of two columns; raises NotMeasurable where one of them is constant."""
     a, b = columns(2, x=x, y=y)
     a, b = (np.ldexp(v, -math.frexp(float(np.abs(v).max()))[1]) for v in (a, b))  # no square is inf
     a, b = a - math.fsum(a) / a.size, b - math.fsum(b) / b.size
     spread = math.sqrt(math.fsum(a * a)) * math.sqrt(math.fsum(b * b))
     if not spread > 0:
-        raise Unmeasured("a column without spread has no correlation")
+        raise NotMeasurable("a column without spread has no correlation")
     return max(-1.0, min(1.0, math.fsum(a * b) / spread))
 
 
@@ -128,7 +133,7 @@ def pareto_k(delta: ArrayLike) -> float:
     The estimator of Zhang and Stephens (2009) with the prior of Vehtari et al. (2024): the
     diagnostic of Pareto-smoothed importance sampling. Above 0.7 means of w are not reliable. Equal
     ratios have no tail and give -inf. The tail is the ceil(min(n/5, 3 sqrt n)) largest. Raises
-    Unmeasured below 26 tokens.
+    NotMeasurable below 26 tokens.
     """
     values = np.sort(column(delta, "ln w", fewest=_FEWEST_TAIL + 1))
     count = math.ceil(min(values.size / 5, 3 * math.sqrt(values.size)))
@@ -144,7 +149,7 @@ def _fit_pareto(excess: Array) -> float:
     """Return the shape by the profile likelihood averaged over a grid (Zhang and Stephens)."""
     n = excess.size
     if n < 5:
-        raise Unmeasured(f"{n} different ratios in the tail, needs at least 5")
+        raise NotMeasurable(f"{n} different ratios in the tail, needs at least 5")
     points = 30 + math.isqrt(n)
     quartile = excess[int(n / 4 + 0.5) - 1]
     grid = 1 / excess[-1] + (1 - np.sqrt(points / (np.arange(points) + 0.5))) / (3 * quartile)
@@ -157,7 +162,7 @@ def _fit_pareto(excess: Array) -> float:
     return float(np.mean(np.log1p(-best * excess)))
 
 
-# --- remedies -------------------------------------------------------------------------------------
+# --- remedies -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +184,11 @@ def what_if(
 ) -> tuple[WhatIf, ...]:
     """Return what each rule would do to the tokens of sequences of these lengths, in their order.
 
-    Raises Unmeasured where the lengths do not add up to the tokens, or nothing is there.
+    Raises NotMeasurable where the lengths do not add up to the tokens, or nothing is there.
     """
     values = column(log_ratio, "ln r")
     if any(n < 1 for n in lengths) or sum(lengths) != values.size:
-        raise Unmeasured(f"lengths that add up to {sum(lengths)} for {values.size} tokens")
+        raise NotMeasurable(f"lengths that add up to {sum(lengths)} for {values.size} tokens")
     return tuple(_apply(values, lengths, rule) for rule in rules)
 
 

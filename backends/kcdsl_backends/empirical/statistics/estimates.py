@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
@@ -139,6 +139,39 @@ def rounded_sum(values: Array) -> float:
             return float(exact)
         except OverflowError:
             return math.inf if exact > 0 else -math.inf
+
+
+def column(values: ArrayLike, name: str, *, fewest: int = 1) -> Array:
+    """Return values as a float64 array of one dimension.
+
+    Raises NotMeasurable for other shapes, fewer than `fewest` values, and NaN or infinities.
+    """
+    found = np.asarray(values, dtype=np.float64)
+    if found.ndim != 1:
+        raise NotMeasurable(f"{name} must be one value per row, not of shape {found.shape}")
+    if found.size < fewest:
+        raise NotMeasurable(f"{name}: {found.size} values, needs at least {fewest}")
+    bad = int(np.count_nonzero(~np.isfinite(found)))
+    if bad:
+        raise NotMeasurable(f"{name}: {bad} of {found.size} values are not finite")
+    return found
+
+
+def columns(fewest: int = 1, /, **values: ArrayLike) -> tuple[Array, ...]:
+    """Return several columns of one length, in the order given; raises NotMeasurable otherwise."""
+    found = tuple(column(v, name, fewest=fewest) for name, v in values.items())
+    sizes = {name: v.size for name, v in zip(values, found, strict=True)}
+    if len(set(sizes.values())) > 1:
+        raise NotMeasurable(f"columns of different lengths: {sizes}")
+    return found
+
+
+def indicators(values: ArrayLike, name: str, *, fewest: int = 1) -> Array:
+    """Return a column of zeros and ones; raises NotMeasurable for any other value."""
+    found = column(values, name, fewest=fewest)
+    if not bool(np.isin(found, (0.0, 1.0)).all()):
+        raise NotMeasurable(f"{name} must hold 0 or 1 only")
+    return found
 
 
 def check_counts(k: int, n: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.metrics import METRICS
-from kcdsl.metrics.arrays import STATES
+from kcdsl.metrics.definition import STATES
 from kcdsl.model.graph import array_digest
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.table.evidence import Array

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.metrics import MEASURES
-from kcdsl.metrics.arrays import INFER_LOG, RANKED, TRAIN_LOG
-from kcdsl_backends.empirical.metrics import calibration, sampled
+from kcdsl.metrics.definition import INFER_LOG, RANKED, TRAIN_LOG
+from kcdsl_backends.empirical.metrics import policies as calibration
+from kcdsl_backends.empirical.metrics import sampled
 from kcdsl_backends.empirical.metrics.full_logits import CONTEXT, TIER_A, tier_a
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,

@@ -15,7 +15,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.kernels import ROLES
 from kcdsl.ir.terms import Clause
 from kcdsl.metrics import METRICS
-from kcdsl.metrics.arrays import (
+from kcdsl.metrics.definition import (
     ADVANTAGE_WEIGHTED,
     CACHE,
     GRADIENTS,
@@ -27,7 +27,6 @@ from kcdsl.metrics.arrays import (
     TRAIN_LOG,
 )
 from kcdsl_backends.empirical.metrics import policies, recorded
-from kcdsl_backends.empirical.metrics.columns import Unmeasured, indicators
 from kcdsl_backends.empirical.metrics.measures import (
     LIST_METRICS,
     PROBABILITY_FUNCTIONS,
@@ -35,9 +34,9 @@ from kcdsl_backends.empirical.metrics.measures import (
     SEQUENCE_FUNCTIONS,
     SEQUENCE_LOG_FUNCTIONS,
 )
-from kcdsl_backends.empirical.metrics.recorded import TYPES
-from kcdsl_backends.empirical.metrics.sequences import greedy_divergence_step
+from kcdsl_backends.empirical.metrics.recorded import TYPES, greedy_divergence_step
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Rollout, Side
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, indicators
 from kcdsl_backends.empirical.table.requirements import measured_norms, metrics_of, unreadable
 
 _KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_gap": "match"}
@@ -46,7 +45,7 @@ _KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_g
 def measure_rollout(rollout: Rollout, metrics: Collection[str]) -> dict[str, Array]:
     """Return the arrays of the named metrics, and those that numbers of whole slices read.
 
-    Raises Unmeasured where the columns of a metric support no value; the text says which.
+    Raises NotMeasurable where the columns of a metric support no value; the text says which.
     """
     values: dict[str, Array] = {}
     delta = rollout.delta()
@@ -126,7 +125,7 @@ def common_logs(rollout: Rollout, train: Side, infer: Side) -> tuple[torch.Tenso
     Those in both lists and the sampled one; -inf on both sides where a position has fewer.
     """
     if train.top is None or infer.top is None:
-        raise Unmeasured("a side lists no likeliest tokens")
+        raise NotMeasurable("a side lists no likeliest tokens")
     tokens = np.array(rollout.tokens, dtype=np.int64)
     told = [_with_sampled(side, tokens)[0][rollout.mask] for side in (train, infer)]
     logs = [_with_sampled(side, tokens)[1][rollout.mask] for side in (train, infer)]
@@ -182,17 +181,17 @@ def _good(kind: str, texts: list[str], rollout: Rollout) -> Array:
 def _schema(rollout: Rollout) -> Mapping[str, type | tuple[type, ...]]:
     schema = rollout.fields["role:schema"]
     if not isinstance(schema, dict) or not schema:
-        raise Unmeasured('schema: write fields with their types, such as {"city": "string"}')
+        raise NotMeasurable('schema: write fields with their types, such as {"city": "string"}')
     unknown = [kind for kind in schema.values() if kind not in TYPES]
     if unknown:
-        raise Unmeasured(f"schema: {unknown[0]!r} is no type; types: {', '.join(TYPES)}")
+        raise NotMeasurable(f"schema: {unknown[0]!r} is no type; types: {', '.join(TYPES)}")
     return {str(name): TYPES[kind] for name, kind in schema.items()}
 
 
 def _gradients(rollout: Rollout) -> dict[str, Array]:
     train, infer = (rollout.arrays[f"{side}_gradient"] for side in ("train", "infer"))
     if train.size != infer.size:
-        raise Unmeasured(f"gradients of {train.size} and {infer.size} numbers")
+        raise NotMeasurable(f"gradients of {train.size} and {infer.size} numbers")
     return dict(zip(GRADIENTS, (train, infer, np.array([float(train.size)])), strict=True))
 
 
@@ -221,7 +220,7 @@ def _router_margin(rollout: Rollout) -> dict[str, Array]:
 def _cache(rollout: Rollout) -> dict[str, Array]:
     sizes = rollout.arrays["cache"]
     if sizes.size != 4 or bool((sizes[:3] != np.floor(sizes[:3])).any()):
-        raise Unmeasured("cache: write [layers, heads, width, bytes of one number]")
+        raise NotMeasurable("cache: write [layers, heads, width, bytes of one number]")
     layers, heads, width = (int(s) for s in sizes[:3])
     tokens = len(rollout.prompt) + len(rollout.tokens)
     return {CACHE: np.array([recorded.kv_memory(layers, heads, width, tokens, float(sizes[3]))])}

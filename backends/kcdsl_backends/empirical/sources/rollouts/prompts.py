@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl_backends.empirical.metrics.columns import Unmeasured
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.rollouts.measures import measure_rollout, served
@@ -27,6 +26,7 @@ from kcdsl_backends.empirical.sources.rollouts.record import (
     Side,
     TopLogs,
 )
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
 from kcdsl_backends.requests import Request
 
@@ -87,7 +87,7 @@ def run_of(group: Group, metrics: Collection[str], seed: int) -> Run:
         return Run(Unit(key, tokens, failure=failure), seed, digests, nonfinite)
     try:
         parts = [measure_rollout(m, metrics) for m in group.members]
-    except Unmeasured as error:
+    except NotMeasurable as error:
         return Run(Unit(key, tokens, failure=str(error)), seed, digests, 0)
     names = dict.fromkeys(name for part in parts for name in part)
     values = {name: _joined(name, [p[name] for p in parts if name in p]) for name in names}
@@ -102,7 +102,7 @@ def _joined(name: str, parts: Sequence[Array]) -> Array:
 def timed(group: Group) -> list[Unit]:
     """Return one timed run for each rollout with stamps.
 
-    Raises Unmeasured for stamps that do not ascend.
+    Raises NotMeasurable for stamps that do not ascend.
     """
     return [
         Unit(group.request.key, len(m.tokens), served(m))
