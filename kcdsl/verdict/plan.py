@@ -1,6 +1,6 @@
 """How many units the clauses of a contract need: the document of `kcdsl plan`.
 
-Plain frozen data, JSON with the schema "kcdsl.plan/2" (`plan.schema.json`) and nothing heavy.
+Plain frozen data, JSON with the schema "kcdsl.plan/3" (`plan.schema.json`) and nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, Literal
 from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.verdict.records import Record
 
-PLAN_SCHEMA = "kcdsl.plan/2"
+PLAN_SCHEMA = "kcdsl.plan/3"
 State = Literal["enough", "too_few", "unknown", "never", "census"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pilot(Record):
+class PriorSample(Record):
     """What an earlier evaluation says of a row.
 
     `n` units of which `k` were beyond (None for a mean), the mean `value`; `needed` are the units
     that would show the clause with the power of the plan, if the others are like those of the
-    pilot. `threshold` is the tightest one of which the pilot shows that it is kept.
+    prior report. `threshold` is the tightest one of which that report shows that it is kept.
     """
 
     n: int
@@ -61,7 +61,7 @@ class PlanRow(Record):
     may_exceed: int | None = None
     shows: float | None = None
     note: str = ""
-    pilot: Pilot | None = None
+    prior: PriorSample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Plan(Record):
     """Clauses that measuring does not decide, each with the reason."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.plan/2"; allowed shares as texts `p/q`."""
+        """Return the document "kcdsl.plan/3"; allowed shares as texts `p/q`."""
         found = Record.to_json(self)
         for row, own in zip(found["rows"], self.rows, strict=True):
             row["allowed"] = None if own.allowed is None else str(own.allowed)

@@ -54,7 +54,7 @@ class Plan(Looks):
     power: float = value(
         "P", "how likely a clause that is kept is to be shown", 0.8, read=probability
     )
-    pilot: str | None = value(
+    prior: str | None = value(
         "FILE",
         "report.json or trace.parquet of an earlier evaluation: its rates, its "
         "spread, and the thresholds that it would have shown",
@@ -74,7 +74,7 @@ class Plan(Looks):
                 contract.base,
                 looks=self.looks_taken,
                 power=self.power,
-                pilot=None if self.pilot is None else Path(self.pilot),
+                prior=None if self.prior is None else Path(self.prior),
                 slices=self.slices,
             )
         if self.json:

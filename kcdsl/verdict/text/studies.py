@@ -174,8 +174,8 @@ def print_plan(plan: Plan, stream: TextIO) -> None:
         _plan_table(plan),
         _legend(plan),
     ]
-    if any(row.pilot is not None for row in plan.rows):
-        parts.append(_pilots(plan.rows, f"{100 * plan.power:.4g} %"))
+    if any(row.prior is not None for row in plan.rows):
+        parts.append(_priors(plan.rows, f"{100 * plan.power:.4g} %"))
     parts += _notes(plan.rows)
     parts += [Text(f"not measured: {c}: {why}", style="dim") for c, why in plan.elsewhere.items()]
     print_on(stream, *parts, _able(plan.rows))
@@ -209,7 +209,7 @@ def _legend(plan: Plan) -> Text:
     )
 
 
-def _pilots(rows: Iterable[PlanRow], percent: str) -> Table:
+def _priors(rows: Iterable[PlanRow], percent: str) -> Table:
     return table(
         (
             "clause",
@@ -229,9 +229,9 @@ def _pilots(rows: Iterable[PlanRow], percent: str) -> Table:
                 _number(found.threshold),
             )
             for row in rows
-            if (found := row.pilot) is not None
+            if (found := row.prior) is not None
         ),
-        "\nas in the pilot",
+        "\nas in the prior report",
     )
 
 
@@ -254,9 +254,9 @@ def _remarks(row: PlanRow) -> Iterator[str]:
         if row.allowed is not None and row.without_any is not None:
             more = row.without_any - row.have
             yield f"{more} more {row.unit}, none of them beyond, would show it"
-        elif row.pilot is not None and (row.pilot.needed or 0) > row.have:
-            more = (row.pilot.needed or 0) - row.have
-            yield f"about {more} more {row.unit}, like those of the pilot, would show it"
+        elif row.prior is not None and (row.prior.needed or 0) > row.have:
+            more = (row.prior.needed or 0) - row.have
+            yield f"about {more} more {row.unit}, like those of the prior report, would show it"
     if row.note and row.state != "census":
         yield row.note
 

@@ -163,7 +163,7 @@ def test_documents(soon: Soon, tmp_path: Path, name: str) -> None:
         check,
         ("report", "j.json"),
         ("sign", "j.json"),
-        ("plan", "--pilot", "j.json"),
+        ("plan", "--prior", "j.json"),
         ("replay", "j.json"),
         ("diff", "j.json", "contract.yaml"),
         ("transfer", "j.json", "model.safetensors", "--key", "own.key.pub"),

@@ -1,4 +1,4 @@
-"""`kcdsl plan`: what is needed, what there is, pilots, looks, and every way to go wrong."""
+"""`kcdsl plan`: what is needed, what there is, prior reports, looks, and every way to go wrong."""
 
 from __future__ import annotations
 
@@ -192,11 +192,11 @@ def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any)
         row = found[name]
         assert (row["allowed"], row["without_any"], row["at_half"]) == (None, 299, None)
         assert (row["state"], row["may_exceed"]) == ("unknown", None)
-        assert "a pilot tells how many" in row["note"]
+        assert "a prior report tells how many" in row["note"]
     assert "equal to a number" in found["EXACT all"]["note"]
 
 
-# --- pilots --------------------------------------------------------------------------------------
+# --- prior reports -------------------------------------------------------------------------------
 
 
 def record(i: int, value: float, failure: str | None = None, **values: Sequence[float]) -> Unit:
@@ -206,7 +206,7 @@ def record(i: int, value: float, failure: str | None = None, **values: Sequence[
     return Unit(f"rows.jsonl:{i}", 10, {} if failure else arrays, failure=failure)
 
 
-def pilot(folder: Path, units: Sequence[Unit]) -> tuple[str, str]:
+def prior(folder: Path, units: Sequence[Unit]) -> tuple[str, str]:
     """Write the trace of an evaluation of these requests, each timed twice; return the options."""
     program = load_program(folder / "contract.yaml")
     keys = tuple(unit.key for unit in units)
@@ -231,60 +231,60 @@ def pilot(folder: Path, units: Sequence[Unit]) -> tuple[str, str]:
         environment={},
         timing=Timing(tuple(times)),
     )
-    (folder / "pilot.parquet").write_bytes(trace_bytes(evidence, {}))
-    return "--pilot", "pilot.parquet"
+    (folder / "prior.parquet").write_bytes(trace_bytes(evidence, {}))
+    return "--prior", "prior.parquet"
 
 
-def test_a_trace_as_pilot(write: Write, planned: Any) -> None:
+def test_a_trace_as_prior(write: Write, planned: Any) -> None:
     folder = write(300, "P99", "SOFT", "MEAN", "LATENCY", "WINDOWS")
     values = [2e-3 if i < 3 else 1e-4 * (1 + i % 7) for i in range(200)]
-    found = planned(folder, *pilot(folder, [record(i, v) for i, v in enumerate(values)]))
-    soft = found["SOFT all"]["pilot"]
+    found = planned(folder, *prior(folder, [record(i, v) for i, v in enumerate(values)]))
+    soft = found["SOFT all"]["prior"]
     assert (soft["k"], soft["n"]) == (3, 200)
     assert soft["needed"] > found["SOFT all"]["without_any"]
     assert soft["threshold"] == sorted(values)[200 - 5 - 1]
-    assert found["P99 all"]["pilot"]["threshold"] is None
-    assert found["P99 all"]["pilot"]["needed"] is None
-    assert found["LATENCY all"]["pilot"]["n"] == 400
-    assert found["WINDOWS all"]["pilot"] is None
+    assert found["P99 all"]["prior"]["threshold"] is None
+    assert found["P99 all"]["prior"]["needed"] is None
+    assert found["LATENCY all"]["prior"]["n"] == 400
+    assert found["WINDOWS all"]["prior"] is None
     mean = found["MEAN all"]
-    assert mean["pilot"]["value"] == pytest.approx(sum(values) / 200)
-    assert mean["pilot"]["needed"] >= 20
+    assert mean["prior"]["value"] == pytest.approx(sum(values) / 200)
+    assert mean["prior"]["needed"] >= 20
     assert mean["state"] == "enough"
-    assert found["P99 long"]["pilot"] is None
+    assert found["P99 long"]["prior"] is None
 
 
 @pytest.mark.full
-def test_the_trace_of_an_evaluation_is_a_pilot(tmp_path: Path, cli: Any, planned: Any) -> None:
+def test_the_trace_of_an_evaluation_is_a_prior(tmp_path: Path, cli: Any, planned: Any) -> None:
     write_model(tmp_path)
     write_contract(tmp_path, "p90(kl) <= 1e-3", "mean(kl) <= 1e-3", evidence="sample")
     ran = cli("evaluate", "--bound-seconds", "0", "--seconds", "0.1", cwd=tmp_path)
     assert ran.code == 3, ran.stderr
-    found = planned(tmp_path, "--pilot", "out/trace.parquet")
-    assert found["N-0 all"]["pilot"]["n"] == len(PROMPTS)
-    log = cli("plan", "--pilot", "out/trace.jsonl", cwd=tmp_path)
+    found = planned(tmp_path, "--prior", "out/trace.parquet")
+    assert found["N-0 all"]["prior"]["n"] == len(PROMPTS)
+    log = cli("plan", "--prior", "out/trace.jsonl", cwd=tmp_path)
     assert (log.code, "error[KC629]" in log.stderr) == (2, True)
     damaged = bytearray((tmp_path / "out/trace.parquet").read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "damaged.parquet").write_bytes(damaged)
-    refused = cli("plan", "--pilot", "damaged.parquet", cwd=tmp_path)
+    refused = cli("plan", "--prior", "damaged.parquet", cwd=tmp_path)
     assert refused.code == 2
     assert "error[KC631]" in refused.stderr
 
 
-def test_a_failed_request_makes_a_pilot_say_nothing(write: Write, planned: Any) -> None:
+def test_a_failed_request_makes_a_prior_say_nothing(write: Write, planned: Any) -> None:
     folder = write(300, "P99", "MEAN")
     units = [record(0, 1.0), record(1, 1.0, failure="out of memory")]
-    found = planned(folder, *pilot(folder, units))
-    assert found["P99 all"]["pilot"] is None
-    assert found["MEAN all"]["pilot"] is None
+    found = planned(folder, *prior(folder, units))
+    assert found["P99 all"]["prior"] is None
+    assert found["MEAN all"]["prior"] is None
 
 
 def test_a_mean_beyond_its_threshold_is_not_planned_for(write: Write, planned: Any) -> None:
     folder = write(300, "MEAN")
     units = [record(i, 1.0 + i % 2) for i in range(30)]
-    row = planned(folder, *pilot(folder, units))["MEAN all"]
-    assert (row["state"], row["pilot"]["needed"]) == ("unknown", None)
+    row = planned(folder, *prior(folder, units))["MEAN all"]
+    assert (row["state"], row["prior"]["needed"]) == ("unknown", None)
     assert "not within the threshold" in row["note"]
 
 
@@ -299,15 +299,15 @@ def flipped(i: int, flips: int) -> Unit:
 def test_rare_flips_are_shown_about_as_often_as_planned(
     write: Write, planned: Any, every: int
 ) -> None:
-    """Requests drawn from the pilot, as many as it names, hold the clause about 80 % of the time:
+    """Requests drawn as in the prior report, as many as it names, hold the clause in about 80 %:
     too few have no flips to resample, and such a sample shows nothing."""
     from kcdsl_backends.empirical.statistics.bootstrap import clustered_ratio
 
     flips = np.array([float(i % every == 0) for i in range(240)])
     folder = write(300, "FLIPS", "TOP1")
-    found = planned(folder, *pilot(folder, [flipped(i, int(n)) for i, n in enumerate(flips)]))
-    needed = found["FLIPS all"]["pilot"]["needed"]
-    assert found["TOP1 all"]["pilot"]["needed"] == needed
+    found = planned(folder, *prior(folder, [flipped(i, int(n)) for i, n in enumerate(flips)]))
+    needed = found["FLIPS all"]["prior"]["needed"]
+    assert found["TOP1 all"]["prior"]["needed"] == needed
     generator, runs, held = np.random.default_rng(every), 120, 0
     for run in range(runs):
         drawn = flips[generator.integers(0, flips.size, needed)]
@@ -316,15 +316,15 @@ def test_rare_flips_are_shown_about_as_often_as_planned(
     assert 0.65 <= held / runs <= 0.95
 
 
-def test_a_pilot_without_any_flip_needs_what_equal_draws_show(write: Write, planned: Any) -> None:
+def test_a_prior_without_any_flip_needs_what_equal_draws_show(write: Write, planned: Any) -> None:
     """1 - 0.05^(1/n) <= 1 % takes 299 requests; of an open range equal values show nothing."""
     folder = write(300, "FLIPS", "MEAN")
     same = [0.0] * 50
     units = [record(i, 0, top1_flip=same, kl=same) for i in range(40)]
-    found = planned(folder, *pilot(folder, units))
-    assert found["FLIPS all"]["pilot"]["needed"] == 299
+    found = planned(folder, *prior(folder, units))
+    assert found["FLIPS all"]["prior"]["needed"] == 299
     assert found["FLIPS all"]["state"] == "enough"
-    assert found["MEAN all"]["pilot"]["needed"] is None
+    assert found["MEAN all"]["prior"]["needed"] is None
     assert "shows nothing of others" in found["MEAN all"]["note"]
 
 
@@ -332,14 +332,14 @@ def test_failures_and_magnitudes_of_a_trace(write: Write, planned: Any) -> None:
     folder = write(300, "FAILED", "SIZE", "P99")
     rng = [(-1) ** i * 1e-2 + 1e-3 for i in range(100)]
     units = [record(i, 0, log_ratio=[v, v]) for i, v in enumerate(rng)]
-    size = planned(folder, *pilot(folder, units))["SIZE all"]
-    assert size["pilot"]["value"] == pytest.approx(1e-3)
+    size = planned(folder, *prior(folder, units))["SIZE all"]
+    assert size["prior"]["value"] == pytest.approx(1e-3)
     assert size["state"] == "enough"
     units.append(record(100, 0, failure="out of memory"))
-    found = planned(folder, *pilot(folder, units))
-    assert (found["FAILED all"]["pilot"]["k"], found["FAILED all"]["pilot"]["n"]) == (1, 101)
-    assert found["SIZE all"]["pilot"] is None
-    assert found["P99 all"]["note"] == "the pilot says nothing of it"
+    found = planned(folder, *prior(folder, units))
+    assert (found["FAILED all"]["prior"]["k"], found["FAILED all"]["prior"]["n"]) == (1, 101)
+    assert found["SIZE all"]["prior"] is None
+    assert found["P99 all"]["note"] == "the prior report says nothing of it"
 
 
 def reported(**changes: Any) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def reported(**changes: Any) -> dict[str, Any]:
 def by_report(folder: Path, planned: Any, **changes: Any) -> Any:
     document = {"schema": "kcdsl.report/2", "clauses": [reported(**changes)]}
     (folder / "report.json").write_text(json.dumps(document))
-    return planned(folder, "--pilot", "report.json")
+    return planned(folder, "--prior", "report.json")
 
 
 @pytest.mark.parametrize(
@@ -368,30 +368,30 @@ def by_report(folder: Path, planned: Any, **changes: Any) -> Any:
         {"verdict": "invalid_evidence"}, {"exceedance": None},
     ],
 )  # fmt: skip
-def test_units_beyond_another_threshold_are_no_pilot(
+def test_units_beyond_another_threshold_are_no_prior(
     write: Write, planned: Any, changed: dict[str, Any]
 ) -> None:
     """The contract may have changed since: k of n was counted against what stood there then."""
     folder = write(300, "P99")
-    assert by_report(folder, planned)["P99 all"]["pilot"]["k"] == 1
+    assert by_report(folder, planned)["P99 all"]["prior"]["k"] == 1
     row = by_report(folder, planned, **changed)["P99 all"]
-    assert (row["pilot"], row["note"]) == (None, "the pilot says nothing of it")
+    assert (row["prior"], row["note"]) == (None, "the prior report says nothing of it")
 
 
 def test_a_mean_is_the_same_whatever_it_was_compared_with(write: Write, planned: Any) -> None:
     folder = write(300, "MEAN")
     mean = {"clause": "MEAN", "metric": "mean(kl)", "high": 6e-4, "exceedance": None}
-    first = by_report(folder, planned, **mean)["MEAN all"]["pilot"]
+    first = by_report(folder, planned, **mean)["MEAN all"]["prior"]
     assert first["needed"] >= 20
-    assert by_report(folder, planned, **mean, threshold=0.5)["MEAN all"]["pilot"] == first
+    assert by_report(folder, planned, **mean, threshold=0.5)["MEAN all"]["prior"] == first
     other = by_report(folder, planned, **{**mean, "metric": "mean(tv)"})["MEAN all"]
-    assert other["pilot"] is None
+    assert other["prior"] is None
 
 
 def test_equal_repeats_of_a_report(write: Write, planned: Any) -> None:
     folder = write(300, "SAME")
     row = {"clause": "SAME", "metric": "determinism", "op": ">=", "threshold": 0.9, "value": 0.98}
-    found = by_report(folder, planned, **row, n=50, exceedance=None)["SAME all"]["pilot"]
+    found = by_report(folder, planned, **row, n=50, exceedance=None)["SAME all"]["prior"]
     assert (found["k"], found["n"]) == (1, 50)
 
 
@@ -406,14 +406,14 @@ def test_equal_repeats_of_a_report(write: Write, planned: Any) -> None:
         {"confidence": 1.5}, {"confidence": 0}, {"n": -1}, {"obligation": "P99/all/0"},
     ],
 )  # fmt: skip
-def test_a_report_with_impossible_numbers_is_no_pilot(
+def test_a_report_with_impossible_numbers_is_no_prior(
     cli: Any, write: Write, changed: dict[str, Any]
 ) -> None:
     folder = write(300, "P99", "MEAN")
     rows = [reported(**changed), reported(clause="MEAN", metric="mean(kl)", high=6e-4) | changed]
     document = {"schema": "kcdsl.report/2", "clauses": rows}
     (folder / "report.json").write_text(json.dumps(document))
-    ran = cli("plan", "--pilot", "report.json", cwd=folder)
+    ran = cli("plan", "--prior", "report.json", cwd=folder)
     assert ran.code == 2
     assert "error[KC629]" in ran.stderr
     assert ran.stdout == ""
@@ -422,15 +422,15 @@ def test_a_report_with_impossible_numbers_is_no_pilot(
 def test_a_mean_beyond_every_number_says_nothing(write: Write, planned: Any) -> None:
     folder = write(300, "MEAN")
     units = [record(i, 0, kl=[1.7e308]) for i in range(30)]
-    assert planned(folder, *pilot(folder, units))["MEAN all"]["pilot"] is None
+    assert planned(folder, *prior(folder, units))["MEAN all"]["prior"] is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_values_that_are_no_evidence_say_nothing(write: Write, planned: Any, value: float) -> None:
     folder = write(300, "P99", "SOFT", "MEAN")
     units = [*(record(i, 1e-4) for i in range(30)), record(30, value)]
-    found = planned(folder, *pilot(folder, units))
-    assert all(row["pilot"] is None for name, row in found.items() if name)
+    found = planned(folder, *prior(folder, units))
+    assert all(row["prior"] is None for name, row in found.items() if name)
 
 
 @pytest.mark.parametrize(
@@ -441,10 +441,10 @@ def test_values_that_are_no_evidence_say_nothing(write: Write, planned: Any, val
         '{"schema": "kcdsl.trace/1"', "\x00", '{"schema": "kcdsl.kernels/1"}', "kcdsl: 1",
     ],
 )  # fmt: skip
-def test_other_files_are_no_pilots(cli: Any, write: Write, text: str) -> None:
+def test_other_files_are_no_priors(cli: Any, write: Write, text: str) -> None:
     folder = write(300, "P99")
-    (folder / "pilot.json").write_text(text)
-    ran = cli("plan", "--pilot", "pilot.json", cwd=folder)
+    (folder / "prior.json").write_text(text)
+    ran = cli("plan", "--prior", "prior.json", cwd=folder)
     assert ran.code == 2
     assert "error[KC629]" in ran.stderr
     assert ran.stdout == ""

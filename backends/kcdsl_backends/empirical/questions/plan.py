@@ -24,7 +24,7 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kcdsl.verdict import plan as document
 from kcdsl.verdict.plan import Plan, PlanRow
-from kcdsl_backends.empirical.questions.prior_report import Observed, read_pilot
+from kcdsl_backends.empirical.questions.prior_report import Observed, read_prior
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
 from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS
 from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE, Confidence
@@ -64,18 +64,18 @@ def plan(
     *,
     looks: int | None = 1,
     power: float = 0.8,
-    pilot: Path | None = None,
+    prior: Path | None = None,
     slices: Sequence[str] = (),
 ) -> Plan:
     """Return what every clause that measuring decides needs, slice by slice.
 
     `base` is the folder of the contract, `looks` how many evaluations of growing data share the
-    error (None: any number), `pilot` a report or a trace of an earlier evaluation. Data files that
+    error (None: any number), `prior` a report or a trace of an earlier evaluation. Data files that
     are not there yet make what is there unknown. Raises Refusal for those that cannot be read,
-    for a pilot that cannot, and for a contract without a clause to measure.
+    for a prior report that cannot, and for a contract without a clause to measure.
     """
     stated, program = program, expand_tables(program)
-    earlier = None if pilot is None else read_pilot(pilot)
+    earlier = None if prior is None else read_prior(prior)
     confidence = estimates.confidence_over(looks)
     counted = _available(program, base)
     rows: list[PlanRow] = []
@@ -127,15 +127,15 @@ class _Case:
     slice: str
     requests: int | None
     timed: bool
-    piloted: bool
+    has_prior: bool
     seen: Observed | None
 
     @property
     def unseen(self) -> str:
         """Return what is to be said where nothing is known of an earlier run."""
-        if self.piloted:
-            return "the pilot says nothing of it"
-        return "a pilot tells how many (--pilot FILE)"
+        if self.has_prior:
+            return "the prior report says nothing of it"
+        return "a prior report tells how many (--prior FILE)"
 
 
 def _row(case: _Case, program: Program, confidence: Confidence, power: float) -> PlanRow:
@@ -194,8 +194,8 @@ def _rate(
         without_any=fewest,
         at_half=planning.units_at_rate(allowed, allowed / 2, confidence),
         with_power=planning.units_with_power(allowed, allowed / 2, power, confidence),
-        pilot=_rate_pilot(case, allowed, confidence, power),
-        note=row.note or (case.unseen if case.piloted and case.seen is None else ""),
+        prior=_rate_prior(case, allowed, confidence, power),
+        note=row.note or (case.unseen if case.has_prior and case.seen is None else ""),
     )
     if row.have is None:
         note = "as many runs as the time allows" if case.timed else "the data is not here yet"
@@ -208,9 +208,9 @@ def _rate(
     )
 
 
-def _rate_pilot(
+def _rate_prior(
     case: _Case, allowed: Fraction, confidence: Confidence, power: float
-) -> document.Pilot | None:
+) -> document.PriorSample | None:
     seen = case.seen
     if seen is None or seen.k is None:
         return None
@@ -219,7 +219,7 @@ def _rate_pilot(
         better = better_of(case.obligation.part)
         tau = rates.threshold(seen.worst, allowed, confidence, better=better)
     needed = planning.units_with_power(allowed, Fraction(seen.k, seen.n), power, confidence)
-    return document.Pilot(seen.n, k=seen.k, needed=needed, threshold=tau)
+    return document.PriorSample(seen.n, k=seen.k, needed=needed, threshold=tau)
 
 
 def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> PlanRow:
@@ -239,16 +239,17 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         return row if row.note else replace(row, note=case.unseen)
     distance = _room(case.obligation.part, seen.value)
     needed = planning.units_for_mean(seen.variance, distance, power, confidence)
-    why = "the mean of the pilot is not within the threshold"
+    why = "the mean of the prior report is not within the threshold"
     if bounded is not None and seen.value == bounded.best:
         needed = row.without_any
     elif needed is not None and seen.variance == 0:
-        needed, why = None, "every request of the pilot is alike, which shows nothing of others"
+        needed = None
+        why = "every request of the prior report is alike, which shows nothing of others"
     elif needed is not None and bounded is not None:
         away = min(Fraction(1), Fraction(seen.away or 1, seen.n))
         some = planning.units_with_some(away, power, confidence)
         needed = None if some is None else max(needed, some)
-    row = replace(row, pilot=document.Pilot(seen.n, value=seen.value, needed=needed))
+    row = replace(row, prior=document.PriorSample(seen.n, value=seen.value, needed=needed))
     if needed is None:
         return replace(row, note=row.note or why)
     if row.have is None:

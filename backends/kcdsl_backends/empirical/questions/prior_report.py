@@ -42,7 +42,7 @@ class Observed:
     away: int | None = None
 
 
-class Pilot(Protocol):
+class PriorReport(Protocol):
     """An earlier evaluation of the same clauses."""
 
     def observe(self, obligation: Obligation) -> Observed | None:
@@ -50,15 +50,15 @@ class Pilot(Protocol):
         ...
 
 
-def read_pilot(path: Path) -> Pilot:
+def read_prior(path: Path) -> PriorReport:
     """Read report.json or trace.parquet of `kcdsl evaluate`.
 
     Raises Refusal for anything else (KC629, for a trace KC630 and KC631).
     """
     if path.suffix == ".parquet":
-        from kcdsl_backends.empirical.questions.prior_trace import pilot_of  # it needs torch
+        from kcdsl_backends.empirical.questions.prior_trace import prior_of  # it needs torch
 
-        return pilot_of(path)
+        return prior_of(path)
     text = read_source(shown(path), _SIZE_LIMIT).text
     if text.startswith(MARK):
         raise _unusable(path, MARKED)
@@ -85,8 +85,8 @@ def read_pilot(path: Path) -> Pilot:
 
 def _unusable(path: Path, why: str) -> Refusal:
     return refuse(
-        codes.PILOT_FILE,
-        f"{shown(path)} is no usable pilot: {why}",
+        codes.PRIOR_FILE,
+        f"{shown(path)} is no usable prior report: {why}",
         help="give report.json or trace.parquet as `kcdsl evaluate` wrote them",
     )
 
@@ -95,7 +95,7 @@ def _unusable(path: Path, why: str) -> Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class _ReportPilot:
+class _FromReport:
     rows: Mapping[str, Mapping[str, Any]]
 
     def observe(self, obligation: Obligation) -> Observed | None:
@@ -153,7 +153,7 @@ def _of_the_same(row: Mapping[str, Any], part: Clause) -> bool:
     return bool((row["op"], row["threshold"], by_window) == (op, float(tau), windows))
 
 
-def _report(document: Mapping[str, Any]) -> Pilot:
+def _report(document: Mapping[str, Any]) -> PriorReport:
     rows: dict[str, Mapping[str, Any]] = {}
     for row in document["clauses"]:
         for name in _FIELDS:
@@ -170,7 +170,7 @@ def _report(document: Mapping[str, Any]) -> Pilot:
             raise ValueError(f"{row['clause']} has {counted['k']} of {counted['n']} units beyond")
         if rows.setdefault(str(row["obligation"]), row) is not row:
             raise ValueError(f"{row['obligation']} has two rows")
-    return _ReportPilot(rows)
+    return _FromReport(rows)
 
 
 _FIELDS = (

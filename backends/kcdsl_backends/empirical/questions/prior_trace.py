@@ -15,7 +15,7 @@ from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Statistic, Term
 from kcdsl_backends.empirical.decide.report import slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
-from kcdsl_backends.empirical.questions.prior_report import Observed, Pilot
+from kcdsl_backends.empirical.questions.prior_report import Observed, PriorReport
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,
@@ -27,13 +27,13 @@ from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean, t
 from kcdsl_backends.empirical.table.trace import read_trace
 
 
-def pilot_of(path: Path) -> Pilot:
+def prior_of(path: Path) -> PriorReport:
     """Read a trace; raises Refusal (KC630, KC631) for what cannot be relied upon."""
-    return _TracePilot(slice_data(read_trace(path).evidence))
+    return _FromTrace(slice_data(read_trace(path).evidence))
 
 
 @dataclass(frozen=True, slots=True)
-class _TracePilot:
+class _FromTrace:
     slices: Mapping[str, SliceData]
 
     def observe(self, obligation: Obligation) -> Observed | None:
