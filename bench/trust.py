@@ -43,7 +43,7 @@ TESTS = (
     "tests/unit/cli/test_hostile_rows.py",
     "tests/unit/release/test_status.py",
     "tests/unit/certs/test_cert_manifest_attacks.py",
-    "tests/unit/empirical/test_journal.py",
+    "tests/unit/empirical/test_run_checkpoint.py",
     "tests/unit/model/test_families.py",
     "tests/servers/test_network.py",
 )

@@ -32,8 +32,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kcdsl_backends.empirical.table import checkpoint as journals
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table import checkpoint as run_checkpoints
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.signatures import TrustedKey, TrustPolicy, bundle_bytes, generate, sign
 from kcdsl_certs.statement import (
@@ -490,13 +490,15 @@ def mutants_of_journal(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
 
     def written() -> tuple[bytes, list[tuple[bytes, bytes, bytes]]]:
         path.unlink(missing_ok=True)
-        journal = Journal(path)
+        journal = RunCheckpoint(path)
         journal.open("key")
         for name, content in kept.items():
             journal.keep_note(name, content)
         journal.close()
         data = path.read_bytes()
-        return data, [(kind, content, code) for kind, content, code, _ in journals._frames(data)]
+        return data, [
+            (kind, content, code) for kind, content, code, _ in run_checkpoints._frames(data)
+        ]
 
     whole, frames = written()
     _, others = written()
@@ -535,7 +537,7 @@ def mutants_of_journal(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
                 case _:
                     data = _joined([*own[:place], *others[place:]])
             path.write_bytes(data)
-            journal = Journal(path)
+            journal = RunCheckpoint(path)
             journal.open("key")
             found = {name: journal.note(name) for name in kept}
             journal.close()
@@ -549,7 +551,7 @@ def mutants_of_journal(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
 
 def _joined(frames: list[tuple[bytes, bytes, bytes]]) -> bytes:
     return b"".join(
-        journals._HEAD.pack(journals._MARK, kind, len(content), code) + content
+        run_checkpoints._HEAD.pack(run_checkpoints._MARK, kind, len(content), code) + content
         for kind, content, code in frames
     )
 

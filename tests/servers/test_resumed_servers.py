@@ -28,7 +28,7 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
     from_bytes,
     to_bytes,
 )
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.executors import THREAD
 from tests.conftest import Cli
 from tests.servers.conftest import QUICK
@@ -78,7 +78,7 @@ class Lab:
         """Return report and trace; `last`: the evaluation is killed after so many requests."""
         program, _ = load_contract(self.folder / "contract.yaml")
         self.told.clear()
-        journal = Journal(self.folder / "evaluate.journal", tell=self.told.append)
+        checkpoint = RunCheckpoint(self.folder / "evaluate.journal", tell=self.told.append)
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage == "server and training kernel" and done == last:
@@ -87,9 +87,9 @@ class Lab:
         self.fake.questions.clear()
         try:
             setting = BACKEND.prepare(program, self.folder, seed=self.seed)
-            evidence = BACKEND.gather(setting, progress, journal if kept else None)
+            evidence = BACKEND.gather(setting, progress, checkpoint if kept else None)
         finally:
-            journal.close()
+            checkpoint.close()
         # What a resumed run says of itself is the one difference.
         notes = tuple(note for note in evidence.notes if not note.startswith("resumed: "))
         evidence = replace(evidence, notes=notes)
@@ -361,7 +361,7 @@ def test_a_killed_process_goes_on_with_the_real_server(
         rows = (tiny_folder / "prompts.jsonl").read_bytes()
         (tmp_path / name / "requests.jsonl").write_bytes(rows)
     assert cli("evaluate", "contract.yaml", cwd=tmp_path / "whole").code == 0
-    journal = tmp_path / "killed" / "out" / "evaluate.journal"
+    checkpoint = tmp_path / "killed" / "out" / "evaluate.journal"
     process = subprocess.Popen(
         [sys.executable, "-m", "kcdsl", "evaluate", "contract.yaml"],
         cwd=tmp_path / "killed",
@@ -369,7 +369,7 @@ def test_a_killed_process_goes_on_with_the_real_server(
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120
-    while not journal.exists() or journal.stat().st_size < 40_000:
+    while not checkpoint.exists() or checkpoint.stat().st_size < 40_000:
         assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -378,7 +378,7 @@ def test_a_killed_process_goes_on_with_the_real_server(
     ran = cli("evaluate", "contract.yaml", cwd=tmp_path / "killed")
     assert ran.code == 0, ran.stderr
     assert "resumed: " in ran.stderr
-    assert not journal.exists()
+    assert not checkpoint.exists()
     one, two = ((tmp_path / f / "out" / "trace.jsonl").read_bytes() for f in ("whole", "killed"))
     assert one == two
     first, second = (

@@ -18,7 +18,7 @@ from kcdsl_backends.empirical.collection.parallel import Recipe, Spread
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.replay import same_functions, under
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.rows import records
 from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
@@ -37,12 +37,12 @@ class EmpiricalBackend:
         self,
         context: KernelContext | RolloutContext,
         progress: Progress,
-        journal: Journal | None = None,
+        checkpoint: RunCheckpoint | None = None,
         spread: Spread | None = None,
     ) -> Evidence:
         """Fill the evidence table, local kernels where `spread` says; raises Refusal where a drift
         lies above its certified bound, too."""
-        return collect(context, progress, journal, spread)
+        return collect(context, progress, checkpoint, spread)
 
     def spread(
         self,
@@ -66,9 +66,9 @@ class EmpiricalBackend:
         recipe = Recipe(program, base.resolve(), device, tuple(slices), seed, threads)
         return Spread(recipe, engine, jobs)
 
-    def journal(self, path: Path, *, fresh: bool, tell: Callable[[str], None]) -> Journal:
-        """Return the journal that a killed evaluation goes on from."""
-        return Journal(path, fresh, tell)
+    def checkpoint(self, path: Path, *, fresh: bool, tell: Callable[[str], None]) -> RunCheckpoint:
+        """Return the run checkpoint that a killed evaluation goes on from."""
+        return RunCheckpoint(path, fresh, tell)
 
     def conclude(self, evidence: Evidence) -> Report:
         """Decide every clause; raises Refusal where there is nothing to decide."""

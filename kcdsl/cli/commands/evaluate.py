@@ -108,8 +108,8 @@ class Evaluate(Looks, RunsCode, Certifies):
         refuse_targets(self._targets(folder, wanted, written_as(stem, bool(keys))), made=(folder,))
         target = Target.of(stem, keys)
         backend = measuring_backend()
-        kept = backend.journal(folder / "evaluate.journal", fresh=self.fresh, tell=_tell)
-        with closing(kept) as journal:
+        kept = backend.checkpoint(folder / "evaluate.journal", fresh=self.fresh, tell=_tell)
+        with closing(kept) as checkpoint:
             with in_contract(contract.path), progress_bars() as progress:
                 setting = backend.prepare(
                     program,
@@ -132,22 +132,22 @@ class Evaluate(Looks, RunsCode, Certifies):
                     engine=self.engine.value,
                     jobs=self.jobs,
                 )
-                with _dropped_if_refused(journal):
+                with _dropped_if_refused(checkpoint):
                     evidence = replace(
-                        backend.gather(setting, progress, journal, spread),
+                        backend.gather(setting, progress, checkpoint, spread),
                         implied=implied_clauses(program),
                         accepted=accepted_findings(contract.accepted),
                     )
                     report: Report = backend.conclude(evidence)
             trace = backend.write_trace(evidence, report)
-            made = _evidence(folder, report, trace, backend.records(evidence), journal.resumed)
+            made = _evidence(folder, report, trace, backend.records(evidence), checkpoint.resumed)
             stated, why = None, unnamed or ""
             if unnamed is None:
                 stated, why = self._certificate(contract, files, report, made, keys)
             texts = {output: _in_format(output.format, report, contract) for output in wanted}
             asked = {output.file: text for output, text in texts.items() if output.file}
             written = self._write(folder, report, made, (target.path, stated), asked)
-            journal.remove()
+            checkpoint.remove()
         for output, text in texts.items():
             if output == Output("text", None):
                 from kcdsl.verdict.text.report import print_report
@@ -265,14 +265,14 @@ def _unnamed(program: Program, files: Artefacts, signing: bool) -> str | None:
 
 
 @contextmanager
-def _dropped_if_refused(journal: Any) -> Iterator[None]:
-    """Remove the journal of an evaluation that would be refused again, whoever repeats it."""
+def _dropped_if_refused(checkpoint: Any) -> Iterator[None]:
+    """Remove the run checkpoint of an evaluation that would be refused by whoever repeats it."""
     again = {codes.ABOVE_CERTIFIED, codes.NOTHING_TO_EVALUATE, codes.METRIC_OUT_OF_REACH}
     try:
         yield
     except Refusal as refusal:
         if again & {found.code for found in refusal.diagnostics}:
-            journal.remove()
+            checkpoint.remove()
         raise
 
 
@@ -341,7 +341,7 @@ def _evidence(
     folder: Path, report: Report, trace: bytes, records: Any, resumed: bytes
 ) -> dict[str, NewFile]:
     """Return the files that the results rest on, by what a certificate calls them; `resumed` is
-    what was taken over from the journal of an earlier run."""
+    what was taken over from the run checkpoint of an earlier one."""
     import json
 
     from kcdsl.release.requirements import kernels_document

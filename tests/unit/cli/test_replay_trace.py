@@ -202,7 +202,7 @@ import os, signal, sys
 
 from kcdsl.cli import main
 from kcdsl_backends.empirical import backend
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 
 moment, count = sys.argv[1], int(sys.argv[2])
 left = [count]
@@ -228,14 +228,14 @@ if moment == "record":
 
     os.write = half
 elif moment == "between":
-    keep = Journal.keep_run
+    keep = RunCheckpoint.keep_run
 
     def kept(self, request, run):
         if ends():
             kill()
         keep(self, request, run)
 
-    Journal.keep_run = kept
+    RunCheckpoint.keep_run = kept
 elif moment == "concluding":
     backend.conclude = lambda evidence: kill()
 elif moment == "replacing":
@@ -282,8 +282,8 @@ def unresumed(report: Path) -> dict[str, Any]:
     return document
 
 
-def requests_in(journal: Path) -> int:
-    return sum(kind == b"R" for kind, *_ in _frames(journal.read_bytes()))
+def requests_in(checkpoint: Path) -> int:
+    return sum(kind == b"R" for kind, *_ in _frames(checkpoint.read_bytes()))
 
 
 @pytest.mark.full
@@ -309,7 +309,7 @@ def test_a_kill_leaves_no_half_result_and_the_next_run_goes_on(
     assert cli("replay", out / "trace.parquet").code == 1
     assert not (out / "evaluate.journal").exists()
     notes = json.loads((out / "report.json").read_text())["notes"]
-    assert (f"{said} are of an earlier run, from its journal" in notes) == (done > 0)
+    assert (f"{said} are of an earlier run, from its checkpoint" in notes) == (done > 0)
     assert (out / "resumed.journal").exists() == (done > 0)
 
 
@@ -317,8 +317,8 @@ def test_a_kill_leaves_no_half_result_and_the_next_run_goes_on(
 def test_a_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "kcdsl", *EVALUATE]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    journal = folder / "out" / "evaluate.journal"
-    while process.poll() is None and not (journal.exists() and requests_in(journal) >= 2):
+    checkpoint = folder / "out" / "evaluate.journal"
+    while process.poll() is None and not (checkpoint.exists() and requests_in(checkpoint) >= 2):
         time.sleep(0.005)
     process.kill()
     process.communicate()

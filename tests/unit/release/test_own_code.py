@@ -16,7 +16,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
 from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from tests.support.small_models import write_model
 
 CONTRACT = """\
@@ -201,15 +201,15 @@ def test_what_an_earlier_run_imported_is_taken_over_with_its_journal(tmp_path: P
     late = tmp_path / "late.py"
     late.write_text("VALUE = 1\n")
     code = {str(late): ("late.py", sha256(late))}
-    journal = Journal(tmp_path / "kept.journal")
-    journal.open("key")
-    before = OwnCode(Artefacts.of(tmp_path), journal)
+    checkpoint = RunCheckpoint(tmp_path / "kept.journal")
+    checkpoint.open("key")
+    before = OwnCode(Artefacts.of(tmp_path), checkpoint)
     before.imported(code)
     before.keep()
-    journal.close()
+    checkpoint.close()
 
     def again() -> tuple[bool, dict[str, tuple[str, str]]]:
-        files, kept = Artefacts.of(tmp_path), Journal(tmp_path / "kept.journal")
+        files, kept = Artefacts.of(tmp_path), RunCheckpoint(tmp_path / "kept.journal")
         kept.open("key")
         same = taken_over_code(kept, files)
         kept.close()

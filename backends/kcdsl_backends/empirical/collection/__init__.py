@@ -14,7 +14,7 @@ from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.collection.rollouts import RolloutSource
 from kcdsl_backends.empirical.collection.servers import ServerSource
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import Evidence
 from kcdsl_backends.empirical.table.requirements import split
 
@@ -22,30 +22,30 @@ from kcdsl_backends.empirical.table.requirements import split
 def collect(
     context: Context,
     progress: Progress = lambda stage, done, total: None,
-    journal: Journal | None = None,
+    checkpoint: RunCheckpoint | None = None,
     spread: Workers | None = None,
 ) -> Evidence:
     """Fill the evidence table with what the clauses of a contract read on its slices.
 
-    What `journal` holds is not measured again; `spread` says where local kernels run requests.
+    What `checkpoint` holds is not measured again; `spread` says where local kernels run requests.
     Raises Refusal for a contract without clauses that measuring decides, and for a metric that the
     source cannot supply, before anything is measured.
     """
-    source = source_of(context, journal, spread)
+    source = source_of(context, checkpoint, spread)
     clauses, _ = split(expand_tables(context.program), frozenset(source.slices))
     source.check(clauses)
     return source.fill(clauses, progress)
 
 
 def source_of(
-    context: Context, journal: Journal | None = None, spread: Workers | None = None
+    context: Context, checkpoint: RunCheckpoint | None = None, spread: Workers | None = None
 ) -> KernelSource | ServerSource | RolloutSource:
     """Return the source that a context was loaded for."""
     match context:
         case RolloutContext():
             return RolloutSource(context)
         case KernelContext(infer=ServerKernel() as server):
-            return ServerSource(context, server, journal)
+            return ServerSource(context, server, checkpoint)
         case KernelContext():
-            return KernelSource(context, journal, spread)
+            return KernelSource(context, checkpoint, spread)
     raise TypeError(f"no source of a {type(context).__name__}")

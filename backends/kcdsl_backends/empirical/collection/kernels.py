@@ -40,7 +40,7 @@ from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
 from kcdsl_backends.empirical.diagnoses.probes import regrouped
 from kcdsl_backends.empirical.sources.kernels import Kernel, Plan, timing
 from kcdsl_backends.empirical.sources.kernels.run import compared, run_request
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import Comparison, Evidence, Run, Timing, Unit
 from kcdsl_backends.empirical.table.requirements import (
     DEFAULT_BLOCK,
@@ -63,12 +63,12 @@ _GENERATION = (
 class KernelSource:
     """Both kernels of a contract on this machine, or recorded logits in place of one or both.
 
-    What `journal` holds is not run again. `spread` says where requests are run, None for this
+    What `checkpoint` holds is not run again. `spread` says where requests are run, None for this
     process: every bit is the same.
     """
 
     context: KernelContext
-    journal: Journal | None = None
+    checkpoint: RunCheckpoint | None = None
     spread: Workers | None = None
 
     @property
@@ -120,23 +120,23 @@ class KernelSource:
             notes=(
                 *notes,
                 *((_GENERATION,) if reads_tokens(clauses) else ()),
-                *(() if self.journal is None else self.journal.notes),
+                *(() if self.checkpoint is None else self.checkpoint.notes),
                 *((NOTHING_RAN,) if recorded_sides(context.program) == 2 else ()),
             ),
         )
 
     def _runs(self, plan: Plan, progress: Progress) -> dict[str, Run]:
-        context, journal, requests = self.context, self.journal, self.context.requests
-        runs = {} if journal is None else resume(journal, context, plan, requests)
+        context, checkpoint, requests = self.context, self.checkpoint, self.context.requests
+        runs = {} if checkpoint is None else resume(checkpoint, context, plan, requests)
         done = len(runs)
         progress("both kernels", done, len(requests))
-        code = OwnCode(context.artefacts, journal)
+        code = OwnCode(context.artefacts, checkpoint)
 
         def arrived(request: Request, run: Run) -> None:
             nonlocal done
             code.keep()
-            if journal is not None:
-                journal.keep_run(request, run)
+            if checkpoint is not None:
+                checkpoint.keep_run(request, run)
             done += 1
             progress("both kernels", done, len(requests))
 
@@ -154,7 +154,7 @@ class KernelSource:
     def _crosschecks(
         self, usable: Sequence[Request], progress: Progress
     ) -> tuple[dict[str, list[Comparison]], tuple[str, ...]]:
-        context, journal = self.context, self.journal
+        context, checkpoint = self.context, self.checkpoint
         if context.certify is None:
             return {}, ("no certified bounds were available, so nothing was cross-checked",)
         program = expand_tables(context.program)
@@ -174,7 +174,7 @@ class KernelSource:
                 continue
             found = checks[block] = []
             for done, request in enumerate(usable, 1):
-                known = None if journal is None else journal.comparison(block, request)
+                known = None if checkpoint is None else checkpoint.comparison(block, request)
                 compared = known or compare_request(
                     request,
                     block,
@@ -183,8 +183,8 @@ class KernelSource:
                     context.block_input,
                     context.certify,
                 )
-                if journal is not None and known is None:
-                    journal.keep_comparison(block, compared)
+                if checkpoint is not None and known is None:
+                    checkpoint.keep_comparison(block, compared)
                 found.append(compared)
                 progress(f"cross-check {block}", done, len(usable))
             beyond = sum(not math.isfinite(compared.certified) for compared in found)

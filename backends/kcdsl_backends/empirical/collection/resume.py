@@ -46,46 +46,46 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
     to_bytes,
 )
 from kcdsl_backends.empirical.table import rows
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import Run
 from kcdsl_backends.requests import Request
 
 
 def resume(
-    journal: Journal, context: KernelContext, plan: Plan, requests: Sequence[Request]
+    checkpoint: RunCheckpoint, context: KernelContext, plan: Plan, requests: Sequence[Request]
 ) -> dict[str, Run]:
-    """Open the journal; return what requests gave that need not be run again.
+    """Open the run checkpoint; return what requests gave that need not be run again.
 
-    Raises Refusal where the journal cannot be written.
+    Raises Refusal where the run checkpoint cannot be written.
     """
     key = key_of(context, plan, requests)
-    journal.open(key)
-    found = [(request, run) for request in requests if (run := journal.run(request)) is not None]
+    checkpoint.open(key)
+    found = [(request, run) for request in requests if (run := checkpoint.run(request)) is not None]
     if not found:
         return {}
-    if not taken_over_code(journal, context.artefacts):
-        journal.restart(key, "own code that was imported then has changed since")
+    if not taken_over_code(checkpoint, context.artefacts):
+        checkpoint.restart(key, "own code that was imported then has changed since")
         return {}
     first, before = found[0]
     again = run_request(first, context.train, context.infer, plan, context.block_input)
     if _outcome(again) != _outcome(before):
-        journal.restart(key, f"the request {first.key} gives other bits than it gave before")
+        checkpoint.restart(key, f"the request {first.key} gives other bits than it gave before")
         return {}
-    journal.take_over(len(found), len(requests))
+    checkpoint.take_over(len(found), len(requests))
     return {request.key: run for request, run in found}
 
 
 _CODE = "own code"
-"""The name of the note of a journal that says which own modules were imported."""
+"""The name of the note of a run checkpoint that says which own modules were imported."""
 
 
 @dataclass(slots=True)
 class OwnCode:
     """Records the contract's own modules that requests import, here and in workers, with the files
-    of the command and in the journal, before what they gave is kept."""
+    of the command and in the checkpoint, before what they gave is kept."""
 
     files: Artefacts | None
-    journal: Journal | None
+    checkpoint: RunCheckpoint | None
     _seen: int = 0
     _kept: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -95,20 +95,20 @@ class OwnCode:
             self.files.record_code(code)
 
     def keep(self) -> None:
-        """Record what was imported here, and keep all of it in the journal where it is more."""
+        """Record what was imported here; keep it in the run checkpoint where it is more."""
         if self.files is None:
             return
         if compiled_files() != self._seen:
             self._seen = compiled_files()
             imported_code(self.files)
-        if self.journal is not None and self.files.code != self._kept:
+        if self.checkpoint is not None and self.files.code != self._kept:
             self._kept = dict(self.files.code)
-            self.journal.keep_note(_CODE, json.dumps(self._kept).encode())
+            self.checkpoint.keep_note(_CODE, json.dumps(self._kept).encode())
 
 
-def taken_over_code(journal: Journal, files: Artefacts | None) -> bool:
+def taken_over_code(checkpoint: RunCheckpoint, files: Artefacts | None) -> bool:
     """Record the own modules that an earlier run imported; say whether they are as they were."""
-    note = journal.note(_CODE)
+    note = checkpoint.note(_CODE)
     if note is None or files is None:
         return True
     code = {path: (name, sha256) for path, (name, sha256) in json.loads(note).items()}
@@ -202,14 +202,14 @@ def digest_of(value: object) -> str:
 
 
 _SERVER, _WITNESS = "server", "witness"
-"""Names of notes in the journal; answers have those of `_name`."""
+"""Names of notes in the run checkpoint; answers have those of `_name`."""
 
 
 @dataclass(slots=True)
 class Kept:
     """Answers that are at hand, by the key of their request, and where further ones are kept."""
 
-    journal: Journal | None = None
+    checkpoint: RunCheckpoint | None = None
     answers: dict[str, Answer] = field(default_factory=dict)
     _lock: Any = field(default_factory=Lock)
 
@@ -218,41 +218,44 @@ class Kept:
         if isinstance(answer, Silence):
             return
         with self._lock:
-            if self.journal is not None:
-                self.journal.keep_note(_name(request), to_bytes(answer))
+            if self.checkpoint is not None:
+                self.checkpoint.keep_note(_name(request), to_bytes(answer))
 
     def close(self) -> None:
-        """Keep nothing more: answers on their way may come when the journal is closed."""
+        """Keep nothing more: answers on their way may come when the run checkpoint is closed."""
         with self._lock:
-            self.journal = None
+            self.checkpoint = None
 
 
 def resume_served(
-    journal: Journal, context: KernelContext, server: ServerKernel, requests: Sequence[Request]
+    checkpoint: RunCheckpoint,
+    context: KernelContext,
+    server: ServerKernel,
+    requests: Sequence[Request],
 ) -> Kept:
-    """Open the journal; return the answers that need not be asked for again.
+    """Open the run checkpoint; return the answers that need not be asked for again.
 
-    Raises Refusal where the journal cannot be written, and where the server does not answer.
+    Raises Refusal where the run checkpoint cannot be written, and where the server does not answer.
     """
     key = served_key(context, server, requests)
-    journal.open(key)
+    checkpoint.open(key)
     if not requests:
-        return Kept(journal)
+        return Kept(checkpoint)
     witness = _witness(server, requests, context.seed)
     now = {_SERVER: _told(server), _WITNESS: to_bytes(witness)}
-    before = {name: journal.note(name) for name in now}
-    found = {r.key: journal.note(_name(r)) for r in requests}
+    before = {name: checkpoint.note(name) for name in now}
+    found = {r.key: checkpoint.note(_name(r)) for r in requests}
     kept = {name: note for name, note in found.items() if note is not None}
     another = _another(before, now, isinstance(witness, Continuation))
     if another is not None and kept:
-        journal.restart(key, another)
+        checkpoint.restart(key, another)
     if another is not None:
         for name, note in now.items():
-            journal.keep_note(name, note)
-        return Kept(journal)
+            checkpoint.keep_note(name, note)
+        return Kept(checkpoint)
     if kept:
-        journal.take_over(len(kept), len(requests))
-    return Kept(journal, {k: from_bytes(note, server.semantics) for k, note in kept.items()})
+        checkpoint.take_over(len(kept), len(requests))
+    return Kept(checkpoint, {k: from_bytes(note, server.semantics) for k, note in kept.items()})
 
 
 def served_key(context: KernelContext, server: ServerKernel, requests: Sequence[Request]) -> str:

@@ -30,7 +30,7 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
     Silence,
     answer_of,
 )
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
 from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
@@ -54,12 +54,12 @@ _TIMES = frozenset({"arrived", "stamps"})
 class ServerSource:
     """A server that draws after every request of the slices, and the kernel that scores it.
 
-    What `journal` holds is not asked for again.
+    What `checkpoint` holds is not asked for again.
     """
 
     context: KernelContext
     server: ServerKernel
-    journal: Journal | None = None
+    checkpoint: RunCheckpoint | None = None
 
     @property
     def slices(self) -> Collection[str]:
@@ -112,14 +112,18 @@ class ServerSource:
                 " bound stands beside what it drew",
                 *([_timed_as(self.server)] if times.runs else []),
                 *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
-                *(() if self.journal is None else self.journal.notes),
+                *(() if self.checkpoint is None else self.checkpoint.notes),
             ),
         )
 
     def _answers(self, progress: Progress) -> Gathered:
-        context, journal = self.context, self.journal
+        context, checkpoint = self.context, self.checkpoint
         requests = context.requests
-        kept = Kept() if journal is None else resume_served(journal, context, self.server, requests)
+        kept = (
+            Kept()
+            if checkpoint is None
+            else resume_served(checkpoint, context, self.server, requests)
+        )
         try:
             return gather_rollouts(
                 self.server,
@@ -130,9 +134,9 @@ class ServerSource:
                 kept,
             )
         except Refusal as refusal:
-            if journal is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
+            if checkpoint is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
                 kept.close()
-                journal.remove()  # which of the answers each server gave is not known
+                checkpoint.remove()  # which of the answers each server gave is not known
             raise
         finally:
             kept.close()

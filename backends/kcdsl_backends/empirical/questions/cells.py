@@ -26,7 +26,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.release.artefacts import companions, data_digests
 from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 
 Prepare = Callable[..., Any]
 """Loads a contract: `EmpiricalBackend.prepare`."""
@@ -93,7 +93,7 @@ def _libraries() -> dict[str, str]:
 class Cells:
     """The cells of one experiment that are kept so far."""
 
-    journal: Journal
+    checkpoint: RunCheckpoint
     code: OwnCode
 
     def cell(
@@ -105,7 +105,7 @@ class Cells:
         kept: what is missing now may be there next time.
         """
         place = json.dumps([name, spec], sort_keys=True)
-        known = self.journal.note(place)
+        known = self.checkpoint.note(place)
         if known is not None:
             found: dict[str, Any] = json.loads(known)
             return found
@@ -115,7 +115,7 @@ class Cells:
             first = error.diagnostics[0]
             return {**spec, "status": "not_run", "reason": f"{first.code}: {first.message}"}
         self.code.keep()
-        self.journal.keep_note(place, json.dumps(cell, allow_nan=False).encode())
+        self.checkpoint.keep_note(place, json.dumps(cell, allow_nan=False).encode())
         return cell
 
 
@@ -127,14 +127,14 @@ def cells_in(
     `fresh` measures all of them again. Raises Refusal where the checkpoint cannot be written."""
     text = json.dumps(of, sort_keys=True, separators=(",", ":"), default=str)
     key = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-    journal, files = Journal(folder / CHECKPOINT, fresh), Artefacts.of(base)
-    journal.open(key)
+    checkpoint, files = RunCheckpoint(folder / CHECKPOINT, fresh), Artefacts.of(base)
+    checkpoint.open(key)
     try:
-        if not taken_over_code(journal, files):
-            journal.restart(key, "own code that was imported then has changed since")
-        yield Cells(journal, OwnCode(files, journal))
+        if not taken_over_code(checkpoint, files):
+            checkpoint.restart(key, "own code that was imported then has changed since")
+        yield Cells(checkpoint, OwnCode(files, checkpoint))
     finally:
-        journal.close()
+        checkpoint.close()
 
 
 def failed_checks(prechecks: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:

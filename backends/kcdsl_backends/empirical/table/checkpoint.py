@@ -1,11 +1,11 @@
-"""The journal of a run: what each request gave, kept at once, so that a killed run can go on.
+"""The run checkpoint: what each request gave, kept at once, so that a killed run can go on.
 
 A file of frames that only grows. A frame states its length and carries an authentication code of
 its content and of the code before it, under a secret of the user (`kcdsl_backends.secret`). So a
 frame that a kill or a crash tore is found and dropped with all after it, and so is one that
-anybody changed, wrote, moved or took from another journal who cannot read the secret. The first
-frame is the key: the digest of everything that decides values, with a number that no other journal
-has. A journal with another key is started anew.
+anybody changed, wrote, moved or took from another checkpoint who cannot read the secret. The first
+frame is the key: the digest of everything that decides values, with a number that no other file
+has. A run checkpoint with another key is started anew.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _KEY, _RUN, _COMPARISON, _NOTE = b"K", b"R", b"C", b"N"
 
 
 @dataclass(slots=True)
-class Journal:
+class RunCheckpoint:
     """What an evaluation has measured so far, in memory and in a file.
 
     `fresh` ignores what is there; `tell` is told what was found. Only one process at a time keeps
-    a journal: another one evaluates without.
+    a checkpoint: another one evaluates without.
     """
 
     path: Path
     fresh: bool = False
     tell: Callable[[str], None] = lambda text: None
     resumed: bytes = b""
-    """The journal as it was taken over; empty where nothing was."""
+    """The run checkpoint as it was taken over; empty where nothing was."""
     notes: tuple[str, ...] = ()
     """What a report says of it."""
     _file: int | None = None
@@ -119,7 +119,9 @@ class Journal:
         """Say that what was read stands for `done` requests, and keep it as evidence of that."""
         self.resumed = self._read_bytes
         self.tell(f"resumed: {done} of {of} requests")
-        self.notes = (f"resumed: {done} of {of} requests are of an earlier run, from its journal",)
+        self.notes = (
+            f"resumed: {done} of {of} requests are of an earlier run, from its checkpoint",
+        )
 
     def restart(self, key: str, why: str) -> None:
         """Forget what was read."""

@@ -1,4 +1,4 @@
-"""The journal: a killed evaluation goes on, another one starts anew, a torn record is dropped."""
+"""Run checkpoints: a killed evaluation goes on, another starts anew, a torn record is dropped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.table import checkpoint as journals
-from kcdsl_backends.empirical.table.checkpoint import Journal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import Evidence, Run
 from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import user_secret
@@ -65,20 +65,20 @@ def setting(lab: Any) -> Callable[..., KernelContext]:
     return build
 
 
-def read(path: Path, **options: Any) -> Journal:
+def read(path: Path, **options: Any) -> RunCheckpoint:
     told: list[str] = []
-    return Journal(path, tell=told.append, **options)
+    return RunCheckpoint(path, tell=told.append, **options)
 
 
 def run(setting: KernelContext, path: Path, fresh: bool = False) -> tuple[Evidence, list[str]]:
-    """Return the evidence that is gathered with a journal, and what was told; then the process
+    """Return the evidence that is gathered with a checkpoint, and what was told; then the process
     ends, and with it the lock."""
     told: list[str] = []
-    journal = Journal(path, fresh, told.append)
+    checkpoint = RunCheckpoint(path, fresh, told.append)
     try:
-        return collect(setting, journal=journal), told
+        return collect(setting, checkpoint=checkpoint), told
     finally:
-        journal.close()
+        checkpoint.close()
 
 
 def anew(found: Evidence, whole: Evidence) -> Evidence:
@@ -111,7 +111,7 @@ def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
     assert same(whole.runs, found.runs)
     assert same(whole.crosschecks, found.crosschecks)
     assert conclude(whole).dumps() == conclude(anew(found, whole)).dumps()
-    said = f"resumed: {done} of 20 requests are of an earlier run, from its journal"
+    said = f"resumed: {done} of 20 requests are of an earlier run, from its checkpoint"
     assert found.notes == (*whole.notes, *([said] if done else ()))
 
 
@@ -288,7 +288,7 @@ def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
 
 
 def _forged(content: bytes, secret: bytes, edit: Callable[[list[Any]], list[Any]]) -> bytes:
-    """Return a journal of edited frames (kind, content), whole and in a chain of this secret."""
+    """Return a checkpoint of edited frames (kind, content), whole and in a chain of this secret."""
     found, code = b"", b""
     for kind, data in edit([(kind, data) for kind, data, _, _ in journals._frames(content)]):
         sum = hmac.new(secret, digestmod="sha256")
@@ -399,7 +399,7 @@ def test_a_journal_in_use_is_left_alone(
 ) -> None:
     path = tmp_path / "j"
     told: list[str] = []
-    first = Journal(path, tell=told.append)
+    first = RunCheckpoint(path, tell=told.append)
     first.open("key")
     before = path.read_bytes()
     found, said = run(setting(), path)
@@ -425,13 +425,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
 
 
 def test_removing_leaves_no_folder_that_was_made_for_it(tmp_path: Path) -> None:
-    made = Journal(tmp_path / "made" / "j")
+    made = RunCheckpoint(tmp_path / "made" / "j")
     made.open("key")
     made.remove()
     made.remove()
     assert not (tmp_path / "made").exists()
     (tmp_path / "there").mkdir()
-    found = Journal(tmp_path / "there" / "j")
+    found = RunCheckpoint(tmp_path / "there" / "j")
     found.open("key")
     found.remove()
     assert (tmp_path / "there").exists()
