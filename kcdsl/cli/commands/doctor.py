@@ -24,8 +24,6 @@ from kcdsl.exits import Exit
 DISTRIBUTION = "kcdsl"
 PYTHON_MINIMUM = (3, 11)
 COMPILERS = ("g++", "clang++")
-_WIDTH = 100
-"""Columns where the output is not a terminal."""
 
 PURPOSES: Mapping[str, tuple[str, str]] = {
     "cryptography": ("cryptography", "keygen, signatures, check"),
@@ -152,16 +150,7 @@ def to_json(found: Environment) -> dict[str, Any]:
             "problem": found.python_problem,
         },
         "packages": [asdict(package) for package in found.packages],
-        "backends": [
-            {
-                "name": b.name,
-                "summary": b.summary,
-                "fragments": list(b.fragments),
-                "enabled": b.enabled,
-                "missing": list(b.missing),
-            }
-            for b in found.backends
-        ],
+        "backends": [asdict(backend) | {"enabled": backend.enabled} for backend in found.backends],
         "device": asdict(found.device),
         "problems": list(found.problems),
         "remedy": found.remedy,
@@ -349,28 +338,23 @@ def _print(found: Environment) -> None:
     headline = f"kcdsl {own}, Python {found.python} ({found.executable})"
     try:
         from rich import box
-        from rich.console import Console
-        from rich.table import Table
         from rich.text import Text
+
+        from kcdsl.verdict.text.console import print_on, table
     except ImportError:  # the doctor must speak where even rich is missing
         print("\n".join([headline, *("  ".join(row) for row in (*packages, *backends))]))
     else:
-        console = Console()
-        if not console.is_terminal:
-            console.width = _WIDTH
-        console.print(Text(headline))
+        print_on(sys.stdout, Text(headline))
         for title, columns, rows in (
             ("packages", ("package", "installed", "range", "for", "state"), packages),
             ("backends", ("backend", "decides", "state"), backends),
         ):
-            table = Table(
-                title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+            styled = (
+                (*cells, Text(state, style="green" if state == "ok" else "yellow"))
+                for *cells, state in rows
             )
-            for column in columns:
-                table.add_column(column, overflow="fold")
-            for *cells, state in rows:
-                table.add_row(*cells, Text(state, style="green" if state == "ok" else "yellow"))
-            console.print(table)
+            how = {"padding": (0, 1), "header_style": "table.header"}
+            print_on(sys.stdout, table(columns, styled, title, box=box.SIMPLE_HEAD, **how))
     for line in (*_device_lines(found.device), *_advice(found)):
         print(line)  # commands are never wrapped: they are there to be copied
 
