@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kcdsl.ir.terms import Escalation, Family, Level
 
@@ -64,8 +64,7 @@ def build_escalation(
     return Escalation(by_level, tuple(by_family))
 
 
-@dataclass(frozen=True, slots=True)
-class Weakness:
+class Weakness(NamedTuple):
     """A cell of the table that is milder than it should be.
 
     `than` is the action that it is milder than: that of the lower level `below`, or the default

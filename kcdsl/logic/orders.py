@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from typing import NamedTuple
 
 from kcdsl import inequalities
 from kcdsl.inequalities import round_up
@@ -28,8 +28,7 @@ MAGNITUDE_OF_LOG_RATIO = "abs(log_ratio)"
 _ONE = Fraction(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """small <= factor * large for every token."""
 
     small: str
@@ -72,8 +71,7 @@ UNTEMPERED: tuple[Edge, ...] = (
 """What holds at the temperature T, each factor to be multiplied by T."""
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """small <= factor * large, with the reasons along the way."""
 
     factor: Fraction
@@ -120,8 +118,7 @@ def _edges(temperature: Fraction | None) -> list[Edge]:
 # --- curves --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """Where large <= bound for a token, small <= at(bound, T) for it.
 
     `concave`: the bound holds of the means too (Jensen). `tempered`: it needs T > 0.

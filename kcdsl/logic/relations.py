@@ -10,9 +10,8 @@ is in `kcdsl.logic.orders`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.logic.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, curves, least_factor
@@ -184,8 +183,7 @@ def bent(
 # --- ranges --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A closed interval of exact reals; None stands for no end."""
 
     low: Fraction | None = None

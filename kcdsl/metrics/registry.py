@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
 
 from kcdsl.ir.terms import Program, UserMetric
 from kcdsl.metrics import policies, rollouts, runs, sampled
@@ -42,8 +43,7 @@ ALIASES: dict[str, str] = {
 """Second names of the language; they compile to the canonical name, which the IR holds alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordMetric:
+class RecordMetric(NamedTuple):
     """A metric name of the record form, taken apart; `unit` is that of its threshold."""
 
     statistic: str

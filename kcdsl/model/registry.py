@@ -20,7 +20,7 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 _FOLDER = Path(__file__).with_name("architectures")
 _LITERALS = frozenset({"READ", "FAMILIES", "ENCODER_ONLY", "FOREIGN"})
@@ -42,8 +42,7 @@ class Family:
     needed: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(NamedTuple):
     """What the module of an architecture declares."""
 
     name: str

@@ -7,8 +7,7 @@ first sub-expression that a backend of that fragment could not take, at its plac
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from kcdsl.diagnostics.codes import OUTSIDE_FRAGMENTS
 from kcdsl.diagnostics.model import Diagnostic, Label
@@ -41,16 +40,14 @@ CHAIN_METRICS = frozenset({"tv", "kl", "log_ratio", "reward_delta", "grad_bias"}
 _PROOFS = {EvidenceKind.PROOF, EvidenceKind.PROOF_REAL}
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
+class Blame(NamedTuple):
     """One reason with its place."""
 
     reason: str
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """A fragment with the reasons for it; the first is the decisive one."""
 
     fragment: Fragment

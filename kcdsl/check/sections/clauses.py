@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kcdsl.check.expressions.names import Scope
 from kcdsl.check.expressions.statements import formula, trace_fields
@@ -36,8 +36,7 @@ _DEFAULT_SLICE = "all"
 _PROOFS = {ir.EvidenceKind.PROOF, ir.EvidenceKind.PROOF_REAL}
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
+class _Context(NamedTuple):
     raw: RawClause
     scope: Scope
     reporter: Reporter
