@@ -79,7 +79,7 @@ def truncation_error(
         count: the number of chains and the length of the longest.
         total: S, the magnitudes of the terms.
         partial: what no partial sum of the terms exceeds.
-        largest: as `largest_term` returns it.
+        largest: as `Sums.largest` returns it.
     """
     many, length = count
     terms = (unit.chunk + 1) * 2.0**-unit.fraction_bits
