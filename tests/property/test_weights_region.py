@@ -152,7 +152,7 @@ def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction
         around = WeightBall(rho, tensors, train, infer, torch.device("cpu"))
         specs = _kernels(*records)
         for use in ("plain", "linear"):
-            mine = getattr(around, use)(node)
+            mine = around.held(node, linear=use == "linear")
             theirs = weight_ball.both(w.astype(np.float64), rho, specs, use == "linear", "w")
             for how in ("ends", "outward", "one outward", "inside", "ends", "inside"):
                 moved = near(rng, w, rho, how)
