@@ -307,11 +307,18 @@ def distribution_of(run: str) -> str | None:
     return next(iter(ADAPTERS[run].library[1:]), None)
 
 
+def unproved(run: str) -> str | None:
+    """Return why nothing here holds an adapter to its numerics; imports none.
+
+    Refuse an unknown one.
+    """
+    return _FOREIGN if run in foreign_adapters() else find_adapter(run).unproved
+
+
 def find_adapter(run: str) -> Adapter:
     """Return the adapter of this name; imports that of another distribution.
 
-    Refuse an unknown one, and an entry point that holds none. Nothing holds an adapter of another
-    distribution to its numerics.
+    Refuse an unknown one, and an entry point that holds none.
     """
     if run in ADAPTERS:
         return ADAPTERS[run]
@@ -339,7 +346,7 @@ def find_adapter(run: str) -> Adapter:
             codes.KERNEL_FAILED,
             f"the adapter {run!r} ({entry.value}) is no kcdsl.model.adapters.Adapter",
         )
-    return replace(found, unproved=found.unproved or _FOREIGN)
+    return replace(found, unproved=_FOREIGN)
 
 
 def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
-from kcdsl.model.adapters import find_adapter, refuse_unserved
+from kcdsl.model.adapters import find_adapter, refuse_unserved, unproved
 from kcdsl.model.architecture import load_model
 from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts
@@ -286,12 +286,12 @@ def _batches(
 
 def _unserved(kernel: KernelRef, numerics: Numerics, side: str, device: str) -> tuple[str, ...]:
     """Return why the kernel's adapter may not compute as the numerics say; empty if it does."""
-    adapter = find_adapter(kernel.run)
-    if adapter.unproved is not None:
-        reason = f"{kernel.run}: {adapter.unproved}"
+    why = unproved(kernel.run)
+    if why is not None:
+        reason = f"{kernel.run}: {why}"
         return (f"the {side} kernel is not held to the numerics that are proved about: {reason}",)
     try:
-        refuse_unserved(kernel.run, adapter, numerics, device)
+        refuse_unserved(kernel.run, find_adapter(kernel.run), numerics, device)
     except Refusal as refusal:
         reason = refusal.diagnostics[0].message
         return (f"the {side} kernel keeps numerics that were never run here: {reason}",)

@@ -10,7 +10,7 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model import adapters
-from kcdsl.model.adapters import Adapter, adapter_names, find_adapter, is_adapter
+from kcdsl.model.adapters import Adapter, adapter_names, find_adapter, is_adapter, unproved
 
 ADAPTER = Adapter("composed", ("torch-eager",), engine="nowhere:engine")
 
@@ -38,6 +38,7 @@ def test_an_adapter_is_not_imported_to_know_its_name(installed: list[EntryPoint]
     installed.append(EntryPoint("mine.kernel", "module_that_is_nowhere:ADAPTER", adapters.GROUP))
     assert is_adapter("mine.kernel")
     assert not is_adapter("mine")
+    assert unproved("mine.kernel") == "it is of another distribution"
     assert "module_that_is_nowhere" not in sys.modules
     with pytest.raises(Refusal, match="cannot be imported"):
         find_adapter("mine.kernel")

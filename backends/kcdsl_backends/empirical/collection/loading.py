@@ -18,7 +18,7 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
-from kcdsl.model.adapters import find_adapter
+from kcdsl.model.adapters import unproved
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts, file_digest
@@ -87,7 +87,7 @@ def prepare(
     shown = (
         not served
         and not recorded
-        and not any(find_adapter(kernel.run).unproved is not None for kernel in sides)
+        and not any(unproved(kernel.run) is not None for kernel in sides)
     )
     bounded = crosscheck and shown
     user = load_functions(program, base)
