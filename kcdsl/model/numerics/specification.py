@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +50,9 @@ class Weights:
         """Return which weights share a scale; None for a plain cast."""
         return LAYOUTS.get(self.scale)
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, Any]:
         """Return the record; what follows `scale` stands in it only where it says something."""
-        record = {"format": self.format, "scale": self.scale}
-        if self.rounding != "nearest":
-            record["rounding"] = self.rounding
-        if self.scale_format != "float32":
-            record["scale_format"] = self.scale_format
-        if self.applied != "weights":
-            record["applied"] = self.applied
-        return record
+        return _record(self, "scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +136,7 @@ class Activations:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record; scales and magnitudes stand in it as float.hex()."""
-        record: dict[str, Any] = {"format": self.format, "scale": self.scale}
-        if self.input_scale:
-            record["input_scale"] = {
-                name: [scale.hex() for scale in scales] for name, scales in self.input_scale
-            }
-        if self.input_zero_point:
-            record["input_zero_point"] = dict(self.input_zero_point)
-        if self.least_scale:
-            record["least_scale"] = self.least_scale.hex()
-        if self.amax_limit < math.inf:
-            record["amax_limit"] = self.amax_limit.hex()
-        if self.batch_amax:
-            record["batch_amax"] = self.batch_amax.hex()
-        return record
+        return _record(self, "format", "scale")
 
 
 def plain_weights(numerics: Numerics) -> tuple[Weights, ...]:
@@ -217,13 +197,7 @@ class KvCache:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record; scales stand in it as float.hex()."""
-        record: dict[str, Any] = {"format": self.format, "scale": self.scale}
-        for key, scales in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
-            if scales:
-                record[key] = {name: [s.hex() for s in given] for name, given in scales}
-        if self.least_scale:
-            record["least_scale"] = self.least_scale.hex()
-        return record
+        return _record(self)
 
 
 def linear_name(weight: str) -> str:
@@ -272,6 +246,10 @@ class Attention:
         """Say whether one kernel computes scores, probabilities and context."""
         return self.style == "fused"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the record."""
+        return _record(self)
+
     @property
     def term_roundings(self) -> int:
         """Return how often a term of a score may be rounded before it is added."""
@@ -299,12 +277,7 @@ class MatrixUnit:
 
     def to_json(self) -> dict[str, int]:
         """Return the record of the unit."""
-        return {
-            "fraction_bits": self.fraction_bits,
-            "chunk": self.chunk,
-            "result_bits": self.result_bits,
-            "promote": self.promote,
-        }
+        return _record(self, "promote")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +290,7 @@ class TensorCore:
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """Return the record of both units."""
-        return {"linears": self.linears.to_json(), "others": self.others.to_json()}
+        return _record(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,38 +433,34 @@ class Numerics:
 
         What follows `attention` stands in it only where it says something.
         """
-        record: dict[str, Any] = {
-            "preset": self.preset,
-            "compute": self.compute,
-            "accumulate": self.accumulate,
-            "casts": self.casts,
-            "weights": self.weights.to_json(),
-            "activations": self.activations.to_json(),
-            "attention": {
-                "style": self.attention.style,
-                "scores": self.attention.scores,
-                "probabilities": self.attention.probabilities,
-                "tile": self.attention.tile,
-                "exp_ulps": self.attention.exp_ulps,
-            },
-        }
-        if self.results:
-            record["results"] = dict(self.results)
-        if self.tensor_core is not None:
-            record["tensor_core"] = self.tensor_core.to_json()
-        if self.sigmoid != "relative":
-            record["sigmoid"] = self.sigmoid
-        if self.byte_sums != "wide":
-            record["byte_sums"] = self.byte_sums
-        if self.products != "compute":
-            record["products"] = self.products
-        if self.shards != 1:
-            record["shards"] = self.shards
+        record = _record(self)
         if self.overrides:
             record["overrides"] = {each.pattern: each.to_json() for each in self.overrides}
-        if self.kv_cache is not None:
-            record["kv_cache"] = self.kv_cache.to_json()
         return record
+
+
+def _record(one: Any, *always: str) -> dict[str, Any]:
+    """Return a dataclass as JSON, without the fields that have their default and are not named."""
+    return {
+        field.name: _plain(getattr(one, field.name))
+        for field in fields(one)
+        if field.name in always or getattr(one, field.name) != field.default
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON: floats as float.hex(), pairs as an object."""
+    match value:
+        case float():
+            return value.hex()
+        case tuple() if all(isinstance(each, tuple) and len(each) == 2 for each in value):
+            return {name: _plain(given) for name, given in value}
+        case tuple():
+            return [_plain(each) for each in value]
+        case _ if hasattr(value, "to_json"):
+            return value.to_json()
+        case _:
+            return value
 
 
 def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str | None:
