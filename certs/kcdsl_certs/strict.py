@@ -237,10 +237,6 @@ class Fields:
             raise self._fail(name, "a count")
         return value
 
-    def integer_or_none(self, name: str) -> int | None:
-        """Return an integer >= 0, or None where the field is absent."""
-        return self.integer(name) if name in self.record else None
-
     def boolean(self, name: str) -> bool:
         """Return true or false."""
         value = self._take(name)
@@ -276,10 +272,6 @@ class Fields:
         if not isinstance(value, dict):
             raise self._fail(name, "a digest set")
         return sha256_of(value.get("sha256"), f"{self.place}.{name}")
-
-    def sha256_or_none(self, name: str) -> str | None:
-        """Return the hex digest, or None where the field is absent."""
-        return self.sha256(name) if name in self.record else None
 
     def done(self) -> None:
         """Refuse fields that nobody asked for: they could narrow what the rest says."""
