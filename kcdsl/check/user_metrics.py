@@ -20,7 +20,7 @@ from kcdsl.source.config import Config, read_config
 from kcdsl.source.files import read_source, shown
 
 if TYPE_CHECKING:
-    from kcdsl.check.metric_files import Declared
+    from kcdsl.metrics.declarations import Declared
 
 GROUP = "kcdsl.metrics"
 SIZE_LIMIT = 2**20
@@ -113,7 +113,8 @@ def _configured(folder: Path, sink: Sink) -> Modules | None:
 
 
 def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
-    from kcdsl.check.metric_files import read_declarations
+    from kcdsl.check.expressions.names import is_reserved
+    from kcdsl.metrics.declarations import read_declarations
     from kcdsl.source.modules import find_file, is_file_name, plain_name
 
     for name in modules.names:
@@ -141,7 +142,7 @@ def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
                 )
             )
         if source is not None:
-            yield from read_declarations(source, plain_name(name), sink)
+            yield from read_declarations(source, plain_name(name), sink, is_reserved)
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -188,7 +189,8 @@ def _entry_points(sink: Sink) -> Iterator[Declared]:
     points = sorted(entry_points(group=GROUP), key=lambda point: (point.value, point.name))
     if not points:
         return
-    from kcdsl.check.metric_files import read_declarations
+    from kcdsl.check.expressions.names import is_reserved
+    from kcdsl.metrics.declarations import read_declarations
     from kcdsl.source.modules import find_module
 
     for point in points:
@@ -201,7 +203,7 @@ def _entry_points(sink: Sink) -> Iterator[Declared]:
         source = _source(path, sink)
         if source is None:
             continue
-        for declared in read_declarations(source, point.module, sink):
+        for declared in read_declarations(source, point.module, sink, is_reserved):
             function = declared.definition.function or ""
             if not point.attr or function == f"{point.module}:{point.attr}":
                 yield declared

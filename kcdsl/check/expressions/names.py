@@ -17,6 +17,7 @@ from kcdsl.ir.terms import ThresholdTable
 from kcdsl.metrics import BUILT_IN, Registry
 from kcdsl.syntax import ast
 from kcdsl.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
+from kcdsl_grammar.expression_table import KEYWORDS
 
 BLOCK = re.compile(r"(?:attn|mlp|norm|layer)_(?:0|[1-9][0-9]*)|head|model")
 PERCENTILE = re.compile(r"p([1-9][0-9]?)")
@@ -238,6 +239,12 @@ def find_function(name: str) -> Function | None:
     if found is None and PERCENTILE.fullmatch(name):
         return _percentile(name)
     return found
+
+
+def is_reserved(name: str) -> bool:
+    """Say whether a name has a meaning in the language, so that no metric can have it."""
+    named = (*FUNCTIONS, *KEYWORDS, "trace", "requests", "windows", "samples")
+    return name in named or bool(PERCENTILE.fullmatch(name) or BLOCK.fullmatch(name))
 
 
 def all_functions() -> tuple[Function, ...]:

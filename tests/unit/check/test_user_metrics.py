@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.check.metric_files import read_declarations
+from kcdsl.check.expressions.names import is_reserved
 from kcdsl.check.stored import load_bytes
 from kcdsl.check.user_metrics import declarations, read_registry
 from kcdsl.diagnostics import Sink
@@ -20,6 +20,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, document
 from kcdsl.metrics import registry_of
+from kcdsl.metrics.declarations import read_declarations
 from kcdsl.source.modules import find_module
 from tests.support.compiling import compile_contract
 
@@ -259,7 +260,7 @@ def test_stored_metrics_that_cannot_be(project: Project, change: dict[str, str])
 )  # fmt: skip
 def test_declarations_that_cannot_be_read(module: str, code: str, at: str | None) -> None:
     sink = Sink()
-    assert len(read_declarations(SourceFile("own.py", module), "own.py", sink)) <= 1
+    assert len(read_declarations(SourceFile("own.py", module), "own.py", sink, is_reserved)) <= 1
     (found,) = sink
     assert found.code.id == code, found.message
     if at is not None:
@@ -280,7 +281,7 @@ def test_declarations_that_cannot_be_read(module: str, code: str, at: str | None
 def test_the_decorator_may_be_imported_in_any_way(head: str) -> None:
     good = GOOD.replace("@metric", "@metric_of.metric") if "metric_of" in head else GOOD
     sink = Sink()
-    (found,) = read_declarations(SourceFile("own.py", head + good), "own.py", sink)
+    (found,) = read_declarations(SourceFile("own.py", head + good), "own.py", sink, is_reserved)
     assert list(sink) == []
     assert found.definition.summary == "How far apart they are."
     assert found.source.text[found.span.start : found.span.end] == "gap"
@@ -289,14 +290,14 @@ def test_the_decorator_may_be_imported_in_any_way(head: str) -> None:
 def test_other_decorators_of_that_name_declare_nothing() -> None:
     sink = Sink()
     text = "from statsd import metric\n" + GOOD
-    assert read_declarations(SourceFile("own.py", text), "own.py", sink) == ()
+    assert read_declarations(SourceFile("own.py", text), "own.py", sink, is_reserved) == ()
     assert list(sink) == []
 
 
 def test_places_after_text_that_is_not_ascii() -> None:
     sink = Sink()
     text = HEAD + "x = 'ä𝄞'; y = 'é'\n" + GOOD.replace('unit="nats"', 'summary="𝄞ä", unit="natz"')
-    read_declarations(SourceFile("own.py", text), "own.py", sink)
+    read_declarations(SourceFile("own.py", text), "own.py", sink, is_reserved)
     (found,) = sink
     assert marked(found) == '"natz"'
 
@@ -304,7 +305,7 @@ def test_places_after_text_that_is_not_ascii() -> None:
 def test_limits_are_exact_and_in_base_units() -> None:
     sink = Sink()
     text = HEAD + GOOD.replace('"nats"', '"ms"').replace("needs=", "lower=-0.1, upper=250, needs=")
-    (found,) = read_declarations(SourceFile("own.py", text), "own.py", sink)
+    (found,) = read_declarations(SourceFile("own.py", text), "own.py", sink, is_reserved)
     definition = found.definition
     assert (definition.lower, definition.upper) == (Fraction(-1, 10_000), Fraction(1, 4))
     assert (definition.low, definition.high) == (-1e-4, 0.25)

@@ -14,7 +14,6 @@ from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.expressions.fields import TRACE_FIELDS, predicate
 from kcdsl.check.expressions.names import FUNCTIONS, PERCENTILE
 from kcdsl.check.expressions.sorts import sort_of
-from kcdsl.check.metric_files import PARAMETERS
 from kcdsl.declare import metric
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.report import Reporter
@@ -22,6 +21,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.escalation import ACTIONS, FAMILY_DEFAULTS
 from kcdsl.ir.terms import Family, Level
 from kcdsl.metrics import ALIASES, LN_2_UP, METRICS
+from kcdsl.metrics.declarations import PARAMETERS
 from kcdsl.route.fragments import classify
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax import ast

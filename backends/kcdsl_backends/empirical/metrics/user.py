@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.check.metric_files import Declared
 from kcdsl.check.user_metrics import declarations
 from kcdsl.declare import MARK
 from kcdsl.diagnostics import codes
@@ -30,6 +29,7 @@ from kcdsl.diagnostics.model import Refusal, Sink, refuse
 from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.terms import Program, UserMetric
 from kcdsl.metrics import MEASURES, METRICS, MetricDefinition, registry_of, user_metric
+from kcdsl.metrics.declarations import Declared
 from kcdsl.model import own_code
 from kcdsl.model.files import file_digest
 from kcdsl.units import UNITS

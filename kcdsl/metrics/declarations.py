@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from kcdsl.check.expressions.names import BLOCK, FUNCTIONS, PERCENTILE
 from kcdsl.diagnostics.codes import METRIC_DECLARATION, METRIC_NAME_TAKEN
 from kcdsl.diagnostics.model import Label, Sink
 from kcdsl.diagnostics.report import Reporter, suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import Family
-from kcdsl.metrics import POINTWISE, PREFIX, Better, Counted, MetricDefinition, find_metric
+from kcdsl.metrics.definition import POINTWISE, Better, Counted, MetricDefinition
+from kcdsl.metrics.registry import PREFIX, find_metric
 from kcdsl.source.numbers import exact
 from kcdsl.units import UNITS
-from kcdsl_grammar.expression_table import KEYWORDS
 
 Report = Callable[[ast.expr, str, str | None], None]
 """Told the node, what is wrong, and the way out."""
@@ -131,7 +130,6 @@ _ARGUMENTS = (
     "lower", "upper",
 )  # fmt: skip
 _REQUIRED = ("family", "unit", "better", "counted", "needs")
-_RESERVED = {*FUNCTIONS, *KEYWORDS, "trace", "requests", "windows", "samples"}
 _PUBLIC = {"kcdsl", "kcdsl.declare"}
 _MARK = "\ufeff"
 """The byte order mark that some editors put first; Python skips it."""
@@ -146,15 +144,19 @@ class Declared:
     span: Span
 
 
-def read_declarations(source: SourceFile, module: str, sink: Sink) -> tuple[Declared, ...]:
+def read_declarations(
+    source: SourceFile, module: str, sink: Sink, reserved: Callable[[str], bool]
+) -> tuple[Declared, ...]:
     """Return the metrics that a Python file declares; errors are in the sink.
 
     `module` is how the configuration names the file; with the name of the function it identifies
-    the metric.
+    the metric. `reserved` says which names the language has.
     """
     reporter = Reporter(source, sink)
     tree = _parse(source, reporter)
-    return () if tree is None else tuple(_File(source, module, reporter, tree).declarations())
+    if tree is None:
+        return ()
+    return tuple(_File(source, module, reporter, tree, reserved).declarations())
 
 
 def _parse(source: SourceFile, reporter: Reporter) -> ast.Module | None:
@@ -182,6 +184,7 @@ class _File:
     module: str
     reporter: Reporter
     tree: ast.Module
+    reserved: Callable[[str], bool]
 
     def declarations(self) -> Iterator[Declared]:
         """Yield what is declared at the top of the module; report what is declared elsewhere."""
@@ -317,7 +320,7 @@ class _File:
         taken = None
         if find_metric(name) is not None:
             taken = f"`{name}` is a metric of the language"
-        elif name in _RESERVED or PERCENTILE.fullmatch(name) or BLOCK.fullmatch(name):
+        elif self.reserved(name):
             taken = f"`{name}` already has a meaning in the language"
         elif PREFIX.match(name):
             taken = f"`{name}` begins as a name of the record form does"
