@@ -150,7 +150,16 @@ def to_json(found: Environment) -> dict[str, Any]:
             "problem": found.python_problem,
         },
         "packages": [asdict(package) for package in found.packages],
-        "backends": [asdict(backend) | {"enabled": backend.enabled} for backend in found.backends],
+        "backends": [
+            {
+                "name": b.name,
+                "summary": b.summary,
+                "fragments": [str(fragment) for fragment in b.fragments],
+                "enabled": b.enabled,
+                "missing": list(b.missing),
+            }
+            for b in found.backends
+        ],
         "device": asdict(found.device),
         "problems": list(found.problems),
         "remedy": found.remedy,
