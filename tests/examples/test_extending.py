@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from examples.extending.run import Extension, extensions, try_out
@@ -28,6 +31,13 @@ def test_a_patch_touches_few_files_and_names_its_tests(extension: Extension) -> 
     assert 0 < len(extension.files) - tests <= product
     assert tests <= own
     assert extension.tests
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
+def test_a_patch_applies_to_this_tree(extension: Extension, repository: Path) -> None:
+    command = ["git", "apply", "--check", str(extension.patch)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.full
