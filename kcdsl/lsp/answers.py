@@ -11,8 +11,6 @@ from lsprotocol import types as lsp
 from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.cursor import Signature, signature
-from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.features import decorations
 from kcdsl.lsp.features.actions import (
     EXPLAIN,
@@ -38,7 +36,9 @@ from kcdsl.lsp.features.navigation import (
     with_open_texts,
 )
 from kcdsl.lsp.features.rename import prepare, references_across, rename_across
-from kcdsl.lsp.positions import NOWHERE, Carry, Ranges, markup
+from kcdsl.lsp.text.cursor import Signature, signature
+from kcdsl.lsp.text.documents import Snapshot
+from kcdsl.lsp.text.positions import NOWHERE, Carry, Ranges, markup
 
 
 @dataclass(frozen=True)

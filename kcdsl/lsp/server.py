@@ -20,7 +20,6 @@ from kcdsl import __version__
 from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.lsp import answers
 from kcdsl.lsp.answers import Question
-from kcdsl.lsp.documents import Document, Snapshot, path_of
 from kcdsl.lsp.features.hover import code_text
 from kcdsl.lsp.features.rename import CannotRename
 from kcdsl.lsp.session import (
@@ -33,6 +32,7 @@ from kcdsl.lsp.session import (
     run,
     takes_part_in_imports,
 )
+from kcdsl.lsp.text.documents import Document, Snapshot, path_of
 
 _log = logging.getLogger(__name__)
 _DEBOUNCE = 0.02

@@ -20,8 +20,8 @@ from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.documents import Checker, Document, Snapshot, Texts, document, path_of
-from kcdsl.lsp.positions import apply_changes
+from kcdsl.lsp.text.documents import Checker, Document, Snapshot, Texts, document, path_of
+from kcdsl.lsp.text.positions import apply_changes
 from kcdsl.source.files import is_folder, read_source
 
 _NAMES = (".kc.yaml", ".kc.yml")

@@ -14,7 +14,7 @@ from lsprotocol.types import PositionEncodingKind as Encoding
 from kcdsl.diagnostics.model import Diagnostic, Suppressed
 from kcdsl.diagnostics.render import Checked, Run, render
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.positions import Lines
+from kcdsl.lsp.text.positions import Lines
 from tests.fuzz.promise import expect
 
 _MOST_PLACES = 200

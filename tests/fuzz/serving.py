@@ -17,9 +17,9 @@ from lsprotocol.types import PositionEncodingKind as Encoding
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.answers import FEATURES, Question
-from kcdsl.lsp.documents import Checker, Snapshot, document
 from kcdsl.lsp.features.rename import CannotRename
-from kcdsl.lsp.positions import Lines
+from kcdsl.lsp.text.documents import Checker, Snapshot, document
+from kcdsl.lsp.text.positions import Lines
 from tests.fuzz.promise import expect
 
 CURSORS = 5

@@ -23,7 +23,7 @@ from kcdsl.format.layout import Printer
 from kcdsl.ir.canonical import document
 from kcdsl.logic import smtlib
 from kcdsl.lsp.answers import FEATURES
-from kcdsl.lsp.positions import Lines
+from kcdsl.lsp.text.positions import Lines
 from kcdsl.source.scalar_map import map_scalar
 from tests.fuzz import serving
 from tests.fuzz.examination import examine
@@ -298,7 +298,7 @@ def test_a_server_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_misses_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kcdsl.lsp.documents._shown", lambda *_: [])
+    monkeypatch.setattr("kcdsl.lsp.text.documents._shown", lambda *_: [])
     assert failure(NOTED, served=True) == ("server", "the server finds something else")
 
 

@@ -17,7 +17,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format import format_text
 from kcdsl.ir.predicates import Undecided, find_case, first_taken
 from kcdsl.ir.terms import AllOf, FieldTest, NoneOf
-from kcdsl.lsp.positions import Lines
+from kcdsl.lsp.text.positions import Lines
 from tests.fuzz.examination import SECONDS, examine
 from tests.support.pages import completed
 

@@ -11,9 +11,9 @@ from lsprotocol import types as lsp
 from kcdsl.check.expressions.names import all_functions, find_function
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.answers import signature_help
-from kcdsl.lsp.cursor import Signature, comment_before, locate, signature
 from kcdsl.lsp.features.completion import Item, complete, plain
-from kcdsl.lsp.lexemes import lexemes
+from kcdsl.lsp.text.cursor import Signature, comment_before, locate, signature
+from kcdsl.lsp.text.lexemes import lexemes
 from tests.support.editor import HEAD
 from tests.support.snapshots import snapshot
 

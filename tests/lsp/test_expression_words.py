@@ -12,8 +12,8 @@ from lark.exceptions import UnexpectedInput
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.lexemes import Frame, Role, Start, lexemes, next_terminals, open_frames
-from kcdsl.lsp.nodes import Kind, expressions, fields, language, occurrences
+from kcdsl.lsp.text.lexemes import Frame, Role, Start, lexemes, next_terminals, open_frames
+from kcdsl.lsp.text.nodes import Kind, expressions, fields, language, occurrences
 from kcdsl.metrics import BUILT_IN
 from kcdsl.source.files import read_source
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml

@@ -10,9 +10,9 @@ from lsprotocol.types import Position as Place
 from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.documents import document, path_of
-from kcdsl.lsp.positions import Lines, apply_changes, carry
 from kcdsl.lsp.session import Session
+from kcdsl.lsp.text.documents import document, path_of
+from kcdsl.lsp.text.positions import Lines, apply_changes, carry
 
 TEXTS = st.text(alphabet=st.sampled_from("ab:\n\r äß€🜁\u2028\x85\ufeff"), max_size=40)
 SHORT = st.text(alphabet="ab🜁", max_size=6)

@@ -15,15 +15,15 @@ from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
-from kcdsl.lsp import documents, reports
-from kcdsl.lsp.cursor import mend
-from kcdsl.lsp.documents import Checker, Snapshot, document
 from kcdsl.lsp.features.decorations import TYPES, encode, hints, lenses, tokens
 from kcdsl.lsp.features.hover import hover
 from kcdsl.lsp.features.knowledge import description_at, fields_at, values_at
 from kcdsl.lsp.features.navigation import folds, outline, selection
-from kcdsl.lsp.positions import NOWHERE
-from kcdsl.lsp.reports import latest, verdicts
+from kcdsl.lsp.text import documents, reports
+from kcdsl.lsp.text.cursor import mend
+from kcdsl.lsp.text.documents import Checker, Snapshot, document
+from kcdsl.lsp.text.positions import NOWHERE
+from kcdsl.lsp.text.reports import latest, verdicts
 from kcdsl.route.router import route
 from kcdsl.source.files import SIZE_LIMIT
 from tests.support.editor import HEAD

@@ -11,7 +11,7 @@ from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.positions import Lines
+from kcdsl.lsp.text.positions import Lines
 from kcdsl.source import yaml_nodes
 from kcdsl.source.scalar_map import map_scalar
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml

@@ -8,8 +8,8 @@ from lsprotocol.types import PositionEncodingKind
 
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.answers import Question
-from kcdsl.lsp.documents import Checker, Snapshot, Texts, document
-from kcdsl.lsp.positions import Ranges
+from kcdsl.lsp.text.documents import Checker, Snapshot, Texts, document
+from kcdsl.lsp.text.positions import Ranges
 
 
 def snapshot(text: str, folder: Path | None = None, texts: Texts | None = None) -> Snapshot:

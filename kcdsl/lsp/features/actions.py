@@ -15,10 +15,10 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format import edits, format_text
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest
-from kcdsl.lsp.documents import LARGE, Snapshot
 from kcdsl.lsp.features.knowledge import KnownClause, clause_at
-from kcdsl.lsp.nodes import fields_at, language
-from kcdsl.lsp.positions import NOWHERE
+from kcdsl.lsp.text.documents import LARGE, Snapshot
+from kcdsl.lsp.text.nodes import fields_at, language
+from kcdsl.lsp.text.positions import NOWHERE
 from kcdsl.source.removal import remove_parts
 from kcdsl.source.yaml_nodes import Node, Scalar
 

@@ -15,8 +15,6 @@ from kcdsl.check.expressions.fields import TRACE_FIELDS
 from kcdsl.check.expressions.measurements import in_words
 from kcdsl.diagnostics.codes import all_codes
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before
-from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.features.knowledge import (
     FieldHelp,
     describe_metric,
@@ -26,9 +24,11 @@ from kcdsl.lsp.features.knowledge import (
     slice_text,
     values_at,
 )
-from kcdsl.lsp.nodes import Path as NodePath
-from kcdsl.lsp.nodes import language
-from kcdsl.lsp.positions import Ranges, markup
+from kcdsl.lsp.text.cursor import Cursor, comment_before, locate, word_before
+from kcdsl.lsp.text.documents import Snapshot
+from kcdsl.lsp.text.nodes import Path as NodePath
+from kcdsl.lsp.text.nodes import language
+from kcdsl.lsp.text.positions import Ranges, markup
 from kcdsl.metrics import RECORD_NAMES
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 from kcdsl.units import UNITS, describe

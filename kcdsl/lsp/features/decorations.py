@@ -15,7 +15,6 @@ from kcdsl.check.expressions.sorts import Real, sorts
 from kcdsl.check.layout import layout
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.documents import LARGE, Snapshot
 from kcdsl.lsp.features.knowledge import (
     KnownClause,
     is_formal,
@@ -25,9 +24,10 @@ from kcdsl.lsp.features.knowledge import (
     scope_in,
     verdicts_of,
 )
-from kcdsl.lsp.lexemes import Lexeme, Role
-from kcdsl.lsp.nodes import Field, fields, inner_span, written
-from kcdsl.lsp.positions import Lines, Ranges, units
+from kcdsl.lsp.text.documents import LARGE, Snapshot
+from kcdsl.lsp.text.lexemes import Lexeme, Role
+from kcdsl.lsp.text.nodes import Field, fields, inner_span, written
+from kcdsl.lsp.text.positions import Lines, Ranges, units
 from kcdsl.metrics import BUILT_IN, Registry
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml
 from kcdsl.syntax.parser import parse_expression

@@ -10,7 +10,7 @@ from lsprotocol import types as lsp
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Diagnostic, Severity
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.positions import Ranges
+from kcdsl.lsp.text.positions import Ranges
 
 _SEVERITIES = {
     Severity.ERROR: lsp.DiagnosticSeverity.Error,

@@ -16,7 +16,6 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.escalation import ACTIONS, severity
 from kcdsl.ir.escalation import ALIASES as ACTION_ALIASES
-from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.features.knowledge import (
     KEYWORDS,
     KnownClause,
@@ -35,8 +34,9 @@ from kcdsl.lsp.features.knowledge import (
     table_text,
     verdicts_of,
 )
-from kcdsl.lsp.lexemes import Role
-from kcdsl.lsp.nodes import Field, Word, Written, clause_of, fields_at, inner_span, written
+from kcdsl.lsp.text.documents import Snapshot
+from kcdsl.lsp.text.lexemes import Role
+from kcdsl.lsp.text.nodes import Field, Word, Written, clause_of, fields_at, inner_span, written
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.syntax.parser import parse_expression

@@ -20,9 +20,9 @@ from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.printer import predicate_text, term_text
-from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.nodes import Path
-from kcdsl.lsp.reports import Verdict, latest
+from kcdsl.lsp.text.documents import Snapshot
+from kcdsl.lsp.text.nodes import Path
+from kcdsl.lsp.text.reports import Verdict, latest
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast

@@ -15,10 +15,19 @@ from kcdsl.check.sections.libraries import Import, Loaded
 from kcdsl.check.user_metrics import declarations
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.features.knowledge import quoted
-from kcdsl.lsp.nodes import Field, Kind, Occurrence, at, fields, fields_at, inner_span, language
-from kcdsl.lsp.positions import Lines, Ranges, Target
+from kcdsl.lsp.text.documents import Snapshot
+from kcdsl.lsp.text.nodes import (
+    Field,
+    Kind,
+    Occurrence,
+    at,
+    fields,
+    fields_at,
+    inner_span,
+    language,
+)
+from kcdsl.lsp.text.positions import Lines, Ranges, Target
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 from kcdsl.syntax.parser import parse_expression
 

@@ -22,8 +22,8 @@ from kcdsl.diagnostics.model import Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, library_digest
-from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.nodes import Kind, Occurrence, at, inner_span, occurrences
+from kcdsl.lsp.text.documents import Snapshot
+from kcdsl.lsp.text.nodes import Kind, Occurrence, at, inner_span, occurrences
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl_grammar.expression_table import KEYWORDS
 

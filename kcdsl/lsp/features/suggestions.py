@@ -27,7 +27,6 @@ from kcdsl.check.expressions.names import (
 )
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import Span
-from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.features.completion import Item
 from kcdsl.lsp.features.knowledge import (
     KEYWORDS,
@@ -37,7 +36,8 @@ from kcdsl.lsp.features.knowledge import (
     describe_unit,
     slice_text,
 )
-from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, next_terminals, open_frames
+from kcdsl.lsp.text.documents import Snapshot
+from kcdsl.lsp.text.lexemes import Frame, Lexeme, Role, Start, lexemes, next_terminals, open_frames
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.files import open_regular
 from kcdsl.units import UNITS, Dimension, describe
@@ -213,7 +213,7 @@ def _block_or_variable(place: _Place, argument: int) -> Iterator[Item]:
 
 def _known_blocks(place: _Place) -> list[str]:
     """Return the blocks that the contract speaks of, then an example of each kind."""
-    from kcdsl.lsp.nodes import expressions
+    from kcdsl.lsp.text.nodes import expressions
 
     used = [
         word.lexeme.text

@@ -24,10 +24,10 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.terms import Clause, Quantified
-from kcdsl.lsp.cursor import mend
-from kcdsl.lsp.nodes import Occurrence, occurrences
-from kcdsl.lsp.positions import NOWHERE, Carry, Lines, carry
-from kcdsl.lsp.reports import Verdict, verdicts
+from kcdsl.lsp.text.cursor import mend
+from kcdsl.lsp.text.nodes import Occurrence, occurrences
+from kcdsl.lsp.text.positions import NOWHERE, Carry, Lines, carry
+from kcdsl.lsp.text.reports import Verdict, verdicts
 from kcdsl.route.catalogue import BackendSpec, catalogue
 from kcdsl.route.router import Route, route
 from kcdsl.source.files import SIZE_LIMIT

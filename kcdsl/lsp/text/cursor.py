@@ -16,8 +16,8 @@ from kcdsl.check.layout import blank, layout, reduced, stands_alone
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.lexemes import Role, lexemes, open_frames
-from kcdsl.lsp.nodes import Path, fields, language
+from kcdsl.lsp.text.lexemes import Role, lexemes, open_frames
+from kcdsl.lsp.text.nodes import Path, fields, language
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 _WORD_BEFORE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")

@@ -9,7 +9,7 @@ from enum import StrEnum
 from kcdsl.check.compile import Analysis
 from kcdsl.check.sections.reading import RawImport, RawSlice, RawTable
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.lexemes import Lexeme, Role, Start, lexemes
+from kcdsl.lsp.text.lexemes import Lexeme, Role, Start, lexemes
 from kcdsl.source.scalar_map import ScalarMap, map_scalar
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 

@@ -1,0 +1,1 @@
+"""What an open document says: its text, positions, names and results."""
