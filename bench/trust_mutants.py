@@ -34,7 +34,8 @@ from typing import Any
 
 from kcdsl_backends.empirical.table import checkpoint as run_checkpoints
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.strict import canonical_digest, canonical_json
 from kcdsl_certs.signatures import TrustedKey, TrustPolicy, bundle_bytes, generate, sign
 from kcdsl_certs.statement import (
     PREDICATE_TYPE,
@@ -59,7 +60,6 @@ from kcdsl_certs.statement import (
     build_manifest,
     payload_bytes,
 )
-from kcdsl_certs.strict import canonical_digest, canonical_json
 from kcdsl_certs.verification.proofs import Rechecker
 from kcdsl_certs.verification.report import Report
 from kcdsl_certs.verification.verify import verify

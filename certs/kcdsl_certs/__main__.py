@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from kcdsl_certs.isolation import isolate
+    from kcdsl_certs.encoding.isolation import isolate
 
     isolate()  # before anything of another package is imported
 
@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from kcdsl_certs.files import open_regular, plain_path
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import open_regular, plain_path
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import parse_time, strict_load
 from kcdsl_certs.signatures import LARGEST_BUNDLE, read_policy, trust
 from kcdsl_certs.statement import STAGES, Checkpoint, Expectation, build_manifest
-from kcdsl_certs.strict import parse_time, strict_load
 from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
 from kcdsl_certs.verification.recount import Data
 from kcdsl_certs.verification.report import Combined, Report, refused

@@ -25,7 +25,7 @@ from kcdsl.model.files import (
     folder_files,
     folder_name,
 )
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import Checkpoint, Manifest, build_manifest, files_of
 
 

@@ -36,9 +36,9 @@ from kcdsl.route.goals import Goal
 from kcdsl.source.files import read_bytes
 from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import Fields, strict_base64, strict_load
 from kcdsl_certs.statement import Evidence as Kind
-from kcdsl_certs.strict import Fields, strict_base64, strict_load
 from kcdsl_certs.verification.proofs import Outcome, Rechecker
 from kcdsl_certs.verification.recount import Recount
 from kcdsl_certs.verification.rows import read_rows, select

@@ -16,7 +16,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import code_digests, data_digests, refuse_others, stated_digests
 from kcdsl.release.requirements import Fingerprints, build_triple, required_clauses
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import SigningKey, bundle_bytes, sign
 from kcdsl_certs.statement import (
     STAGES,

@@ -48,8 +48,9 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.registry import is_encoder
 from kcdsl.release.artefacts import checkpoint_manifest, companions, data_digests
 from kcdsl.source.files import open_regular
-from kcdsl_certs.reals import real_text
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import canonical_digest, strict_load
 from kcdsl_certs.statement import (
     Chain,
     Checkpoint,
@@ -64,7 +65,6 @@ from kcdsl_certs.statement import (
     SliceSource,
     Triple,
 )
-from kcdsl_certs.strict import canonical_digest, strict_load
 from kcdsl_certs.verification.rows import BYTES
 
 

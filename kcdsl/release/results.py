@@ -21,6 +21,7 @@ from kcdsl.verdict.model import Verdict as Found
 from kcdsl.verdict.outcome import GoalOutcome, Implied
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, reason
+from kcdsl_certs.encoding.strict import canonical_digest
 from kcdsl_certs.statement import (
     ATTACK,
     IMPLIED,
@@ -31,7 +32,6 @@ from kcdsl_certs.statement import (
     RequiredClause,
     Verdict,
 )
-from kcdsl_certs.strict import canonical_digest
 from kcdsl_certs.verification.proofs import SOME_MARGIN, method_of
 
 # --- measured -------------------------------------------------------------------------------------

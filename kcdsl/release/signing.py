@@ -21,8 +21,8 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.source.config import load_config, user_folder
-from kcdsl_certs.files import read_limited
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import read_limited
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import (
     LARGEST_BUNDLE,
     Envelope,

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl import __version__
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.strict import strict_load
 from kcdsl_certs.statement import (
     Carried,
     CertifiedClause,
@@ -24,7 +25,6 @@ from kcdsl_certs.statement import (
     Triple,
     Verdict,
 )
-from kcdsl_certs.strict import strict_load
 from kcdsl_certs.verification.proofs import LARGEST_PROOF, load_proof
 from kcdsl_certs.verification.transfers import Weights, weights_of
 

@@ -123,8 +123,8 @@ def digest_of(document: Mapping[str, Any]) -> str:
 
 def read_counterexample(path: Path) -> dict[str, Any]:
     """Read a document and check its form and its digest; raises Refusal where that fails."""
-    from kcdsl_certs.rejected import Rejected
-    from kcdsl_certs.strict import strict_load
+    from kcdsl_certs.encoding.rejected import Rejected
+    from kcdsl_certs.encoding.strict import strict_load
 
     try:
         with open_regular(path) as stream:

@@ -12,7 +12,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 
 class Record:

@@ -21,8 +21,8 @@ from kcdsl.verdict.health import Health
 from kcdsl.verdict.model import EXITS, WORST_FIRST, verdict_name, worst
 from kcdsl.verdict.records import Record
 from kcdsl.verdict.result import ClauseResult
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import loose_load
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import loose_load
 
 REPORT_SCHEMA = "kcdsl.report/2"
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine_walk import drift, walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
-from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.affine_rules import RULES
 from tests.support.grids import by_turns

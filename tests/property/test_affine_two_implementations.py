@@ -19,6 +19,7 @@ from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.independent import Budget
@@ -29,7 +30,6 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import read
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import BEYOND, RULES
 from tests.support.grids import by_turns

@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
 from kcdsl.ir import terms as ir
-from kcdsl.verdict.difference import ClauseDifference, Extent, Relation, Status
+from kcdsl.verdict.studies.difference import ClauseDifference, Extent, Relation, Status
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt import consistency as module
 from kcdsl_backends.smt import vacuity as parts

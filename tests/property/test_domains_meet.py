@@ -14,6 +14,7 @@ from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.state import Kernels
 from kcdsl_backends.drift.interval import kernel_boxes
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import Pair, pair
 from kcdsl_certs.recheck.derivation import Derivation
@@ -21,7 +22,6 @@ from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Scene
 from kcdsl_certs.recheck.interval_walk import Enclosed, enclosed
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.grids import by_turns

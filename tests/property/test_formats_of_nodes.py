@@ -16,10 +16,10 @@ from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
-from kcdsl_certs.rejected import Rejected
 from tests.support import eager, proofs
 from tests.support.prover import block, parameters
 from tests.support.rationals.exact import Rational

@@ -17,12 +17,12 @@ from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops.activations import SILU, activation_error
 from kcdsl_backends.drift.ops.norms.written import written
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.ops.activations import sigmoid_stored
 from kcdsl_certs.recheck.ops.norm_errors import Norm, losses
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, numerics
 

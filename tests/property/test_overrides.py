@@ -16,6 +16,7 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine_walk import drift as affine
 from kcdsl_certs.recheck.bounds_walk import derive as checked_planes
 from kcdsl_certs.recheck.derivation import Derivation
@@ -25,7 +26,6 @@ from kcdsl_certs.recheck.interval.state import numeric
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.numerics.kernel import fits
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.prover import block, numerics, parameters
 

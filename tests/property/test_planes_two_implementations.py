@@ -19,6 +19,7 @@ from kcdsl_backends.drift.linear.tape import Functional as ProverFunctional
 from kcdsl_backends.drift.linear.tape import LinearEntry as ProverEntry
 from kcdsl_backends.drift.linear_bounds import hints_of, linear_bounds
 from kcdsl_backends.drift.linear_bounds import linear_walk as prove
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.bounds_walk import walk as derive
 from kcdsl_certs.recheck.derivation import Derivation
@@ -26,7 +27,6 @@ from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.linear_bounds.context import Context
 from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Functional
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.grids import by_turns
 from tests.support.plane_blocks import RULES, feed_forward

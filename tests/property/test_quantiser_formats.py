@@ -22,6 +22,7 @@ from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.parameters import Parameters
@@ -31,7 +32,6 @@ from kcdsl_certs.recheck.numerics.formats import CODES
 from kcdsl_certs.recheck.numerics.formats import nearest as rounded
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import Cells
 from tests.support.rationals.linear import _quantisation
 from tests.support.rationals.weights import RationalParameters

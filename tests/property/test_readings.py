@@ -22,13 +22,13 @@ from kcdsl_backends.drift.boxes.rounding import several
 from kcdsl_backends.drift.boxes.state import Kernels
 from kcdsl_backends.drift.interval import propagate
 from kcdsl_backends.drift.linear_bounds import linear_bounds as drift_of_planes
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine_walk import drift
 from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval_walk import enclosed
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 

@@ -19,6 +19,7 @@ from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import term_roundings
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine_walk import drift as affine
 from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.derivation import Derivation
@@ -27,7 +28,6 @@ from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import numeric
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 

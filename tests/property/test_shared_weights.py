@@ -20,7 +20,7 @@ import torch
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import AffineForms
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.recheck.affine_walk import Pair, pair
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse

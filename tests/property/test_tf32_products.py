@@ -13,8 +13,8 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)
 TF32 = {"preset": "torch-eager", "products": "tfloat32"}

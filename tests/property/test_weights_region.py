@@ -256,7 +256,7 @@ def build(block: str, rng: np.random.Generator) -> Any:
 
 
 def around(document: Any, rho: Fraction) -> Any:
-    from kcdsl_certs.reals import real_text
+    from kcdsl_certs.encoding.reals import real_text
 
     for case in document["cases"]:
         case["region"]["weights"] = real_text(rho)

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from kcdsl.check.compile import load_program
 from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.requirements import required_clauses
+from kcdsl_certs.encoding.strict import canonical_json, time_text
 from kcdsl_certs.signatures import (
     PAYLOAD_TYPE,
     Envelope,
@@ -37,7 +38,6 @@ from kcdsl_certs.signatures import (
     sign,
 )
 from kcdsl_certs.statement import NEEDED, Evidence, Verdict, certificate_id
-from kcdsl_certs.strict import canonical_json, time_text
 
 CONTRACT = """\
 kcdsl: 1

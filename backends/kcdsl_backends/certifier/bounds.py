@@ -31,7 +31,7 @@ from kcdsl_backends.drift.functionals import (
 )
 from kcdsl_backends.drift.interval import Bounds
 from kcdsl_backends.drift.linear_bounds import Effort, LinearFound, cheap
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 _PLACES = 3
 """Places of the output, those with the largest bounds, at which an attack pushes first."""

@@ -24,7 +24,7 @@ from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
 from kcdsl_backends.drift.boxes import up
 from kcdsl_backends.requests import Request, requests_of, select
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from kcdsl.diagnostics import Diagnostic
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Program
-from kcdsl.verdict.difference import Difference
 from kcdsl.verdict.outcome import Implied, ImpliedBound, ProvedDrift
+from kcdsl.verdict.studies.difference import Difference
 
 __all__ = ["BACKEND", "Implied", "ImpliedBound", "ProvedDrift", "SmtBackend"]
 

@@ -35,7 +35,7 @@ from kcdsl.logic.axioms import (
 )
 from kcdsl.logic.relations import NORMS
 from kcdsl_backends.smt.solver import Expression, Z3Algebra, real
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 if TYPE_CHECKING:
     from kcdsl_backends.smt.translation import Translator

@@ -44,7 +44,7 @@ from kcdsl.verdict.outcome import Implied, ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.axioms import number, outward
 from kcdsl_backends.smt.solver import Outcome, Solver, lies_inside
 from kcdsl_backends.smt.translation import Translator
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 # --- bounds of each metric ------------------------------------------------------------------------
 

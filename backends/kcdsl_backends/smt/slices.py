@@ -45,7 +45,7 @@ from kcdsl.ir.terms import (
 from kcdsl_backends.smt.claims import LEVELS, action_of
 from kcdsl_backends.smt.findings import Findings
 from kcdsl_backends.smt.solver import Clock, Outcome, emptiness
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 WHOLE_FIELDS = ("length",)
 """Fields of requests that hold whole numbers from 1 on."""

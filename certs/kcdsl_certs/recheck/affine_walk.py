@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
@@ -21,7 +22,6 @@ from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, pinned, 
 from kcdsl_certs.recheck.interval_walk import enclosed
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.table import computed, operation_of
-from kcdsl_certs.rejected import Rejected
 
 Row = tuple[int, ...]
 

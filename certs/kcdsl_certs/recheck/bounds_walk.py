@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.documents.hints import Bent, PlaneHints, Searched
 from kcdsl_certs.recheck.graphs.graph import Array
@@ -17,7 +18,6 @@ from kcdsl_certs.recheck.interval_walk import apply, magnitudes
 from kcdsl_certs.recheck.linear_bounds.context import DEVIATION, DRIFT, Context, elements, is_number
 from kcdsl_certs.recheck.linear_bounds.tape import Functional, Slopes
 from kcdsl_certs.recheck.ops.table import operation_of
-from kcdsl_certs.rejected import Rejected
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.chain_document import Chain, ChainCase, Link
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, numbers_of
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
-from kcdsl_certs.rejected import Rejected
 
 Source = tuple[str | int | tuple[int, ...], ...]
 """What a wire reads: an earlier wire by its number, or a leaf by its content."""

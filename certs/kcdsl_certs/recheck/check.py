@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, Chain, parse_chain
@@ -17,7 +18,6 @@ from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof, loa
 from kcdsl_certs.recheck.graphs.graph import Block
 from kcdsl_certs.recheck.interval.parameters import Tensor, read
 from kcdsl_certs.recheck.ops.table import OPERATIONS
-from kcdsl_certs.rejected import Rejected
 
 # Of each new number: two ends of three boxes (interval), or reference and reach.
 _BOXES, _FORMS = 6 * 8, 2 * 8

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine_walk import Pair, pair
 from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof
@@ -23,7 +24,6 @@ from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
 from kcdsl_certs.recheck.ops.leaves import table
 from kcdsl_certs.recheck.ops.table import POINTWISE
 from kcdsl_certs.recheck.output import bound, interface_ellipsoids, of_drift, of_rows, stays
-from kcdsl_certs.rejected import Rejected
 
 
 class Derivation:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box
@@ -22,7 +23,6 @@ from kcdsl_certs.recheck.interval.state import (
 )
 from kcdsl_certs.recheck.ops.attention import context
 from kcdsl_certs.recheck.ops.table import computed, operation_of
-from kcdsl_certs.rejected import Rejected
 
 # Reasons to have no bound, beside which other domains stand by themselves.
 _BOUNDLESS = ("bound/not-finite", "bound/overflow")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.curves import ball
 from kcdsl_certs.recheck.affine.ellipsoids import sum_of
@@ -22,7 +23,6 @@ from kcdsl_certs.recheck.documents.document import Functional
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Held, State
-from kcdsl_certs.rejected import Rejected
 
 
 def bound(functional: Functional, output: State) -> float:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import Fields, strict_base64, strict_load
 from kcdsl_certs.signatures.keys import SigningKey, TrustedKey
-from kcdsl_certs.strict import Fields, strict_base64, strict_load
 
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

@@ -18,8 +18,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.files import read_limited
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import read_limited
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import parse_time, time_text
 from kcdsl_certs.signatures.keys import (
     PublicKey,
     Rules,
@@ -28,7 +29,6 @@ from kcdsl_certs.signatures.keys import (
     load_public,
 )
 from kcdsl_certs.statement import PARTS, PREDICATE_TYPE, STAGES, TRANSFER_TYPE
-from kcdsl_certs.strict import parse_time, time_text
 
 ROLES = {"certificate": PREDICATE_TYPE, "transfer": TRANSFER_TYPE}
 _LARGEST = 4 * 1024 * 1024

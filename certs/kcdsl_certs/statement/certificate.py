@@ -8,7 +8,7 @@ from datetime import datetime
 from operator import itemgetter
 from typing import Any
 
-from kcdsl_certs.records import (
+from kcdsl_certs.encoding.records import (
     COUNT,
     DIGEST,
     FLAG,
@@ -22,11 +22,11 @@ from kcdsl_certs.records import (
     member,
     one_of,
 )
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import Fields, canonical_json, sha256_of
 from kcdsl_certs.statement.clauses import CertifiedClause, Verdict
 from kcdsl_certs.statement.triple import Triple
 from kcdsl_certs.statement.verdicts import overall
-from kcdsl_certs.strict import Fields, canonical_json, sha256_of
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.2"

@@ -8,8 +8,8 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import Any
 
-from kcdsl_certs.reals import Rounding
-from kcdsl_certs.records import (
+from kcdsl_certs.encoding.reals import Rounding
+from kcdsl_certs.encoding.records import (
     COUNT,
     DIGEST,
     OBJECT,
@@ -23,7 +23,7 @@ from kcdsl_certs.records import (
     member,
     one_of,
 )
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement.quantities import QUANTITY, REGION, Quantity, Region
 
 

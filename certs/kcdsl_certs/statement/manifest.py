@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kcdsl_certs.files import open_regular, shown
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import canonical_digest
+from kcdsl_certs.encoding.files import open_regular, shown
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import canonical_digest
 
 SCHEMA = "kcdsl.checkpoint-manifest/1"
 _CHUNK = 1 << 20

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.reals import parse_real, real_text
-from kcdsl_certs.records import COUNT, REAL, TEXT, Codec, Entry, Record, one_of
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import Fields
+from kcdsl_certs.encoding.reals import parse_real, real_text
+from kcdsl_certs.encoding.records import COUNT, REAL, TEXT, Codec, Entry, Record, one_of
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import Fields
 
 NORMS = ("inf", "2", "span")
 REGIONS = ("points", "ball", "hull", "rows")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.reals import real_text
-from kcdsl_certs.records import (
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.records import (
     DIGEST,
     RAW,
     REAL,

@@ -13,8 +13,8 @@ from datetime import datetime
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.reals import real_text
-from kcdsl_certs.records import (
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.records import (
     COUNT,
     DIGEST,
     PLAIN_NAME,
@@ -26,7 +26,7 @@ from kcdsl_certs.records import (
     measured,
     one_of,
 )
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement.certificate import (
     BODY,
     NAMED,

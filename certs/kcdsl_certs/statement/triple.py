@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import Fields, canonical_digest, sha256_of
 from kcdsl_certs.statement.manifest import Manifest
-from kcdsl_certs.strict import Fields, canonical_digest, sha256_of
 
 SCHEMA = "kcdsl.triple/1"
 

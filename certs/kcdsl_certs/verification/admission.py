@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kcdsl_certs.files import read_limited
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import read_limited
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import strict_load, time_text
 from kcdsl_certs.signatures import LARGEST_BUNDLE, decode, parse_bundle
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
@@ -28,7 +29,6 @@ from kcdsl_certs.statement import (
     payload_bytes,
     transfer_bytes,
 )
-from kcdsl_certs.strict import strict_load, time_text
 from kcdsl_certs.verification.coverage import check_results, refuse_stray
 from kcdsl_certs.verification.evidence import Evidence
 from kcdsl_certs.verification.proofs import load_proof

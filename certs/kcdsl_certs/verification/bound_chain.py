@@ -21,8 +21,8 @@ from decimal import (
 )
 from fractions import Fraction
 
-from kcdsl_certs.reals import parse_hex
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.reals import parse_hex
+from kcdsl_certs.encoding.rejected import Rejected
 
 METRICS = (
     "tv",

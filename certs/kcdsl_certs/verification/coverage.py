@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Set
 from fractions import Fraction
 
-from kcdsl_certs.reals import real_text
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import (
     LOWER,
     UPPER,

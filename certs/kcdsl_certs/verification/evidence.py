@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.files import open_regular
-from kcdsl_certs.reals import parse_real
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import open_regular
+from kcdsl_certs.encoding.reals import parse_real
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import LARGEST_DOCUMENT, Fields, loose_load
 from kcdsl_certs.statement import (
     MEASURED,
     NEEDED,
@@ -19,7 +20,6 @@ from kcdsl_certs.statement import (
     Triple,
     Verdict,
 )
-from kcdsl_certs.strict import LARGEST_DOCUMENT, Fields, loose_load
 
 _CHUNK = 1 << 20
 _KERNELS, _REPORT = "kcdsl.kernels/1", "kcdsl.report/2"

@@ -12,9 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from kcdsl_certs.files import open_regular
-from kcdsl_certs.reals import parse_hex, parse_real, real_text
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import open_regular
+from kcdsl_certs.encoding.reals import parse_hex, parse_real, real_text
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import Fields, sha256_of, strict_base64, strict_load
 from kcdsl_certs.statement import (
     LOWER,
     UPPER,
@@ -26,7 +27,6 @@ from kcdsl_certs.statement import (
     Verdict,
     holds,
 )
-from kcdsl_certs.strict import Fields, sha256_of, strict_base64, strict_load
 
 _WIDER = {"points": {"ball"}}
 """Kinds of region that hold those of another kind: balls around points hold the points."""

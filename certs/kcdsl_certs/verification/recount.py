@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.files import open_regular
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import open_regular
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import (
+    LARGEST_DOCUMENT,
+    Fields,
+    canonical_digest,
+    loose_load,
+    strict_load,
+)
 from kcdsl_certs.statement import (
     ATTACK,
     MEASURED,
@@ -17,7 +24,6 @@ from kcdsl_certs.statement import (
     SliceSource,
     Verdict,
 )
-from kcdsl_certs.strict import LARGEST_DOCUMENT, Fields, canonical_digest, loose_load, strict_load
 from kcdsl_certs.verification.proofs import LARGEST_PROOF, load_proof
 from kcdsl_certs.verification.rows import Row, Selected, read_rows, select
 

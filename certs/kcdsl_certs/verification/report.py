@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import Trust
 from kcdsl_certs.statement import Predicate
 from kcdsl_certs.verification.proofs import Outcome

@@ -9,8 +9,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from kcdsl_certs.reals import parse_real
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.reals import parse_real
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import OPERATORS, holds
 
 BYTES = "bytes"

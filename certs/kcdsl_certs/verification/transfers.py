@@ -10,9 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kcdsl_certs.files import open_regular
-from kcdsl_certs.reals import real_text
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import open_regular
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import strict_load, time_text
 from kcdsl_certs.signatures import envelope as dsse
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
@@ -30,7 +31,6 @@ from kcdsl_certs.statement import (
     parse_predicate,
     parse_statement,
 )
-from kcdsl_certs.strict import strict_load, time_text
 from kcdsl_certs.verification.coverage import check_clauses
 from kcdsl_certs.verification.proofs import (
     LARGEST_PROOF,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kcdsl_certs.files import open_regular
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import open_regular
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import strict_load, time_text
 from kcdsl_certs.signatures import TrustedKey, TrustPolicy, unique_keys
 from kcdsl_certs.signatures import envelope as dsse
 from kcdsl_certs.statement import (
@@ -32,7 +33,6 @@ from kcdsl_certs.statement import (
     relaxed,
     states,
 )
-from kcdsl_certs.strict import strict_load, time_text
 from kcdsl_certs.verification.coverage import check_clauses
 from kcdsl_certs.verification.evidence import Evidence, refuse_unnamed
 from kcdsl_certs.verification.evidence import compare as compare_evidence

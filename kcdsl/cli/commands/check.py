@@ -84,7 +84,7 @@ class Check(Trusts):
         from kcdsl.model.files import Artefacts
         from kcdsl.release.artefacts import ArtefactRefused
         from kcdsl.release.requirements import build_expectation
-        from kcdsl_certs.rejected import Rejected
+        from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.verification.report import Combined, refused
 
         if self.signature_only and (self.recheck or self.complete):
@@ -188,8 +188,8 @@ def read_certificate(path: Path) -> bytes:
 
 
 def _moment(text: str | None) -> datetime:
-    from kcdsl_certs.rejected import Rejected
-    from kcdsl_certs.strict import parse_time
+    from kcdsl_certs.encoding.rejected import Rejected
+    from kcdsl_certs.encoding.strict import parse_time
 
     if text is None:
         return datetime.now(UTC)
@@ -270,7 +270,7 @@ class Transfer(Trusts, RunsCode, Signs):
         from kcdsl.release.transfer import plan
         from kcdsl.source.files import in_contract
         from kcdsl.source.writing import write_bytes
-        from kcdsl_certs.rejected import Rejected
+        from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.verification.transfers import Weights
 
         path = Path(self.certificate)
@@ -327,7 +327,7 @@ class Transfer(Trusts, RunsCode, Signs):
         from datetime import UTC, datetime
 
         from kcdsl.release.requirements import build_expectation
-        from kcdsl_certs.rejected import Rejected
+        from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.signatures import decode, parse_bundle
         from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
         from kcdsl_certs.verification.report import refused
@@ -419,7 +419,7 @@ def _show(found: Plan, target: Path | None, as_json: bool) -> None:
     from rich.text import Text
 
     from kcdsl.verdict.text.console import print_on, table
-    from kcdsl_certs.reals import real_text
+    from kcdsl_certs.encoding.reals import real_text
 
     rows = []
     for item in found.carried:

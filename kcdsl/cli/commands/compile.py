@@ -267,7 +267,7 @@ class Diff(Command):
         """Print how the new contract differs; exit code 1 if it may accept what the old one
         refuses, 3 if that is open."""
         from kcdsl.cli.common.output import progress_bars
-        from kcdsl.verdict.difference import Difference, Relation, full, markdown
+        from kcdsl.verdict.studies.difference import Difference, Relation, full, markdown
 
         old, new = _program(self.old), _program(self.new)
         backend = solver_backend("kcdsl diff")

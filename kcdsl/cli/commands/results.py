@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     from kcdsl.diagnostics.spans import SourceFile, Span
     from kcdsl.ir.terms import Program
-    from kcdsl.verdict.convergence import Convergence
     from kcdsl.verdict.counterexample import Replayed
     from kcdsl.verdict.report import Report as Concluded
+    from kcdsl.verdict.studies.convergence import Convergence
     from kcdsl_certs.statement import Expectation, Predicate
 
 
@@ -151,8 +151,8 @@ def _written(folder: Path) -> list[Path]:
 
 
 def _join(contract: Contract, expectation: Expectation, files: Sequence[Path]) -> Convergence:
-    from kcdsl.verdict.convergence import join
-    from kcdsl_certs.rejected import Rejected
+    from kcdsl.verdict.studies.convergence import join
+    from kcdsl_certs.encoding.rejected import Rejected
 
     read: dict[str, Predicate] = {}
     unused: dict[str, str] = {}
@@ -173,8 +173,8 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import input_at_hand
     from kcdsl.release.signing import CERTIFICATE, read_envelope
-    from kcdsl_certs.files import read_limited
-    from kcdsl_certs.rejected import Rejected
+    from kcdsl_certs.encoding.files import read_limited
+    from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.statement import LARGEST_PAYLOAD, Predicate
     from kcdsl_certs.verification.admission import admit
     from kcdsl_certs.verification.coverage import check_stated
@@ -198,7 +198,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
 def _print(found: Convergence) -> None:
     from rich.text import Text
 
-    from kcdsl.verdict.convergence import MISSING
+    from kcdsl.verdict.studies.convergence import MISSING
     from kcdsl.verdict.text.console import print_on
 
     print_on(sys.stdout, _table(found))

@@ -100,7 +100,7 @@ class Sign(Command):
             signing_keys,
         )
         from kcdsl.source.writing import write_bytes
-        from kcdsl_certs.rejected import Rejected
+        from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.signatures import bundle_bytes, sign
         from kcdsl_certs.verification.admission import admit
 
@@ -146,8 +146,8 @@ def _beside(target: Path, statement: Path) -> Path:
 def _read(path: Path, add: bool) -> tuple[bytes, Envelope | None]:
     """Return the statement, and the envelope that it lies in where signatures are added."""
     from kcdsl.release.signing import read_envelope
-    from kcdsl_certs.files import read_limited
-    from kcdsl_certs.rejected import Rejected
+    from kcdsl_certs.encoding.files import read_limited
+    from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.signatures import PAYLOAD_TYPE
     from kcdsl_certs.statement import LARGEST_PAYLOAD
 
@@ -195,8 +195,8 @@ def _show(admitted: Admitted, before: Envelope | None) -> None:
 
 def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
     """Yield all that is signed and that a person can judge."""
+    from kcdsl_certs.encoding.strict import time_text
     from kcdsl_certs.statement import Predicate, certificate_id
-    from kcdsl_certs.strict import time_text
 
     body = admitted.body
     triple = body.triple

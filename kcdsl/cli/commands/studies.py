@@ -38,8 +38,8 @@ from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
-    from kcdsl.verdict.attribution import Attribution
-    from kcdsl.verdict.plan import Plan as Planned
+    from kcdsl.verdict.studies.attribution import Attribution
+    from kcdsl.verdict.studies.plan import Plan as Planned
 
 
 # --- plan ----------------------------------------------------------------------------------------

@@ -349,8 +349,8 @@ def _exact(
 
     `wrong` is the code of the refusal and its message, with a place for the text.
     """
-    from kcdsl_certs.reals import parse_real
-    from kcdsl_certs.rejected import Rejected
+    from kcdsl_certs.encoding.reals import parse_real
+    from kcdsl_certs.encoding.rejected import Rejected
 
     code, message = wrong
     try:

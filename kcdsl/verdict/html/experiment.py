@@ -8,7 +8,11 @@ from html import escape
 from textwrap import wrap
 from typing import Any
 
-from kcdsl.verdict.experiment import (
+from kcdsl.verdict.html.page import rendered
+from kcdsl.verdict.html.svg import Drawing
+from kcdsl.verdict.model import SIGNS
+from kcdsl.verdict.quantities import rate_text
+from kcdsl.verdict.studies.experiment import (
     Column,
     Entry,
     columns,
@@ -17,10 +21,6 @@ from kcdsl.verdict.experiment import (
     not_run,
     not_shown,
 )
-from kcdsl.verdict.html.page import rendered
-from kcdsl.verdict.html.svg import Drawing
-from kcdsl.verdict.model import SIGNS
-from kcdsl.verdict.quantities import rate_text
 from kcdsl.verdict.words import VERDICTS, against
 
 _CELL, _HIGH, _LEFT, _TOP, _GAP = 86.0, 44.0, 58.0, 62.0, 26.0

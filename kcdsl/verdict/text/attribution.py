@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from kcdsl.verdict.attribution import Attribution, Candidate, Figure, Layers, Source
 from kcdsl.verdict.quantities import UNREACHED
+from kcdsl.verdict.studies.attribution import Attribution, Candidate, Figure, Layers, Source
 from kcdsl.verdict.text.console import folded, heading, print_on, table
 
 _BAR = 20

@@ -19,7 +19,7 @@ from kcdsl.verdict.quantities import quantity
 from kcdsl.verdict.records import number
 from kcdsl.verdict.result import reason
 from kcdsl.verdict.text.console import table
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 VERIFY_SCHEMA = "kcdsl.verify/2"
 

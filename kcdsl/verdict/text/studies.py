@@ -9,7 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from kcdsl.verdict.experiment import (
+from kcdsl.verdict.model import SHOWN
+from kcdsl.verdict.quantities import UNREACHED
+from kcdsl.verdict.result import share_above
+from kcdsl.verdict.studies.experiment import (
     Entry,
     columns,
     entry,
@@ -18,10 +21,7 @@ from kcdsl.verdict.experiment import (
     not_run,
     not_shown,
 )
-from kcdsl.verdict.model import SHOWN
-from kcdsl.verdict.plan import Plan, PlanRow
-from kcdsl.verdict.quantities import UNREACHED
-from kcdsl.verdict.result import share_above
+from kcdsl.verdict.studies.plan import Plan, PlanRow
 from kcdsl.verdict.text.console import folded, heading, print_on, short, table
 from kcdsl.verdict.text.report import clause_table, conclusion, reasons
 from kcdsl.verdict.words import looks_in_words

@@ -14,6 +14,7 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
 from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import drift as derive
 from kcdsl_certs.recheck.affine_walk import walk
@@ -22,7 +23,6 @@ from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, Scene, numeric
 from kcdsl_certs.recheck.interval_walk import propagate
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 

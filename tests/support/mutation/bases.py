@@ -463,8 +463,8 @@ def repaired(document: Document, constants: bool) -> Document:
 
 
 def _digest_of(record: Any, otherwise: Any) -> Any:
+    from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.recheck.graphs.graph import parse_array
-    from kcdsl_certs.rejected import Rejected
 
     try:
         return parse_array(record, "").digest

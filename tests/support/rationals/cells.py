@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.numerics.formats import Format
-from kcdsl_certs.rejected import Rejected
 
 MOST_TERMS = 4_000_000
 Shape = tuple[int, ...]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import ZERO, Cells, Pair, add, both, mul
 from tests.support.rationals.linear import middle
 from tests.support.rationals.state import (

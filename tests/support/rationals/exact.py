@@ -11,12 +11,12 @@ from fractions import Fraction
 from pathlib import Path
 from unittest.mock import patch
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import Outcome, recheck
 from kcdsl_certs.recheck.documents.document import Case, Ends, Functional, Proof
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.parameters import Tensor
 from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import elementwise, linear, moves
 from tests.support.rationals.cells import Cells, Pair, add, ceiling, root, sub
 from tests.support.rationals.state import Known, Scene, pinned

@@ -8,9 +8,9 @@ import struct
 from collections.abc import Sequence
 from fractions import Fraction
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Array, Node, View
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FORMATS
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
     Cells,

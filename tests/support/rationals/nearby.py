@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.numerics.formats import CODES, FLOAT32, FORMATS, LAYOUTS, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
     Cells,

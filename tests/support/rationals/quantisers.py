@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,
     FLOAT32,
@@ -18,7 +19,6 @@ from kcdsl_certs.recheck.numerics.formats import (
     NESTED,
 )
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
     Cells,

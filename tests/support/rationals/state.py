@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import nearby
 from tests.support.rationals.cells import (
     Cells,

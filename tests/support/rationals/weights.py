@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping
 from fractions import Fraction
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval.parameters import FLOATS, Tensor
 from kcdsl_certs.recheck.numerics.formats import (
@@ -19,7 +20,6 @@ from kcdsl_certs.recheck.numerics.formats import (
     Format,
 )
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     Cells,
     Shape,

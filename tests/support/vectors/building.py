@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kcdsl_certs.encoding.strict import canonical_json
 from kcdsl_certs.signatures import PAYLOAD_TYPE, SigningKey, bundle_bytes, sign
 from kcdsl_certs.statement import Predicate, payload_bytes
-from kcdsl_certs.strict import canonical_json
 from tests.support.vectors.golden import (
     KEY_A,
 )

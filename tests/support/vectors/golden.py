@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
 
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.strict import canonical_digest, canonical_json
 from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import (
     CertifiedClause,
@@ -42,7 +43,6 @@ from kcdsl_certs.statement import (
     Verdict,
     build_manifest,
 )
-from kcdsl_certs.strict import canonical_digest, canonical_json
 from kcdsl_certs.verification.rows import BYTES
 
 SEED_A = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")

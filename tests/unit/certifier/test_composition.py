@@ -38,10 +38,10 @@ from kcdsl_backends.certifier.stages import (
 )
 from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.drift.boxes import Box
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.chain import refuse_other
 from kcdsl_certs.recheck.graphs.graph import parse_array, parse_block
 from kcdsl_certs.recheck.graphs.reading import Reader
-from kcdsl_certs.rejected import Rejected
 from tests.support.chains import chained, small
 from tests.support.small_models import write_contract, write_model
 

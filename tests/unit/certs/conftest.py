@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kcdsl_certs.encoding.strict import parse_time
 from kcdsl_certs.signatures import SigningKey, TrustedKey, TrustPolicy, bundle_bytes, sign
 from kcdsl_certs.statement import PREDICATE_TYPE, Predicate, payload_bytes
-from kcdsl_certs.strict import parse_time
 from kcdsl_certs.verification.proofs import PresentProofs
 from kcdsl_certs.verification.report import Report
 from kcdsl_certs.verification.verify import verify

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import read_policy
 from kcdsl_certs.statement import (
     PARTS,

@@ -9,7 +9,8 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import parse_time
 from kcdsl_certs.signatures import (
     Algorithm,
     PublicKey,
@@ -19,7 +20,6 @@ from kcdsl_certs.signatures import (
     load_private,
     load_public,
 )
-from kcdsl_certs.strict import parse_time
 
 _KINDS = frozenset({"t"})
 

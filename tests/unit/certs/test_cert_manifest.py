@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import build_manifest
 
 

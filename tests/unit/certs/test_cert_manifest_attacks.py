@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl_certs.files import open_regular, plain_path
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.files import open_regular, plain_path
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import build_manifest
 
 

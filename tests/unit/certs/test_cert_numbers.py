@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.reals import (
+    Measured,
+    Rounding,
+    decimal_text,
+    parse_hex,
+    parse_real,
+    real_text,
+)
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import (
     CertifiedClause,
     Evidence,

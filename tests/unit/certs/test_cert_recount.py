@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import canonical_digest
 from kcdsl_certs.statement import (
     CertifiedClause,
     Evidence,
@@ -18,7 +19,6 @@ from kcdsl_certs.statement import (
     SliceSource,
     Verdict,
 )
-from kcdsl_certs.strict import canonical_digest
 from kcdsl_certs.verification.recount import Recount
 from tests.support.quantities import norm
 

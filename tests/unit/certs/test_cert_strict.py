@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import canonical_json, parse_time, strict_base64, strict_load, time_text
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import (
+    canonical_json,
+    parse_time,
+    strict_base64,
+    strict_load,
+    time_text,
+)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import parse_time
 from kcdsl_certs.signatures import (
     Algorithm,
     Signature,
@@ -38,7 +39,6 @@ from kcdsl_certs.statement import (
     parse_predicate,
     payload_bytes,
 )
-from kcdsl_certs.strict import parse_time
 from kcdsl_certs.verification.proofs import Outcome, PresentProofs, ProofResult
 from kcdsl_certs.verification.report import STEPS, Check, Combined, Report, refused
 from tests.support.quantities import statistic

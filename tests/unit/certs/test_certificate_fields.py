@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from kcdsl_certs.reals import Measured
+from kcdsl_certs.encoding.reals import Measured
+from kcdsl_certs.encoding.strict import canonical_digest, canonical_json, parse_time
 from kcdsl_certs.signatures import TrustedKey, TrustPolicy, bundle_bytes, sign
 from kcdsl_certs.statement import (
     PREDICATE_TYPE,
@@ -34,7 +35,6 @@ from kcdsl_certs.statement import (
     build_manifest,
     payload_bytes,
 )
-from kcdsl_certs.strict import canonical_digest, canonical_json, parse_time
 from kcdsl_certs.verification.proofs import Rechecker
 from kcdsl_certs.verification.report import Report
 from kcdsl_certs.verification.verify import verify

@@ -11,7 +11,7 @@ import mpmath
 import pytest
 
 from kcdsl.inequalities import bound, gradient_bias, reward, span_from_norm
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.verification.bound_chain import METRICS, implied_bound, span_of_norm
 
 CONSTANTS = {

@@ -15,13 +15,13 @@ import torch
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.numerics import specification
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 from tests.support.rationals.exact import recheck_exactly

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import box
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import cells
 
 NUMBERS = st.one_of(

@@ -17,12 +17,12 @@ import rfc8785
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.reading import canonical
 from kcdsl_certs.recheck.interval.parameters import read
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.exact import recheck_exactly
 
 Document = dict[str, Any]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.chain import joined, refuse_gaps, refuse_other
 from kcdsl_certs.recheck.documents.chain_document import LARGEST_DRIFT, Chain, ChainCase, Link
 from kcdsl_certs.recheck.documents.document import Case, Proof, Region, parse
 from kcdsl_certs.recheck.graphs.graph import Block
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 
 KERNEL = proofs.numerics("float32", "any")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.derivation import Derivation
@@ -19,7 +20,6 @@ from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.linear_bounds import context
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import straight_oddly
 from tests.support.mutation.bases import made

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpmath import mp, mpf
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.interval import box, sums
@@ -23,7 +24,6 @@ from kcdsl_certs.recheck.ops import functions, norms, views
 from kcdsl_certs.recheck.ops.attention import context, probabilities, rope
 from kcdsl_certs.recheck.ops.attention.softmax import softmax_interval
 from kcdsl_certs.recheck.ops.linear import quantised_inputs
-from kcdsl_certs.rejected import Rejected
 
 mp.dps = 60
 

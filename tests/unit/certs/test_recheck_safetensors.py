@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.parameters import parse, read
-from kcdsl_certs.rejected import Rejected
 
 
 def file(header: Any, body: bytes = b"\0" * 8, length: int | None = None) -> memoryview:

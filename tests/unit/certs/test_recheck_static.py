@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.numerics.kernel import Static
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.mutation.bases import claimed
 

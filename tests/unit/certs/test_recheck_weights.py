@@ -12,11 +12,11 @@ import torch
 
 from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval.parameters import Parameters, Tensor, as_float32
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.weights import RationalParameters
 
 CODES: dict[str, Any] = {

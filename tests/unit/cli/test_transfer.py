@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.release.transfer import ASSUMPTIONS
-from kcdsl_certs.reals import parse_real
+from kcdsl_certs.encoding.reals import parse_real
+from kcdsl_certs.encoding.strict import canonical_json, strict_load
 from kcdsl_certs.signatures import bundle_bytes, decode, load_private, parse_bundle, sign
 from kcdsl_certs.statement import (
     Carried,
@@ -28,7 +29,6 @@ from kcdsl_certs.statement import (
     parse_transfer,
     transfer_bytes,
 )
-from kcdsl_certs.strict import canonical_json, strict_load
 from tests.support.small_models import write_contract, write_model
 
 RHO = 0.01
@@ -242,9 +242,9 @@ def test_other_tensors_are_refused(cli: Any, folder: Path) -> None:
 
 
 def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> None:
+    from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.recheck.interval.parameters import read
     from kcdsl_certs.recheck.interval.weight_ball import moved, same_tensors
-    from kcdsl_certs.rejected import Rejected
 
     def tensors(name: str, w: torch.Tensor) -> Any:
         save_file({"w": w}, tmp_path / name)

@@ -52,7 +52,7 @@ def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) 
 @pytest.mark.full
 def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: Path) -> None:
     """The clause is bound to a chain as to any proof: by block, region, functional and cases."""
-    from kcdsl_certs.rejected import Rejected
+    from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.verification.proofs import bind
 
     write_contract(folder, MODEL)

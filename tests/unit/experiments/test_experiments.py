@@ -19,9 +19,9 @@ from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.model import own_code
 from kcdsl.model.adapters import ADAPTERS
-from kcdsl.verdict.experiment import entry, not_run
 from kcdsl.verdict.html.experiment import experiment_page, maps
 from kcdsl.verdict.quantities import rate_text
+from kcdsl.verdict.studies.experiment import entry, not_run
 from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.questions.cells import CHECKPOINT, cells_in, manifest
 from kcdsl_backends.empirical.questions.conditions import Axes, run_grid

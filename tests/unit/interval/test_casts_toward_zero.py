@@ -19,6 +19,7 @@ from kcdsl_backends.attack.operations import straight
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
@@ -28,7 +29,6 @@ from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.numerics.formats import FORMATS as OTHER
 from kcdsl_certs.recheck.numerics.formats import cut
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.prover import block, numerics, parameters
 from tests.support.rationals import cells

@@ -13,10 +13,10 @@ from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.certifier.sequences import FixedLength, row_axes
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_walk
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.any_length import KEY, ROW, marks_of
 from kcdsl_certs.recheck.ops.table import POINTWISE as CHECKED
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs, prover, sequences
 from tests.support.sequences import WIDTH, rows_of, scored
 

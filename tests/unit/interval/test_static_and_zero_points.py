@@ -20,11 +20,11 @@ from kcdsl_backends.drift.boxes.quantizers import codes, quantized_hull, quantiz
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import quantisers as checked
 from kcdsl_certs.recheck.interval.box import Box as CheckedBox
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
-from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import numerics
 

@@ -23,7 +23,7 @@ from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import (
     CertifiedClause,

@@ -38,7 +38,7 @@ from kcdsl.source.writing import write_bytes
 from kcdsl.verdict.model import Evidence as ProvedBy
 from kcdsl.verdict.model import Held
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import SigningKey, parse_bundle
 from kcdsl_certs.statement import CertifiedClause, Evidence, EvidenceFile, Verdict
 from tests.support.vectors.golden import ed25519_from_seed

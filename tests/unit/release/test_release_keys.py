@@ -9,7 +9,7 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.release.signing import PASSWORD_VARIABLE, read_private_key, signing_keys
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import generate, load_key
 
 

@@ -16,8 +16,8 @@ from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
+from kcdsl_certs.encoding.strict import canonical_json
 from kcdsl_certs.statement import CertifiedClause, ProofReference, Verdict
-from kcdsl_certs.strict import canonical_json
 
 Results = Callable[[ProofReference], list[CertifiedClause]]
 Status = Callable[..., tuple[int, dict[str, Any]]]

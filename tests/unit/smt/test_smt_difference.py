@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kcdsl.ir.terms import Arith, Budget, Clause, HasFields, Level
-from kcdsl.verdict.difference import ClauseDifference, Extent, Relation, Status, together
+from kcdsl.verdict.studies.difference import ClauseDifference, Extent, Relation, Status, together
 from kcdsl_backends.smt import BACKEND
 
 Build = Any

@@ -21,7 +21,7 @@ from kcdsl.model.numerics.formats import CASTS, Casts
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.boxes import gamma
 from kcdsl_backends.drift.boxes.sums import Sums
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 ASSUMPTION = (
     "independent roundings: every rounding of a sum, of a free cast and of a quantised activation "

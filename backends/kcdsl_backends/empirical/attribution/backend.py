@@ -15,7 +15,7 @@ from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.metrics import MetricDefinition, registry_of
 from kcdsl.model.architecture import Model
-from kcdsl.verdict.attribution import Attribution, Envelope, Layers
+from kcdsl.verdict.studies.attribution import Attribution, Envelope, Layers
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.blocks import swap_layers
 from kcdsl_backends.empirical.attribution.document import Frame, assemble

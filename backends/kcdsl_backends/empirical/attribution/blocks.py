@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.model.architecture import Model
-from kcdsl.verdict.attribution import Layer, Layers, Mismatch
+from kcdsl.verdict.studies.attribution import Layer, Layers, Mismatch
 from kcdsl_backends.empirical.attribution.envelopes import HEAD
 from kcdsl_backends.empirical.attribution.measurement import Subject, values_between
 from kcdsl_backends.empirical.attribution.shapley import Array, Statistic, Table, column

@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any, Literal
 
-from kcdsl.verdict.attribution import (
+from kcdsl.verdict.studies.attribution import (
     Attribution,
     Between,
     Candidate,

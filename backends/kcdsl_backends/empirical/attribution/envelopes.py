@@ -36,7 +36,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.presets import resolve
-from kcdsl.verdict.attribution import Envelope
+from kcdsl.verdict.studies.attribution import Envelope
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify, compare_request

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.verdict.attribution import Figure
+from kcdsl.verdict.studies.attribution import Figure
 from kcdsl_backends.empirical.statistics.bootstrap import (
     FEWEST_CLUSTERS,
     clustered_ratio,

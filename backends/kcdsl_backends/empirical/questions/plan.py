@@ -22,8 +22,8 @@ from kcdsl.metrics import registry_of
 from kcdsl.model.configuration import find_config
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from kcdsl.verdict import plan as document
-from kcdsl.verdict.plan import Plan, PlanRow
+from kcdsl.verdict.studies import plan as document
+from kcdsl.verdict.studies.plan import Plan, PlanRow
 from kcdsl_backends.empirical.questions.prior_report import Observed, read_prior
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
 from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS

@@ -24,7 +24,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
     check_rate,
     check_values,
 )
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import lower_tail
 
 _NEAR = 1e-9

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from kcdsl.ir.canonical import digest, normal_formula
 from kcdsl.ir.terms import Clause, Program
-from kcdsl.verdict.difference import (
+from kcdsl.verdict.studies.difference import (
     Change,
     ClauseDifference,
     Difference,

@@ -33,10 +33,10 @@ from kcdsl.ir.terms import (
     ThresholdTable,
 )
 from kcdsl.metrics import find_metric
-from kcdsl.verdict.difference import Change, Relation, from_implications
+from kcdsl.verdict.studies.difference import Change, Relation, from_implications
 from kcdsl_backends.smt.claims import LEVELS, action_of, acts_as_severely, evidence_rank
 from kcdsl_backends.smt.solver import Clock, selects_within
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 
 def text_of(clause: Clause) -> str:

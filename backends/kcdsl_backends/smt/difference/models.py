@@ -41,7 +41,7 @@ from kcdsl.ir.terms import (
 from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, Terms, other
 from kcdsl.metrics import find_metric
 from kcdsl.units import UNITS
-from kcdsl.verdict.difference import Extent, Witness, WitnessValue
+from kcdsl.verdict.studies.difference import Extent, Witness, WitnessValue
 from kcdsl_backends.smt.axioms import Quantity, UnknownInput
 from kcdsl_backends.smt.claims import Claim, quantified
 from kcdsl_backends.smt.implication import Refuted
@@ -55,7 +55,7 @@ from kcdsl_backends.smt.translation import (
     Translator,
     region_inside,
 )
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 
 
 @dataclass(frozen=True, slots=True)

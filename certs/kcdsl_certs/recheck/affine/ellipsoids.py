@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.interval.box import UNIT, Floats
+from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats
 from kcdsl_certs.recheck.interval.state import gamma
 
 _SMALL = 160  # up to this size all eigenvalues are computed
@@ -141,3 +141,10 @@ def rows_of(adjoint: Adjoint) -> list[tuple[Row, Adjoint]]:
         values = adjoint.values[(slice(None), *place)].reshape(adjoint.batch, *ones, -1)
         found.append((row, Adjoint(values, (*row, adjoint.start[-1]))))
     return found
+
+
+def norm_of(matrix: Floats, size: float) -> float:
+    """Return a bound of |M x|₂ for |x|₂ ≤ size."""
+    small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+    trace = float((matrix**2).sum()) * (1 + 2.0**-30) + TINY
+    return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)

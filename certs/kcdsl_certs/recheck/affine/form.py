@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Ends
 from kcdsl_certs.recheck.affine.tape import Apart, Entry, Tape
@@ -22,7 +23,6 @@ from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, rai
 from kcdsl_certs.recheck.interval.state import SUMMED, Mask, Scene, gamma, twice
 from kcdsl_certs.recheck.numerics.formats import Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 
 
 @dataclass(frozen=True, slots=True)

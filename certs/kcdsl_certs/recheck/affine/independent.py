@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.interval.box import Floats
 from kcdsl_certs.recheck.interval.sums import flushed, unit_of
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 
 _REMEMBERED = 16  # elements of an entry that may be counted in the worst case
 _TOGETHER = 64  # of all entries

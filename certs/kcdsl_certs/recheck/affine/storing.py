@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
@@ -21,7 +22,6 @@ from kcdsl_certs.recheck.interval.box import TINY, Bools, Floats, raised
 from kcdsl_certs.recheck.interval.state import SUMMED
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format, cut
 from kcdsl_certs.recheck.numerics.kernel import stepped
-from kcdsl_certs.rejected import Rejected
 
 _LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
 

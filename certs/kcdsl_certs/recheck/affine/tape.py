@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
 from kcdsl_certs.recheck.affine.cases import Together
 from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
-from kcdsl_certs.rejected import Rejected
 
 Pull = Callable[[Adjoint], Adjoint | None]
 

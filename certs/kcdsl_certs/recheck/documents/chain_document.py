@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.document import (
     MOST_CASES,
     Apart,
@@ -24,7 +25,6 @@ from kcdsl_certs.recheck.documents.document import (
 from kcdsl_certs.recheck.graphs.graph import Array, Block, parse_array, parse_block
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 
 CHAIN_SCHEMA = "kcdsl.chain-proof/2"
 MOST_LINKS = 10_000

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kcdsl_certs.reals import parse_real, real_text
+from kcdsl_certs.encoding.reals import parse_real, real_text
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.hints import PlaneHints, parse_planes
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.any_length import parse_tables
@@ -19,7 +20,6 @@ from kcdsl_certs.recheck.graphs.graph import Array, Block, parse_array, parse_bl
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"

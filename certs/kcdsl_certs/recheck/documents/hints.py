@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node, parse_array
 from kcdsl_certs.recheck.graphs.reading import Reader
-from kcdsl_certs.rejected import Rejected
 
 UNKNOWNS = ("deviation", "drift")
 SIDES = ("below", "above")

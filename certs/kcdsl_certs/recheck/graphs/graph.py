@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.reading import Reader, integer
-from kcdsl_certs.rejected import Rejected
 
 GRAPH_SCHEMA = "kcdsl.block-graph/3"
 MOST_NODES = 100_000

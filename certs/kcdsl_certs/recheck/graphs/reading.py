@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import strict_load
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import strict_load
 
 MOST_VALUES = 2**24  # parsed, a value takes some 60 bytes and more
 

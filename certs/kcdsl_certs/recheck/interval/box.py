@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -221,3 +221,11 @@ def raised(values: Floats) -> Floats:
 
 
 TINY = 2.0**-900  # more than what an operation may lose to float64 underflow
+
+
+def others(terms: Floats) -> Floats:
+    """Return for each element the sum of all others of its row, without a subtraction."""
+    none = np.zeros((*terms.shape[:-1], 1))
+    before = np.concatenate([none, np.cumsum(terms, axis=-1)[..., :-1]], axis=-1)
+    after = np.cumsum(terms[..., ::-1], axis=-1)[..., ::-1][..., 1:]
+    return np.asarray(before + np.concatenate([after, none], axis=-1))

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_certs.files import open_regular
+from kcdsl_certs.encoding.files import open_regular
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.graphs.reading import Reader
@@ -31,7 +32,6 @@ from kcdsl_certs.recheck.numerics.formats import (
     nearest,
 )
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 
 LONGEST_HEADER = 100_000_000
 _SIZES = {

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.any_length import Marks
 from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.interval import box
@@ -16,7 +17,6 @@ from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel, stepped
-from kcdsl_certs.rejected import Rejected
 
 SUMMED = ("linear", "matmul")  # computed once, from operands as they are stored
 BY_ROW = ("softmax", "rms_norm", "layer_norm")  # read what they normalise twice

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import Box, Floats
 from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS
 from kcdsl_certs.recheck.numerics.kernel import Kernel, Unit
-from kcdsl_certs.rejected import Rejected
 
 SMALL = 2.0**-20
 _FLUSHED = 2.0**-126

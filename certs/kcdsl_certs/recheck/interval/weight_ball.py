@@ -14,6 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import Box, Floats, above, down
 from kcdsl_certs.recheck.interval.parameters import Tensor, as_float32
@@ -27,7 +28,6 @@ from kcdsl_certs.recheck.numerics.formats import (
     nearest,
 )
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 
 _SMALL = 2.0**-20
 

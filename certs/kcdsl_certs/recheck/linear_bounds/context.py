@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, units
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -24,7 +25,6 @@ from kcdsl_certs.recheck.interval.state import (
     plus,
 )
 from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, BoundsTape, Functional, Pull
-from kcdsl_certs.rejected import Rejected
 
 _KEPT = 1 + 2.0**-20  # a linear part is given up only where a box is narrower than this
 

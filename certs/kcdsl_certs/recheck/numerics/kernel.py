@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,
@@ -18,7 +19,6 @@ from kcdsl_certs.recheck.numerics.formats import (
     cut,
     nearest,
 )
-from kcdsl_certs.rejected import Rejected
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 import struct
 from dataclasses import replace
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.reading import Reader, integer, real
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,
@@ -16,7 +17,6 @@ from kcdsl_certs.recheck.numerics.formats import (
     Format,
 )
 from kcdsl_certs.recheck.numerics.kernel import Cache, Kernel, Static, Unit
-from kcdsl_certs.rejected import Rejected
 
 _WEIGHTS = {
     **dict.fromkeys(FORMATS, ("none",)),

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from kcdsl_certs.recheck.affine.curves import Remainder
-from kcdsl_certs.recheck.affine.ellipsoids import longest
+from kcdsl_certs.recheck.affine.ellipsoids import longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.reverse_passes import together, until
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
@@ -46,7 +46,6 @@ from kcdsl_certs.recheck.ops.functions import (
     slopes,
     value_of,
 )
-from kcdsl_certs.recheck.ops.linear.bilinear import norm_of
 from kcdsl_certs.recheck.ops.operation import Operation
 
 SLACK = 2.0**-100

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
@@ -33,7 +34,6 @@ from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 _BELOW_NORMAL = 2.0**-126
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.curves import symbol
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, known_form
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
@@ -23,7 +24,6 @@ from kcdsl_certs.recheck.numerics.formats import FLOAT32, FORMATS, nearest
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.recheck.ops.views import add_versions
-from kcdsl_certs.rejected import Rejected
 
 
 def known(t: Floats, i: Floats) -> State:

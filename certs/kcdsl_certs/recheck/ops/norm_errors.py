@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import ULP, Floats
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 
 _SLACK = 1 + 2.0**-44
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
@@ -34,7 +35,6 @@ from kcdsl_certs.recheck.ops.norms import (
     rms_norm_interval,
 )
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 _FARTHEST = 0.9  # the largest move along the row, relatively
 _MOST_WRONG = 2.0**-20

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
-from kcdsl_certs.recheck.interval.box import TINY, ULP, UNIT, Box, Floats, raised
+from kcdsl_certs.recheck.interval.box import TINY, ULP, UNIT, Box, Floats, others, raised
 from kcdsl_certs.recheck.interval.state import Own, Scene, State, Value, gamma, numeric, settle
 from kcdsl_certs.recheck.linear_bounds.context import (
     DEVIATION,
@@ -24,7 +25,6 @@ from kcdsl_certs.recheck.linear_bounds.context import (
 from kcdsl_certs.recheck.linear_bounds.tape import Functional
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.arithmetic import underflow
-from kcdsl_certs.recheck.ops.attention.probabilities import others
 from kcdsl_certs.recheck.ops.norm_errors import (
     LEAST_VARIANCE,
     MOST_SQUARES,
@@ -32,7 +32,6 @@ from kcdsl_certs.recheck.ops.norm_errors import (
     losses,
     root_error,
 )
-from kcdsl_certs.rejected import Rejected
 
 
 @dataclass(frozen=True, slots=True)

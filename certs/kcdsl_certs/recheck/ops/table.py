@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TypeVar
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import ops
 from kcdsl_certs.recheck.affine.form import Operand
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.state import Value
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 _Result = TypeVar("_Result", bound=Value | Operand)
 _OPS_OF_ROLE = {"probabilities": "softmax", "context": "matmul"}

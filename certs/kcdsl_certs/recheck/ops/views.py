@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import part, viewed
 from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
@@ -30,7 +31,6 @@ from kcdsl_certs.recheck.linear_bounds.context import Added, Context, nothing
 from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Functional, Polygon, Relu, plain
 from kcdsl_certs.recheck.ops.arithmetic import operands_of
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 
 def view_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kcdsl.exits import Exit
-from kcdsl.verdict.attribution import Attribution, Between
+from kcdsl.verdict.studies.attribution import Attribution, Between
 from kcdsl.verdict.text.attribution import print_attribution
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.document import Frame, assemble

@@ -17,7 +17,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.numerics import Numerics
-from kcdsl.verdict.attribution import Envelope
+from kcdsl.verdict.studies.attribution import Envelope
 from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
 from kcdsl_backends.empirical.attribution.hybrids import Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify

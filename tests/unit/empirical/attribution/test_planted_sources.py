@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef
-from kcdsl.verdict.attribution import Attribution, Figure, Source
+from kcdsl.verdict.studies.attribution import Attribution, Figure, Source
 from kcdsl_backends.empirical.attribution.measurement import measure
 from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel

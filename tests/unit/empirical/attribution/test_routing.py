@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.verdict.attribution import Attribution
+from kcdsl.verdict.studies.attribution import Attribution
 from kcdsl_backends.empirical.attribution.hybrids import (
     Batches,
     Group,

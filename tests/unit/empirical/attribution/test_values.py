@@ -12,7 +12,7 @@ import pytest
 
 from bench.coverage import LEVELS
 from bench.coverage_shares import game, shares_held
-from kcdsl.verdict.attribution import Figure
+from kcdsl.verdict.studies.attribution import Figure
 from kcdsl_backends.empirical.attribution.shapley import (
     Array,
     Column,

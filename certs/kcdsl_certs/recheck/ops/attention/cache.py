@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
 from kcdsl_certs.recheck.affine.tape import Entry
@@ -18,7 +19,6 @@ from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.arithmetic import operands_of, times
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 _PARTS = {"scores": "keys", "context": "values"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.any_length import KEY
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -23,7 +24,6 @@ from kcdsl_certs.recheck.interval.sums import rounding_of_sums
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.attention import probabilities, rope
 from kcdsl_certs.recheck.ops.linear.matmul import check_product
-from kcdsl_certs.rejected import Rejected
 
 
 def context_interval(scene: Scene, node: Node, p: Probabilities, v: State) -> State:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import box
-from kcdsl_certs.recheck.interval.box import ULP, Bools, Box, Floats
+from kcdsl_certs.recheck.interval.box import ULP, Bools, Box, Floats, others
 from kcdsl_certs.recheck.interval.state import Mask, Own
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 
 _FAR = 600.0  # beyond this a drift of the logit counts as unbounded
 _TRUST = 2.0**-49
@@ -55,14 +55,6 @@ def _exp_up(x: Floats) -> Floats:
 
 def _exp_down(x: Floats) -> Floats:
     return np.maximum(np.exp(x) * (1 - _TRUST) - 2.0**-1060, 0.0)
-
-
-def others(terms: Floats) -> Floats:
-    """Return for each element the sum of all others of its row, without a subtraction."""
-    none = np.zeros((*terms.shape[:-1], 1))
-    before = np.concatenate([none, np.cumsum(terms, axis=-1)[..., :-1]], axis=-1)
-    after = np.cumsum(terms[..., ::-1], axis=-1)[..., ::-1][..., 1:]
-    return np.asarray(before + np.concatenate([after, none], axis=-1))
 
 
 def _greatest_other(values: Floats) -> Floats:

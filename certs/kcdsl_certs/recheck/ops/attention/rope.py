@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
@@ -30,7 +31,6 @@ from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
 from kcdsl_certs.recheck.numerics.kernel import Kernel
 from kcdsl_certs.recheck.ops.arithmetic import operands_of, settled, underflow
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 
 def rope_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:

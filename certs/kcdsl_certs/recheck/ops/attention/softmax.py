@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import cases, reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine.form import Form, Operand, Steps, Walk, form_of
@@ -36,7 +37,6 @@ from kcdsl_certs.recheck.ops.attention.probabilities import (
     total_variation,
 )
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 
 def softmax_interval(scene: Scene, node: Node, inputs: list[Value]) -> Probabilities:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Row, largest, longest
+from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Row, longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.reverse_passes import until
 from kcdsl_certs.recheck.affine.tape import Averaged, Curve, Entry, Pull
@@ -107,13 +107,6 @@ def _norms(operand: Straight, h: int) -> Floats:
         if row in operand.ellipsoids:
             found[t] = min(found[t], longest(operand.ellipsoids[row], weight))
     return np.array(found)
-
-
-def norm_of(matrix: Floats, size: float) -> float:
-    """Return a bound of |M x|₂ for |x|₂ ≤ size."""
-    small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
-    trace = float((matrix**2).sum()) * (1 + 2.0**-30) + TINY
-    return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)
 
 
 def context_curve(p: Floats, v: Straight, rest: Floats) -> Curve:

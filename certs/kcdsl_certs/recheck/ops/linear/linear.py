@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
@@ -42,7 +43,6 @@ from kcdsl_certs.recheck.ops.leaves import around, held
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation, quantised
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 
 def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
 from kcdsl_certs.recheck.affine.cases import Cases
@@ -37,7 +38,6 @@ from kcdsl_certs.recheck.ops.arithmetic import mul_affine, mul_interval
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.bilinear import averages
 from kcdsl_certs.recheck.ops.operation import Operation
-from kcdsl_certs.rejected import Rejected
 
 
 def matmul_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Together
 from kcdsl_certs.recheck.affine.form import Form, Walk
@@ -18,7 +19,6 @@ from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.interval.sums import FAINT_SCALE, SMALL
 from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS, LEAST_POWER, NESTED, Format
 from kcdsl_certs.recheck.numerics.kernel import Kernel
-from kcdsl_certs.rejected import Rejected
 
 _FAINT_TENSOR = 2.0**-113  # nvfp4: where 1/(m·s) is infinite, any code may be the largest
 

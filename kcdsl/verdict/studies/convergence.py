@@ -15,7 +15,7 @@ from kcdsl.exits import Exit
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.model import EXITS, HELD, worst
 from kcdsl.verdict.records import Record
-from kcdsl_certs.reals import real_text
+from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.statement import CertifiedClause, Predicate, RequiredClause, Verdict, uncovered
 
 STATUS_SCHEMA = "kcdsl.status/1"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from kcdsl_certs.reals import Measured, Rounding, parse_real, real_text
-from kcdsl_certs.rejected import Rejected
-from kcdsl_certs.strict import LONGEST_TEXT, parse_time, plain_name, sha256_of, time_text
+from kcdsl_certs.encoding.reals import Measured, Rounding, parse_real, real_text
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import LONGEST_TEXT, parse_time, plain_name, sha256_of, time_text
 
 _Kind = TypeVar("_Kind")
 _REQUIRED = object()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import rfc8785
 
-from kcdsl_certs.rejected import Rejected
+from kcdsl_certs.encoding.rejected import Rejected
 
 LARGEST_INTEGER = 2**53 - 1
 DEEPEST_NESTING = 64

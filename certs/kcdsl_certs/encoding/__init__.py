@@ -1,0 +1,1 @@
+"""Exact numbers, strict JSON, records and files: how every document is read."""
