@@ -57,7 +57,7 @@ def models() -> dict[str, tuple[ProblemFactory, list[int]]]:
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 
     mini = problem_factory(INFER)

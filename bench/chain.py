@@ -170,7 +170,7 @@ def _stepped(folder: Path, key: str, by: float) -> ProblemFactory:
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 
     path = folder / "model.safetensors"

@@ -114,7 +114,7 @@ def _random(size: int, folder: Path) -> ProblemFactory:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.architectures.bert import build
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 
     config: dict[str, Any] = {

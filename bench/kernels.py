@@ -367,7 +367,7 @@ def problem_factory(model: Model, case: Case) -> ProblemFactory:
     """Return what bounds the blocks of a model between eager float32 and a kernel."""
     import torch
 
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 
     return ProblemFactory(model, resolve(TRAIN.ref()), resolve(case.ref()), torch.device("cpu"))

@@ -161,7 +161,7 @@ def examine(seed: int) -> list[Run]:
     import torch
 
     from kcdsl.diagnostics import Refusal
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
     from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 

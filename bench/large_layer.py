@@ -151,7 +151,7 @@ def layer(folder: Path, device: str) -> ProblemFactory:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.architectures.llama import build
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 
     generator = torch.Generator().manual_seed(7)

@@ -18,7 +18,7 @@ def problem_factory(infer: dict[str, Any], train: dict[str, Any] | None = None) 
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 
     files = ModelRef(

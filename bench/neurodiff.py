@@ -129,7 +129,7 @@ def problem(train: Network, infer: Network, numerics: dict[str, Any] | None = No
     """Return both networks as one block: the same graph, and weights that each kernel stores."""
     import torch
 
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import BlockProblem
     from kcdsl_backends.drift.boxes.state import StoredParameters
 

@@ -101,7 +101,7 @@ def problem_factory(infer: dict[str, Any]) -> ProblemFactory:
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.problems import ProblemFactory
 
     files = ModelRef("model.safetensors", architecture="llama", config="config.json")

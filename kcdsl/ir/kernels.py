@@ -95,7 +95,7 @@ class Recording:
 @dataclass(frozen=True, slots=True)
 class KernelRef:
     """One kernel: the adapter that runs it and the numerics it claims (plain data, resolved by
-    `kcdsl.model.numerics.presets.resolve`).
+    `kcdsl.model.presets.resolve`).
 
     `folder` holds a model for adapters that read one, None for that of the checkpoint; `service`
     is what adapters that ask a server need, `recording` what those that read recorded runs need.

@@ -30,7 +30,7 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import service_json
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import distribution_of
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.source.files import open_regular, user_place
 from kcdsl.source.writing import write_bytes
 

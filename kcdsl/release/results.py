@@ -13,7 +13,7 @@ from kcdsl.ir.obligations import obligations_of, slices_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.release.issue import results_for
 from kcdsl.release.requirements import quantity_of, required_clauses, stated_alternatives
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated

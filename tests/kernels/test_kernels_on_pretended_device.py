@@ -22,7 +22,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS
 from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.architecture import Model
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from tests.support.pretend_device import pretend_device
 from tests.support.random_models import random_model

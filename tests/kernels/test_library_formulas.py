@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import pair_loss

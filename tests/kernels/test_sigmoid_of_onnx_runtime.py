@@ -13,7 +13,7 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions

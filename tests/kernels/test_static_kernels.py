@@ -15,7 +15,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import KERNEL_NUMERICS
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel

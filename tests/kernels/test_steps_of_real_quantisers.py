@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.quantizers import codes, quantizer

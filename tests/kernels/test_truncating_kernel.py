@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench import kernels, kernels_inputs
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import cut_to
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
 from tests.support.truncating import cut_off, run
 

@@ -15,8 +15,8 @@ from kcdsl.check.expressions.statements import formula
 from kcdsl.diagnostics import Sink
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.model.checkpoint import load_checkpoint
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import resolve
 from kcdsl.release.requirements import required_clauses
 from kcdsl.route.goals import goal_of
 from kcdsl.source.files import read_source

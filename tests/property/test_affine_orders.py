@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.architecture import Model
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.architecture import Model
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
 from kcdsl_backends.drift.affine import error_bounds as prover_reaches

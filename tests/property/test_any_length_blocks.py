@@ -14,7 +14,7 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import Proof, ProofBuilder, rows_region

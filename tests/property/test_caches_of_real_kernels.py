@@ -21,7 +21,7 @@ from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.graph import Node
 from kcdsl.model.lowering.caching import with_caches
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.quantized_inputs import cached
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.boxes import Box

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box

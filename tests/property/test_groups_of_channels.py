@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kcdsl.model.numerics.formats import LAYOUTS
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops import softmax as prover

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.model.numerics.presets import refuse_strays, resolve
+from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region
 from kcdsl_backends.drift.functionals import drift_bound

@@ -24,7 +24,7 @@ from bench import large_layer
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
 from kcdsl.verdict.counterexample import Replayed
 from kcdsl.verdict.model import Violated

@@ -15,8 +15,8 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics import Activations
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
-from kcdsl.model.numerics.presets import ACTIVATION_SCALES, WEIGHT_SCALES, resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import ACTIVATION_SCALES, WEIGHT_SCALES, resolve
 from kcdsl_backends.attack.quantized_inputs import to_nearest
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps

@@ -12,7 +12,7 @@ import torch
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes import NoBound

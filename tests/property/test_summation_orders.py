@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import accumulation_error
 

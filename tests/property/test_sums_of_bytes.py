@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.state import StoredParameters

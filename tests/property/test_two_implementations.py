@@ -17,7 +17,7 @@ from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem, claim_margin
 from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
 from kcdsl_backends.drift.boxes.state import StoredParameters

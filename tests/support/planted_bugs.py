@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.attention import attention_mask
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import resolve
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
 from kcdsl_backends.empirical.diagnoses.reference import reference_of

@@ -16,7 +16,7 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.numerics.presets import refuse_strays, resolve
+from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.counterexample import Replayed, counterexample

@@ -21,7 +21,7 @@ from kcdsl.model.lowering import block_graph, traced_format
 from kcdsl.model.lowering.caching import with_caches
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl.model.numerics.presets import refuse_strays
+from kcdsl.model.presets import refuse_strays
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.sequences import sequence_graph, stored_tables
 from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms

@@ -17,7 +17,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl.verdict.counterexample import Replayed
 from kcdsl_backends.attack.runs import (

@@ -23,8 +23,8 @@ from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.own_code import imported_code
+from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl_backends.certifier.cache import (
     ENTRY_SCHEMA,

@@ -431,7 +431,7 @@ def _document(
     certificate: Path,
     code: Exit,
 ) -> dict[str, Any]:
-    from kcdsl.model.numerics.presets import resolve
+    from kcdsl.model.presets import resolve
     from kcdsl.verdict.text.goals import VERIFY_SCHEMA, goal_json
 
     numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}

@@ -262,7 +262,8 @@ def _plain(value: str) -> str:
 
 def _numerics(parent: str, name: str) -> list[str]:
     """Return the values of `numerics`, which the schema leaves open."""
-    from kcdsl.model.numerics import preset_table, presets
+    from kcdsl.model import presets
+    from kcdsl.model.numerics import preset_table
     from kcdsl.model.numerics.formats import FORMATS
 
     choices: dict[tuple[str, str], Iterable[str]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack, batched_search
 from kcdsl_backends.attack.batched_search import Batch, SmoothedGradient, ValueRanges, widths_of
 from kcdsl_backends.attack.gradient_ascent import Ascent

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack, functional
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.drift.boxes.state import StoredParameters

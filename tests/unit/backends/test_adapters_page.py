@@ -9,7 +9,7 @@ import pytest
 
 from kcdsl.ir.kernels import KernelRef
 from kcdsl.model.adapters import ADAPTERS
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.backend import _unserved
 from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS
 

@@ -25,8 +25,8 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.attention import Composed
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight, plain_parameter
+from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import (
     TORCH_TYPES,

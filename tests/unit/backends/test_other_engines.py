@@ -16,8 +16,8 @@ from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS, NO_PACKAGE
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.adapters import ADAPTERS, refuse_unserved
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.sources.kernels import engines
 from kcdsl_backends.empirical.sources.kernels.engines import quantise_linear
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions

@@ -10,7 +10,7 @@ import torch
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics.preset_table import PRESETS
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes.state import Kernels, StoredParameters
 
 WEIGHT = Node("w", "param", (), (128, 256), {"key": "w.weight"})

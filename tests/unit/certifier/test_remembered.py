@@ -23,7 +23,7 @@ from kcdsl.model.numerics import (
     TensorCore,
     Weights,
 )
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval.parameters import Parameters, Tensor, as_float32

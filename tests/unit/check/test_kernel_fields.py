@@ -17,7 +17,7 @@ from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.kernels import LogProbabilities, Service
 from kcdsl.ir.terms import Program
 from kcdsl.model.fingerprint import kernel_fingerprint
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 
 CONTRACT = """\
 kcdsl: 1

@@ -11,7 +11,7 @@ from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.terms import Program
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 
 CONTRACT = """\
 kcdsl: 1

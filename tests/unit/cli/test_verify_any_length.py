@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import load_model
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
 from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
 from kcdsl_backends.certifier.problems import ProblemFactory

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_certs.recheck import recheck
 from tests.support.commands import run_here
 from tests.support.small_models import write_model

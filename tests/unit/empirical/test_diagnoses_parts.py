@@ -14,7 +14,7 @@ import torch
 
 from kcdsl.ir.terms import Family
 from kcdsl.model.architectures import bert
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl_backends.empirical.diagnoses import reference
 from kcdsl_backends.empirical.diagnoses.alignment import (

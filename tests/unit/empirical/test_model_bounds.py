@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.empirical.bounds import model as model_bounds

@@ -11,7 +11,7 @@ import torch
 
 from kcdsl.model.numerics import MatrixUnit
 from kcdsl.model.numerics.preset_table import TENSOR_CORES
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import Sums, accumulation_error
 from kcdsl_certs.recheck.interval import sums as second

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import NoBound

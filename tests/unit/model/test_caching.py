@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.adapters import ADAPTERS, refuse_unserved
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.drift.boxes import NoBound

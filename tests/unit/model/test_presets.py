@@ -18,7 +18,7 @@ from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.model.numerics import Activations, Attention, Weights
 from kcdsl.model.numerics.formats import CASTS
 from kcdsl.model.numerics.preset_table import PRESETS, TENSOR_CORES
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 
 
 def kernel(run: str, **numerics: Any) -> KernelRef:

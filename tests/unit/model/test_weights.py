@@ -16,8 +16,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import WEIGHT_OVERFLOW
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl.model.numerics.presets import resolve
 from kcdsl.model.numerics.weights import linear_weight, plain_parameter, round_to
+from kcdsl.model.presets import resolve
 
 Array = NDArray[np.float32]
 DTYPES: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.boxes import Box

@@ -18,7 +18,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.fingerprint import kernel_fingerprint
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier import problems
 from tests.support.graphs import remember_graphs
 from tests.support.random_models import random_model

@@ -35,7 +35,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl.verdict.studies.attribution import Envelope
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid

@@ -19,7 +19,7 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.architecture import Model
 from kcdsl.model.numerics import Activations, Numerics
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.attribution.sources import different, mixed
 from kcdsl_backends.empirical.diagnoses.reference import input_quantiser
 from kcdsl_backends.empirical.sources.kernels import Kernel, NotRun

@@ -15,7 +15,7 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import preset_of
 from kcdsl.model.numerics import Activations, Numerics, Weights, plain_weights
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 
 OPERATOR = "operator"
 PRECISION = "precision"

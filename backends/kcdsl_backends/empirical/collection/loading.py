@@ -23,7 +23,7 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress, spoiled_slices

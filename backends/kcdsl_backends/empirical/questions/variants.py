@@ -14,7 +14,7 @@ from typing import Any
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.adapters import ADAPTERS
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.decide.report import conclude

@@ -10,7 +10,7 @@ import pytest
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import ADAPTERS, refuse_unserved
-from kcdsl.model.numerics.presets import resolve
+from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import hybrid
 from kcdsl_backends.empirical.attribution.sources import different, mixed, settings, stored

@@ -24,8 +24,8 @@ from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights, plain_weights
-from kcdsl.model.numerics.presets import refuse_strays, resolve
 from kcdsl.model.numerics.weights import linear_weight
+from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl_backends.empirical.sources.kernels.engines import (
     Compiled,
     Engine,
