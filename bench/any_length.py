@@ -25,7 +25,7 @@ from bench.minilm import problem_factory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
 LENGTHS = (6, 17, 64, 256)
 LONGEST = LENGTHS[-1]
@@ -58,7 +58,7 @@ def models() -> dict[str, tuple[ProblemFactory, list[int]]]:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     mini = problem_factory(INFER)
     assert mini.model.tokenizer_source is not None

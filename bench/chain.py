@@ -26,8 +26,8 @@ from bench.common import Better, Figure, report
 
 if TYPE_CHECKING:
     from kcdsl.route.goals import Goal
-    from kcdsl_backends.certifier.cases import Case as Region
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.cases import Case as Region
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
     from kcdsl_backends.certifier.worker import WorkerContext
 
 SENTENCE = (101, 7592, 2088, 2003, 2204, 102)
@@ -87,7 +87,7 @@ def measured(line: Line) -> list[Figure]:
     """Return the figures of one line."""
     from kcdsl_backends.attack import attack
     from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
-    from kcdsl_backends.certifier.problems import claim_margin
+    from kcdsl_backends.certifier.statements.problems import claim_margin
     from kcdsl_backends.drift.functionals import functional_bound
 
     factory, tokens = _shop(line.model)
@@ -171,7 +171,7 @@ def _stepped(folder: Path, key: str, by: float) -> ProblemFactory:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     path = folder / "model.safetensors"
     state = load_file(path if path.is_file() else no_flip.EXAMPLE / "model.safetensors")
@@ -198,7 +198,7 @@ def _stand(
     from kcdsl.check.compile import load_contract
     from kcdsl.route.goals import goals
     from kcdsl_backends.certifier.cache import rules_version
-    from kcdsl_backends.certifier.cases import Case as Region
+    from kcdsl_backends.certifier.statements.cases import Case as Region
     from kcdsl_backends.certifier.worker import RunSettings, WorkerContext
 
     program, _ = load_contract(no_flip.EXAMPLE / "contract.yaml")

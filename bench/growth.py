@@ -28,7 +28,7 @@ from bench.no_flip import EXAMPLE
 from kcdsl.verdict.quantities import quantity
 
 if TYPE_CHECKING:
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
 WIDTHS = (96, 192, 384, 768)
 TOKENS = 16
@@ -115,7 +115,7 @@ def _random(size: int, folder: Path) -> ProblemFactory:
     from kcdsl.model.architecture import load_model
     from kcdsl.model.architectures.bert import build
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     config: dict[str, Any] = {
         "model_type": "bert", "hidden_size": size, "intermediate_size": 4 * size,

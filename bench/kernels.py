@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kcdsl.ir.terms import KernelRef
     from kcdsl.model.architecture import Model
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "real-kernels.svg"
@@ -324,7 +324,7 @@ def bound(factory: ProblemFactory, block: str, x: Tensor, affine: bool) -> Tenso
     """Return the certified bound of every element: the smaller of both domains'."""
     import torch
 
-    from kcdsl_backends.certifier.problems import certified_block_drift
+    from kcdsl_backends.certifier.statements.problems import certified_block_drift
     from kcdsl_backends.drift.boxes import NoBound
 
     found = certified_block_drift(factory.model, block, x, factory.train, factory.infer, factory)
@@ -368,7 +368,7 @@ def problem_factory(model: Model, case: Case) -> ProblemFactory:
     import torch
 
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     return ProblemFactory(model, resolve(TRAIN.ref()), resolve(case.ref()), torch.device("cpu"))
 

@@ -162,7 +162,7 @@ def examine(seed: int) -> list[Run]:
 
     from kcdsl.diagnostics import Refusal
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
     from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
     torch.set_num_threads(1)

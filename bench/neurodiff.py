@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kcdsl.model.graph import BlockGraph
-    from kcdsl_backends.certifier.problems import BlockProblem
+    from kcdsl_backends.certifier.statements.problems import BlockProblem
 
 FOLDER = "KCDSL_NEURODIFF"
 QUERIES = "mnist_3_100_p3.json"
@@ -130,7 +130,7 @@ def problem(train: Network, infer: Network, numerics: dict[str, Any] | None = No
     import torch
 
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import BlockProblem
+    from kcdsl_backends.certifier.statements.problems import BlockProblem
     from kcdsl_backends.drift.boxes.state import StoredParameters
 
     if train.sizes != infer.sizes:

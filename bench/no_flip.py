@@ -23,7 +23,7 @@ from bench.common import Better, Figure, report
 
 if TYPE_CHECKING:
     from kcdsl_backends.attack.simulation import Simulator
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_lm"
 LONGEST = 24
@@ -102,7 +102,7 @@ def problem_factory(infer: dict[str, Any]) -> ProblemFactory:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     files = ModelRef("model.safetensors", architecture="llama", config="config.json")
     train = resolve({"preset": "torch-eager", "compute": "float32"})
@@ -121,7 +121,7 @@ def positions(factory: ProblemFactory, tokens: tuple[int, ...]) -> list[Position
     """Return every position of a prompt."""
     import torch
 
-    from kcdsl_backends.certifier.problems import claim_margin
+    from kcdsl_backends.certifier.statements.problems import claim_margin
     from kcdsl_backends.drift.boxes import NoBound
     from kcdsl_backends.drift.functionals import order_margins as margins
 

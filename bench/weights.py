@@ -73,7 +73,7 @@ def tiny_lm(infer: dict[str, Any], train: dict[str, Any]) -> Any:
     from kcdsl.check.compile import load_program
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
 
     program = load_program(TINY / "contract.yaml")
     model = load_model(program.model, TINY)

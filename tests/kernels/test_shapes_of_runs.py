@@ -14,7 +14,7 @@ from bench.kernels import Case
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.files import Artefacts
-from kcdsl_backends.certifier.problems import certified_block_drift
+from kcdsl_backends.certifier.statements.problems import certified_block_drift
 from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 

@@ -14,7 +14,7 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.quantizers import codes, quantizer
 from kcdsl_backends.drift.boxes.state import StoredParameters

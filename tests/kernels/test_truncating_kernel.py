@@ -11,7 +11,7 @@ import torch
 from bench import kernels, kernels_inputs
 from kcdsl.model.numerics.weights import cut_to
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, certified_block_drift
 from tests.support.truncating import cut_off, run
 
 CUT: dict[str, Any] = {"format": "bfloat16", "rounding": "toward_zero"}

@@ -13,8 +13,8 @@ from torch import Tensor
 from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory, claim_margin
+from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder, box_region, token_region
 from kcdsl_backends.drift.affine_forms import AffineForms
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import contrasts, drift_bound, functional_bound, order_margins

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
+from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder, box_region, token_region
 from kcdsl_backends.drift.affine import error_bounds as prover_reaches
 from kcdsl_backends.drift.affine.error_bounds import gram_norm
 from kcdsl_backends.drift.boxes import NoBound

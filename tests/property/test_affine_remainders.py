@@ -20,7 +20,7 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import ProblemFactory
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import NoBound

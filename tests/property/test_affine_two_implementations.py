@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kcdsl.model.numerics.preset_table import TENSOR_CORES
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.kernel import KernelRun

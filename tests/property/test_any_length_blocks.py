@@ -16,8 +16,8 @@ from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack
-from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import Proof, ProofBuilder, rows_region
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
+from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder, rows_region
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support.directed import DIRECTED

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_certs.recheck.affine_walk import pair
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse

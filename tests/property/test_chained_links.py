@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from kcdsl_backends.attack import attack
 from kcdsl_backends.attack.runs import functional
 from kcdsl_backends.certifier import stages
-from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem
 from kcdsl_backends.certifier.stages import until
+from kcdsl_backends.certifier.statements.problems import LEAST_CLAIM, BlockProblem
 from kcdsl_backends.drift import affine_run as affine
 from kcdsl_backends.drift import interval
 from kcdsl_backends.drift.affine_forms import output_ellipsoids

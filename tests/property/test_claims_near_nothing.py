@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
 from kcdsl_backends.certifier.bounds import bound_case
-from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.problems import LEAST_CLAIM, Claims, ProblemFactory
+from kcdsl_backends.certifier.statements.cases import Case
+from kcdsl_backends.certifier.statements.problems import LEAST_CLAIM, Claims, ProblemFactory
 from kcdsl_backends.certifier.worker import RunSettings, WorkerContext
 from kcdsl_certs.recheck import recheck
 from tests.support.chains import PAIRS, chained, small

@@ -7,7 +7,7 @@ import torch
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes.state import StoredParameters
 
 

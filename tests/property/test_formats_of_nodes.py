@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.attack.simulation import Overflowed
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
 from kcdsl_certs.encoding.rejected import Rejected

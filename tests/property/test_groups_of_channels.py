@@ -17,7 +17,7 @@ import torch
 from kcdsl.model.numerics.formats import LAYOUTS
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.ops import quantized_input as prover

@@ -17,7 +17,7 @@ from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack, functional
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.state import State
 from kcdsl_backends.drift.functionals import drift_bound

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck

@@ -15,7 +15,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.attention import composed_attention
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from tests.support.random_modules import model_of

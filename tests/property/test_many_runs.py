@@ -19,7 +19,7 @@ from kcdsl_backends.attack import attack
 from kcdsl_backends.attack.gradient_ascent import Ascent
 from kcdsl_backends.attack.runs import attack_of, record_run, run_of
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from tests.support.directed import DIRECTED
 
 LLAMA = {

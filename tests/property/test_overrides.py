@@ -12,7 +12,7 @@ import torch
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes

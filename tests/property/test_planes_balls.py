@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.linear.tape import Functional as ProverFunctional
 from kcdsl_backends.drift.linear_bounds import linear_walk as prove

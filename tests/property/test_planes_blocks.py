@@ -16,7 +16,7 @@ from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.drift.linear_bounds import linear_bounds

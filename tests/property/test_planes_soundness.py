@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.linear import LinearRun
 from kcdsl_backends.drift.linear.tape import Functional

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.certifier.proof import plain
+from kcdsl_backends.certifier.statements.problems import BlockProblem
+from kcdsl_backends.certifier.statements.proof import plain
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear import LinearRun

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
-from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
+from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder, box_region
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_certs.recheck import recheck

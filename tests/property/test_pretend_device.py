@@ -32,7 +32,7 @@ from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.attack import batched_search
 from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.problems import (
+from kcdsl_backends.certifier.statements.problems import (
     ProblemFactory,
     certified_block_drift,
 )

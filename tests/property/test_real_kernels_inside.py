@@ -17,7 +17,7 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures import bert, llama
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, certified_block_drift
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 

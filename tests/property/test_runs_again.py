@@ -29,7 +29,7 @@ from kcdsl_backends.attack.runs import (
     run_of,
 )
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.drift.boxes import NoBound
 from tests.support.directed import DIRECTED
 

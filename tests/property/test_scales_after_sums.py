@@ -13,7 +13,7 @@ import torch
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding

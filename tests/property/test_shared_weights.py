@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import AffineForms
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_certs.encoding.reals import real_text

@@ -16,7 +16,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.state import StoredParameters

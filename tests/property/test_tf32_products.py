@@ -9,7 +9,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes

@@ -18,8 +18,8 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem, claim_margin
-from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, token_region
+from kcdsl_backends.certifier.statements.problems import BlockProblem, claim_margin
+from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder, box_region, token_region
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_certs.recheck import recheck

@@ -13,7 +13,7 @@ import torch
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics.weights import linear_weight, plain_parameter
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_backends.drift.functionals import drift_bound

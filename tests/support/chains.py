@@ -19,10 +19,10 @@ from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
-from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
-from kcdsl_backends.certifier.problems import ProblemFactory
 from kcdsl_backends.certifier.stages import partitions, stages_of, until
+from kcdsl_backends.certifier.statements.cases import Case
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.certifier.tasks import BoundedCase
 from kcdsl_backends.certifier.worker import RunSettings, WorkerContext
 from tests.support.small_models import write_contract, write_model

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from kcdsl.model.architecture import Model
     from kcdsl.model.graph import BlockGraph
 
-_READERS = ("kcdsl_backends.certifier.problems", "kcdsl_backends.certifier.sequences")
+_READERS = (
+    "kcdsl_backends.certifier.statements.problems",
+    "kcdsl_backends.certifier.statements.sequences",
+)
 _KNOWN: dict[bytes, BlockGraph] = {}
 
 

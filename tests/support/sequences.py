@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.certifier.sequences import row_axes, stored_tables
+from kcdsl_backends.certifier.statements.problems import BlockProblem
+from kcdsl_backends.certifier.statements.sequences import row_axes, stored_tables
 from kcdsl_backends.drift.boxes.state import Parameter, Rows
 from tests.support import proofs, prover
 

@@ -23,7 +23,9 @@ from kcdsl.verdict.counterexample import Replayed, counterexample
 from kcdsl.verdict.model import Evidence, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.certifier.cache import rules_version
-from kcdsl_backends.certifier.cases import (
+from kcdsl_backends.certifier.decision import OpenGoal, Progress, decide_batch
+from kcdsl_backends.certifier.replay import case_record, replay
+from kcdsl_backends.certifier.statements.cases import (
     StatedCase,
     cases_of,
     problem_of,
@@ -31,9 +33,7 @@ from kcdsl_backends.certifier.cases import (
     stated_case,
     with_weights,
 )
-from kcdsl_backends.certifier.decision import OpenGoal, Progress, decide_batch
-from kcdsl_backends.certifier.problems import ProblemFactory
-from kcdsl_backends.certifier.replay import case_record, replay
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.certifier.worker import RunSettings, WorkerContext, open_context, peak_bytes
 from kcdsl_backends.certifier.worker_pool import WorkerPool, threads_of
 from kcdsl_backends.drift.affine.independent import ASSUMPTION as INDEPENDENT

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
-from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
-from kcdsl_backends.certifier.problems import BlockProblem, Claims, ProblemFactory
-from kcdsl_backends.certifier.proof import Proof, ProofBuilder
+from kcdsl_backends.certifier.statements.cases import Case, problem_of, region_of, widened
+from kcdsl_backends.certifier.statements.problems import BlockProblem, Claims, ProblemFactory
+from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder
 from kcdsl_backends.drift.affine_forms import AffineForms
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.state import State

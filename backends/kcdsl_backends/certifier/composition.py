@@ -16,9 +16,6 @@ from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
 from kcdsl_backends.attack import attack
 from kcdsl_backends.certifier.bounds import CaseBound, Problem, bound_stated
 from kcdsl_backends.certifier.cache import ENTRY_SCHEMA, CacheEntry, Lookup, decode, key_of
-from kcdsl_backends.certifier.cases import Case, region_of
-from kcdsl_backends.certifier.problems import Claims
-from kcdsl_backends.certifier.proof import Contents, ProofBuilder, stated_of
 from kcdsl_backends.certifier.stages import (
     BoundedStage,
     Interface,
@@ -29,6 +26,9 @@ from kcdsl_backends.certifier.stages import (
     stages_of,
     until,
 )
+from kcdsl_backends.certifier.statements.cases import Case, region_of
+from kcdsl_backends.certifier.statements.problems import Claims
+from kcdsl_backends.certifier.statements.proof import Contents, ProofBuilder, stated_of
 from kcdsl_backends.certifier.tasks import (
     Attained,
     BoundedCase,

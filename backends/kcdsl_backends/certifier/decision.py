@@ -14,9 +14,9 @@ from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.runs import Attack, attained
 from kcdsl_backends.certifier.bounds import CaseBound
 from kcdsl_backends.certifier.cache import Lookup
-from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.composition import CompositionTask, StageAttackTask
-from kcdsl_backends.certifier.proof import Contents
+from kcdsl_backends.certifier.statements.cases import Case
+from kcdsl_backends.certifier.statements.proof import Contents
 from kcdsl_backends.certifier.tasks import (
     AttackTask,
     Attained,

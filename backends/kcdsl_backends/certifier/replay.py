@@ -29,8 +29,8 @@ from kcdsl_backends.attack.runs import (
     run_of,
     unpack,
 )
-from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.cases import Case, cases_of, slice_rows
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.process import one_thread
 
 SAME_ACTIVATIONS = 2.0**-16

@@ -19,8 +19,14 @@ from torch import Tensor, nn
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph, Node, array_digest
-from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem, Claims
-from kcdsl_backends.certifier.proof import Proof, ProofBuilder, box_region, encode_array, stated_of
+from kcdsl_backends.certifier.statements.problems import LEAST_CLAIM, BlockProblem, Claims
+from kcdsl_backends.certifier.statements.proof import (
+    Proof,
+    ProofBuilder,
+    box_region,
+    encode_array,
+    stated_of,
+)
 from kcdsl_backends.drift.affine_forms import output_ellipsoids, output_entry
 from kcdsl_backends.drift.boxes import Box, NoBound, up
 from kcdsl_backends.drift.boxes.rounding import Apart, power_of_two

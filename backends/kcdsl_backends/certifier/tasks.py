@@ -21,9 +21,9 @@ from kcdsl_backends.attack.runs import Attack, attack_of, attained, record_run, 
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.bounds import CaseBound, bound_case
 from kcdsl_backends.certifier.cache import CacheEntry, Lookup, decode
-from kcdsl_backends.certifier.cases import Case, problem_of, region_of
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.certifier.proof import SUBJECT, Contents, stated_of
+from kcdsl_backends.certifier.statements.cases import Case, problem_of, region_of
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.proof import SUBJECT, Contents, stated_of
 from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.process import one_thread, threads_for
 from kcdsl_certs.recheck import recheck

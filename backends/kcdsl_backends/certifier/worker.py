@@ -34,8 +34,8 @@ from kcdsl_backends.certifier.cache import (
     key_of,
     rules_version,
 )
-from kcdsl_backends.certifier.problems import ProblemFactory
-from kcdsl_backends.certifier.proof import ProofBuilder
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
+from kcdsl_backends.certifier.statements.proof import ProofBuilder
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
 from kcdsl_backends.drift.boxes import NoBound

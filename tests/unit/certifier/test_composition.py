@@ -112,7 +112,7 @@ def test_links_of_blocks(kind: str, block: str, names: list[str], tmp_path: Path
 
 
 def parsed(graph: Any) -> Any:
-    from kcdsl_backends.certifier.proof import encode_array
+    from kcdsl_backends.certifier.statements.proof import encode_array
 
     arrays = {key: encode_array(value) for key, value in graph.constants.items()}
     record = Reader(json.loads(json.dumps({"graph": graph.to_json()})), "graph")

@@ -34,7 +34,7 @@ from kcdsl_backends.certifier import tasks, worker
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounds import CaseBound
 from kcdsl_backends.certifier.cache import Cache, decode, encode, key_of
-from kcdsl_backends.certifier.cases import Case
+from kcdsl_backends.certifier.statements.cases import Case
 from kcdsl_backends.certifier.worker import RunSettings, open_context
 from tests.support.small_models import write_contract, write_model
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl_backends.certifier import sequences as lengths
-from kcdsl_backends.certifier.sequences import FixedLength, compare, row_axes
+from kcdsl_backends.certifier.statements import sequences as lengths
+from kcdsl_backends.certifier.statements.sequences import FixedLength, compare, row_axes
 from tests.support import prover
 from tests.support.sequences import WIDTH, rows_of, scored
 

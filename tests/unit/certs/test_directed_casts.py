@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kcdsl_backends.attack.simulation import Overflowed
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck

@@ -22,7 +22,7 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.architectures.llama import build
 from kcdsl.verdict.counterexample import canonical, digest_of, read_counterexample
 from kcdsl_backends.certifier import replay
-from kcdsl_backends.certifier.problems import ProblemFactory
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from tests.support.commands import run_here
 
 CONFIG = {

@@ -16,8 +16,8 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
-from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
-from kcdsl_backends.certifier.problems import ProblemFactory
+from kcdsl_backends.certifier.statements.cases import Case, cases_of, slice_rows
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_certs.recheck import recheck
 from tests.support.small_models import write_contract, write_model
 

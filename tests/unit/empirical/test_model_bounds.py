@@ -11,7 +11,7 @@ import torch
 
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import ProblemFactory
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.empirical.bounds import model as model_bounds
 from kcdsl_backends.empirical.bounds.model import EFFORTS, AffineBound, Effort

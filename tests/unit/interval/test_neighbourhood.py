@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kcdsl.route.catalogue import BackendSpec, Fragment
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.state import Rows
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall, near
@@ -95,7 +95,8 @@ def test_planes_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problem(some)
     kernels: list[Any] = []
     monkeypatch.setattr(
-        "kcdsl_backends.certifier.problems.propagate", lambda graph, k, *rest: kernels.append(k)
+        "kcdsl_backends.certifier.statements.problems.propagate",
+        lambda graph, k, *rest: kernels.append(k),
     )
     found.bound(*states(some))
     with pytest.raises(NoBound, match="around the weights"):

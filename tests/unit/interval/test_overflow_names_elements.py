@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.problems import BlockProblem
+from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.weight_ball import held_plain, near

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.problems import BlockProblem
-from kcdsl_backends.certifier.sequences import FixedLength, row_axes
+from kcdsl_backends.certifier.statements.problems import BlockProblem
+from kcdsl_backends.certifier.statements.sequences import FixedLength, row_axes
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_walk
 from kcdsl_certs.encoding.rejected import Rejected

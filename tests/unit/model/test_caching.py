@@ -17,7 +17,7 @@ from kcdsl.model.adapters import ADAPTERS, refuse_unserved
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.simulation import Overflowed
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes
 from kcdsl_certs.encoding.rejected import Rejected

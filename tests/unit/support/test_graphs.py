@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier import problems
+from kcdsl_backends.certifier.statements import problems
 from tests.support.graphs import remember_graphs
 from tests.support.random_models import random_model
 

@@ -60,7 +60,7 @@ _MOST = 1e300
 
 def certify_with(model: Model) -> MakeCertify:
     """Return the certified bounds of the interval backend."""
-    from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory, certified_block_drift
 
     graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = {}
 

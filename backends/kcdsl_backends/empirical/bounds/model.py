@@ -11,7 +11,7 @@ import torch
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.certifier.problems import ProblemFactory, claim_margin
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes import NoBound, up
 from kcdsl_backends.empirical.bounds.requests import Box

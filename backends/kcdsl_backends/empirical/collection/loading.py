@@ -270,7 +270,7 @@ def _block_inputs(model: Model) -> Any:
 
 def _certify(program: Program, model: Model) -> Certify:
     """Return the certified bounds of the interval backend for the numerics the kernels claim."""
-    from kcdsl_backends.certifier.problems import ProblemFactory, certified_block_drift
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory, certified_block_drift
 
     train, infer = resolve(program.train), resolve(program.infer)
     factory = ProblemFactory(model, train, infer, torch.device("cpu"))
@@ -279,7 +279,7 @@ def _certify(program: Program, model: Model) -> Certify:
 
 def _bound_model(program: Program, model: Model) -> ModelBound:
     """Return what bounds the whole model, for the numerics the kernels claim."""
-    from kcdsl_backends.certifier.problems import ProblemFactory
+    from kcdsl_backends.certifier.statements.problems import ProblemFactory
     from kcdsl_backends.empirical.bounds.model import AffineBound
 
     train, infer = resolve(program.train), resolve(program.infer)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph, array_digest
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.certifier.problems import LEAST_CLAIM, claim_margin
+from kcdsl_backends.certifier.statements.problems import LEAST_CLAIM, claim_margin
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
 CHAIN_SCHEMA = "kcdsl.chain-proof/2"

@@ -20,8 +20,8 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
-from kcdsl_backends.certifier.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.certifier.statements.proof import box_region, rows_region, token_region
 from kcdsl_backends.drift.boxes import up
 from kcdsl_backends.requests import Request, requests_of, select
 from kcdsl_certs.encoding.reals import real_text

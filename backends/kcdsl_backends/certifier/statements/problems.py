@@ -23,7 +23,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import FORMATS
 from kcdsl.model.presets import refuse_strays
 from kcdsl_backends.attack.simulation import Simulator
-from kcdsl_backends.certifier.sequences import sequence_graph, stored_tables
+from kcdsl_backends.certifier.statements.sequences import sequence_graph, stored_tables
 from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
