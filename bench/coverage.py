@@ -22,7 +22,7 @@ from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, confidence_over
 from kcdsl_backends.empirical.statistics.rates import CLOPPER_PEARSON, limit_ranks, most_exceedances
-from kcdsl_backends.empirical.table.evidence import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 
 Array = NDArray[np.float64]
 Level = Callable[[np.random.Generator, int], Array]
@@ -122,7 +122,7 @@ def magnitudes(runs: int) -> tuple[float, float]:
         values = generator.normal(size=40)
         found = bootstrap.clustered_ratio(values, sizes, seed=run)
         alone += _above(found.low, tau) or _above(None if found.high is None else -found.high, tau)
-        units = (Unit(str(i), 1, {"log_ratio": values[i : i + 1]}) for i in range(40))
+        units = (SamplingUnit(str(i), 1, {"log_ratio": values[i : i + 1]}) for i in range(40))
         data = SliceData("all", tuple(units))
         halved += _above(evaluate(size, data, "upper", Settings(run, ONE_LOOK))[0].low, tau)
     return alone / runs, halved / runs

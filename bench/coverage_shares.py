@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_backends.empirical.attribution.shapley import (
+    CoalitionColumn,
     Coefficients,
-    Column,
     Statistic,
     Table,
     apply,
@@ -55,7 +55,7 @@ def game(generator: np.random.Generator, n: int, level: Level) -> Table:
     for mask in range(8):
         sums = (mask & 1) * first + (mask >> 1 & 1) * second + (mask >> 2) * noise
         sums = sums + both if mask & 3 == 3 else sums
-        columns[mask] = Column(sums, counts, sums / counts)
+        columns[mask] = CoalitionColumn(sums, counts, sums / counts)
     return Table("mean", "lower", columns)
 
 

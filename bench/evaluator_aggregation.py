@@ -23,7 +23,7 @@ from bench.common import Better, Figure, report
 from kcdsl_backends.empirical.sources.tokens.database import (
     Asked,
     Found,
-    Limit,
+    ValueLimit,
     count_tokens,
     opened,
 )
@@ -104,7 +104,7 @@ def _ours(folder: Path) -> Found:
     table = open_tables([folder])
     asked = Asked(
         "kl",
-        tuple(Limit("<=", Fraction(limit)) for limit in LIMITS),
+        tuple(ValueLimit("<=", Fraction(limit)) for limit in LIMITS),
         (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100)),
     )
     with opened(table, memory=_MEMORY) as database:

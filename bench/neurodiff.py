@@ -155,12 +155,12 @@ def region(image: list[int], perturbation: int) -> tuple[Tensor, Tensor]:
 
 def measure(pair: BlockProblem, image: str, case: dict[str, Any], perturbation: int) -> Measured:
     """Bound the difference on the box of one image, and search for inputs that come near."""
-    from kcdsl_backends.drift.linear_bounds import Effort
+    from kcdsl_backends.drift.linear_bounds import SlopeEffort
     from kcdsl_backends.drift.linear_bounds import linear_bounds as drift
 
     centre, radius = region(case["image"], perturbation)
     kernels = pair.kernels()
-    plain = drift(pair.graph, kernels, centre, radius, Effort(steps=0)).box
+    plain = drift(pair.graph, kernels, centre, radius, SlopeEffort(steps=0)).box
     started = time.perf_counter()
     box = drift(pair.graph, kernels, centre, radius).box
     seconds = time.perf_counter() - started

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.comments import Comment, find_comments
-from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, MappingEntry, Node, Scalar, SequenceNode
 
-Part = Entry | Node
+Part = MappingEntry | Node
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Attachment:
         parts, flow = parts_of(node), flow or is_flow(self._source, node)
         if flow or not parts:
             notes.head += self._until(node.span.start if parts else node.span.end)
-        elif isinstance(part, Entry):
+        elif isinstance(part, MappingEntry):
             first = self._waiting[-1] if self._waiting else None
             if first is not None and not first.alone and first.start < start_of(parts[0]):
                 notes.head.append(self._waiting.pop())
@@ -106,8 +106,8 @@ class Attachment:
         first = self._waiting[-1] if self._waiting else None
         if first is None or first.alone or first.start >= until:
             return
-        away = isinstance(part, Entry) and not self._has_place(value)
-        end = part.key.span.end if isinstance(part, Entry) and away else value.span.end
+        away = isinstance(part, MappingEntry) and not self._has_place(value)
+        end = part.key.span.end if isinstance(part, MappingEntry) and away else value.span.end
         if first.line == self._line(max(end - 1, 0)):
             self.of(part).behind.append(self._waiting.pop())
 
@@ -117,13 +117,13 @@ class Attachment:
         start = node.span.start
         return start < node.span.end or not self._source.text[max(start - 1, 0) : start].isspace()
 
-    def _close(self, owner: Part, node: Mapping | Sequence, flow: bool, limit: int) -> None:
+    def _close(self, owner: Part, node: Mapping | SequenceNode, flow: bool, limit: int) -> None:
         """Attach the comments at the end of a collection: in a block those as deep as its parts."""
         if flow:
             self.of(owner).ending += self._until(node.span.end)
             return
         column = self._column(node.span.start)
-        shallow = isinstance(owner, Entry) and self._column(owner.key.span.start) == column
+        shallow = isinstance(owner, MappingEntry) and self._column(owner.key.span.start) == column
         while self._waiting and self._waiting[-1].start < limit:
             comment = self._waiting[-1]
             if comment.alone and (comment.column < column or shallow):
@@ -137,16 +137,16 @@ def is_flow(source: SourceFile, node: Node) -> bool:
     return not isinstance(node, Scalar) and source.text[start : start + 1] in {"{", "["}
 
 
-def parts_of(node: Mapping | Sequence) -> tuple[Part, ...]:
+def parts_of(node: Mapping | SequenceNode) -> tuple[Part, ...]:
     """Return the entries of a mapping, or the items of a list."""
     return node.entries if isinstance(node, Mapping) else node.items
 
 
 def value_of(part: Part) -> Node:
     """Return the value of an entry; an item is its own."""
-    return part.value if isinstance(part, Entry) else part
+    return part.value if isinstance(part, MappingEntry) else part
 
 
 def start_of(part: Part) -> int:
     """Return where a part begins: its key, or its value (the dash stands before that)."""
-    return part.key.span.start if isinstance(part, Entry) else part.span.start
+    return part.key.span.start if isinstance(part, MappingEntry) else part.span.start

@@ -16,7 +16,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format.layout import Printer
 from kcdsl.format.scalar import STARTS, comment_of, spell
 from kcdsl.source.comments import find_comments
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml, scalars
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_yaml, scalars
 
 
 def format_text(source: SourceFile, sink: Sink) -> str | None:
@@ -65,7 +65,7 @@ def _same(one: Node, other: Node, field: str) -> bool:
                 return False
             spelled = spell(one.text, start)
             return spelled is not None and spelled == spell(other.text, start)
-        case Sequence(items=left), Sequence(items=right):
+        case SequenceNode(items=left), SequenceNode(items=right):
             return len(left) == len(right) and all(
                 _same(a, b, "") for a, b in zip(left, right, strict=True)
             )

@@ -13,7 +13,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format.attachment import Attachment, Part, is_flow, parts_of, start_of, value_of
 from kcdsl.format.scalar import comment_of, written
 from kcdsl.source.comments import Comment
-from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, MappingEntry, Node, Scalar, SequenceNode
 
 WIDTH = 100
 STEP = 2
@@ -94,7 +94,7 @@ class Printer:
 
     def _part(self, part: Part, lead: str, indent: int) -> None:
         """Print a part; its line begins with `lead`, and its key or dash stands at `indent`."""
-        if isinstance(part, Entry):
+        if isinstance(part, MappingEntry):
             self._value(part, part.value, lead + self._key(part, lead), indent)
         else:
             self._value(part, part, lead, indent)
@@ -115,7 +115,7 @@ class Printer:
     def _comments_above(self, part: Part, lead: str) -> tuple[list[Comment], list[Comment]]:
         """Return the comments above a part, and those that move there from its key or dash."""
         notes, value = self._notes.of(part), value_of(part)
-        if isinstance(part, Entry):
+        if isinstance(part, MappingEntry):
             stays = self._is_block(value, lead + self._key(part, lead), part.key.text)
             head = [] if stays else self._outside(notes.head, value)
             return notes.above, [*self._of_key(part.key), *head]
@@ -149,7 +149,7 @@ class Printer:
             return head
         return [comment for comment in head if comment.start < value.span.start]
 
-    def _parts(self, node: Mapping | Sequence, indent: int, first: str) -> None:
+    def _parts(self, node: Mapping | SequenceNode, indent: int, first: str) -> None:
         """Print the parts of a collection in block form; `first` is what the line of the first one
         begins with, where what stands above it is printed already."""
         flow = is_flow(self._source, node)
@@ -157,7 +157,7 @@ class Printer:
         pad = " " * indent + ("" if isinstance(node, Mapping) else "-")
         end = node.span.start
         for number, part in enumerate(parts):
-            begin = start_of(part) if isinstance(part, Entry) else self._dash(end)
+            begin = start_of(part) if isinstance(part, MappingEntry) else self._dash(end)
             blank, end = self._blank_above(begin), value_of(part).span.end
             if number == 0 and first:
                 self._part(part, first, indent)
@@ -176,12 +176,12 @@ class Printer:
 
     def _tall(self, part: Part) -> bool:
         """Say whether a section takes several lines."""
-        assert isinstance(part, Entry)
+        assert isinstance(part, MappingEntry)
         return not isinstance(part.value, Scalar) and not self._on_one_line(
             part.value, self._key(part, ""), part.key.text
         )
 
-    def _key(self, entry: Entry, lead: str) -> str:
+    def _key(self, entry: MappingEntry, lead: str) -> str:
         """Return a key with what tells it from its value."""
         key = self._key_text(entry.key, flow=False)
         if len(key) > _LONGEST_KEY:
@@ -205,14 +205,14 @@ class Printer:
             and not self._is_kept(node)
         )
 
-    def _on_one_line(self, node: Mapping | Sequence, lead: str, field: str) -> bool:
+    def _on_one_line(self, node: Mapping | SequenceNode, lead: str, field: str) -> bool:
         """Say whether a collection stays in its flow form, on the line that `lead` begins."""
         key = (id(node), lead)
         if key not in self._flat:
             self._flat[key] = self._fits(node, lead, field)
         return self._flat[key]
 
-    def _fits(self, node: Mapping | Sequence, lead: str, field: str) -> bool:
+    def _fits(self, node: Mapping | SequenceNode, lead: str, field: str) -> bool:
         if not parts_of(node):
             return True
         if not is_flow(self._source, node) or self._notes.inside(node) or self._is_kept(node):
@@ -237,7 +237,7 @@ class Printer:
 
     def _value(self, part: Part, node: Node, lead: str, indent: int) -> None:
         """Print the value of a part behind `lead`: a key with its colon, a dash, or nothing."""
-        field = part.key.text if isinstance(part, Entry) else ""
+        field = part.key.text if isinstance(part, MappingEntry) else ""
         space = f"{lead} " if lead else ""
         if isinstance(node, Scalar):
             self._scalar(node, lead, indent, field)
@@ -255,7 +255,7 @@ class Printer:
             return
         self._behind(self._notes.of(part).behind, indent)
 
-    def _block(self, part: Part, node: Mapping | Sequence, lead: str, indent: int) -> None:
+    def _block(self, part: Part, node: Mapping | SequenceNode, lead: str, indent: int) -> None:
         """Print a collection part by part: below a key, behind a dash, or from the margin.
 
         A comment behind the closing bracket speaks of the whole, and so goes to its beginning:
@@ -264,7 +264,7 @@ class Printer:
         notes = self._notes.of(part)
         inner = indent + STEP if lead else indent
         first = ""
-        if isinstance(part, Entry):
+        if isinstance(part, MappingEntry):
             self._lines.append(lead)
             head = [*notes.head, *self._of_whole(part)]
             self._behind(head[:1], inner)
@@ -296,12 +296,12 @@ class Printer:
         match node:
             case Scalar():
                 return written(self._source, node, field, True, careful=self._careful).first
-            case Sequence(items=items):
+            case SequenceNode(items=items):
                 return "[" + ", ".join(self._flow(item, "") for item in items) + "]"
             case Mapping(entries=entries):
                 return "{" + ", ".join(self._pair(entry) for entry in entries) + "}"
 
-    def _pair(self, entry: Entry) -> str:
+    def _pair(self, entry: MappingEntry) -> str:
         key = self._key_text(entry.key, flow=True)
         value = self._flow(entry.value, entry.key.text)
         return f"? {key} : {value}" if len(key) > _LONGEST_KEY else f"{key}: {value}"

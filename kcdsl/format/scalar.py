@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.scalar_map import map_scalar
 from kcdsl.source.yaml_nodes import Scalar
-from kcdsl.syntax.parser import Node, Token, parse
+from kcdsl.syntax.parser import ParseNode, Token, parse
 
 STARTS = {"require": "requirement", "where": "predicate", "budget": "budget"}
 """The fields that hold expressions, with the rule of the grammar that reads each."""
@@ -25,7 +25,7 @@ _SHORT = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\0":
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class ScalarLines:
     """A scalar in lines: the first follows its key, the others are indented below it by what they
     say. A block scalar has its header as the first line; `keeps` says that empty lines after it
     would belong to it."""
@@ -44,7 +44,7 @@ def written(
     *,
     careful: bool = False,
     room: int | None = None,
-) -> Lines:
+) -> ScalarLines:
     """Return how a scalar is written under a field; `flow` says that it is inside `{}` or `[]`,
     and then it is one line; `careful` puts every text in quotation marks. An expression of several
     lines becomes one line where that has at most `room` characters."""
@@ -59,27 +59,27 @@ def written(
         line = quoted(spelled, '"' if careful else scalar.style, flow)
         if room is not None and len(line) > room and not (flow or careful) and start is not None:
             return _broken(source, scalar, start, line)
-        return Lines(line + comment)
+        return ScalarLines(line + comment)
     if comment or scalar.style in {"|", ">"}:
-        return Lines(in_double(scalar.text) + comment)
+        return ScalarLines(in_double(scalar.text) + comment)
     if is_text and careful:
-        return Lines(in_double(scalar.text))
+        return ScalarLines(in_double(scalar.text))
     cut = not _balanced(raw) or raw.endswith(":")
     if flow and scalar.style == "plain" and is_text and cut:
-        return Lines(in_double(scalar.text))
+        return ScalarLines(in_double(scalar.text))
     if "\n" not in raw:
-        return Lines(raw)
+        return ScalarLines(raw)
     lines = tuple(line.strip(" \t") for line in raw.split("\n"))
     if flow:
         return _checked((" ".join(lines),), scalar)
     return _checked(lines, scalar)
 
 
-def _broken(source: SourceFile, scalar: Scalar, start: str, line: str) -> Lines:
+def _broken(source: SourceFile, scalar: Scalar, start: str, line: str) -> ScalarLines:
     """Return an expression broken where it was, given how it is written on one line."""
     pieces = map_scalar(source, scalar).pieces
     if pieces is None:
-        return Lines(line)
+        return ScalarLines(line)
     text = "".join(
         "\n" if source.text[begin] in "\r\n" else char
         for char, (begin, _) in zip(scalar.text, pieces, strict=True)
@@ -87,9 +87,9 @@ def _broken(source: SourceFile, scalar: Scalar, start: str, line: str) -> Lines:
     lines = spell_lines(text, start) or []
     mark = line[0] if line[0] in _WRITTEN else ""
     if len(lines) < 2 or not all(text.isprintable() for text in lines):
-        return Lines(line)
+        return ScalarLines(line)
     first, *inner, last = (_WRITTEN[mark](text) for text in lines)
-    return Lines(mark + first, (*inner, last + mark))
+    return ScalarLines(mark + first, (*inner, last + mark))
 
 
 _WRITTEN: dict[str, Callable[[str], str]] = {
@@ -100,11 +100,15 @@ _WRITTEN: dict[str, Callable[[str], str]] = {
 """How a text stands between quotation marks."""
 
 
-def _checked(lines: tuple[str, ...], scalar: Scalar) -> Lines:
+def _checked(lines: tuple[str, ...], scalar: Scalar) -> ScalarLines:
     """Return the lines of a scalar if they are read as its text, or its text with escapes."""
     first, *rest = lines
     raw = "\n".join((first, *(f"  {line}" if line else "" for line in rest)))
-    return Lines(first, tuple(rest)) if _reads(raw, scalar) else Lines(in_double(scalar.text))
+    return (
+        ScalarLines(first, tuple(rest))
+        if _reads(raw, scalar)
+        else ScalarLines(in_double(scalar.text))
+    )
 
 
 def _reads(raw: str, scalar: Scalar) -> bool:
@@ -149,7 +153,7 @@ def _escaped(char: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def _block(raw: str, scalar: Scalar, start: str | None) -> Lines:
+def _block(raw: str, scalar: Scalar, start: str | None) -> ScalarLines:
     """Return a block scalar: its header, and its lines without their common indentation."""
     header = _HEADER.match(raw)
     assert header is not None
@@ -159,7 +163,7 @@ def _block(raw: str, scalar: Scalar, start: str | None) -> Lines:
     given = "\n".join(line.rstrip() for line in body if line.strip())
     if start is not None and (spelled := spell_lines(given, start)) is not None:
         lines = _placed(spelled, given)
-        return Lines(header[1] + chomp + comment, lines, True, chomp == "+")
+        return ScalarLines(header[1] + chomp + comment, lines, True, chomp == "+")
     if body and not body[-1]:
         body.pop()
     while body and not body[-1].strip(" ") and chomp != "+":
@@ -176,8 +180,8 @@ def _block(raw: str, scalar: Scalar, start: str | None) -> Lines:
             first = header[1] + digits + chomp
             text = "\n".join((first, *(f"  {line}" if line else "" for line in kept))) + "\n"
             if _reads(text, scalar):
-                return Lines(first + comment, kept, True, chomp == "+")
-    return Lines(in_double(scalar.text) + comment)
+                return ScalarLines(first + comment, kept, True, chomp == "+")
+    return ScalarLines(in_double(scalar.text) + comment)
 
 
 def _depth(lines: Sequence[str]) -> int:
@@ -237,7 +241,7 @@ def _pieces(text: str, start: str) -> list[tuple[Token, str]] | None:
     calls: set[int] = set()
     unary: set[int] = set()
     tokens: list[Token] = []
-    waiting: list[Node | Token] = [root]
+    waiting: list[ParseNode | Token] = [root]
     while waiting:
         here = waiting.pop()
         if isinstance(here, Token):

@@ -40,7 +40,7 @@ def statement(formula: ir.Formula) -> ast.Expression:
     """Return the syntax of a formula."""
     match formula:
         case ir.Compare(op=op, left=left, right=right):
-            return ast.Comparison((op,), (quantity(left), quantity(right)))
+            return ast.ComparisonChain((op,), (quantity(left), quantity(right)))
         case ir.NoFlip(block=block, variable=variable, k=k):
             given = (ast.Name(block), ast.Name(variable))
             return _call("no_flip", *given, *(() if k == 1 else (_number(Fraction(k)),)))
@@ -97,7 +97,7 @@ def selection(predicate: ir.Predicate) -> ast.Expression:
     """Return the syntax of a predicate; `true` and `false` where it has no part to test."""
     match predicate:
         case ir.FieldTest(field=field, op=op, value=value):
-            return ast.Comparison((op,), (ast.Name(field), _constant(value)))
+            return ast.ComparisonChain((op,), (ast.Name(field), _constant(value)))
         case ir.AllOf(parts=parts) | ir.AnyOf(parts=parts):
             if len(parts) == 1:
                 return selection(parts[0])
@@ -175,7 +175,7 @@ def _form(expression: ast.Expression) -> tuple[str, int]:
         case ast.Binary(op=op, left=left, right=right):
             level = _SUM if op in "+-" else _PRODUCT
             return f"{_print(left, level)} {op} {_print(right, level + 1)}", level
-        case ast.Comparison(ops=ops, operands=operands):
+        case ast.ComparisonChain(ops=ops, operands=operands):
             text = _print(operands[0], _SUM)
             for op, operand in zip(ops, operands[1:], strict=True):
                 text += f" {op} {_print(operand, _SUM)}"

@@ -34,7 +34,7 @@ def undivided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ContractFacts:
     """What is known of a contract beyond its clauses.
 
     `temperature` relates the span of the logits to the distributions; None leaves them apart.
@@ -152,7 +152,7 @@ def laws(
     quantities: Sequence[Placed],
     terms: Sequence[Term],
     compared: Sequence[Collection[Fraction]],
-    setting: Setting,
+    setting: ContractFacts,
 ) -> Iterator[Law]:
     """Yield what holds of quantities; `terms` are what is measured, `compared` the numbers that
     clauses compare each with."""
@@ -188,7 +188,7 @@ def _is_worst(a: Placed, b: Placed) -> bool:
 
 
 def _means(
-    quantities: Sequence[Placed], ranges: Sequence[Interval], setting: Setting
+    quantities: Sequence[Placed], ranges: Sequence[Interval], setting: ContractFacts
 ) -> Iterator[Law]:
     """Yield what a mean says of the other statistics of the same values."""
     same: dict[object, list[int]] = defaultdict(list)
@@ -212,7 +212,7 @@ def _means(
                     yield Share(mean, other, q, low)
 
 
-def _divisions(quantities: Sequence[Placed], setting: Setting) -> Iterator[Between]:
+def _divisions(quantities: Sequence[Placed], setting: ContractFacts) -> Iterator[Between]:
     """Yield: a slice that is made up of others has no larger maximum than each of them, and where
     they share no request its mean and percentiles lie between theirs."""
     same: dict[object, list[int]] = defaultdict(list)
@@ -233,7 +233,7 @@ def _divisions(quantities: Sequence[Placed], setting: Setting) -> Iterator[Betwe
 
 
 def _divided(
-    quantities: Sequence[Placed], whole: int, parts: Sequence[int], setting: Setting
+    quantities: Sequence[Placed], whole: int, parts: Sequence[int], setting: ContractFacts
 ) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Yield the fewest parts that make up a slice, and whether they share no request."""
     few = parts if len(parts) <= _MOST_PARTS else ()

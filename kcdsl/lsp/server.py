@@ -24,7 +24,7 @@ from kcdsl.lsp.features.hover import code_text
 from kcdsl.lsp.features.rename import CannotRename
 from kcdsl.lsp.session import (
     Session,
-    Work,
+    Threads,
     arguments,
     contracts_below,
     folder_of,
@@ -63,7 +63,7 @@ class Server(LanguageServer):
     def __init__(self) -> None:
         super().__init__("kcdsl", __version__, protocol_cls=_Protocol)
         self.session = Session()
-        self.work = Work()
+        self.work = Threads()
         self.debounce = _DEBOUNCE
         self._pending: dict[str, asyncio.Task[None]] = {}
         self._decisions: set[asyncio.Task[Any]] = set()

@@ -134,7 +134,7 @@ def _one_thread(name: str) -> Callable[[], ThreadPoolExecutor]:
 
 
 @dataclass(slots=True)
-class Work:
+class Threads:
     """Two threads: one checks, one answers."""
 
     checker: Checker = field(default_factory=Checker)

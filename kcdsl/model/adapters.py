@@ -55,7 +55,7 @@ class Adapter:
     kcdsl has, else `package.module:function`. That takes the name of the adapter, the model, its
     module converted to the compute format on its device, and the numerics; it may change the
     module, and returns the program that runs in place of a part, by the part's name
-    (`kcdsl_backends.empirical.sources.kernels.engines.Engine`).
+    (`kcdsl_backends.empirical.sources.kernels.engines.ProgramEngine`).
     """
 
     style: str

@@ -67,7 +67,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """Where a tensor lies in a file: its type, its shape and its bytes."""
 
     kind: str
@@ -83,7 +83,7 @@ class TensorFile:
     path: Path
     sha256: str
     memory: Tensor
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, which shares the memory of the file; ValueError for a type that torch
@@ -121,7 +121,7 @@ def read_tensors(path: Path) -> TensorFile:
     return TensorFile(path, digest.hexdigest(), memory, header_of(view, size))
 
 
-def header_of(data: bytes | memoryview, size: int) -> dict[str, Stored]:
+def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
     """Return where the tensors of a file lie, by its beginning and its size in bytes.
 
     They lie one after the other, with nothing between or after them; ValueError where they do not.
@@ -148,13 +148,13 @@ def header_of(data: bytes | memoryview, size: int) -> dict[str, Stored]:
     return found
 
 
-def _stored(name: str, told: Any, first: int) -> Stored:
+def _stored(name: str, told: Any, first: int) -> StoredTensor:
     match told:
         case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, end], **rest}:
             numbers = [*shape, start, end]
             plain = all(type(n) is int and n >= 0 for n in numbers) and not rest
             if plain and (end - start) * 8 == math.prod(shape) * _BITS.get(kind, -1):
-                return Stored(kind, tuple(shape), first + start, first + end)
+                return StoredTensor(kind, tuple(shape), first + start, first + end)
     raise ValueError(f"the type, shape and bytes of {ascii(name)[1:-1][:80]} do not fit")
 
 

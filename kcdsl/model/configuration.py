@@ -19,7 +19,7 @@ from typing import Any
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.files import Artefacts, companion
-from kcdsl.model.registry import Family, declared
+from kcdsl.model.registry import ModelFamily, declared
 from kcdsl.source.files import excerpt, read_bytes, shown
 
 LARGEST_COUNT = 1 << 24
@@ -185,7 +185,7 @@ _ONE_STACK: Mapping[str, tuple[Any, ...]] = {
 """The values of keys of any family that every forward pass here implements with nothing else."""
 
 
-def family_of(architecture: str, raw: Mapping[str, Any]) -> Family:
+def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a configuration after every key was checked.
 
     One that states no model_type is of the family that has the name of the architecture.

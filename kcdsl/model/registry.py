@@ -4,7 +4,7 @@ A module defines `build(config) -> nn.Module`, and `canonical_key(key) -> str | 
 a checkpoint key has in what is built. It declares, as literals:
 
 - `READ`: the keys of config.json that the forward passes of all its families read and check;
-- `FAMILIES`: by `model_type` of Hugging Face transformers, what `Family` says;
+- `FAMILIES`: by `model_type` of Hugging Face transformers, what `ModelFamily` says;
 - `ENCODER_ONLY` (default False): it ends in hidden states instead of logits;
 - `FOREIGN` (default False): its program is not one of `kcdsl.model`.
 
@@ -27,7 +27,7 @@ _LITERALS = frozenset({"READ", "FAMILIES", "ENCODER_ONLY", "FOREIGN"})
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """What one model_type may say in its config.json, besides what every family may.
 
     `read` are the keys that the forward pass reads and checks itself, `only` the values of keys
@@ -46,7 +46,7 @@ class Architecture(NamedTuple):
     """What the module of an architecture declares."""
 
     name: str
-    families: Mapping[str, Family]
+    families: Mapping[str, ModelFamily]
     encoder_only: bool = False
     foreign: bool = False
 
@@ -69,7 +69,7 @@ def declared(name: str) -> Architecture:
                 found[literal] = ast.literal_eval(node.value)
     read = found.get("READ", ())
     families = {
-        kind: Family(
+        kind: ModelFamily(
             tuple(said["classes"]),
             frozenset({*read, *said.get("read", ())}),
             said.get("only", {}),

@@ -39,7 +39,7 @@ from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import Fields, strict_base64, strict_load
 from kcdsl_certs.statement import Evidence as Kind
-from kcdsl_certs.verification.proofs import Outcome, Rechecker
+from kcdsl_certs.verification.proofs import Rechecker, StepOutcome
 from kcdsl_certs.verification.recount import Recount
 from kcdsl_certs.verification.rows import read_rows, select
 
@@ -301,7 +301,7 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
             folder = Path(place)
             (folder / reference.path).write_bytes(outcome.proof)
             found = Rechecker(folder, checkpoint)(clause, triple)
-            if found.outcome is not Outcome.OK:
+            if found.outcome is not StepOutcome.OK:
                 return f"its proof is not confirmed: {found.detail} ({found.reason})"
             digests, sources = data_digests(program, files), slice_sources(program, files)
             count = Recount(sources, files.find, digests, folder, None)

@@ -52,7 +52,7 @@ from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import canonical_digest, strict_load
 from kcdsl_certs.statement import (
-    Chain,
+    ChainTerms,
     Checkpoint,
     Comparison,
     Contract,
@@ -219,7 +219,7 @@ def _region(region: DemandedRegion) -> Region:
     return Region(region.kind.value, region.slice, region.radius, region.longest)
 
 
-def _chain(quantity: Term | NoFlip | HasFields, program: Program) -> Chain | None:
+def _chain(quantity: Term | NoFlip | HasFields, program: Program) -> ChainTerms | None:
     """Return what the bound chain needs to bound a quantity; None where it says nothing of it."""
     metric = None if isinstance(quantity, NoFlip | HasFields) else _metric_inside(quantity)
     if metric is None or is_encoder(program.model.architecture):
@@ -230,7 +230,7 @@ def _chain(quantity: Term | NoFlip | HasFields, program: Program) -> Chain | Non
         for name in ("advantage_max", "reward_range", "score_norm_max")
         if (value := getattr(constants, name)) is not None
     )
-    return Chain(metric, constants.temperature, stated)
+    return ChainTerms(metric, constants.temperature, stated)
 
 
 def _metric_inside(term: Term) -> str | None:
@@ -285,10 +285,11 @@ def build_triple(
 
 
 def _kernel(ref: KernelRef, given: Mapping[str, Any] | None, role: str) -> Kernel:
-    from kcdsl.model.fingerprint import kernel_fingerprint
+    if given is None:  # only where one is taken: it needs numpy, and a release gate has none
+        from kcdsl.model.fingerprint import kernel_fingerprint
 
-    fingerprint = kernel_fingerprint(ref) if given is None else dict(given)
-    kernel = Kernel(ref.run, fingerprint)
+        given = kernel_fingerprint(ref)
+    kernel = Kernel(ref.run, dict(given))
     try:
         _ = kernel.digest
     except Rejected as error:

@@ -54,14 +54,14 @@ Regions = Callable[[str], Sequence[Stated]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TransferPlan:
     """What goes over and what stays behind, in the order of the certificate."""
 
     carried: tuple[Carried, ...]
     left: tuple[Left, ...]
 
 
-def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -> Plan:
+def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -> TransferPlan:
     """Decide for every result of a verified certificate whether it goes over.
 
     Args:
@@ -83,7 +83,7 @@ def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -
     for clause in earlier.clauses:
         if clause.implied_by is not None:
             found[clause.id, clause.slice] = _implied(clause, found)
-    return Plan(
+    return TransferPlan(
         tuple(item for item in found.values() if isinstance(item, Carried)),
         tuple(item for item in found.values() if isinstance(item, Left)),
     )
@@ -163,7 +163,12 @@ def _array(record: Mapping[str, Any]) -> NDArray[np.float64]:
 
 
 def transfer_of(
-    earlier: Predicate, identity: str, path: str, triple: Triple, decided: Plan, issued: datetime
+    earlier: Predicate,
+    identity: str,
+    path: str,
+    triple: Triple,
+    decided: TransferPlan,
+    issued: datetime,
 ) -> Transfer:
     """Return the statement of a plan. It is valid as long as the earlier certificate is."""
     return Transfer(

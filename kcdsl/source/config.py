@@ -40,7 +40,7 @@ class Colour(StrEnum):
     NEVER = "never"
 
 
-class Kind(StrEnum):
+class OptionType(StrEnum):
     """The type of an option's value, in words."""
 
     TEXT = "a text"
@@ -57,7 +57,7 @@ class Option(NamedTuple):
     """
 
     field: str
-    kind: Kind
+    kind: OptionType
     default: Any
     help: str
     allowed: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class Option(NamedTuple):
         """Say whether a text may be its value, or an item of its list."""
         if "\0" in word:
             return False
-        if self.kind is Kind.CODES:
+        if self.kind is OptionType.CODES:
             return code_or_beginning(word) is not None
         given = word.partition("=")[0] if self.field == "format" else word
         return not self.allowed or given in self.allowed
@@ -91,20 +91,20 @@ class Option(NamedTuple):
     def fits(self, value: Any) -> bool:
         """Say whether a value of a file has its type."""
         match self.kind:
-            case Kind.TEXT:
+            case OptionType.TEXT:
                 return isinstance(value, str)
-            case Kind.TRUTH:
+            case OptionType.TRUTH:
                 return isinstance(value, bool)
-            case Kind.TEXTS | Kind.CODES:
+            case OptionType.TEXTS | OptionType.CODES:
                 return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
     def read(self, text: str) -> Any:
         """Return the value that a variable spells, items of a list separated by commas; None
         where it spells none."""
         value: Any = text
-        if self.kind in {Kind.TEXTS, Kind.CODES}:
+        if self.kind in {OptionType.TEXTS, OptionType.CODES}:
             value = tuple(part.strip() for part in text.split(",") if part.strip())
-        elif self.kind is Kind.TRUTH:
+        elif self.kind is OptionType.TRUTH:
             return truth(text)
         return value if all(self.allows(word) for _, word in _words(value)) else None
 
@@ -138,16 +138,18 @@ class Origin(NamedTuple):
 
 
 def _text(default: Any, help: str, allowed: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"kind": Kind.TEXT, "help": help, "allowed": allowed})
+    return field(
+        default=default, metadata={"kind": OptionType.TEXT, "help": help, "allowed": allowed}
+    )
 
 
 def _texts(help: str, example: str | None = None, **more: Any) -> Any:
-    declared = {"kind": Kind.TEXTS, "help": help, "example": example, **more}
+    declared = {"kind": OptionType.TEXTS, "help": help, "example": example, **more}
     return field(default=(), metadata=declared)
 
 
 def _codes(help: str) -> Any:
-    return _texts(help, 'such as ["KC208", "KC5"]', kind=Kind.CODES)
+    return _texts(help, 'such as ["KC208", "KC5"]', kind=OptionType.CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class Config:
     )
     refuse_suppressions: bool = field(
         default=False,
-        metadata={"kind": Kind.TRUTH, "help": "refuse contracts with accepted findings"},
+        metadata={"kind": OptionType.TRUTH, "help": "refuse contracts with accepted findings"},
     )
     select: tuple[str, ...] = _codes("the only codes whose warnings and notes are shown")
     trusted_folders: tuple[str, ...] = _texts(
@@ -446,7 +448,7 @@ def _instead(option: Option, word: str) -> str:
     """Say what a word that is not allowed should be."""
     if "\0" in word:
         return "remove the character U+0000: no path, name or address has it"
-    if option.kind is Kind.CODES:
+    if option.kind is OptionType.CODES:
         return CODES_HELP
     from kcdsl.diagnostics.report import suggest
 
@@ -465,7 +467,7 @@ def _near(key: str) -> str:
 def _with(config: Config, option: Option, value: Any, origin: Origin) -> Config:
     """Return the configuration with a value that is allowed, or is reported by the caller."""
     origins = {**config.origins, option.name: origin}
-    if option.kind is Kind.CODES:
+    if option.kind is OptionType.CODES:
         value = tuple(code_or_beginning(word) or word for word in value)
     return replace(config, **{option.field: value, "origins": origins})
 

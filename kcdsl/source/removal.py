@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable
 from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.diagnostics.report import insertion
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.source.yaml_nodes import Entry, Mapping, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, MappingEntry, Scalar, SequenceNode
 
 SpanOf = Callable[[int], Span]
 """The place of a part by its number. Asked for as needed: a collection may have many parts."""
 
 
-def remove_entry(source: SourceFile, mapping: Mapping, entry: Entry) -> Edit:
+def remove_entry(source: SourceFile, mapping: Mapping, entry: MappingEntry) -> Edit:
     """Return the edit that removes an entry; in block style its whole lines, comments above it
     excepted. The mapping must have other entries."""
     index = next(i for i, other in enumerate(mapping.entries) if other is entry)
@@ -22,7 +22,7 @@ def remove_entry(source: SourceFile, mapping: Mapping, entry: Entry) -> Edit:
 
 
 def remove_parts(
-    source: SourceFile, node: Mapping | Sequence, chosen: Collection[int]
+    source: SourceFile, node: Mapping | SequenceNode, chosen: Collection[int]
 ) -> tuple[Edit, ...]:
     """Return the edits that remove the chosen entries or items; others must be left."""
     if isinstance(node, Mapping):
@@ -34,7 +34,7 @@ def remove_parts(
     return remove_spans(source, node.span, len(items), lambda i: items[i].span, chosen)
 
 
-def _of_entry(entry: Entry) -> Span:
+def _of_entry(entry: MappingEntry) -> Span:
     return entry.key.span.hull(entry.value.span)
 
 
@@ -92,7 +92,10 @@ def add_field(
 
 
 def without(
-    source: SourceFile, node: Mapping | Sequence | None, indices: Iterable[int], safe: bool = False
+    source: SourceFile,
+    node: Mapping | SequenceNode | None,
+    indices: Iterable[int],
+    safe: bool = False,
 ) -> Fix | None:
     """Return the fix that removes entries of a mapping or items of a list; None where nothing or
     all would go."""

@@ -78,7 +78,7 @@ class Scalar(NamedTuple):
                 return "a text"
 
 
-class Sequence(NamedTuple):
+class SequenceNode(NamedTuple):
     """A list of nodes."""
 
     items: tuple[Node, ...]
@@ -90,7 +90,7 @@ class Sequence(NamedTuple):
         return "a list"
 
 
-class Entry(NamedTuple):
+class MappingEntry(NamedTuple):
     """One `key: value` of a mapping."""
 
     key: Scalar
@@ -100,7 +100,7 @@ class Entry(NamedTuple):
 class Mapping(NamedTuple):
     """A mapping in document order; keys are distinct texts."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[MappingEntry, ...]
     span: Span
 
     @property
@@ -113,7 +113,7 @@ class Mapping(NamedTuple):
         return next((entry.value for entry in self.entries if entry.key.text == key), None)
 
 
-Node = Scalar | Sequence | Mapping
+Node = Scalar | SequenceNode | Mapping
 
 
 def scalars(node: Node) -> Iterator[Scalar]:
@@ -121,7 +121,7 @@ def scalars(node: Node) -> Iterator[Scalar]:
     match node:
         case Scalar():
             yield node
-        case Sequence(items=items):
+        case SequenceNode(items=items):
             for item in items:
                 yield from scalars(item)
         case Mapping(entries=entries):
@@ -347,13 +347,13 @@ class _Builder:
             end = self._span(event).end
         span = Span(opened.start, max(opened.start, end))
         if not opened.is_mapping:
-            self._attach(Sequence(tuple(opened.parts), span))
+            self._attach(SequenceNode(tuple(opened.parts), span))
             return
         self._attach(Mapping(self._entries(opened.parts, span), span))
 
-    def _entries(self, parts: list[Node], whole: Span) -> tuple[Entry, ...]:
-        entries: list[Entry] = []
-        seen: dict[str, Entry] = {}
+    def _entries(self, parts: list[Node], whole: Span) -> tuple[MappingEntry, ...]:
+        entries: list[MappingEntry] = []
+        seen: dict[str, MappingEntry] = {}
         said: dict[str, str] = {}
         written = list(zip(parts[::2], parts[1::2], strict=True))
 
@@ -389,7 +389,7 @@ class _Builder:
                     )
                 )
             else:
-                seen[key.text] = Entry(key, value)
+                seen[key.text] = MappingEntry(key, value)
                 entries.append(seen[key.text])
         return tuple(entries)
 

@@ -80,7 +80,7 @@ class Binary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparisonChain:
     """`operands[0] ops[0] operands[1] …`; more than one operator parses but does not type."""
 
     ops: tuple[str, ...]
@@ -135,7 +135,7 @@ Expression = (
     | Call
     | Minus
     | Binary
-    | Comparison
+    | ComparisonChain
     | Membership
     | Negation
     | Logic

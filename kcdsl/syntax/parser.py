@@ -48,21 +48,21 @@ class Token(NamedTuple):
     end: int
 
 
-class Node(NamedTuple):
+class ParseNode(NamedTuple):
     """A rule with its children; the range covers its first to its last token."""
 
     rule: str
-    children: list[Node | Token]
+    children: list[ParseNode | Token]
     start: int
     end: int
 
 
-def parse(text: str, start: str) -> Node | None:
+def parse(text: str, start: str) -> ParseNode | None:
     """Return the tree of a text by one of the start rules; None where it is not well formed."""
     state = STARTS[start]
     end_state = ENDS[start]
     states = [state]
-    values: list[list[Node | Token]] = []
+    values: list[list[ParseNode | Token]] = []
     token = _next_token(text, 0, state)
     while token is not None:
         kind = token.type
@@ -85,11 +85,11 @@ def parse(text: str, start: str) -> Node | None:
         if _INLINED[-1 - step]:
             values.append(children)
         else:
-            values.append([Node(name, children, children[0].start, children[-1].end)])
+            values.append([ParseNode(name, children, children[0].start, children[-1].end)])
         states.append(state)
         if state == end_state and kind == "$END":
             root = values[0][0]
-            return root if isinstance(root, Node) else None
+            return root if isinstance(root, ParseNode) else None
     return None
 
 
@@ -183,10 +183,10 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
     return None if unusable else builder
 
 
-def _depth_exceeds(root: Node, limit: int) -> bool:
+def _depth_exceeds(root: ParseNode, limit: int) -> bool:
     level = [root]
     for _ in range(limit):
-        level = [child for node in level for child in node.children if isinstance(child, Node)]
+        level = [child for node in level for child in node.children if isinstance(child, ParseNode)]
         if not level:
             return False
     return True
@@ -195,7 +195,7 @@ def _depth_exceeds(root: Node, limit: int) -> bool:
 class _Builder:
     """Turns the tree of the parser into ours. Depth is bounded before, so recursion is safe."""
 
-    def __init__(self, root: Node, places: ScalarMap) -> None:
+    def __init__(self, root: ParseNode, places: ScalarMap) -> None:
         self.root = root
         self._places = places
 
@@ -203,13 +203,13 @@ class _Builder:
         found, waiting = [], [self.root]
         while waiting:
             for child in waiting.pop().children:
-                if isinstance(child, Node):
+                if isinstance(child, ParseNode):
                     waiting.append(child)
                 elif child.type == "NUMBER" and exact(child.text) is None:
                     found.append((child.start, child.end))
         return sorted(found)
 
-    def _span(self, item: Node | Token) -> Span:
+    def _span(self, item: ParseNode | Token) -> Span:
         return self._places.span(item.start, item.end)
 
     def _number(self, parts: list[Token], span: Span) -> ast.Num:
@@ -234,11 +234,11 @@ class _Builder:
         plain = self._number(tokens[1:], span)
         return ast.Num(-plain.value, plain.unit, span, plain.unit_span)
 
-    def expression(self, tree: Node | Token) -> ast.Expression:
-        assert isinstance(tree, Node)
+    def expression(self, tree: ParseNode | Token) -> ast.Expression:
+        assert isinstance(tree, ParseNode)
         span = self._span(tree)
         parts = tree.children
-        trees = [part for part in parts if isinstance(part, Node)]
+        trees = [part for part in parts if isinstance(part, ParseNode)]
         tokens = [part for part in parts if isinstance(part, Token)]
         match tree.rule:
             case "number":
@@ -262,7 +262,7 @@ class _Builder:
                 left, right = (self.expression(t) for t in trees)
                 return ast.Binary(tokens[0].text, left, right, span)
             case "comparison":
-                return ast.Comparison(
+                return ast.ComparisonChain(
                     tuple(t.text for t in tokens),
                     tuple(self.expression(t) for t in trees),
                     span,
@@ -280,7 +280,9 @@ class _Builder:
             case _:
                 return self._quantifier(tokens, trees, span)
 
-    def _quantifier(self, tokens: list[Token], trees: list[Node], span: Span) -> ast.Quantifier:
+    def _quantifier(
+        self, tokens: list[Token], trees: list[ParseNode], span: Span
+    ) -> ast.Quantifier:
         region = self.expression(trees[0])
         assert isinstance(region, ast.Call)
         variable = ast.Name(tokens[1].text, self._span(tokens[1]))

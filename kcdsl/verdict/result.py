@@ -14,7 +14,7 @@ from kcdsl.verdict.records import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Record):
+class MeasuredPercentiles(Record):
     """Percentiles of the requests, each by its worst token; `worst` is the smallest where more is
     better."""
 
@@ -59,7 +59,7 @@ class Beside(Record):
     or one more or less beyond decides; "near the threshold" where it is within a tenth of it.
     """
 
-    measured: Measured | None = None
+    measured: MeasuredPercentiles | None = None
     certified: Certified | None = None
     noise_floor: NoiseFloor | None = None
     narrow: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from typing import Any
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Diagnostic, Severity
-from kcdsl.diagnostics.render import Checked, Run, render
+from kcdsl.diagnostics.render import Checked, LintRun, render
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.verdict.model import HELD, SIGNS, WORST_FIRST
 from kcdsl.verdict.quantities import quantity, scale, told
@@ -279,7 +279,7 @@ def in_format(
     if source is not None:
         clauses = tuple((name, known[name]) for name in decided if name in known)
         checked = (Checked(source.name, clauses),)
-    run = Run(command, checked, fail_on=Severity.WARNING, exit_code=report["exit"])
+    run = LintRun(command, checked, fail_on=Severity.WARNING, exit_code=report["exit"])
     return render(list(diagnostics(report, source, known)), format, None, run)
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.model import Diagnostic, Suppressed
-from kcdsl.diagnostics.render import Checked, Run, render
+from kcdsl.diagnostics.render import Checked, LintRun, render
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.text.positions import Lines
 from tests.fuzz.promise import expect
@@ -68,7 +68,7 @@ def check_rendering(
     found: tuple[Diagnostic, ...], accepted: tuple[Suppressed, ...], name: str, file: str
 ) -> None:
     """A format says every finding once, and is what it claims to be."""
-    run = Run(files=(Checked(file),), suppressed=accepted, docs_url="https://x.test/{code}")
+    run = LintRun(files=(Checked(file),), suppressed=accepted, docs_url="https://x.test/{code}")
     text = render(found, name, None, run)
     text.encode("utf-8")
     match name:
@@ -98,7 +98,7 @@ def check_rendering(
 
 def check_colours(found: tuple[Diagnostic, ...]) -> None:
     """On a terminal the same is said, and nothing but colours is added."""
-    text = _COLOUR.sub("", render(found, "full", _Terminal(), Run()))
+    text = _COLOUR.sub("", render(found, "full", _Terminal(), LintRun()))
     _plain("full", text)
     heads = re.findall(r"^(?:error|warning|note)\[(KC\d+)\]: ", text, re.MULTILINE)
     _count("full", found, (), heads)

@@ -14,7 +14,7 @@ from kcdsl.format import edits, format_text
 from kcdsl.format.layout import Printer
 from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.source.comments import find_comments
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml, scalars
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_yaml, scalars
 from tests.fuzz.promise import expect
 
 _LAYOUT_ALONE = {"KC015"}
@@ -118,7 +118,7 @@ def _notes(source: SourceFile) -> list[_Note]:
 def _collections(node: Node) -> Iterator[Span]:
     """Yield the place of every list and mapping."""
     match node:
-        case Sequence(items=items):
+        case SequenceNode(items=items):
             yield node.span
             for item in items:
                 yield from _collections(item)
@@ -149,7 +149,7 @@ def _in_order(node: Node) -> Iterator[tuple[Span, bool]]:
         case Scalar(span=span):
             if span.start < span.end:
                 yield span, False
-        case Sequence(items=items):
+        case SequenceNode(items=items):
             for item in items:
                 yield from _in_order(item)
         case Mapping(entries=entries):

@@ -12,7 +12,7 @@ from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Refusal, Sink
-from kcdsl.diagnostics.render import FORMATS, Run, render
+from kcdsl.diagnostics.render import FORMATS, LintRun, render
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format import format_text
 from kcdsl.ir.predicates import Undecided, find_case, first_taken
@@ -153,7 +153,7 @@ def test_a_large_document_does_not_take_long(text: str) -> None:
     assert taken(begun) < SECONDS
     for name in FORMATS:
         begun = time.process_time()
-        render(list(sink), name, None, Run())
+        render(list(sink), name, None, LintRun())
         assert taken(begun) < SECONDS, name
 
 

@@ -52,7 +52,7 @@ def _tree(node: yaml.Node) -> Tree:
     match node:
         case yaml.Scalar():
             return Leaf(node.text, node.style)
-        case yaml.Sequence(items=items):
+        case yaml.SequenceNode(items=items):
             return Branch(False, [(None, _tree(item)) for item in items])
         case yaml.Mapping(entries=entries):
             pairs: list[tuple[Leaf | None, Tree]] = [

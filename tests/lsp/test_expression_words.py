@@ -12,8 +12,8 @@ from lark.exceptions import UnexpectedInput
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.text.lexemes import Frame, Role, Start, lexemes, next_terminals, open_frames
-from kcdsl.lsp.text.nodes import Kind, expressions, fields, language, occurrences
+from kcdsl.lsp.text.lexemes import OpenBracket, Role, Start, lexemes, next_terminals, open_frames
+from kcdsl.lsp.text.nodes import NameKind, expressions, fields, language, occurrences
 from kcdsl.metrics import BUILT_IN
 from kcdsl.source.files import read_source
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml
@@ -108,12 +108,15 @@ def test_a_variable_belongs_to_its_quantifier() -> None:
 
 
 def test_open_brackets() -> None:
-    assert open_frames(lexemes("ball(all, 1e-3")) == [Frame("ball", 1)]
-    assert open_frames(lexemes("has(trace, [a, b, c")) == [Frame("has", 1), Frame("[", 2)]
+    assert open_frames(lexemes("ball(all, 1e-3")) == [OpenBracket("ball", 1)]
+    assert open_frames(lexemes("has(trace, [a, b, c")) == [
+        OpenBracket("has", 1),
+        OpenBracket("[", 2),
+    ]
     assert open_frames(lexemes("(p99(kl) <= 1 and mean(abs(")) == [
-        Frame(""),
-        Frame("mean"),
-        Frame("abs"),
+        OpenBracket(""),
+        OpenBracket("mean"),
+        OpenBracket("abs"),
     ]
     assert open_frames(lexemes("mean(kl))")) == []
 
@@ -143,7 +146,7 @@ def names(expression: ast.Expression, bound: dict[str, Span]) -> Iterator[tuple[
                 yield from names(part, bound)
         case ast.Negation(of=of) | ast.Minus(of=of):
             yield from names(of, bound)
-        case ast.Comparison(operands=operands):
+        case ast.ComparisonChain(operands=operands):
             for operand in operands:
                 yield from names(operand, bound)
         case ast.Binary(left=left, right=right):
@@ -185,12 +188,12 @@ def test_occurrences_of_a_document() -> None:
         (o.kind, o.name, o.declares, text[o.span.start : o.span.end]) for o in occurrences(analysis)
     ]
     assert found == [
-        (Kind.SLICE, "all", True, "all"),
-        (Kind.SLICE, "long", True, "long"),
-        (Kind.TABLE, "tau", True, "tau"),
-        (Kind.CLAUSE, "N", True, "N"),
-        (Kind.SLICE, "all", False, "all"),
-        (Kind.SLICE, "long", False, "long"),
-        (Kind.METRIC, "kl", False, "kl"),
-        (Kind.TABLE, "tau", False, "tau"),
+        (NameKind.SLICE, "all", True, "all"),
+        (NameKind.SLICE, "long", True, "long"),
+        (NameKind.TABLE, "tau", True, "tau"),
+        (NameKind.CLAUSE, "N", True, "N"),
+        (NameKind.SLICE, "all", False, "all"),
+        (NameKind.SLICE, "long", False, "long"),
+        (NameKind.METRIC, "kl", False, "kl"),
+        (NameKind.TABLE, "tau", False, "tau"),
     ]

@@ -13,14 +13,14 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.adjoint import largest_eigenvalue, whole
 from kcdsl_backends.drift.affine.error_bounds import gram_norm, norms, weighted_norms
 from kcdsl_backends.drift.affine.tape import VJP as ProverPull
-from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
 from kcdsl_backends.drift.affine.tape import Remainder as ProverRemainder
 from kcdsl_backends.drift.affine.tape import Tape as ProverTape
+from kcdsl_backends.drift.affine.tape import TapeEntry as ProverEntry
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.curves import Remainder
 from kcdsl_certs.recheck.affine.ellipsoids import largest
 from kcdsl_certs.recheck.affine.reverse_passes import length
-from kcdsl_certs.recheck.affine.tape import Entry, Pull, Tape
+from kcdsl_certs.recheck.affine.tape import Pull, Tape, TapeEntry
 
 Floats = np.ndarray
 
@@ -163,7 +163,7 @@ def chain(rng: np.random.Generator, sizes: list[int]) -> tuple[ProverTape, Tape,
     region = rng.random((1, sizes[0]))
     one, two = ProverTape(torch.from_numpy(region)), Tape(region)
     reach = region
-    two.add(Entry(region))
+    two.add(TapeEntry(region))
     none: ProverPull = lambda _: []  # noqa: E731
     one.add(ProverEntry("x", torch.zeros_like(one.radius), one.radius, none))
     parts = [region]
@@ -183,7 +183,7 @@ def chain(rng: np.random.Generator, sizes: list[int]) -> tuple[ProverTape, Tape,
                 torch.from_numpy(radius),
             )
         )
-        two.add(Entry(reach, ((place, pull),), radius, centre))
+        two.add(TapeEntry(reach, ((place, pull),), radius, centre))
         parts += [weight, radius, centre]
     return one, two, parts
 

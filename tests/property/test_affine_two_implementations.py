@@ -15,7 +15,7 @@ from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
+from kcdsl_backends.drift.affine.tape import TapeEntry as ProverEntry
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import NoBound
@@ -23,7 +23,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.independent import Budget
-from kcdsl_certs.recheck.affine.tape import Entry
+from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.affine_walk import pair as derive
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
@@ -313,7 +313,9 @@ def test_a_single_element_has_no_layer_norm(tmp_path: Path) -> None:
         checker(tmp_path, graph, record, centre, 0.0)
 
 
-def compare(mine: ProverEntry, other: Entry, noise: float, looser: float, known: Floats) -> None:
+def compare(
+    mine: ProverEntry, other: TapeEntry, noise: float, looser: float, known: Floats
+) -> None:
     """Compare centre and radius of an entry, where the reference is not a known zero."""
     none = np.zeros(other.reach.shape)
     a = none if mine.centre is None else mine.centre.numpy()

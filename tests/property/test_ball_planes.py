@@ -17,7 +17,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.bounds_walk import walk
 from kcdsl_certs.recheck.interval.state import Scene
 from kcdsl_certs.recheck.linear_bounds.context import Context
-from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting
@@ -62,7 +62,7 @@ def inside(course: Context, name: str, e: Any, d: Any, rng: np.random.Generator)
     for share in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
         weights = [part * rng.standard_normal((4, *e.shape)) for part in share]
         a, b = (Adjoint(w, (0,) * e.ndim) if w.any() else None for w in weights)
-        low, high = course.tape.between(course.places[name], Functional(a, b))
+        low, high = course.tape.between(course.places[name], FunctionalBatch(a, b))
         for k in range(4):
             ours = [numbers.balls(w[k]) * part for w, part in zip(weights, (e, d), strict=True)]
             seen = ours[0].sum() + ours[1].sum()

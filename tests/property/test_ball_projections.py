@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.bounds_walk import walk as derive
 from kcdsl_certs.recheck.linear_bounds.context import halves
-from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import proofs
 from tests.support.ball import numbers
 from tests.support.ball.bounds import Setting
@@ -115,7 +115,7 @@ def planes(setting: Setting, folder: Path) -> Iterator[Projection]:
         def pulled(alpha: Floats, k: int = k) -> tuple[int, Any]:
             parts: list[Any] = [None, None]
             parts[k] = Adjoint(alpha, (0, 0, 0))
-            ((at, found),) = entry.pull(Functional(*parts))
+            ((at, found),) = entry.pull(FunctionalBatch(*parts))
             return at, (found.e, found.d)[k]
 
         def pull(alpha: Floats, pulled: Callable[[Floats], tuple[int, Any]] = pulled) -> Floats:

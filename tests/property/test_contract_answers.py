@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
 from kcdsl.ir import terms as ir
-from kcdsl.verdict.studies.difference import ClauseDifference, Extent, Relation, Status
+from kcdsl.verdict.studies.difference import ClauseDifference, ClauseStatus, Extent, Relation
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt import consistency as module
 from kcdsl_backends.smt import vacuity as parts
@@ -242,13 +242,13 @@ def compare(seeds: range, worlds: int = 40) -> Counter[str]:
                 one = of(before, item.old_id)
                 two = of(after, item.id) if item.new is not None else []
                 if item.implied_by:
-                    premises = before if item.status is Status.ADDED else after
+                    premises = before if item.status is ClauseStatus.ADDED else after
                     given = [a for name in item.implied_by for a in of(premises, name)]
                     if accepts(given):
-                        left = two if item.status is Status.ADDED else one
+                        left = two if item.status is ClauseStatus.ADDED else one
                         assert not refuses(left), (where, item)
                         seen["kept"] += 1
-                if item.status is not Status.BOTH:
+                if item.status is not ClauseStatus.BOTH:
                     continue
                 if item.relation in AT_LEAST and accepts(two):
                     assert not refuses(one), (where, item)

@@ -55,7 +55,7 @@ def data_of(world: World) -> measured.SliceData:
                 length = norm(kind, drift)
                 assert isinstance(length, Fraction)
                 values[norm_name(block, kind)] = np.array([float(length)])
-        units.append(measured.Unit(unit.key, len(values["kl"]), values))
+        units.append(measured.SamplingUnit(unit.key, len(values["kl"]), values))
     records = tuple(dict(unit.record or {}) for unit in world.data["data.jsonl"])
     return measured.SliceData("all", tuple(units), records=records)
 

@@ -36,7 +36,7 @@ def grow(inner: st.SearchStrategy[ast.Expression]) -> st.SearchStrategy[ast.Expr
     calls = st.builds(ast.Call, NAME, st.lists(inner, max_size=3).map(tuple))
     comparisons = st.integers(1, 2).flatmap(
         lambda n: st.builds(
-            ast.Comparison,
+            ast.ComparisonChain,
             st.tuples(*[COMPARE] * n),
             st.tuples(*[inner] * (n + 1)),
         )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label
-from kcdsl.diagnostics.render import FORMATS, Checked, Run, render
+from kcdsl.diagnostics.render import FORMATS, Checked, LintRun, render
 from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line, printable
 from kcdsl.diagnostics.spans import SourceFile, Span
 
@@ -60,7 +60,7 @@ def test_every_renderer(
     found = Diagnostic(
         USAGE, message, source, span, (Label(span, label),), (note,), help or None, fix=fix
     )
-    run = Run(files=(Checked(source.name, ((label or "A", span),)),))
+    run = LintRun(files=(Checked(source.name, ((label or "A", span),)),))
     for form in FORMATS:
         text = render([found], form, None, run)
         assert not harmful(text), form

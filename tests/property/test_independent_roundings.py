@@ -21,14 +21,14 @@ from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.affine.tape import Amplified
-from kcdsl_backends.drift.affine.tape import Entry as ProverEntry
 from kcdsl_backends.drift.affine.tape import Tape as ProverTape
+from kcdsl_backends.drift.affine.tape import TapeEntry as ProverEntry
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split
-from kcdsl_certs.recheck.affine.tape import Entry, Share, Tape
+from kcdsl_certs.recheck.affine.tape import Share, Tape, TapeEntry
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.mutation.bases import made
@@ -158,11 +158,11 @@ def test_what_is_amplified_is_so_with_its_roundings() -> None:
     assert chance.asked == 2
     ones = np.ones((1, 1))
     other = Tape(None, budget=budget)
-    other.add(Entry(0 * ones))
-    other.add(Entry(3 * ones, radius=3 * ones, split=Split(0 * ones, 3 * ones, 3 * ones)))
+    other.add(TapeEntry(0 * ones))
+    other.add(TapeEntry(3 * ones, radius=3 * ones, split=Split(0 * ones, 3 * ones, 3 * ones)))
     split = Split(0 * ones, 2 * ones, 2 * ones)
     share = Share(ones / 4, ones)
-    other.add(Entry(6 * ones, ((1, lambda a: a),), 2 * ones, share=share, split=split))
+    other.add(TapeEntry(6 * ones, ((1, lambda a: a),), 2 * ones, share=share, split=split))
     derived = other.bound(2, Adjoint(ones[None], (0, 0))).magnitude(None)
     assert budget.used == 2
     assert float(found) == pytest.approx(5.75, rel=2.0**-30)

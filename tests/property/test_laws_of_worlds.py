@@ -19,12 +19,12 @@ from kcdsl.logic.axioms import (
     AtMost,
     Bent,
     Between,
+    ContractFacts,
     Flat,
     Law,
     Least,
     Most,
     Opposite,
-    Setting,
     Share,
     Tied,
     has_two_sides,
@@ -139,7 +139,7 @@ def spoken(law: Law) -> Iterator[int]:
 
 def check(
     found: Sequence[Quantity],
-    setting: Setting,
+    setting: ContractFacts,
     compared: Collection[Fraction],
     worlds: Iterator[list[Fraction | None]],
     slack: Fraction = Fraction(0),
@@ -180,7 +180,9 @@ def of_slices(world: World) -> dict[str, tuple[Unit, ...]]:
 @pytest.mark.full
 def test_laws_of_whole_slices() -> None:
     found, random = quantities(SMALL, NAMES), Random(1)
-    setting = Setting(inclusion(PROGRAM), Fraction(1), division(PROGRAM), KNOWN, frozenset({OWN}))
+    setting = ContractFacts(
+        inclusion(PROGRAM), Fraction(1), division(PROGRAM), KNOWN, frozenset({OWN})
+    )
 
     def worlds() -> Iterator[list[Fraction | None]]:
         for seed in range(12):
@@ -197,7 +199,7 @@ def test_laws_of_whole_slices() -> None:
 def test_laws_of_single_requests_and_windows() -> None:
     found, random = quantities(SMALL, ["all"]), Random(2)
     for size in (1, 2):
-        setting = Setting(
+        setting = ContractFacts(
             same_slice, Fraction(1), known=KNOWN, by_request=frozenset({OWN}), one_request=size == 1
         )
 
@@ -217,7 +219,7 @@ def test_laws_of_single_requests_and_windows() -> None:
 def test_laws_of_distributions() -> None:
     found = quantities(OF_DISTRIBUTIONS, ["all"])
     bounds = [Fraction(n, 100) for n in (1, 5, 20, 50, 100, 300)]
-    setting = Setting(same_slice, Fraction(1))
+    setting = ContractFacts(same_slice, Fraction(1))
 
     def worlds() -> Iterator[list[Fraction | None]]:
         for seed in range(60):
@@ -237,7 +239,7 @@ def test_both_translations_state_the_laws() -> None:
     )
     found += quantities(SMALL[1:], ["long", "brief"])
     inside, divided = inclusion(PROGRAM), division(PROGRAM)
-    setting = Setting(inside, Fraction(1), divided, KNOWN, frozenset({OWN}))
+    setting = ContractFacts(inside, Fraction(1), divided, KNOWN, frozenset({OWN}))
     told = list(laws(found, [q.term for q in found], [small.NUMBERS] * len(found), setting))
     random, chosen = Random(3), dict[type[Law], list[Law]]()
     for law in random.sample(told, len(told)):

@@ -24,7 +24,7 @@ from kcdsl_certs.recheck.bounds_walk import walk as derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import Parameters, read
-from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import kernels, proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.exactly import round_nothing
@@ -81,7 +81,7 @@ class Checker:
         """Return bounds of functionals [B, ...] of all elements."""
         parts = (None if v is None else Adjoint(v, (0,) * (v.ndim - 1)) for v in (e, d))
         with np.errstate(all="ignore"):
-            return self.course.tape.between(self.course.places[name], Functional(*parts))
+            return self.course.tape.between(self.course.places[name], FunctionalBatch(*parts))
 
 
 class Prover:

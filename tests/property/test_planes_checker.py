@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kcdsl_backends.drift.boxes import Box as ProverBox
-from kcdsl_backends.drift.linear.tape import Change
+from kcdsl_backends.drift.linear.tape import ReluChange
 from kcdsl_backends.drift.ops import softmax as attention
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.interval.box import Box
@@ -98,7 +98,7 @@ def test_planes_of_a_relu_touch_the_change_exactly(who: str, sign: float) -> Non
         c, error = Polygon(*(Box(*e) for e in ends)).raised_by(a, b, sign)
     else:
         boxes = (ProverBox(*(torch.from_numpy(v) for v in e)) for e in ends)
-        made = Change(*boxes).heights(torch.from_numpy(a), torch.from_numpy(b), sign)
+        made = ReluChange(*boxes).heights(torch.from_numpy(a), torch.from_numpy(b), sign)
         c, error = (v.numpy() for v in made)
     for k in range(count):
         base, moved, result = (tuple(Fraction(float(v)) for v in e[:, k]) for e in ends)

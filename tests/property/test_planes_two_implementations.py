@@ -26,7 +26,7 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.linear_bounds.context import Context
-from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Functional
+from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, FunctionalBatch
 from tests.support import proofs
 from tests.support.grids import by_turns
 from tests.support.plane_blocks import RULES, feed_forward
@@ -189,7 +189,7 @@ def functionals(
         values = [rng.standard_normal((4, *extent)) for _ in range(2)]
         parts = (ProverAdjoint(torch.from_numpy(v), window, shape) for v in values)
         ours = ProverFunctional(*parts)
-        theirs = Functional(*(Adjoint(v, start) for v in values))
+        theirs = FunctionalBatch(*(Adjoint(v, start) for v in values))
         low, high = (end.numpy() for end in first.tape.bound(index, ours))
         found = second.tape.between(place, theirs)
         slack = (high - low) * AGREE + noise * sum(float(np.abs(v).sum()) for v in values)

@@ -40,7 +40,7 @@ from kcdsl_backends.drift.affine_forms import AffineForms
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.functionals import functional_bound, order_margins
 from kcdsl_backends.drift.interval import Bounds
-from kcdsl_backends.drift.linear_bounds import Effort
+from kcdsl_backends.drift.linear_bounds import SlopeEffort
 from tests.support.pretend_device import Held, pretend_device
 from tests.support.random_models import random_model
 from tests.support.small_models import write_contract, write_model
@@ -136,7 +136,7 @@ def said(factory: ProblemFactory, block: str, radius: float, wide: bool) -> list
         return [box.lo, box.hi, forms.witness(), bounds, order_margins(forms, 2), forms.passes]
 
     def planes() -> list[Any]:
-        found = problem.planes(centre, spread, Effort(limit=None), lambda output: False)
+        found = problem.planes(centre, spread, SlopeEffort(limit=None), lambda output: False)
         return [found.box.lo, found.box.hi, found.witness, found.hints]
 
     def block_alone() -> Any:

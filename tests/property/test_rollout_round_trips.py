@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kcdsl.diagnostics.model import Refusal
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of, run_of
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side
-from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assemble
+from kcdsl_backends.empirical.sources.rollouts.recording import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.rows import mapped, read_rows
 from tests.support import recordings
 
@@ -46,7 +46,7 @@ def rollouts(draw: st.DrawFn) -> list[Rollout]:
     return found
 
 
-def read(path: Path, format: str) -> Recording:
+def read(path: Path, format: str) -> RecordedRollouts:
     return assemble(read_rows(path, path.name), mapped(format, {}), format, RAW, RAW, 200)
 
 

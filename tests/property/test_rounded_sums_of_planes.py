@@ -24,10 +24,12 @@ def test_the_checker_pays() -> None:
     zero = np.zeros(2), np.zeros(2)
     tape = checker.BoundsTape()
 
-    def part(values: np.ndarray) -> checker_functional.Functional:
-        return checker_functional.Functional(Adjoint(values, (0,)), None)
+    def part(values: np.ndarray) -> checker_functional.FunctionalBatch:
+        return checker_functional.FunctionalBatch(Adjoint(values, (0,)), None)
 
-    def copied(f: checker_functional.Functional) -> list[tuple[int, checker_functional.Functional]]:
+    def copied(
+        f: checker_functional.FunctionalBatch,
+    ) -> list[tuple[int, checker_functional.FunctionalBatch]]:
         assert f.e is not None
         return [(0, part(f.e.values.sum(axis=-1, keepdims=True)))]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_yaml
 
 WORDS = st.text(st.sampled_from("abkl <=()é𝒳\"'\\_.#:-"), min_size=1, max_size=12)
 LINE = WORDS.map(str.strip).filter(bool)
@@ -22,7 +22,7 @@ def scalars(node: Node) -> list[Scalar]:
     match node:
         case Scalar():
             return [node]
-        case Sequence(items=items):
+        case SequenceNode(items=items):
             return [scalar for item in items for scalar in scalars(item)]
         case Mapping(entries=entries):
             return [s for e in entries for part in (e.key, e.value) for s in scalars(part)]

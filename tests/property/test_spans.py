@@ -14,7 +14,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.text.positions import Lines
 from kcdsl.source import yaml_nodes
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_yaml
 from tests.support.layouts import SHORT, STYLES, Document, document
 
 FAST, MANY = 300, 4000
@@ -47,7 +47,7 @@ def scalars(node: Node) -> list[Scalar]:
     match node:
         case Scalar():
             return [node]
-        case Sequence(items=items):
+        case SequenceNode(items=items):
             return [scalar for item in items for scalar in scalars(item)]
         case Mapping(entries=entries):
             return [s for e in entries for part in (e.key, e.value) for s in scalars(part)]

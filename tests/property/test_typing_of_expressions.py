@@ -135,7 +135,7 @@ def comparisons(draw: st.DrawFn) -> ast.Expression:
     op = draw(st.sampled_from({0: ["==", "<="], 1: ["<=", "<"], -1: [">=", ">"]}[sign]))
     left = draw(real_terms(dimension, family, sign))
     right = draw(st.one_of(numbers(dimension), real_terms(dimension, family, -sign, 1)))
-    return ast.Comparison((op,), (left, right))
+    return ast.ComparisonChain((op,), (left, right))
 
 
 regions = st.sampled_from(
@@ -159,7 +159,7 @@ def universals(draw: st.DrawFn) -> ast.Expression:
         drift = call(draw(st.sampled_from(["drift", "drift", "measured_drift"])), block, variable)
         norm = call(draw(st.sampled_from(["norm_inf", "norm_2", "span"])), drift)
         op = draw(st.sampled_from(["<=", "<", ">="]))
-        body = ast.Comparison((op,), (norm, draw(numbers("1"))))
+        body = ast.ComparisonChain((op,), (norm, draw(numbers("1"))))
     kind = draw(st.sampled_from(["forall", "forall", "exists"]))
     return ast.Quantifier(kind, variable, draw(regions), body)
 
@@ -232,7 +232,7 @@ def _compound(inner: st.SearchStrategy[ast.Expression]) -> st.SearchStrategy[ast
         st.builds(ast.Negation, inner),
         st.builds(ast.Binary, st.sampled_from("+-*/"), inner, inner),
         st.builds(
-            lambda op, a, b: ast.Comparison((op,), (a, b)),
+            lambda op, a, b: ast.ComparisonChain((op,), (a, b)),
             st.sampled_from(["<=", ">=", "==", "!="]), inner, inner,
         ),
         st.builds(

@@ -24,7 +24,7 @@ from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics, Side, TopLogs
 from kcdsl_backends.empirical.sources.servers.kernel import (
     Continuation,
-    Unusable,
+    UnusableReply,
     from_bytes,
     to_bytes,
 )
@@ -420,4 +420,4 @@ def test_answers_come_back_bit_for_bit(data: st.DataObject, length: int, width: 
 
 @given(st.text(max_size=40))
 def test_a_reason_comes_back(reason: str) -> None:
-    assert from_bytes(to_bytes(Unusable(reason)), Semantics("raw")) == Unusable(reason)
+    assert from_bytes(to_bytes(UnusableReply(reason)), Semantics("raw")) == UnusableReply(reason)

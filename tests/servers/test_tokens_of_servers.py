@@ -22,8 +22,8 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.servers.replies import (
-    Named,
     Reply,
+    ServedToken,
     Vocabulary,
     ends_of,
     read_reply,
@@ -50,25 +50,25 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 @given(st.integers(0, 255))
 def test_an_id_is_taken_as_it_is(token: int) -> None:
-    assert BYTES.id_of(Named(token, None, None)) == token
-    assert BYTES.id_of(Named(token, bytes([token]), "anything")) == token
-    assert BYTES.id_of(Named(None, bytes([token]), None)) == token
+    assert BYTES.id_of(ServedToken(token, None, None)) == token
+    assert BYTES.id_of(ServedToken(token, bytes([token]), "anything")) == token
+    assert BYTES.id_of(ServedToken(None, bytes([token]), None)) == token
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "token"),
     [
-        (BYTES, Named(256, None, None)),
-        (BYTES, Named(-1, None, None)),
-        (BYTES, Named(65, b"B", None)),
-        (BYTES, Named(None, b"AB", None)),
-        (BYTES, Named(None, None, "AB")),
-        (BYTES, Named(None, None, "\ufffd")),
-        (BYTES, Named(None, None, None)),
-        (Vocabulary(256, None), Named(None, None, "A")),
+        (BYTES, ServedToken(256, None, None)),
+        (BYTES, ServedToken(-1, None, None)),
+        (BYTES, ServedToken(65, b"B", None)),
+        (BYTES, ServedToken(None, b"AB", None)),
+        (BYTES, ServedToken(None, None, "AB")),
+        (BYTES, ServedToken(None, None, "\ufffd")),
+        (BYTES, ServedToken(None, None, None)),
+        (Vocabulary(256, None), ServedToken(None, None, "A")),
     ],
 )
-def test_a_token_in_doubt_is_refused(vocabulary: Vocabulary, token: Named) -> None:
+def test_a_token_in_doubt_is_refused(vocabulary: Vocabulary, token: ServedToken) -> None:
     with pytest.raises(Refusal) as caught:
         vocabulary.id_of(token)
     assert caught.value.diagnostics[0].code is codes.TOKENS_NOT_ALIGNED
@@ -78,8 +78,8 @@ def test_a_token_in_doubt_is_refused(vocabulary: Vocabulary, token: Named) -> No
 def test_a_text_that_one_token_has_is_that_token(
     words: Vocabulary, text: str, expected: int
 ) -> None:
-    assert words.id_of(Named(None, None, text)) == expected
-    assert words.id_of(Named(expected, text.encode(), text)) == expected
+    assert words.id_of(ServedToken(None, None, text)) == expected
+    assert words.id_of(ServedToken(expected, text.encode(), text)) == expected
 
 
 class Twins:
@@ -94,9 +94,9 @@ class Twins:
 
 def test_a_text_that_two_tokens_have_is_in_doubt() -> None:
     vocabulary = Vocabulary(3, Twins())
-    assert vocabulary.id_of(Named(None, None, "y")) == 2
+    assert vocabulary.id_of(ServedToken(None, None, "y")) == 2
     with pytest.raises(Refusal) as caught:
-        vocabulary.id_of(Named(None, None, "x"))
+        vocabulary.id_of(ServedToken(None, None, "x"))
     assert "2 tokens" in caught.value.diagnostics[0].message
 
 
@@ -113,13 +113,15 @@ def test_threads_that_look_for_a_text_at_a_time_find_the_same() -> None:
 
     vocabulary = Vocabulary(60, Slow())
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda i: vocabulary.id_of(Named(None, None, chr(i))), [59] * 4))
+        found = list(
+            threads.map(lambda i: vocabulary.id_of(ServedToken(None, None, chr(i))), [59] * 4)
+        )
     assert found == [59] * 4
 
 
 def test_an_id_with_other_bytes_is_of_another_vocabulary(words: Vocabulary) -> None:
     with pytest.raises(Refusal) as caught:
-        words.id_of(Named(0, b"b", "b"))
+        words.id_of(ServedToken(0, b"b", "b"))
     assert "'b' there" in caught.value.diagnostics[0].message
 
 

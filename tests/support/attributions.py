@@ -18,10 +18,14 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.studies.attribution import Attribution
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.backend import conclude
-from kcdsl_backends.empirical.attribution.document import Frame
+from kcdsl_backends.empirical.attribution.document import AttributionSubject
 from kcdsl_backends.empirical.attribution.hybrids import Batches, Pair
-from kcdsl_backends.empirical.attribution.measurement import Measured, Subject, measure
-from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
+from kcdsl_backends.empirical.attribution.measurement import (
+    AttributedMetric,
+    MeasuredCoalitions,
+    measure,
+)
+from kcdsl_backends.empirical.sources.kernels import Kernel, MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.requests import Request
 from tests.support.small_models import write_model
@@ -88,15 +92,15 @@ def pair_of(
 
 def subject_of(
     pair: Pair, requests: tuple[Request, ...], *, batch: int = 1, metric: str = "kl"
-) -> Subject:
+) -> AttributedMetric:
     """Return what is attributed."""
-    plan = Plan(frozenset({metric}), 1.0, 0, encoder=False)
+    plan = MeasurementPlan(frozenset({metric}), 1.0, 0, encoder=False)
     better = "higher" if metric == "top1_overlap" else "lower"
     batches = Batches(batch, padding=True) if batch > 1 else None
-    return Subject(pair, requests, plan, metric, better, batches)
+    return AttributedMetric(pair, requests, plan, metric, better, batches)
 
 
-def frame_of(subject: Subject, **more: Any) -> Frame:
+def frame_of(subject: AttributedMetric, **more: Any) -> AttributionSubject:
     """Return what the document says of itself."""
     usual: Mapping[str, Any] = {
         "contract": {"name": "t", "version": "1.0.0", "digest": "sha256:" + "0" * 64},
@@ -110,12 +114,12 @@ def frame_of(subject: Subject, **more: Any) -> Frame:
         "seed": 0,
         "settings": sources.settings(subject.pair.train_ref, subject.pair.infer_ref),
     }
-    return Frame(**{**usual, **more})
+    return AttributionSubject(**{**usual, **more})
 
 
-def attributed(subject: Subject, *, bounds: bool = False, **more: Any) -> Attribution:
+def attributed(subject: AttributedMetric, *, bounds: bool = False, **more: Any) -> Attribution:
     """Return the document of a subject."""
-    found: Measured = measure(subject)
+    found: MeasuredCoalitions = measure(subject)
     return conclude(subject, frame_of(subject, **more), found, bounds=bounds)
 
 

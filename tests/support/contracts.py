@@ -12,7 +12,7 @@ import z3
 
 from kcdsl.ir import terms as ir
 from kcdsl.logic.smtlib import text
-from kcdsl.logic.smtlib.theory import Extreme, Opaque, Quantity, Theory
+from kcdsl.logic.smtlib.theory import Extreme, MeasuredTerm, Opaque, Theory
 from tests.support.semantics.formulas import Scope
 from tests.support.semantics.interpretations import Measured, Pair, Unit, World
 from tests.support.semantics.norms import Length, difference, less, norm
@@ -301,7 +301,7 @@ def pinned(theory: Theory, scopes: Callable[[str], Scope]) -> Iterator[str]:
     """
     for constant, symbol in theory.constants.items():
         match constant:
-            case Quantity():
+            case MeasuredTerm():
                 value = scopes(constant.slice).value(constant.term, constant.side or "largest", {})
             case Extreme():
                 value = extreme(constant, scopes(""))

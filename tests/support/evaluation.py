@@ -9,7 +9,7 @@ from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.decide.report import conclude
-from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.rows import records
 
 
@@ -17,7 +17,7 @@ from kcdsl_backends.empirical.table.rows import records
 class Evaluation:
     """What was measured, and what follows from it."""
 
-    evidence: Evidence
+    evidence: EvidenceTable
     report: Report
 
     @property

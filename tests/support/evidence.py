@@ -30,7 +30,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.report import CrossCheck, Precheck
 from kcdsl_backends.empirical.bounds.requests import compared_name
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Unit
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit
 from kcdsl_backends.requests import Request
 
 Array = NDArray[np.float64]
@@ -84,7 +84,7 @@ def evidence(
     name: str = "demo",
     ids: Mapping[int, str] | None = None,
     **changes: Any,
-) -> Evidence:
+) -> EvidenceTable:
     """Return evidence of `count` requests of 4 to 40 tokens whose drift grows with entropy."""
     rng = np.random.default_rng(seed)
     requests, runs, certified, floor = [], {}, {}, {}
@@ -93,17 +93,19 @@ def evidence(
         key = f"rows.jsonl:{(ids or {}).get(i, str(i))}"
         requests.append(Request(key, key.partition(":")[2], tuple(range(length)), {}, i + 1))
         values = _states(rng, length, drift) if encoder else _values(rng, length, drift)
-        runs[key] = Run(Unit(key, length, values), i, {"train.logits": f"{i:064x}"}, 0)
+        runs[key] = RequestRun(
+            SamplingUnit(key, length, values), i, {"train.logits": f"{i:064x}"}, 0
+        )
         bounds: dict[str, Array] = {compared_name("attn_0"): np.array([drift, 40 * drift])}
         if i % 4 and not encoder:
             bounds |= {n: 50 * values[n] for n in ("kl", "tv", "logit_linf", "logit_span")}
         why = None if i % 4 else "it would take about 44 s, and 0 s of 10 s are left"
-        certified[key] = Unit(key, length, bounds, failure=why)
+        certified[key] = SamplingUnit(key, length, bounds, failure=why)
         if i < 8:
             same = {
                 n: np.ones_like(v) if n.startswith("top") else v / 100 for n, v in values.items()
             }
-            floor[key] = Unit(key, length, same)
+            floor[key] = SamplingUnit(key, length, same)
     keys = tuple(request.key for request in requests)
     short = tuple(r.key for r in requests if r.length <= 20)
     long = tuple(r.key for r in requests if r.length > 20)
@@ -152,7 +154,7 @@ def evidence(
         },
         "floor": floor,
     }
-    return Evidence(**{**base, **changes})
+    return EvidenceTable(**{**base, **changes})
 
 
 def program(clauses: tuple[Clause, ...], name: str = "demo") -> Program:

@@ -45,7 +45,7 @@ from kcdsl.ir.terms import (
     UserMetric,
 )
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.requests import Request
 
 METRICS = ("kl", "tv", "latency", "measured_drift[attn_0].inf", "my_metric", "ünlike")
@@ -93,11 +93,11 @@ def arrays(draw: st.DrawFn, most: int = 5) -> np.ndarray:
     return np.concatenate([found, np.array(some, dtype=np.float64)])
 
 
-def units(key: str) -> st.SearchStrategy[Unit]:
+def units(key: str) -> st.SearchStrategy[SamplingUnit]:
     """Draw what a request or a run of it gave."""
     values = st.dictionaries(st.sampled_from(METRICS), arrays(), max_size=4)
     return st.builds(
-        Unit,
+        SamplingUnit,
         st.just(key),
         st.integers(0, 2**40),
         values.map(lambda found: dict(sorted(found.items()))),
@@ -205,13 +205,13 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @st.composite
-def evidences(draw: st.DrawFn) -> Evidence:
+def evidences(draw: st.DrawFn) -> EvidenceTable:
     """Draw evidence, whether or not a run could have given it."""
     keys = [f"rows.jsonl:{i}" for i in range(draw(st.integers(0, 4)))]
     requests = tuple(draw(_requests(key)) for key in keys)
     digests = st.dictionaries(_TEXT, _TEXT, max_size=3)
     runs = {
-        key: Run(draw(units(key)), draw(st.integers(0, 2**63)), draw(digests), draw(_COUNTS))
+        key: RequestRun(draw(units(key)), draw(st.integers(0, 2**63)), draw(digests), draw(_COUNTS))
         for key in keys
     }
     some = st.lists(st.sampled_from(keys), max_size=5) if keys else st.just([])
@@ -219,7 +219,7 @@ def evidences(draw: st.DrawFn) -> Evidence:
     timed = tuple(draw(units(key)) for key in draw(some))
     program = draw(programs())
     reals = _FLOATS.filter(lambda x: x == x) | st.just(float("nan"))
-    return Evidence(
+    return EvidenceTable(
         program=program,
         requests=requests,
         runs=runs,

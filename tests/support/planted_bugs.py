@@ -20,7 +20,7 @@ from kcdsl.model.presets import resolve
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
 from kcdsl_backends.empirical.diagnoses.reference import reference_of
-from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels import MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.requests import Request, load_requests
@@ -372,7 +372,7 @@ def diagnose(
     slices: Mapping[str, int] | None = None,
 ) -> tuple[Precheck, ...]:
     """Run every precondition on a pair of kernels."""
-    plan = Plan(frozenset({"kl", "importance_ratio"}), 1.0, 0, False)
+    plan = MeasurementPlan(frozenset({"kl", "importance_ratio"}), 1.0, 0, False)
     runs = {
         r.key: run_request(r, train, infer, plan, lambda request, block: torch.empty(0))
         for r in requests

@@ -30,7 +30,7 @@ from kcdsl_backends.drift.functionals import (
     top_margin,
 )
 from kcdsl_backends.drift.interval import Bounds
-from kcdsl_backends.drift.linear_bounds import Effort, LinearFound, cheap
+from kcdsl_backends.drift.linear_bounds import LinearFound, SlopeEffort, cheap
 from kcdsl_certs.encoding.reals import real_text
 
 _PLACES = 3
@@ -263,7 +263,7 @@ def _planes(problem: Problem) -> LinearFound | None:
     if goal.functional == "inf" and goal.threshold is not None:
         limit = float(goal.threshold) / problem.claims.factor
     try:
-        return problem.block.planes(*problem.region, Effort(limit=limit), problem.settled)
+        return problem.block.planes(*problem.region, SlopeEffort(limit=limit), problem.settled)
     except NoBound:
         return None
 

@@ -26,7 +26,7 @@ from kcdsl_backends.certifier.tasks import (
     CheckTask,
     worth_attacking,
 )
-from kcdsl_backends.certifier.worker import Answer, Unfinished, WorkerContext
+from kcdsl_backends.certifier.worker import TaskResult, Unfinished, WorkerContext
 from kcdsl_backends.certifier.worker_pool import WorkerPool
 
 Progress = Callable[[str, int, int], None]
@@ -53,7 +53,7 @@ class OpenGoal:
     seconds: float = 0.0
     peak_bytes: int = 0
 
-    def spend(self, answer: Answer) -> None:
+    def spend(self, answer: TaskResult) -> None:
         """Count what an answer cost, and what the cache had of it."""
         self.seconds += answer.seconds
         self.peak_bytes = max(self.peak_bytes, answer.peak_bytes)
@@ -94,11 +94,11 @@ def decide_batch(
 
 def _counted(
     progress: Progress, places: Sequence[OpenGoal], stage: str
-) -> Callable[[int, Answer], None]:
+) -> Callable[[int, TaskResult], None]:
     """Return what hears of every answer, and tells how many there are of its goal."""
     totals, done = Counter(map(id, places)), Counter[int]()
 
-    def told(index: int, answer: Answer) -> None:
+    def told(index: int, answer: TaskResult) -> None:
         one = places[index]
         done[id(one)] += 1
         progress(f"{one.goal.clause.id}{stage}", done[id(one)], totals[id(one)])
@@ -143,7 +143,7 @@ def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> 
     def wanted(index: int) -> bool:
         return index <= refuted.get(id(places[index][0]), index)
 
-    def told(index: int, answer: Answer) -> None:
+    def told(index: int, answer: TaskResult) -> None:
         one = places[index][0]
         if isinstance(answer.value, Attack) and one.goal.refuted_by(answer.value.value):
             refuted[id(one)] = min(index, refuted.get(id(one), index))
@@ -228,7 +228,7 @@ def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -
             one.proof, one.verdict = None, Inconclusive(objection)
 
 
-def _objection(answers: Sequence[Answer], parts: int) -> str | None:
+def _objection(answers: Sequence[TaskResult], parts: int) -> str | None:
     """Return why a proof is not confirmed; None only where every part was, and was confirmed."""
     for answer in answers:
         match answer.value:

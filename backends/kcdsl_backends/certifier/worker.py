@@ -138,7 +138,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TaskResult:
     """What became of a piece of work, and what it cost."""
 
     value: object
@@ -210,22 +210,22 @@ def work(setting: bytes, task: bytes) -> bytes:
     return pickle.dumps(outcome[0])
 
 
-def perform(context: WorkerContext, task: Task) -> Answer:
+def perform(context: WorkerContext, task: Task) -> TaskResult:
     """Do a piece of work. Nothing is raised but what ends a process."""
     started = time.perf_counter()
     with _caught(started) as outcome, _threads(context.setting.threads):
         value, found = task.run(context)
-        outcome.append(Answer(value, time.perf_counter() - started, peak_bytes(), found))
+        outcome.append(TaskResult(value, time.perf_counter() - started, peak_bytes(), found))
     return outcome[0]
 
 
 @contextmanager
-def _caught(started: float) -> Iterator[list[Answer]]:
+def _caught(started: float) -> Iterator[list[TaskResult]]:
     """Make an answer of whatever the body raises."""
-    outcome: list[Answer] = []
+    outcome: list[TaskResult] = []
 
     def failed(value: Unfinished | Refused | Defect) -> None:
-        outcome[:] = [Answer(value, time.perf_counter() - started, peak_bytes())]
+        outcome[:] = [TaskResult(value, time.perf_counter() - started, peak_bytes())]
 
     try:
         yield outcome

@@ -11,11 +11,11 @@ from types import TracebackType
 from kcdsl.diagnostics import Refusal
 from kcdsl.route.catalogue import Execution
 from kcdsl_backends.certifier.worker import (
-    Answer,
     Defect,
     Ready,
     Refused,
     Task,
+    TaskResult,
     Unfinished,
     WorkerContext,
     peak_bytes,
@@ -35,7 +35,7 @@ WORTH = 30.0
 """Seconds of work still to be done, judged by what was done, that are worth starting workers."""
 
 Executor = Processes | Ray
-Told = Callable[[int, Answer], None]
+Told = Callable[[int, TaskResult], None]
 Wanted = Callable[[int], bool]
 
 
@@ -93,7 +93,7 @@ class WorkerPool:
 
     def run(
         self, tasks: Sequence[Task], told: Told | None = None, wanted: Wanted | None = None
-    ) -> list[Answer | None]:
+    ) -> list[TaskResult | None]:
         """Do every task that is wanted when its turn comes; return the answers in their order.
 
         `told` hears of every answer as it comes, in any order. Where tasks are refused or end in
@@ -104,11 +104,11 @@ class WorkerPool:
             DefectInWork: what a task did not foresee.
             WorkersDoNotStart: no worker could be started.
         """
-        answers: list[Answer | None] = [None] * len(tasks)
+        answers: list[TaskResult | None] = [None] * len(tasks)
         waiting, flying = deque(range(len(tasks))), dict[Future[bytes], int]()
         last = len(tasks)
 
-        def keep(index: int, answer: Answer) -> None:
+        def keep(index: int, answer: TaskResult) -> None:
             nonlocal last
             answers[index] = answer
             if isinstance(answer.value, Refused | Defect):
@@ -143,7 +143,7 @@ class WorkerPool:
             future.set_exception(BrokenExecutor())
             return future
 
-    def _here(self, task: Task) -> Answer:
+    def _here(self, task: Task) -> TaskResult:
         answer = perform(self._station, task)
         self._spent += answer.seconds
         self._done += 1
@@ -178,13 +178,13 @@ class WorkerPool:
             keep(index, self._alone(tasks[index]))
         self._executor = self._open(self._width)
 
-    def _answer(self, data: bytes) -> Answer:
+    def _answer(self, data: bytes) -> TaskResult:
         """Return the answer of a worker; record the own code that it imported."""
-        answer: Answer = pickle.loads(data)
+        answer: TaskResult = pickle.loads(data)
         self._station.factory.model.files.record_code(answer.code)
         return answer
 
-    def _alone(self, task: Task) -> Answer:
+    def _alone(self, task: Task) -> TaskResult:
         """Do a task in a worker of its own, so that whatever ends the worker is its doing."""
         executor = Processes(1, self._station.setting.threads)
         try:
@@ -233,19 +233,19 @@ class WorkerPool:
             _raise(answer)
 
 
-def _lost(why: str) -> Answer:
-    return Answer(Unfinished(f"the worker ended: {why}"), 0.0, 0)
+def _lost(why: str) -> TaskResult:
+    return TaskResult(Unfinished(f"the worker ended: {why}"), 0.0, 0)
 
 
-def _raise(answer: Answer | None) -> None:
+def _raise(answer: TaskResult | None) -> None:
     match answer:
-        case Answer(value=Refused(diagnostics)):
+        case TaskResult(value=Refused(diagnostics)):
             raise Refusal(diagnostics)
-        case Answer(value=Defect(kind, message, trace)):
+        case TaskResult(value=Defect(kind, message, trace)):
             error = TaskFailed(f"{kind}: {message}")
             error.add_note(trace)
             raise error
-        case Answer(value=Unfinished(reason)):
+        case TaskResult(value=Unfinished(reason)):
             raise WorkersDoNotStart(f"the first worker did not load the model: {reason}")
         case _:
             raise AssertionError("nothing to raise")

@@ -20,9 +20,9 @@ from kcdsl_backends.drift.affine.error_bounds import (
     unit_functionals,
 )
 from kcdsl_backends.drift.affine.independent import Chance, room
-from kcdsl_backends.drift.affine.kernel import KernelRun, Spread
+from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import cast_freely
-from kcdsl_backends.drift.affine.tape import INPUT, Entry, Range
+from kcdsl_backends.drift.affine.tape import INPUT, Range, TapeEntry
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, down, gamma, up
 from kcdsl_backends.drift.boxes.rounding import Apart
@@ -49,7 +49,7 @@ class AffineForms:
     infer: KernelRun
 
     @property
-    def ends(self) -> tuple[Entry, Entry]:
+    def ends(self) -> tuple[TapeEntry, TapeEntry]:
         """Return the entries of the output, training and inference."""
         return output_entry(self.train, self.output), output_entry(self.infer, self.output)
 
@@ -235,7 +235,7 @@ def _stored(run: KernelRun, output: str) -> Box:
     return cast_freely(around, kernel.format_for(node.role, node.op), kernel)
 
 
-def output_entry(run: KernelRun, output: str) -> Entry:
+def output_entry(run: KernelRun, output: str) -> TapeEntry:
     return run.tape.entries[run.computed[output]]
 
 
@@ -277,7 +277,7 @@ def affine_forms(
 
     def run(side: int, common: Mapping[str, Tensor] | None = None) -> KernelRun:
         stored = (train, infer)[side]
-        spread = None if ball is None else Spread(ball, stored, side)
+        spread = None if ball is None else StoredSpread(ball, stored, side)
         return affine_run(
             *(graph, stored, centre, radius, grain, entering),
             side=side,

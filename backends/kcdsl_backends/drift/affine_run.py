@@ -17,9 +17,9 @@ from kcdsl_backends.drift.affine.adjoint import (
     reached,
 )
 from kcdsl_backends.drift.affine.independent import Chance
-from kcdsl_backends.drift.affine.kernel import KernelRun, Private, Spread
+from kcdsl_backends.drift.affine.kernel import KernelRun, Private, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
-from kcdsl_backends.drift.affine.tape import Entry, Nonlinear, Tape
+from kcdsl_backends.drift.affine.tape import Nonlinear, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, several
 from kcdsl_backends.drift.boxes.state import ALONE, Entering, InterfaceEllipsoids, StoredParameters
@@ -44,7 +44,7 @@ def affine_run(
     entering: Entering = ALONE,
     *,
     side: int = 1,
-    spread: Spread | None = None,
+    spread: StoredSpread | None = None,
     chance: Chance | None = None,
     boxes: Mapping[str, Box] | None = None,
     common: Mapping[str, Tensor] | None = None,
@@ -79,7 +79,7 @@ def affine_run(
         run.several = several(graph, followed=entering.followed)
     run.common.update(common or {})
     run.handed = entering.drift is not None
-    tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
+    tape.add(TapeEntry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
     for node in graph.nodes:
         if node.op in ("param", "constant"):
             continue
@@ -122,7 +122,7 @@ def _input(
     if not run.handed and stored_format(run, node).coarse:
         round_result(run, node, result)
         return
-    entry = Entry(node.name, centre, error_bound, result.vjp, None, zero)
+    entry = TapeEntry(node.name, centre, error_bound, result.vjp, None, zero)
     run.computed[node.name] = run.plain = run.tape.add(entry)
 
 
@@ -145,10 +145,10 @@ def _stored_before(
     error_bound = (run.tape.radius + own) * SAFE
     if handed is not None:
         apart = run.tape.cut = drift_entry(run, handed, middle, own, reference)
-        entry = Entry(node.name, reference, error_bound, lambda a: [(0, a), (apart, a)])
+        entry = TapeEntry(node.name, reference, error_bound, lambda a: [(0, a), (apart, a)])
         run.computed[node.name] = run.tape.add(entry)
         return
-    entry = Entry(node.name, reference, error_bound, lambda a: [(0, a)], None, own)
+    entry = TapeEntry(node.name, reference, error_bound, lambda a: [(0, a)], None, own)
     run.computed[node.name] = run.tape.add(entry)
 
 
@@ -190,5 +190,5 @@ def drift_entry(
 
     zero = torch.zeros_like(own)
     nonlinear = Nonlinear(between, together)
-    entry = Entry("drift", zero, own, lambda a: [], nonlinear=nonlinear, ellipsoids=found)
+    entry = TapeEntry("drift", zero, own, lambda a: [], nonlinear=nonlinear, ellipsoids=found)
     return run.tape.add(entry)

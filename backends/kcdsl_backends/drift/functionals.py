@@ -12,7 +12,7 @@ from torch import Tensor
 from kcdsl_backends.drift.affine.adjoint import Row
 from kcdsl_backends.drift.affine.error_bounds import BATCH, on_row, rows
 from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.affine.tape import Entry
+from kcdsl_backends.drift.affine.tape import TapeEntry
 from kcdsl_backends.drift.affine_forms import AffineForms, output_entry
 from kcdsl_backends.drift.boxes import Box, down, gamma, up
 from kcdsl_backends.drift.boxes.state import State
@@ -239,7 +239,7 @@ class Values:
     factor: float = 1.0
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TapeEntry:
         return output_entry(self.run, self.output)
 
     @property

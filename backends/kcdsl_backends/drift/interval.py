@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.drift.boxes import Box, NoBound
-from kcdsl_backends.drift.boxes.rounding import Apart, Stored, several
+from kcdsl_backends.drift.boxes.rounding import Apart, StoredResult, several
 from kcdsl_backends.drift.boxes.state import (
     ALONE,
     Entering,
@@ -181,7 +181,7 @@ def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Ten
     zero, found = torch.zeros_like(centre), []
     forms = [k.format_for(node.role, node.op) for k in (kernels.train, kernels.infer)]
     for kernel, form in zip((kernels.train, kernels.infer), forms, strict=True):
-        stored = Stored(exact, Box(zero, zero))
+        stored = StoredResult(exact, Box(zero, zero))
         if form.coarse:
             stored = kernel.store(exact, zero, form, node.name, kernel.inner(False))
         found.append(replace(stored, apart=None))  # stored once, before anything reads it

@@ -47,7 +47,7 @@ def linear_bounds(
     kernels: Kernels,
     centre: Tensor | None,
     radius: Tensor,
-    effort: Effort | None = None,
+    effort: SlopeEffort | None = None,
     enough: Enough | None = None,
 ) -> LinearFound:
     """Bound the drift of every output element for inputs in [centre - radius, centre + radius].
@@ -67,7 +67,7 @@ def linear_bounds(
     name = graph.output
     searched: tuple[Searched, ...] = ()
     if name in run.index and not (enough is not None and enough(run.state(run.nodes[name]))):
-        moved, searched = search(run.tape, run.index[name], effort or Effort())
+        moved, searched = search(run.tape, run.index[name], effort or SlopeEffort())
         _keep(run, name, run.tape.entries[run.index[name]].deviation, moved)
     return LinearFound(run.state(run.nodes[name]), _witness(run), hints_of(run, searched))
 
@@ -197,7 +197,7 @@ _GAIN = 1 - 2.0**-10
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class SlopeEffort:
     """How much is spent on slopes of elements of the output.
 
     Steps of the search (0: none), how far the first one goes, how many elements are searched on
@@ -223,7 +223,7 @@ class Searched:
     values: Tensor
 
 
-def search(tape: LinearTape, index: int, effort: Effort) -> tuple[Box, tuple[Searched, ...]]:
+def search(tape: LinearTape, index: int, effort: SlopeEffort) -> tuple[Box, tuple[Searched, ...]]:
     """Lower bounds of elements of the drift of an entry; return its box and the slopes that do."""
     drift = tape.entries[index].drift
     low, high = (end.clone(memory_format=torch.contiguous_format) for end in (drift.lo, drift.hi))
@@ -259,7 +259,7 @@ def _bent(tape: LinearTape, index: int) -> int:
     return 0 if planes is None else int(planes.bent.sum())
 
 
-def _worth(drift: Box, effort: Effort, room: int) -> Iterator[tuple[Side, list[int]]]:
+def _worth(drift: Box, effort: SlopeEffort, room: int) -> Iterator[tuple[Side, list[int]]]:
     """Yield elements of one row by side, at most `room`, those with the largest bounds first."""
     ends = torch.stack([drift.hi.flatten(), -drift.lo.flatten()])
     count, n = ends.shape[1], drift.lo.shape[-1]
@@ -287,7 +287,7 @@ def _unit_functionals(drift: Box, elements: Sequence[int], side: Side) -> Functi
 
 
 def _descend(
-    tape: LinearTape, index: int, functional: Functional, effort: Effort
+    tape: LinearTape, index: int, functional: Functional, effort: SlopeEffort
 ) -> tuple[Tensor, Slopes]:
     """Return the least upper bounds [B] that were found, and their slopes in float32."""
     count, planes = functional.count, tape.split(index)

@@ -14,12 +14,12 @@ from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.loading import prepare
-from kcdsl_backends.empirical.collection.parallel import Recipe, Spread
+from kcdsl_backends.empirical.collection.parallel import ParallelPlan, Recipe
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions.replay import same_functions, under
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
-from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.rows import records
 from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
 from kcdsl_backends.process import prints_aside
@@ -38,8 +38,8 @@ class EmpiricalBackend:
         context: KernelContext | RolloutContext,
         progress: Progress,
         checkpoint: RunCheckpoint | None = None,
-        spread: Spread | None = None,
-    ) -> Evidence:
+        spread: ParallelPlan | None = None,
+    ) -> EvidenceTable:
         """Fill the evidence table, local kernels where `spread` says; raises Refusal where a drift
         lies above its certified bound, too."""
         return collect(context, progress, checkpoint, spread)
@@ -54,7 +54,7 @@ class EmpiricalBackend:
         seed: int,
         engine: str,
         jobs: int | None,
-    ) -> Spread | None:
+    ) -> ParallelPlan | None:
         """Return where requests are run; None for this process alone, and for kernels that are
         asked for or read."""
         kernels = (program.train, program.infer)
@@ -64,21 +64,21 @@ class EmpiricalBackend:
             return None
         threads = torch.get_num_threads()
         recipe = Recipe(program, base.resolve(), device, tuple(slices), seed, threads)
-        return Spread(recipe, engine, jobs)
+        return ParallelPlan(recipe, engine, jobs)
 
     def checkpoint(self, path: Path, *, fresh: bool, tell: Callable[[str], None]) -> RunCheckpoint:
         """Return the run checkpoint that a killed evaluation goes on from."""
         return RunCheckpoint(path, fresh, tell)
 
-    def conclude(self, evidence: Evidence) -> Report:
+    def conclude(self, evidence: EvidenceTable) -> Report:
         """Decide every clause; raises Refusal where there is nothing to decide."""
         return conclude(evidence)
 
-    def records(self, evidence: Evidence) -> tuple[dict[str, Any], ...]:
+    def records(self, evidence: EvidenceTable) -> tuple[dict[str, Any], ...]:
         """Return the trace record of every request."""
         return tuple(records(evidence).values())
 
-    def write_trace(self, evidence: Evidence, report: Report) -> bytes:
+    def write_trace(self, evidence: EvidenceTable, report: Report) -> bytes:
         """Return evidence and what was concluded from it as a trace."""
         return trace_bytes(evidence, report.to_json())
 
@@ -86,7 +86,7 @@ class EmpiricalBackend:
         """Return what a trace holds; raises Refusal for what cannot be relied upon."""
         return read_trace(path)
 
-    def under(self, program: Program, base: Path, trace: Trace) -> Evidence:
+    def under(self, program: Program, base: Path, trace: Trace) -> EvidenceTable:
         """Return the evidence of a trace for a changed contract in the folder `base`.
 
         Raises Refusal (KC632) where it reads what the trace does not have.

@@ -23,12 +23,12 @@ from kcdsl.logic.axioms import (
     AtMost,
     Bent,
     Between,
+    ContractFacts,
     Flat,
     Law,
     Least,
     Most,
     Opposite,
-    Setting,
     Share,
     Tied,
     laws,
@@ -128,7 +128,7 @@ class Fact:
 def assumptions(translator: Translator) -> Iterator[Fact]:
     """Yield what holds of the variables that the translator has made so far."""
     quantities = list(translator.quantities)
-    setting = Setting(
+    setting = ContractFacts(
         translator.inside,
         translator.temperature,
         translator.division,

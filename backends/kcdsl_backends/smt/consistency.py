@@ -23,7 +23,7 @@ from kcdsl_backends.smt.findings import Findings, Implication
 from kcdsl_backends.smt.implication import implied
 from kcdsl_backends.smt.slices import check_actions, check_levels, check_regions, check_slices
 from kcdsl_backends.smt.solver import Clock, Outcome
-from kcdsl_backends.smt.translation import Session, minimal
+from kcdsl_backends.smt.translation import SolverSession, minimal
 from kcdsl_backends.smt.vacuity import check_parts, check_vacuous
 
 Report = Callable[[str, int, int], None]
@@ -96,7 +96,7 @@ class _Contract:
                 self.findings.redundant(clause, every, implications)
 
     def _group(self, unit: str, claims: Sequence[Claim]) -> None:
-        session = Session(self.program, claims, self.inside, self.clock, unit)
+        session = SolverSession(self.program, claims, self.inside, self.clock, unit)
         own = [claim for claim in claims if not claim.lifted]
         left = [claim for claim in own if self._is_open(session, claim)]
         consistent = self._contradictions(session, left)
@@ -110,7 +110,7 @@ class _Contract:
             return
         self._implied(session, premises)
 
-    def _implied(self, session: Session, claims: Sequence[Claim]) -> None:
+    def _implied(self, session: SolverSession, claims: Sequence[Claim]) -> None:
         found = implied(
             session, claims, covers(self.program), lambda c: self.findings.undecided([c])
         )
@@ -118,7 +118,7 @@ class _Contract:
             self.implied[item.claim.clause.id].append(item)
 
     def _one_by_one(
-        self, session: Session, claims: Sequence[Claim], premises: Sequence[Claim]
+        self, session: SolverSession, claims: Sequence[Claim], premises: Sequence[Claim]
     ) -> None:
         dropped: set[Claim] = set()
         for claim in reversed(claims):
@@ -140,7 +140,7 @@ class _Contract:
         if any(isinstance(part, Connective) for part in walk(clause.require)):
             check_parts(self.program, clause, self.inside, self.clock, self.findings)
 
-    def _contradictions(self, session: Session, claims: Sequence[Claim]) -> list[Claim]:
+    def _contradictions(self, session: SolverSession, claims: Sequence[Claim]) -> list[Claim]:
         """Report what cannot hold together; return what is left when one of each is set aside."""
         left = list(claims)
         while len(left) > 1:
@@ -162,12 +162,12 @@ class _Contract:
                             self._conflict(session, pair)
         return left
 
-    def _conflict(self, session: Session, core: Sequence[Claim]) -> None:
+    def _conflict(self, session: SolverSession, core: Sequence[Claim]) -> None:
         if sum((claim.rate for claim in core), Fraction(0)) < 1:
             reasons = session.because([claim.name for claim in core])
             self.findings.add(CONTRADICTION, core, reasons)
 
-    def _is_open(self, session: Session, claim: Claim) -> bool:
+    def _is_open(self, session: SolverSession, claim: Claim) -> bool:
         """Say whether the claim can hold and can fail; report it otherwise."""
         match session.together([claim])[0]:
             case Outcome.UNSAT:

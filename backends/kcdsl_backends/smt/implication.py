@@ -41,7 +41,7 @@ from kcdsl_backends.smt.claims import (
 )
 from kcdsl_backends.smt.findings import Implication
 from kcdsl_backends.smt.solver import Clock, Outcome
-from kcdsl_backends.smt.translation import Session, minimal, region_inside
+from kcdsl_backends.smt.translation import SolverSession, minimal, region_inside
 
 # --- redundant clauses ----------------------------------------------------------------------------
 
@@ -53,7 +53,10 @@ _MOST_TOGETHER = 6
 
 
 def implied(
-    session: Session, claims: Sequence[Claim], covers: Covers, undecided: Callable[[Claim], None]
+    session: SolverSession,
+    claims: Sequence[Claim],
+    covers: Covers,
+    undecided: Callable[[Claim], None],
 ) -> list[Implication]:
     """Return the claims that others imply, in their order; all can be dropped together.
 
@@ -94,7 +97,9 @@ def may_imply(premise: Claim, claim: Claim, covers: Covers) -> bool:
     )
 
 
-def premises_of(session: Session, claim: Claim, premises: Sequence[Claim]) -> list[Claim] | None:
+def premises_of(
+    session: SolverSession, claim: Claim, premises: Sequence[Claim]
+) -> list[Claim] | None:
     """Return the fewest premises found that imply a claim; none if they do not, None if open.
 
     A unit that fails the claim fails one of the premises, so their budgets together must not
@@ -138,7 +143,7 @@ def _affordable(premises: Sequence[Claim], rate: Fraction) -> Iterator[list[Clai
         yield [p for p in premises if p.rate == 0]
 
 
-def reasons(session: Session, claim: Claim, premises: Sequence[Claim]) -> tuple[str, ...]:
+def reasons(session: SolverSession, claim: Claim, premises: Sequence[Claim]) -> tuple[str, ...]:
     """Return by what premises imply a claim, in words."""
     found = list(session.reasons(claim, premises))
     found += _inclusions(session, claim, premises)
@@ -151,7 +156,7 @@ def reasons(session: Session, claim: Claim, premises: Sequence[Claim]) -> tuple[
     return tuple(found)
 
 
-def _inclusions(session: Session, claim: Claim, premises: Sequence[Claim]) -> list[str]:
+def _inclusions(session: SolverSession, claim: Claim, premises: Sequence[Claim]) -> list[str]:
     """Return which regions of the claim lie inside regions of its premises."""
     found = []
     for own in quantified(claim.clause):
@@ -209,7 +214,7 @@ class Refuted:
     fail; all that do may be alike (`share` is the least of those budgets), or differ.
     """
 
-    session: Session
+    session: SolverSession
     claim: Claim
     premises: tuple[Claim, ...]
     share: Fraction | None = None
@@ -227,7 +232,7 @@ class Pool:
     asked: frozenset[tuple[str, str]]
     """The clauses that questions are going to be about; groups without any get no session."""
     claims: list[tuple[str, Claim]] = field(default_factory=list)
-    sessions: dict[Claim, Session] = field(default_factory=dict)
+    sessions: dict[Claim, SolverSession] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for side, stated in self.clauses:
@@ -241,7 +246,7 @@ class Pool:
             for part in components(group):
                 if asked.isdisjoint(part):
                     continue
-                session = Session(self.program, part, self.inside, self.clock, unit)
+                session = SolverSession(self.program, part, self.inside, self.clock, unit)
                 self.sessions.update(dict.fromkeys(part, session))
 
     def of(self, side: str, ids: Collection[str] | None = None) -> list[Claim]:
@@ -339,7 +344,7 @@ def _told(answer: Answer, claim: Claim) -> tuple[bool, int]:
     return any(p.clause.id == claim.clause.id for p in premises), len(premises)
 
 
-def _failing(session: Session, claim: Claim, premises: Sequence[Claim]) -> Fraction | None:
+def _failing(session: SolverSession, claim: Claim, premises: Sequence[Claim]) -> Fraction | None:
     """Return a share of units, more than a claim allows, that can fail it where premises, which
     imply it of each unit that keeps all of them, are kept within their budgets; None if unknown."""
     if session.together(premises)[0] is not Outcome.SAT:

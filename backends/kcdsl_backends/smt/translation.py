@@ -346,7 +346,7 @@ def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "
 
 
 @dataclass(slots=True)
-class Session:
+class SolverSession:
     """Claims about one kind of unit, and the solver that holds them."""
 
     program: Program
@@ -424,7 +424,9 @@ class Session:
         return self.explainer
 
 
-def minimal(session: Session, claims: Sequence[Claim], claim: Claim | None = None) -> list[Claim]:
+def minimal(
+    session: SolverSession, claims: Sequence[Claim], claim: Claim | None = None
+) -> list[Claim]:
     """Shrink an unsatisfiable set, or the premises of a claim, until every member is needed."""
     core = list(claims)
     for member in list(core):

@@ -39,7 +39,7 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormulaPart:
     """A part of a formula: where it is, what it is, and on which side of negations.
 
     `role` says what holds it: "and", "or", "if", "then". `binders` are the quantifiers around it.
@@ -92,7 +92,7 @@ def check_vacuous(
 
 
 def _report(
-    clause: Clause, part: Part, value: bool, alone: bool | None, findings: Findings
+    clause: Clause, part: FormulaPart, value: bool, alone: bool | None, findings: Findings
 ) -> None:
     never = part.role == "if" and alone is False
     findings.add_plain(
@@ -112,7 +112,7 @@ _HELP = {
 }
 
 
-def _words(part: Part, value: bool, alone: bool | None) -> str:
+def _words(part: FormulaPart, value: bool, alone: bool | None) -> str:
     shown = formula_text(part.formula)
     match part.role, value, alone:
         case "if", False, False:
@@ -143,7 +143,7 @@ class _Question:
         self._slice = clause.slices[0] if clause.slices else ""
         self._unit = "" if clause.budget is None else clause.budget.unit
 
-    def fixed(self, formula: Formula, part: Part) -> bool | None:
+    def fixed(self, formula: Formula, part: FormulaPart) -> bool | None:
         """Return the value that a part can be replaced by without a change of meaning."""
         for value in (True, False):
             changed = _put(formula, part.path, TRUE if value else FALSE)
@@ -157,7 +157,7 @@ class _Question:
                 return value
         return None
 
-    def alone(self, part: Part) -> bool | None:
+    def alone(self, part: FormulaPart) -> bool | None:
         """Return whether a part by itself always holds (True) or never (False)."""
         if self._follows(_closed(part, "exists"), FALSE):
             return False
@@ -176,7 +176,7 @@ class _Question:
         return solver.decide(*goals) is Outcome.UNSAT
 
 
-def _closed(part: Part, quantifier: str) -> Formula:
+def _closed(part: FormulaPart, quantifier: str) -> Formula:
     """Return a part with every variable of it bound by the quantifier."""
     formula = part.formula
     for binder in reversed(part.binders):
@@ -186,7 +186,7 @@ def _closed(part: Part, quantifier: str) -> Formula:
 
 def _parts(
     formula: Formula, path: Path = (), positive: bool = True, binders: tuple[Quantified, ...] = ()
-) -> Iterator[Part]:
+) -> Iterator[FormulaPart]:
     """Yield the parts of every connective of a formula, outermost first."""
     match formula:
         case Not(of):
@@ -195,7 +195,7 @@ def _parts(
             for n, part in enumerate(parts):
                 here, side = (*path, n), positive != (op == "implies" and n == 0)
                 role = ("if", "then")[n] if op == "implies" else (op if positive else _DUAL[op])
-                yield Part(here, part, side, role, binders)
+                yield FormulaPart(here, part, side, role, binders)
                 yield from _parts(part, here, side, binders)
         case Quantified(body=body):
             yield from _parts(body, (*path, 0), positive, (*binders, formula))

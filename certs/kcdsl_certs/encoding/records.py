@@ -116,7 +116,7 @@ def by_name(codec: Codec) -> Codec:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RecordField:
     """A field: its name in JSON, its codec, its name in the dataclass if that is another, what
     stands for its absence, and how it is found if it is no attribute."""
 
@@ -139,7 +139,7 @@ class Entry:
 class Record(Generic[_Kind]):
     """The fields of a dataclass in JSON; `build` makes it of what was read, by attribute."""
 
-    def __init__(self, build: Callable[..., _Kind], *entries: Entry) -> None:
+    def __init__(self, build: Callable[..., _Kind], *entries: RecordField) -> None:
         self._build, self._entries = build, entries
         self.codec = Codec(self.write, self.read)
 

@@ -13,14 +13,14 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.reverse_passes import kept, room
-from kcdsl_certs.recheck.affine.tape import Bound, Entry, Tape
+from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, pinned, shrunk
 from kcdsl_certs.recheck.interval_walk import enclosed
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.table import computed, operation_of
 
 Row = tuple[int, ...]
@@ -30,7 +30,7 @@ _WIDEST = 256  # functionals of an output row at a time
 
 def walk(
     scene: Scene,
-    kernel: Kernel,
+    kernel: KernelNumerics,
     hints: Hints | None = None,
     moved: bool = False,
     budget: Budget | None = None,
@@ -50,7 +50,7 @@ def walk(
     softmaxes = frozenset(node.name for node in scene.block.nodes if node.op == "softmax")
     found = Walk(scene, kernel, Tape(region, budget=budget), {}, softmaxes, Passes(hints), moved)
     found.first.update({} if before is None else before.first)
-    found.tape.add(Entry(np.zeros((1,)) if region is None else region))
+    found.tape.add(TapeEntry(np.zeros((1,)) if region is None else region))
     for node in scene.block.nodes:
         try:
             form = found.forms[node.name] = _apply(found, node)

@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
 from kcdsl_certs.recheck.interval.state import Scene, State, reduce
 from kcdsl_certs.recheck.interval_walk import apply, magnitudes
 from kcdsl_certs.recheck.linear_bounds.context import DEVIATION, DRIFT, Context, elements, is_number
-from kcdsl_certs.recheck.linear_bounds.tape import Functional, Slopes
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, Slopes
 from kcdsl_certs.recheck.ops.table import operation_of
 
 
@@ -101,7 +101,7 @@ class _Sharpener:
         state, place = context.state(name), context.places[name]
         row = np.unravel_index(searched.element, state.shape)
         where = tuple(int(k) for k in row)
-        one = Functional(None, units(state.shape, where[:-1], where[-1], 1))
+        one = FunctionalBatch(None, units(state.shape, where[:-1], where[-1], 1))
         sign = 1.0 if searched.side == "above" else -1.0
         middle, wide = context.tape.walk(place, one.times(sign), self._own(searched))
         most = float(box.above(middle + wide)[0])

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.documents.chain_document import Chain, ChainCase, Link
+from kcdsl_certs.recheck.documents.chain_document import ChainCase, ChainDocument, Link
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, numbers_of
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
@@ -135,7 +135,7 @@ Compare = Callable[[Case, float, Sizes], None]
 _ENDS = ("the training value", "the drift")
 
 
-def refuse_gaps(chain: Chain) -> None:
+def refuse_gaps(chain: ChainDocument) -> None:
     """Refuse a chain whose links do not compose: other blocks, or interfaces with a gap.
 
     Raises Rejected "chain/join" or "chain/interface"; "rule/format" for a sum or product that reads

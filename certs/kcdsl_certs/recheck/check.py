@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
 from kcdsl_certs.recheck.derivation import Derivation
-from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, Chain, parse_chain
+from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, ChainDocument, parse_chain
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.graphs.graph import Block
 from kcdsl_certs.recheck.interval.parameters import Tensor, read
@@ -160,7 +160,7 @@ def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> Non
     found.bound = max(bounds).hex() if proof.claim is not None else "held"
 
 
-def _check_chain(chain: Chain, path: Path, part: tuple[int, int], found: _Found) -> None:
+def _check_chain(chain: ChainDocument, path: Path, part: tuple[int, int], found: _Found) -> None:
     tensors = _tensors(chain.last, path)
     refuse_gaps(chain)
     for proof in (chain.inner, chain.last):

@@ -34,7 +34,7 @@ from kcdsl_certs.statement.clauses import (
 from kcdsl_certs.statement.manifest import Manifest, build_manifest, files_of
 from kcdsl_certs.statement.quantities import Quantity, Region
 from kcdsl_certs.statement.requirements import (
-    Chain,
+    ChainTerms,
     Comparison,
     Expectation,
     RequiredClause,
@@ -78,7 +78,7 @@ __all__ = [
     "ATTACK", "IMPLIED", "LARGEST_ALPHA", "LARGEST_PAYLOAD", "LEAST_ALPHA", "LOWER", "MEASURED",
     "NEEDED", "OPERATORS", "PARTS", "PREDICATE_TYPE", "ROLES", "STAGES", "STATEMENT_TYPE",
     "TRANSFER_TYPE",
-    "UPPER", "WIDEST", "AcceptedFinding", "Carried", "CertifiedClause", "Chain", "Checkpoint",
+    "UPPER", "WIDEST", "AcceptedFinding", "Carried", "CertifiedClause", "ChainTerms", "Checkpoint",
     "Comparison", "Contract", "Evaluator", "Evidence", "EvidenceFile", "Expectation", "Input",
     "Kernel", "Left", "Manifest", "Predicate", "ProofReference", "Quantity", "Region",
     "RequiredClause", "Scope", "SliceSource", "Statement", "Transfer", "Triple", "Verdict",

@@ -16,8 +16,8 @@ from kcdsl_certs.encoding.records import (
     TEXT,
     TIME,
     Codec,
-    Entry,
     Record,
+    RecordField,
     many,
     member,
     one_of,
@@ -125,45 +125,51 @@ def _printable(value: Any, place: str) -> str:
     return name
 
 
-NAMED = (Entry("id", TEXT), Entry("slice", TEXT, absent=None))
+NAMED = (RecordField("id", TEXT), RecordField("slice", TEXT, absent=None))
 """A clause on a slice, or on none."""
 BODY = (
-    Entry("triple", Codec(Triple.to_json, Triple.from_json)),
-    Entry("stage", one_of(STAGES)),
-    Entry("issuedAt", TIME, "issued_at"),
-    Entry("validUntil", TIME, "valid_until"),
-    Entry("sequence", COUNT),
-    Entry("evaluator", Record(Evaluator, Entry("id", TEXT), Entry("version", TEXT)).codec),
-    Entry("assumptions", many(TEXT)),
-    Entry("nonClaims", many(TEXT), "non_claims"),
+    RecordField("triple", Codec(Triple.to_json, Triple.from_json)),
+    RecordField("stage", one_of(STAGES)),
+    RecordField("issuedAt", TIME, "issued_at"),
+    RecordField("validUntil", TIME, "valid_until"),
+    RecordField("sequence", COUNT),
+    RecordField(
+        "evaluator", Record(Evaluator, RecordField("id", TEXT), RecordField("version", TEXT)).codec
+    ),
+    RecordField("assumptions", many(TEXT)),
+    RecordField("nonClaims", many(TEXT), "non_claims"),
 )
 """What every statement of a triple has."""
 _COVERED = Record(
     lambda id, slice: (id, slice),
-    Entry("id", TEXT, get=itemgetter(0)),
-    Entry("slice", TEXT, absent=None, get=itemgetter(1)),
+    RecordField("id", TEXT, get=itemgetter(0)),
+    RecordField("slice", TEXT, absent=None, get=itemgetter(1)),
 )
-_INPUT = Record(Input, Entry("name", Codec(str, _printable)), Entry("digest", DIGEST, "sha256"))
+_INPUT = Record(
+    Input, RecordField("name", Codec(str, _printable)), RecordField("digest", DIGEST, "sha256")
+)
 _FILE = Record(
     EvidenceFile,
-    Entry("role", one_of(ROLES)),
-    Entry("path", PLAIN_NAME),
-    Entry("digest", DIGEST, "sha256"),
+    RecordField("role", one_of(ROLES)),
+    RecordField("path", PLAIN_NAME),
+    RecordField("digest", DIGEST, "sha256"),
 )
-_FINDING = Record(AcceptedFinding, Entry("code", TEXT), Entry("reason", TEXT))
+_FINDING = Record(AcceptedFinding, RecordField("code", TEXT), RecordField("reason", TEXT))
 _PREDICATE = Record(
     lambda verdict, **found: (Predicate(**found), verdict),
     *BODY,
-    Entry("verdict", member(Verdict)),
-    Entry(
+    RecordField("verdict", member(Verdict)),
+    RecordField(
         "scope",
-        Record(Scope, Entry("complete", FLAG), Entry("covers", many(_COVERED.codec))).codec,
+        Record(
+            Scope, RecordField("complete", FLAG), RecordField("covers", many(_COVERED.codec))
+        ).codec,
     ),
-    Entry("clauses", many(Codec(CertifiedClause.to_json, CertifiedClause.from_json))),
-    Entry("inputs", many(_INPUT.codec)),
-    Entry("supersedes", DIGEST, absent=None),
-    Entry("evidence", many(_FILE.codec), absent=()),
-    Entry("suppressions", many(_FINDING.codec), absent=()),
+    RecordField("clauses", many(Codec(CertifiedClause.to_json, CertifiedClause.from_json))),
+    RecordField("inputs", many(_INPUT.codec)),
+    RecordField("supersedes", DIGEST, absent=None),
+    RecordField("evidence", many(_FILE.codec), absent=()),
+    RecordField("suppressions", many(_FINDING.codec), absent=()),
 )
 
 

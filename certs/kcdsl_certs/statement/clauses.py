@@ -16,8 +16,8 @@ from kcdsl_certs.encoding.records import (
     PLAIN_NAME,
     REAL,
     TEXT,
-    Entry,
     Record,
+    RecordField,
     many,
     measured,
     member,
@@ -151,37 +151,41 @@ def _clause(**found: Any) -> CertifiedClause:
 
 _KERNELS = Record(
     lambda train, infer: (train, infer),
-    Entry("train", DIGEST, get=itemgetter(0)),
-    Entry("infer", DIGEST, get=itemgetter(1)),
+    RecordField("train", DIGEST, get=itemgetter(0)),
+    RecordField("infer", DIGEST, get=itemgetter(1)),
 )
 
 
 def _record(bound: Rounding) -> Record[CertifiedClause]:
     """Return the record of a result whose bound is rounded in a direction."""
     optional = [
-        *(Entry(name, TEXT, absent=None) for name in ("slice", "counted", "scope", "reason")),
-        *(Entry(name, COUNT, absent=None) for name in ("n", "exceed")),
-        *(Entry(name, REAL, absent=None) for name in ("value", "budget", "alpha", "weights")),
+        *(RecordField(name, TEXT, absent=None) for name in ("slice", "counted", "scope", "reason")),
+        *(RecordField(name, COUNT, absent=None) for name in ("n", "exceed")),
+        *(RecordField(name, REAL, absent=None) for name in ("value", "budget", "alpha", "weights")),
     ]
     return Record(
         _clause,
-        *(Entry(name, TEXT) for name in ("obligation", "id", "unit", "method")),
-        Entry("quantity", QUANTITY),
-        Entry("op", one_of(OPERATORS)),
-        Entry("tau", REAL),
-        Entry("evidence", member(Evidence)),
-        Entry("verdict", member(Verdict)),
+        *(RecordField(name, TEXT) for name in ("obligation", "id", "unit", "method")),
+        RecordField("quantity", QUANTITY),
+        RecordField("op", one_of(OPERATORS)),
+        RecordField("tau", REAL),
+        RecordField("evidence", member(Evidence)),
+        RecordField("verdict", member(Verdict)),
         *optional,
-        Entry("region", REGION, absent=None),
-        Entry("sliceDigest", DIGEST, "slice_digest", None),
-        Entry("numerics", _KERNELS.codec, absent=None),
-        Entry("bound", measured(bound), absent=None),
-        Entry("low", measured("down"), absent=None),
-        Entry("high", measured("up"), absent=None),
-        Entry("proofDigest", DIGEST, "proof_digest", None, lambda c: c.proof and c.proof.digest),
-        Entry("proofPath", PLAIN_NAME, "proof_path", None, lambda c: c.proof and c.proof.path),
-        Entry("impliedBy", TEXT, "implied_by", None),
-        Entry("assumptions", many(TEXT), absent=()),
+        RecordField("region", REGION, absent=None),
+        RecordField("sliceDigest", DIGEST, "slice_digest", None),
+        RecordField("numerics", _KERNELS.codec, absent=None),
+        RecordField("bound", measured(bound), absent=None),
+        RecordField("low", measured("down"), absent=None),
+        RecordField("high", measured("up"), absent=None),
+        RecordField(
+            "proofDigest", DIGEST, "proof_digest", None, lambda c: c.proof and c.proof.digest
+        ),
+        RecordField(
+            "proofPath", PLAIN_NAME, "proof_path", None, lambda c: c.proof and c.proof.path
+        ),
+        RecordField("impliedBy", TEXT, "implied_by", None),
+        RecordField("assumptions", many(TEXT), absent=()),
     )
 
 

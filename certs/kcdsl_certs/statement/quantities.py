@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl_certs.encoding.reals import parse_real, real_text
-from kcdsl_certs.encoding.records import COUNT, REAL, TEXT, Codec, Entry, Record, one_of
+from kcdsl_certs.encoding.records import COUNT, REAL, TEXT, Codec, Record, RecordField, one_of
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import Fields
 
@@ -215,8 +215,8 @@ def _region(**found: Any) -> Region:
 
 REGION = Record(
     _region,
-    Entry("kind", one_of(REGIONS)),
-    Entry("slice", TEXT),
-    Entry("radius", REAL),
-    Entry("longest", COUNT, absent=None),
+    RecordField("kind", one_of(REGIONS)),
+    RecordField("slice", TEXT),
+    RecordField("radius", REAL),
+    RecordField("longest", COUNT, absent=None),
 ).codec

@@ -14,8 +14,8 @@ from kcdsl_certs.encoding.records import (
     REAL,
     TEXT,
     Codec,
-    Entry,
     Record,
+    RecordField,
     by_name,
     constant,
     many,
@@ -30,7 +30,7 @@ SCHEMA = "kcdsl.expectation/3"
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ChainTerms:
     """What the bound chain needs to bound a quantity: the metric inside it, the temperature, and
     those of reward_range, advantage_max and score_norm_max that the contract states."""
 
@@ -49,7 +49,7 @@ class Comparison:
     op: str
     tau: Fraction
     unit: str = "1"
-    chain: Chain | None = None
+    chain: ChainTerms | None = None
 
     def is_of(self, clause: CertifiedClause) -> bool:
         """Say whether the result is about this comparison of this obligation."""
@@ -138,10 +138,10 @@ class Expectation:
 
 _CONSTANTS = by_name(REAL)
 _CHAIN = Record(
-    Chain,
-    Entry("metric", TEXT),
-    Entry("temperature", REAL),
-    Entry(
+    ChainTerms,
+    RecordField("metric", TEXT),
+    RecordField("temperature", REAL),
+    RecordField(
         "constants",
         Codec(
             lambda pairs: _CONSTANTS.write(dict(pairs)),
@@ -151,38 +151,38 @@ _CHAIN = Record(
 )
 _COMPARISON = Record(
     Comparison,
-    Entry("obligation", TEXT),
-    Entry("quantity", QUANTITY),
-    Entry("op", one_of(OPERATORS)),
-    Entry("tau", REAL),
-    Entry("unit", TEXT),
-    Entry("chain", _CHAIN.codec, absent=None),
+    RecordField("obligation", TEXT),
+    RecordField("quantity", QUANTITY),
+    RecordField("op", one_of(OPERATORS)),
+    RecordField("tau", REAL),
+    RecordField("unit", TEXT),
+    RecordField("chain", _CHAIN.codec, absent=None),
 )
 _CLAUSE = Record(
     RequiredClause,
-    Entry("id", TEXT),
-    Entry("alternatives", many(many(_COMPARISON.codec))),
-    Entry("slice", TEXT, absent=None),
-    Entry("region", REGION, absent=None),
-    Entry("inside", many(TEXT), absent=()),
-    Entry("sliceDigest", DIGEST, "slice_digest", None),
-    Entry("budget", REAL, absent=None),
-    Entry("evidence", member(Evidence), absent=None),
+    RecordField("id", TEXT),
+    RecordField("alternatives", many(many(_COMPARISON.codec))),
+    RecordField("slice", TEXT, absent=None),
+    RecordField("region", REGION, absent=None),
+    RecordField("inside", many(TEXT), absent=()),
+    RecordField("sliceDigest", DIGEST, "slice_digest", None),
+    RecordField("budget", REAL, absent=None),
+    RecordField("evidence", member(Evidence), absent=None),
 )
 _SLICE = Record(
     SliceSource,
-    Entry("data", TEXT),
-    Entry("where", RAW),
-    Entry("tokens", TEXT),
-    Entry("units", TEXT),
+    RecordField("data", TEXT),
+    RecordField("where", RAW),
+    RecordField("tokens", TEXT),
+    RecordField("units", TEXT),
 )
 _EXPECTATION = Record(
     lambda schema, **found: Expectation(**found),
-    Entry("schema", constant(SCHEMA, "expectation/malformed"), get=lambda _: SCHEMA),
-    Entry("triple", Codec(Triple.to_json, Triple.from_json)),
-    Entry("clauses", many(_CLAUSE.codec)),
-    Entry("inputs", by_name(DIGEST)),
-    Entry("slices", by_name(_SLICE.codec)),
+    RecordField("schema", constant(SCHEMA, "expectation/malformed"), get=lambda _: SCHEMA),
+    RecordField("triple", Codec(Triple.to_json, Triple.from_json)),
+    RecordField("clauses", many(_CLAUSE.codec)),
+    RecordField("inputs", by_name(DIGEST)),
+    RecordField("slices", by_name(_SLICE.codec)),
 )
 
 

@@ -20,8 +20,8 @@ from kcdsl_certs.encoding.records import (
     PLAIN_NAME,
     REAL,
     TEXT,
-    Entry,
     Record,
+    RecordField,
     many,
     measured,
     one_of,
@@ -118,28 +118,28 @@ def _carried(**found: Any) -> Carried:
 _CARRIED = Record(
     _carried,
     *NAMED,
-    Entry("weights", REAL, absent=None),
-    Entry("moved", measured("up"), absent=None),
-    Entry("tensor", TEXT, absent=None),
+    RecordField("weights", REAL, absent=None),
+    RecordField("moved", measured("up"), absent=None),
+    RecordField("tensor", TEXT, absent=None),
 )
 _LEFT = Record(
     Left,
     *NAMED,
-    Entry("reason", one_of(REASONS)),
-    Entry("detail", TEXT),
-    Entry("block", TEXT, absent=None),
-    Entry("tensor", TEXT, absent=None),
-    Entry("element", many(COUNT), absent=None),
+    RecordField("reason", one_of(REASONS)),
+    RecordField("detail", TEXT),
+    RecordField("block", TEXT, absent=None),
+    RecordField("tensor", TEXT, absent=None),
+    RecordField("element", many(COUNT), absent=None),
 )
 _BASE: Record[dict[str, Any]] = Record(
-    dict, Entry("digest", DIGEST, "base"), Entry("path", PLAIN_NAME)
+    dict, RecordField("digest", DIGEST, "base"), RecordField("path", PLAIN_NAME)
 )
 _TRANSFER: Record[Transfer] = Record(
     lambda base, **found: Transfer(**base, **found),
     *BODY,
-    Entry("base", _BASE.codec, get=lambda transfer: transfer),
-    Entry("carried", many(_CARRIED.codec)),
-    Entry("left", many(_LEFT.codec)),
+    RecordField("base", _BASE.codec, get=lambda transfer: transfer),
+    RecordField("carried", many(_CARRIED.codec)),
+    RecordField("left", many(_LEFT.codec)),
 )
 
 

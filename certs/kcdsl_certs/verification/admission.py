@@ -30,7 +30,7 @@ from kcdsl_certs.statement import (
     transfer_bytes,
 )
 from kcdsl_certs.verification.coverage import check_results, refuse_stray
-from kcdsl_certs.verification.evidence import Evidence
+from kcdsl_certs.verification.evidence import EvidenceFiles
 from kcdsl_certs.verification.proofs import load_proof
 from kcdsl_certs.verification.report import NotRun
 from kcdsl_certs.verification.verify import check_evidence
@@ -73,7 +73,7 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
         if clause.proof is not None:
             load_proof(folder, clause)
     with suppress(NotRun):  # what is missing lies with who has it; a complete check demands it
-        check_evidence(body, Evidence(folder), strict=False)
+        check_evidence(body, EvidenceFiles(folder), strict=False)
     return Admitted(payload, body)
 
 

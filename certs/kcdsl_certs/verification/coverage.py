@@ -15,7 +15,7 @@ from kcdsl_certs.statement import (
     UPPER,
     WIDEST,
     CertifiedClause,
-    Chain,
+    ChainTerms,
     Evidence,
     Predicate,
     Quantity,
@@ -80,7 +80,7 @@ def _proves(source: CertifiedClause, clause: CertifiedClause, required: Required
     )
 
 
-def _chain_bound(chain: Chain, source: CertifiedClause) -> Fraction | None:
+def _chain_bound(chain: ChainTerms, source: CertifiedClause) -> Fraction | None:
     """Return a bound of the magnitude of the metric; None where the source bounds no norm."""
     drift = source.quantity
     if drift.kind != "norm" or drift.measured or source.bound is None or source.bound < 0:

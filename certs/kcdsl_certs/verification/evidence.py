@@ -42,7 +42,7 @@ def refuse_unnamed(clauses: tuple[CertifiedClause, ...], files: tuple[EvidenceFi
 
 
 @dataclass(slots=True)
-class Evidence:
+class EvidenceFiles:
     """The evidence files of one certificate in its folder, each read at most once."""
 
     folder: Path
@@ -86,7 +86,9 @@ def _read(path: Path, kept: bool) -> tuple[str, bytes]:
     return found.hexdigest(), b"".join(parts)
 
 
-def compare(evidence: Evidence, clauses: tuple[CertifiedClause, ...], triple: Triple) -> list[str]:
+def compare(
+    evidence: EvidenceFiles, clauses: tuple[CertifiedClause, ...], triple: Triple
+) -> list[str]:
     """Compare what the documents say with the statement; return what was compared, in words.
 
     Raises Rejected where the fingerprints are of other kernels, the report is of another contract,

@@ -37,7 +37,7 @@ SOME_MARGIN = 2.0**-1074
 """The least double above zero: all that a proof that nothing flips shows of the margin."""
 
 
-class Outcome(StrEnum):
+class StepOutcome(StrEnum):
     """How a step of the verification ended."""
 
     OK = "ok"
@@ -49,7 +49,7 @@ class Outcome(StrEnum):
 class ProofResult:
     """What came of the proof of one clause."""
 
-    outcome: Outcome
+    outcome: StepOutcome
     reason: str = ""
     detail: str = ""
 
@@ -114,9 +114,9 @@ class PresentProofs:
         try:
             bind(strict_load(load_proof(self.folder, clause), LARGEST_PROOF), clause, triple)
         except Rejected as error:
-            return ProofResult(Outcome.FAILED, error.reason, error.detail)
+            return ProofResult(StepOutcome.FAILED, error.reason, error.detail)
         detail = f"{clause.label}: what was signed, not re-derived (--recheck does)"
-        return ProofResult(Outcome.NOT_RUN, "proof/not-rederived", detail)
+        return ProofResult(StepOutcome.NOT_RUN, "proof/not-rederived", detail)
 
 
 @dataclass(slots=True)
@@ -132,13 +132,13 @@ class Rechecker:
         try:
             return self._recheck(clause, triple)
         except Rejected as error:
-            return ProofResult(Outcome.FAILED, error.reason, error.detail)
+            return ProofResult(StepOutcome.FAILED, error.reason, error.detail)
         except ImportError as error:
             detail = f"{clause.label}: {error}; a recheck needs numpy"
-            return ProofResult(Outcome.FAILED, "proof/checker-missing", detail)
+            return ProofResult(StepOutcome.FAILED, "proof/checker-missing", detail)
         except Exception as error:
             detail = f"{clause.label}: {type(error).__name__}: {error}"
-            return ProofResult(Outcome.FAILED, "proof/checker-failed", detail)
+            return ProofResult(StepOutcome.FAILED, "proof/checker-failed", detail)
 
     def _recheck(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
         proof = load_proof(self.folder, clause)
@@ -154,7 +154,7 @@ class Rechecker:
         bind(strict_load(proof, LARGEST_PROOF), clause, triple)
         found = _rederived_bound(outcome, clause)
         detail = f"{clause.label}: re-derived {found} in {outcome.seconds:.2f} s"
-        return ProofResult(Outcome.OK, "", f"{detail}, {outcome.nodes} operations")
+        return ProofResult(StepOutcome.OK, "", f"{detail}, {outcome.nodes} operations")
 
 
 def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:

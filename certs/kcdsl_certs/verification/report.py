@@ -12,7 +12,7 @@ from typing import Any
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import Trust
 from kcdsl_certs.statement import Predicate
-from kcdsl_certs.verification.proofs import Outcome
+from kcdsl_certs.verification.proofs import StepOutcome
 
 STEPS = (
     "bundle",
@@ -44,7 +44,7 @@ class Check:
     """One named step. `reason` is stable and empty unless the step failed or was not run."""
 
     name: str
-    outcome: Outcome
+    outcome: StepOutcome
     reason: str = ""
     detail: str = ""
 
@@ -77,7 +77,8 @@ class Report:
     def accepted(self) -> bool:
         """Say whether every step that must run is ok and none failed."""
         return tuple(c.name for c in self.checks) == self.steps and all(
-            c.outcome is Outcome.OK or (c.outcome is Outcome.NOT_RUN and c.name in _OPTIONAL)
+            c.outcome is StepOutcome.OK
+            or (c.outcome is StepOutcome.NOT_RUN and c.name in _OPTIONAL)
             for c in self.checks
         )
 
@@ -89,7 +90,7 @@ class Report:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Return the reason code of every failed step, in order."""
-        return tuple(c.reason for c in self.checks if c.outcome is Outcome.FAILED)
+        return tuple(c.reason for c in self.checks if c.outcome is StepOutcome.FAILED)
 
     def to_json(self) -> dict[str, Any]:
         """Return the document `kcdsl.check/2`."""
@@ -106,7 +107,9 @@ class Report:
 
 def refused(step: str, rejection: Rejected) -> Report:
     """Return the report of a verification that ended before it began, at this step."""
-    return Report(Log([Check(step, Outcome.FAILED, rejection.reason, rejection.detail)]).finish())
+    return Report(
+        Log([Check(step, StepOutcome.FAILED, rejection.reason, rejection.detail)]).finish()
+    )
 
 
 class NotRun(Exception):
@@ -127,22 +130,24 @@ class Log:
 
     def run(self, name: str, step: Callable[[], str], *, stop: bool = False) -> None:
         self.checks.append(self._outcome(name, step))
-        if stop and self.checks[-1].outcome is not Outcome.OK:
+        if stop and self.checks[-1].outcome is not StepOutcome.OK:
             raise Stop
 
     def _outcome(self, name: str, step: Callable[[], str]) -> Check:
         try:
-            return Check(name, Outcome.OK, "", step())
+            return Check(name, StepOutcome.OK, "", step())
         except Rejected as error:
-            return Check(name, Outcome.FAILED, error.reason, error.detail)
+            return Check(name, StepOutcome.FAILED, error.reason, error.detail)
         except NotRun as error:
-            return Check(name, Outcome.NOT_RUN, error.reason, error.detail)
+            return Check(name, StepOutcome.NOT_RUN, error.reason, error.detail)
         except Exception as error:
-            return Check(name, Outcome.FAILED, "internal/error", f"{type(error).__name__}: {error}")
+            return Check(
+                name, StepOutcome.FAILED, "internal/error", f"{type(error).__name__}: {error}"
+            )
 
     def finish(self, steps: tuple[str, ...] = STEPS) -> tuple[Check, ...]:
         done = {c.name: c for c in self.checks}
-        skipped = (Check(n, Outcome.NOT_RUN, "step/earlier-failed") for n in steps)
+        skipped = (Check(n, StepOutcome.NOT_RUN, "step/earlier-failed") for n in steps)
         return tuple(done.get(check.name, check) for check in skipped)
 
 
@@ -176,11 +181,13 @@ class Combined:
         if len(self.reports) == 1:
             return None
         if not all(report.accepted for _, report in self.reports):
-            return Check("coverage", Outcome.NOT_RUN, "step/earlier-failed")
+            return Check("coverage", StepOutcome.NOT_RUN, "step/earlier-failed")
         lacking = ", ".join(self.outside)
         if lacking and self.complete:
-            return Check("coverage", Outcome.FAILED, "clause/missing", f"not covered: {lacking}")
-        return Check("coverage", Outcome.OK, "", f"not covered: {lacking}" if lacking else "")
+            return Check(
+                "coverage", StepOutcome.FAILED, "clause/missing", f"not covered: {lacking}"
+            )
+        return Check("coverage", StepOutcome.OK, "", f"not covered: {lacking}" if lacking else "")
 
     @property
     def accepted(self) -> bool:

@@ -34,10 +34,10 @@ from kcdsl_certs.statement import (
 from kcdsl_certs.verification.coverage import check_clauses
 from kcdsl_certs.verification.proofs import (
     LARGEST_PROOF,
-    Outcome,
     PresentProofs,
     ProofChecker,
     Rechecker,
+    StepOutcome,
     bind,
     load_proof,
 )
@@ -102,9 +102,9 @@ def compare(
     def proofs() -> str:
         if found.proofs is None:
             raise NotRun("step/earlier-failed", "")
-        if found.proofs.outcome is Outcome.OK:
+        if found.proofs.outcome is StepOutcome.OK:
             return found.proofs.detail
-        kind = NotRun if found.proofs.outcome is Outcome.NOT_RUN else Rejected
+        kind = NotRun if found.proofs.outcome is StepOutcome.NOT_RUN else Rejected
         raise kind(found.proofs.reason, found.proofs.detail)
 
     for name, step in (("base", base), ("weights", weights), ("clauses", clauses)):
@@ -138,7 +138,7 @@ def _base(
     report = verify(bundle, triple, checker)
     found.proofs = next((c for c in report.checks if c.name == "proofs"), None)
     if not report.accepted or report.predicate is None:
-        failed = (c for c in report.checks if c.outcome is Outcome.FAILED)
+        failed = (c for c in report.checks if c.outcome is StepOutcome.FAILED)
         detail = next((f"{c.name}: {c.detail}" for c in failed), "")
         reason = report.reasons[0] if report.reasons else "transfer/base-refused"
         raise Rejected(reason, f"the earlier certificate: {detail}")

@@ -34,9 +34,9 @@ from kcdsl_certs.statement import (
     states,
 )
 from kcdsl_certs.verification.coverage import check_clauses
-from kcdsl_certs.verification.evidence import Evidence, refuse_unnamed
+from kcdsl_certs.verification.evidence import EvidenceFiles, refuse_unnamed
 from kcdsl_certs.verification.evidence import compare as compare_evidence
-from kcdsl_certs.verification.proofs import Outcome, ProofChecker
+from kcdsl_certs.verification.proofs import ProofChecker, StepOutcome
 from kcdsl_certs.verification.recount import Data, Recount
 from kcdsl_certs.verification.report import TRANSFER_STEPS, Log, NotRun, Report, Stop, refused
 from kcdsl_certs.verification.transfers import Earlier, compare
@@ -155,7 +155,7 @@ def verify(
     log.run("clauses", lambda: _clauses(state, required, partial))
     log.run("stage", lambda: _stage(state, stage, trusted.threshold))
     log.run("proofs", lambda: _proofs(predicate, proofs, signature_only))
-    beside = None if evidence is None else Evidence(evidence)
+    beside = None if evidence is None else EvidenceFiles(evidence)
     log.run("evidence", lambda: check_evidence(predicate, beside, strict))
     log.run("recount", lambda: check_recount(predicate, beside, data, slices or {}, strict))
     return Report(
@@ -430,7 +430,7 @@ def _stage(state: _State, stage: str | None, threshold: int) -> str:
 
 def check_recount(
     predicate: Predicate,
-    evidence: Evidence | None,
+    evidence: EvidenceFiles | None,
     data: Data | None,
     slices: Mapping[str, SliceSource],
     strict: bool,
@@ -451,7 +451,7 @@ def check_recount(
     return said.removeprefix("; ")
 
 
-def check_evidence(predicate: Predicate, found: Evidence | None, strict: bool) -> str:
+def check_evidence(predicate: Predicate, found: EvidenceFiles | None, strict: bool) -> str:
     """Compare the files that measured results rest on with their digests and with the results.
 
     Raises Rejected where one differs; with `strict` also where one is missing, else NotRun.
@@ -482,12 +482,12 @@ def _proofs(predicate: Predicate, proofs: ProofChecker | None, signature_only: b
             raise NotRun("proof/not-looked-at", f"{detail}: only the signature was asked for")
         raise Rejected("proof/not-looked-at", detail)
     results = [proofs(clause, predicate.triple) for clause in claimed]
-    for wanted in (Outcome.FAILED, Outcome.NOT_RUN):
+    for wanted in (StepOutcome.FAILED, StepOutcome.NOT_RUN):
         found = [r for r in results if r.outcome is wanted]
         if not found:
             continue
         detail = "; ".join(r.detail for r in found)
-        if wanted is Outcome.FAILED:
+        if wanted is StepOutcome.FAILED:
             raise Rejected(found[0].reason, detail)
         raise NotRun(found[0].reason, detail)
     return "; ".join(r.detail for r in results)

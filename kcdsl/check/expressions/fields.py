@@ -126,7 +126,7 @@ def _words(expression: ast.Expression) -> str:
 def predicate(expression: ast.Expression, reporter: Reporter) -> ir.Predicate | None:
     """Type a predicate over the fields of a request; None after an error."""
     match expression:
-        case ast.Comparison():
+        case ast.ComparisonChain():
             return _comparison(expression, reporter)
         case ast.Membership(of=of, among=among):
             return _membership(of, among, reporter)
@@ -151,7 +151,7 @@ def predicate(expression: ast.Expression, reporter: Reporter) -> ir.Predicate | 
             return None
 
 
-def _comparison(expression: ast.Comparison, reporter: Reporter) -> ir.Predicate | None:
+def _comparison(expression: ast.ComparisonChain, reporter: Reporter) -> ir.Predicate | None:
     parts = single_comparison(expression, reporter)
     if parts is None:
         return None

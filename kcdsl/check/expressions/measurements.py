@@ -316,7 +316,7 @@ def pointwise(expression: ast.Expression, scope: Scope, reporter: Reporter) -> T
 
 def _instead(expression: ast.Expression) -> str | None:
     match expression:
-        case ast.Comparison():
+        case ast.ComparisonChain():
             return "bound the metric itself, and say in `budget` which share may exceed the bound"
         case ast.Call(function=ast.Name(id=name)) if name in STATISTICS:
             return "a statistic is one number; compare it as it is"

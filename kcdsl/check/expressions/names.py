@@ -36,7 +36,7 @@ OTHER_NAMES = {
 """Names of functions in other languages and tools -> the name here."""
 
 
-class Group(StrEnum):
+class FunctionGroup(StrEnum):
     """Where a function may stand."""
 
     STATISTIC = "statistic"
@@ -47,7 +47,7 @@ class Group(StrEnum):
     STATEMENT = "statement"
 
 
-class Parameter(NamedTuple):
+class FunctionParameter(NamedTuple):
     """One parameter of a function; `usage` is how messages write it, by default its name."""
 
     name: str
@@ -63,11 +63,11 @@ class Function(NamedTuple):
     """
 
     name: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[FunctionParameter, ...]
     sort: str
     meaning: str
     snippet: str
-    group: Group
+    group: FunctionGroup
 
     @property
     def least(self) -> int:
@@ -88,22 +88,28 @@ class Function(NamedTuple):
         return " or ".join(f"{self.name}({', '.join(names[:count])})" for count in counts)
 
 
-_METRIC = Parameter("metric", "a metric with one value per token or request, or `abs(metric)`")
-_BLOCK = Parameter("block", "`attn_0`, `mlp_0`, `norm_0`, `layer_0` and so on, `head` or `model`")
-_INPUT = Parameter("x", "the variable that a quantifier binds")
-_SLICE = Parameter("slice", "a slice of the contract")
-_DRIFT = Parameter(
+_METRIC = FunctionParameter(
+    "metric", "a metric with one value per token or request, or `abs(metric)`"
+)
+_BLOCK = FunctionParameter(
+    "block", "`attn_0`, `mlp_0`, `norm_0`, `layer_0` and so on, `head` or `model`"
+)
+_INPUT = FunctionParameter("x", "the variable that a quantifier binds")
+_SLICE = FunctionParameter("slice", "a slice of the contract")
+_DRIFT = FunctionParameter(
     "drift", "`drift(block, x)` or `measured_drift(block, x)`", usage="drift(block, x)"
 )
 
 
 def _statistic(name: str, meaning: str) -> Function:
-    return Function(name, (_METRIC,), "Real", meaning, f"{name}(${{1:metric}})", Group.STATISTIC)
+    return Function(
+        name, (_METRIC,), "Real", meaning, f"{name}(${{1:metric}})", FunctionGroup.STATISTIC
+    )
 
 
 def _norm(name: str, meaning: str) -> Function:
     snippet = f"{name}(drift(${{1:block}}, ${{2:x}}))"
-    return Function(name, (_DRIFT,), "Real", meaning, snippet, Group.NORM)
+    return Function(name, (_DRIFT,), "Real", meaning, snippet, FunctionGroup.NORM)
 
 
 def _percentile(name: str) -> Function:
@@ -119,11 +125,11 @@ _FUNCTIONS = (
     _statistic("rate", "The share of the slice for which an indicator is 1."),
     Function(
         "quantile",
-        (Parameter("q", "the level, strictly between 0 and 1, such as `0.999`"), _METRIC),
+        (FunctionParameter("q", "the level, strictly between 0 and 1, such as `0.999`"), _METRIC),
         "Real",
         "The value that at most the share 1 - q of what is counted exceeds.",
         "quantile(${1:0.999}, ${2:metric})",
-        Group.STATISTIC,
+        FunctionGroup.STATISTIC,
     ),
     *(_percentile(name) for name in ("p50", "p90", "p95", "p99")),
     _norm("norm_inf", "The largest absolute component of a drift, of its worst row."),
@@ -131,20 +137,20 @@ _FUNCTIONS = (
     _norm("span", "The largest minus the smallest component of a drift, of its worst row."),
     Function(
         "abs",
-        (Parameter("term", "a metric or a number"),),
+        (FunctionParameter("term", "a metric or a number"),),
         "Real",
         "The magnitude; a signed metric such as `log_ratio` is bounded through it.",
         "abs(${1:metric})",
-        Group.TERM,
+        FunctionGroup.TERM,
     ),
     Function(
         "table",
-        (Parameter("name", "a table of the section `tables`"),),
+        (FunctionParameter("name", "a table of the section `tables`"),),
         "Real per request",
         "The threshold that a table gives for the request at hand; it stands alone on one side of "
         "a comparison.",
         "table(${1:name})",
-        Group.TERM,
+        FunctionGroup.TERM,
     ),
     Function(
         "drift",
@@ -153,7 +159,7 @@ _FUNCTIONS = (
         "Any run of the inference kernel minus any run of the training kernel that their numerics "
         "admit. A statement about it is proved for all of them.",
         "drift(${1:block}, ${2:x})",
-        Group.DRIFT,
+        FunctionGroup.DRIFT,
     ),
     Function(
         "measured_drift",
@@ -161,7 +167,7 @@ _FUNCTIONS = (
         "Matrix[tokens, width]",
         "The difference of the two runs that were observed.",
         "measured_drift(${1:block}, ${2:x})",
-        Group.DRIFT,
+        FunctionGroup.DRIFT,
     ),
     Function(
         "points",
@@ -169,65 +175,72 @@ _FUNCTIONS = (
         "Region",
         "Each row of the slice, by itself and exactly.",
         "points(${1:slice})",
-        Group.REGION,
+        FunctionGroup.REGION,
     ),
     Function(
         "ball",
-        (_SLICE, Parameter("radius", "a plain number, zero or more, such as `1e-3`")),
+        (_SLICE, FunctionParameter("radius", "a plain number, zero or more, such as `1e-3`")),
         "Region",
         "Around each row of the slice an l_inf ball on the input of the block.",
         "ball(${1:slice}, ${2:1e-3})",
-        Group.REGION,
+        FunctionGroup.REGION,
     ),
     Function(
         "hull",
-        (_SLICE, Parameter("margin", "a relative margin, zero or more; default 0", True)),
+        (_SLICE, FunctionParameter("margin", "a relative margin, zero or more; default 0", True)),
         "Region",
         "The box around the inputs of the block over all rows of the slice, widened by a relative "
         "margin.",
         "hull(${1:slice})",
-        Group.REGION,
+        FunctionGroup.REGION,
     ),
     Function(
         "rows",
         (
             _SLICE,
-            Parameter("longest", "a whole number: of how many rows a sequence is at most"),
-            Parameter("margin", "a relative margin, zero or more; default 0", True),
+            FunctionParameter("longest", "a whole number: of how many rows a sequence is at most"),
+            FunctionParameter("margin", "a relative margin, zero or more; default 0", True),
         ),
         "Region",
         "Every sequence, and every KV cache, of 1 to `longest` rows, each in the box of one row of "
         "the inputs of the block over all rows of the slice, widened by a relative margin.",
         "rows(${1:slice}, ${2:512})",
-        Group.REGION,
+        FunctionGroup.REGION,
     ),
     Function(
         "no_flip",
-        (_BLOCK, _INPUT, Parameter("k", "how many of the largest components; default 1", True)),
+        (
+            _BLOCK,
+            _INPUT,
+            FunctionParameter("k", "how many of the largest components; default 1", True),
+        ),
         "Bool",
         "No admissible pair of runs changes which components of a row are the k largest.",
         "no_flip(${1:model}, ${2:x})",
-        Group.STATEMENT,
+        FunctionGroup.STATEMENT,
     ),
     Function(
         "has",
-        (Parameter("trace", "the word `trace`"), Parameter("[field, ...]", "fields of a record")),
+        (
+            FunctionParameter("trace", "the word `trace`"),
+            FunctionParameter("[field, ...]", "fields of a record"),
+        ),
         "Bool",
         "Every trace record carries the fields, not null.",
         "has(trace, [${1:build_fingerprint}])",
-        Group.STATEMENT,
+        FunctionGroup.STATEMENT,
     ),
 )
 _BY_NAME = {function.name: function for function in _FUNCTIONS}
 
 
-def _named(group: Group) -> tuple[str, ...]:
+def _named(group: FunctionGroup) -> tuple[str, ...]:
     return tuple(function.name for function in _FUNCTIONS if function.group is group)
 
 
-STATISTICS, DRIFTS = _named(Group.STATISTIC), _named(Group.DRIFT)
-REGIONS, STATEMENTS = _named(Group.REGION), _named(Group.STATEMENT)
-NORMS = {name: name.removeprefix("norm_") for name in _named(Group.NORM)}
+STATISTICS, DRIFTS = _named(FunctionGroup.STATISTIC), _named(FunctionGroup.DRIFT)
+REGIONS, STATEMENTS = _named(FunctionGroup.REGION), _named(FunctionGroup.STATEMENT)
+NORMS = {name: name.removeprefix("norm_") for name in _named(FunctionGroup.NORM)}
 """Function -> the norm of the IR."""
 FUNCTIONS = tuple(_BY_NAME)
 """Every function, in the order in which messages list them."""
@@ -316,7 +329,7 @@ def other_unit(name: str) -> str:
 
 
 def single_comparison(
-    expression: ast.Comparison, reporter: Reporter
+    expression: ast.ComparisonChain, reporter: Reporter
 ) -> tuple[str, ast.Expression, ast.Expression] | None:
     """Return operator, left and right side; report a chain such as `a <= b <= c`."""
     if len(expression.ops) > 1:
@@ -332,7 +345,7 @@ def single_comparison(
     return op, left, right
 
 
-def _unchained(expression: ast.Comparison, source: SourceFile) -> Fix | None:
+def _unchained(expression: ast.ComparisonChain, source: SourceFile) -> Fix | None:
     """Return the fix that writes the middle of a chain twice; None where it runs over lines."""
     if len(expression.ops) > 2:
         return None

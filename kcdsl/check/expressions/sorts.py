@@ -57,7 +57,7 @@ class Matrix(NamedTuple):
         return f"Matrix[{self.rows}, {self.columns}]"
 
 
-class Named(NamedTuple):
+class NameSort(NamedTuple):
     """A sort without parts."""
 
     name: str
@@ -66,7 +66,7 @@ class Named(NamedTuple):
         return self.name
 
 
-class ListOf(NamedTuple):
+class ListSort(NamedTuple):
     """A list of one sort of item."""
 
     item: Sort
@@ -75,12 +75,17 @@ class ListOf(NamedTuple):
         return f"List[{self.item}]"
 
 
-Sort = Real | Matrix | Named | ListOf
-BOOL, INT, SEQUENCE = Named("Bool"), Named("Int"), Named("Sequence[Token]")
-UNKNOWN = Named("unknown")
+Sort = Real | Matrix | NameSort | ListSort
+BOOL, INT, SEQUENCE = NameSort("Bool"), NameSort("Int"), NameSort("Sequence[Token]")
+UNKNOWN = NameSort("unknown")
 """The sort of what is in error, or of a field that nothing tells about."""
-BLOCK_SORT, SLICE, REGION, TRACE = Named("Block"), Named("Slice"), Named("Region"), Named("Trace")
-FIELD, TABLE, TEXT = Named("Field"), Named("Table"), Named("Text")
+BLOCK_SORT, SLICE, REGION, TRACE = (
+    NameSort("Block"),
+    NameSort("Slice"),
+    NameSort("Region"),
+    NameSort("Trace"),
+)
+FIELD, TABLE, TEXT = NameSort("Field"), NameSort("Table"), NameSort("Text")
 STATES = Matrix("tokens", "width")
 
 _SHOWN_UNITS = {ONE: "", RATIO: "ratio", NATS: "nats"}
@@ -205,7 +210,7 @@ class _Sorter:
                 return BOOL
             case ast.ListOf(items=items):
                 inner = [self.sort(item) for item in items]
-                return ListOf(inner[0]) if inner and len(set(inner)) == 1 else ListOf(UNKNOWN)
+                return ListSort(inner[0]) if inner and len(set(inner)) == 1 else ListSort(UNKNOWN)
             case ast.Name(id=name):
                 return self._name(name)
             case ast.Minus(of=of):
@@ -213,7 +218,7 @@ class _Sorter:
                 return inner_sort if isinstance(inner_sort, Real) else UNKNOWN
             case ast.Binary(op=op, left=left, right=right):
                 return _combined(op, self.sort(left), self.sort(right))
-            case ast.Comparison(operands=operands):
+            case ast.ComparisonChain(operands=operands):
                 for operand in operands:
                     self.sort(operand)
                 return BOOL
@@ -320,7 +325,7 @@ class _Sorter:
                     for item in items:
                         named = isinstance(item, ast.Name | ast.Text)
                         self._keep(item, FIELD if named else self._sort(item))
-                    self._keep(argument, ListOf(FIELD))
+                    self._keep(argument, ListSort(FIELD))
                 case _:
                     self.sort(argument)
         return BOOL

@@ -24,7 +24,7 @@ from kcdsl.check.expressions.sorts import (
     REGION,
     SLICE,
     UNKNOWN,
-    ListOf,
+    ListSort,
     described,
     sort_of,
     wrong_sort,
@@ -55,7 +55,7 @@ def formula(
     (before `implies`); `against` allows comparisons against a metric's direction.
     """
     match expression:
-        case ast.Comparison():
+        case ast.ComparisonChain():
             return _comparison(expression, scope, reporter, side, against)
         case ast.Negation(of=of, span=span):
             inner = formula(of, scope, reporter, side=-side, against=against)
@@ -111,7 +111,7 @@ def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporte
 
 
 def _comparison(
-    expression: ast.Comparison, scope: Scope, reporter: Reporter, side: int, against: bool
+    expression: ast.ComparisonChain, scope: Scope, reporter: Reporter, side: int, against: bool
 ) -> ir.Formula | None:
     parts = single_comparison(expression, reporter)
     if parts is None:
@@ -303,7 +303,7 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
         named = isinstance(listed, ast.Name)
         fix = Fix("put it in square brackets", edits, safe=False) if named else None
         help = "write has(trace, [field, ...])"
-        wrong_sort(ListOf(FIELD), listed, scope, reporter, help, fix=fix)
+        wrong_sort(ListSort(FIELD), listed, scope, reporter, help, fix=fix)
         return None
     fields: list[tuple[str, Span]] = []
     for item in listed.items:

@@ -22,7 +22,7 @@ from kcdsl.metrics import Registry
 from kcdsl.route.catalogue import Fragment
 from kcdsl.route.fragments import classify, outside_diagnostic
 from kcdsl.source.removal import add_field, without
-from kcdsl.source.yaml_nodes import Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Node, Scalar, SequenceNode
 from kcdsl.syntax.parser import parse_expression
 
 FAMILIES: dict[str, ir.Family] = {
@@ -82,7 +82,7 @@ def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause 
 def _requirement(context: _Context, against: bool) -> tuple[ir.Formula | None, str]:
     raw, reporter = context.raw, context.reporter
     node = raw.node("require")
-    if isinstance(node, Sequence):
+    if isinstance(node, SequenceNode):
         fields = StructureReader(reporter).texts(node, "require")
         if fields is None:
             return None, ""
@@ -246,7 +246,7 @@ def _listed_slices(context: _Context) -> tuple[str, ...] | None:
 
 
 def _listed_once(reporter: Reporter, node: Node, name: Scalar) -> Fix | None:
-    if not isinstance(node, Sequence):
+    if not isinstance(node, SequenceNode):
         return None
     return without(reporter.source, node, [node.items.index(name)], safe=True)
 

@@ -234,7 +234,7 @@ def _report_names(raw: RawImport, what: str, names: Sequence[RawName], reporter:
     if len(names) == len(raw.brought(what)):
         edits: tuple[Edit, ...] = (remove_entry(reporter.source, raw.node, entry),)
     else:
-        assert isinstance(entry.value, yaml.Mapping | yaml.Sequence)
+        assert isinstance(entry.value, yaml.Mapping | yaml.SequenceNode)
         chosen = {name.theirs.span for name in names}
         if isinstance(entry.value, yaml.Mapping):
             places = [item.value.span for item in entry.value.entries]
@@ -254,7 +254,7 @@ def _report_names(raw: RawImport, what: str, names: Sequence[RawName], reporter:
 
 def _without_import(root: yaml.Mapping, position: int, source: SourceFile) -> tuple[Edit, ...]:
     section = next(e for e in root.entries if e.key.text == "imports")
-    assert isinstance(section.value, yaml.Sequence)
+    assert isinstance(section.value, yaml.SequenceNode)
     if len(section.value.items) == 1:
         return (remove_entry(source, root, section),)
     return remove_parts(source, section.value, {position})

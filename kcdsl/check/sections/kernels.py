@@ -25,7 +25,7 @@ from kcdsl.model import registry
 from kcdsl.model.adapters import adapter_names, is_adapter
 from kcdsl.model.numerics import Activations, KvCache, MatrixUnit, Numerics, TensorCore, Weights
 from kcdsl.model.presets import RESULTS
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode
 
 _SECTIONS: dict[str, type] = {
     "": Numerics,
@@ -255,7 +255,7 @@ def _written(node: Node, name: str, reader: StructureReader) -> object:
     match node:
         case Scalar() if isinstance(node.value, int | Fraction | str) and node.value is not True:
             return node.text
-        case Sequence() if node.items and all(isinstance(item, Scalar) for item in node.items):
+        case SequenceNode() if node.items and all(isinstance(item, Scalar) for item in node.items):
             return " ".join(item.text for item in node.items if isinstance(item, Scalar))
         case Mapping():
             pairs = ((e.key.text, _written(e.value, name, reader)) for e in node.entries)

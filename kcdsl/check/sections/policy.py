@@ -24,7 +24,7 @@ from kcdsl.ir.terms import (
     Level,
 )
 from kcdsl.source.removal import without
-from kcdsl.source.yaml_nodes import Entry, Mapping, Scalar
+from kcdsl.source.yaml_nodes import Mapping, MappingEntry, Scalar
 
 _LEVELS = tuple(Level.__members__)
 _HEALTH = ("guard_from", "fallback_from")
@@ -160,7 +160,9 @@ def _family(parent: Mapping, name: str, reader: StructureReader, stated: _Stated
         stated.cells[cell] = action
 
 
-def _keep_first(reader: StructureReader, row: Mapping, entry: Entry, first: Scalar) -> Fix | None:
+def _keep_first(
+    reader: StructureReader, row: Mapping, entry: MappingEntry, first: Scalar
+) -> Fix | None:
     """Return the fix that removes the second of two actions; safe where both are the same."""
     same = isinstance(entry.value, Scalar) and entry.value.text == first.text
     return without(reader.reporter.source, row, [row.entries.index(entry)], safe=same)

@@ -13,7 +13,7 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix
 from kcdsl.diagnostics.report import Reporter, Suggestion, insertion, suggest
 from kcdsl.diagnostics.spans import Span
-from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, MappingEntry, Node, Scalar, SequenceNode
 from kcdsl_grammar.expression_table import KEYWORDS
 
 Lines = abc.Mapping[str, str]
@@ -158,7 +158,7 @@ class StructureReader(NamedTuple):
         if isinstance(node, Scalar):
             only = self.as_text(node, name)
             return None if only is None else (only,)
-        if not isinstance(node, Sequence):
+        if not isinstance(node, SequenceNode):
             self.wrong_kind(node, name, "a list of names")
             return None
         items = [self.as_text(item, f"{name}[{i}]") for i, item in enumerate(node.items)]
@@ -235,8 +235,8 @@ class RawTable(NamedTuple):
     name: Scalar
     unit: Scalar | None
     rows: tuple[RawRow, ...]
-    otherwise: Entry | None
-    entry: Entry
+    otherwise: MappingEntry | None
+    entry: MappingEntry
 
     @property
     def span(self) -> Span:
@@ -291,7 +291,7 @@ def read_slices(reader: StructureReader, root: Mapping) -> tuple[RawSlice, ...]:
 
 def _declared(
     reader: StructureReader, section: Mapping | None, what: str, help: str | None = None
-) -> Iterator[Entry]:
+) -> Iterator[MappingEntry]:
     """Yield the entries of a section that can be named; report one without entries."""
     if section is not None and not section.entries:
         message = f"`{what}s` declares no {what}"
@@ -313,7 +313,7 @@ def _mappings(
     node = parent.get(name)
     if node is None:
         return
-    if not isinstance(node, Sequence):
+    if not isinstance(node, SequenceNode):
         reader.wrong_kind(node, name, f"a list of {form[0]}", form[1])
         return
     if not node.items:
@@ -381,7 +381,7 @@ def read_imports(
 
 
 def _names(
-    reader: StructureReader, entry: Entry, roles: Collection[str] | None
+    reader: StructureReader, entry: MappingEntry, roles: Collection[str] | None
 ) -> tuple[RawName, ...]:
     """Return what a field of an import names: a list, or a mapping from names used here."""
     what = entry.key.text
@@ -405,10 +405,10 @@ def _names(
     else:
         listed = reader.texts(entry.value, what) or ()
         found = [RawName(n, n) for n in listed if identifier(reader, n, pattern, kinds[what])]
-    if not found and isinstance(entry.value, Mapping | Sequence) and _is_empty(entry.value):
+    if not found and isinstance(entry.value, Mapping | SequenceNode) and _is_empty(entry.value):
         reader.reporter.error(codes.EMPTY_SECTION, f"`{what}` imports nothing", entry.value.span)
     return tuple(found)
 
 
-def _is_empty(node: Mapping | Sequence) -> bool:
+def _is_empty(node: Mapping | SequenceNode) -> bool:
     return not (node.entries if isinstance(node, Mapping) else node.items)

@@ -30,7 +30,7 @@ from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, nearest, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.removal import without
-from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, MappingEntry, Node, Scalar, SequenceNode
 
 LANGUAGE_VERSION = 1
 SECTIONS = (
@@ -79,7 +79,7 @@ class RawClause(NamedTuple):
     """One clause as written, in the expression form or the record form."""
 
     id: Scalar
-    fields: tuple[Entry, ...]
+    fields: tuple[MappingEntry, ...]
     span: Span
     body: Mapping | None = None
 
@@ -129,7 +129,7 @@ class RawLibrary(NamedTuple):
     span: Span
 
 
-def fields_named(entries: tuple[Entry, ...], names: Collection[str]) -> list[int]:
+def fields_named(entries: tuple[MappingEntry, ...], names: Collection[str]) -> list[int]:
     """Return the indices of the entries that have one of the names."""
     return [index for index, entry in enumerate(entries) if entry.key.text in names]
 
@@ -237,7 +237,7 @@ def _clauses(reader: StructureReader, root: Mapping) -> tuple[RawClause, ...]:
     found: list[RawClause | None] = []
     if isinstance(node, Mapping):
         found = [_clause(reader, entry.key, entry.value) for entry in node.entries]
-    elif isinstance(node, Sequence):
+    elif isinstance(node, SequenceNode):
         for item in node.items:
             found.extend(_listed(reader, item))
     else:
@@ -309,7 +309,7 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
     return RawClause(key, body.entries, key.span, body)
 
 
-def _one_action(source: SourceFile, body: Mapping, actions: list[Entry]) -> Fix | None:
+def _one_action(source: SourceFile, body: Mapping, actions: list[MappingEntry]) -> Fix | None:
     """Return the fix that keeps one action; safe where both say the same."""
     kept = next((entry for entry in actions if entry.key.text == "then"), actions[0])
     texts = {e.value.text if isinstance(e.value, Scalar) else "" for e in actions}

@@ -15,7 +15,7 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.predicates import Case, Undecided, find_case, first_taken
 from kcdsl.source.removal import remove_entry, without
 from kcdsl.source.yaml_nodes import Mapping, Scalar
-from kcdsl.source.yaml_nodes import Sequence as Listed
+from kcdsl.source.yaml_nodes import SequenceNode as Listed
 from kcdsl.syntax.parser import parse_expression, parse_quantity
 from kcdsl.units import UNITS, Unit, describe
 

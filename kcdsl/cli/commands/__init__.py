@@ -10,65 +10,82 @@ if TYPE_CHECKING:
     from kcdsl.cli.common import Command
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """Where a command is, as `module:Class` of this package, and what it does."""
 
     target: str
     help: str
 
 
-COMMANDS: Mapping[str, Entry] = {
-    "compile": Entry(
-        "compile:Compile", "check a contract, build its IR and show the route of each clause"
+COMMANDS: Mapping[str, CommandEntry] = {
+    "compile": CommandEntry(
+        "compile:CompileCommand", "check a contract, build its IR and show the route of each clause"
     ),
-    "lint": Entry(
-        "lint:Lint", "check contracts and report what is wrong, without running anything"
+    "lint": CommandEntry(
+        "lint:LintCommand", "check contracts and report what is wrong, without running anything"
     ),
-    "fmt": Entry("compile:Fmt", "write contracts in the house layout; comments and meaning stay"),
-    "diff": Entry(
-        "compile:Diff", "say whether a contract became stricter or weaker, clause by clause"
+    "fmt": CommandEntry(
+        "compile:FmtCommand", "write contracts in the house layout; comments and meaning stay"
     ),
-    "explain": Entry(
-        "explain:Explain", "explain a code, a metric, or which backends cover a clause and why"
+    "diff": CommandEntry(
+        "compile:DiffCommand", "say whether a contract became stricter or weaker, clause by clause"
     ),
-    "verify": Entry(
-        "verify:Verify", "decide the clauses about every input of a region, write certificates"
+    "explain": CommandEntry(
+        "explain:ExplainCommand",
+        "explain a code, a metric, or which backends cover a clause and why",
     ),
-    "replay": Entry(
-        "results:Replay", "run a counterexample again, or decide every clause from a trace"
+    "verify": CommandEntry(
+        "verify:VerifyCommand",
+        "decide the clauses about every input of a region, write certificates",
     ),
-    "plan": Entry("studies:Plan", "tell how many requests the clauses need to be decidable"),
-    "evaluate": Entry(
-        "evaluate:Evaluate", "run both kernels on the slices and decide the measured clauses"
+    "replay": CommandEntry(
+        "results:ReplayCommand", "run a counterexample again, or decide every clause from a trace"
     ),
-    "report": Entry(
-        "results:Report", "write the page of a report again, or show it in another format"
+    "plan": CommandEntry(
+        "studies:PlanCommand", "tell how many requests the clauses need to be decidable"
     ),
-    "attribute": Entry("studies:Attribute", "split the drift among its sources and blocks"),
-    "aggregate": Entry(
-        "studies:Aggregate", "count logged tokens by slice, and decide a contract on them"
+    "evaluate": CommandEntry(
+        "evaluate:EvaluateCommand", "run both kernels on the slices and decide the measured clauses"
     ),
-    "experiment": Entry(
-        "studies:Experiment", "sweep kernels, batches, lengths and streams under one contract"
+    "report": CommandEntry(
+        "results:ReportCommand", "write the page of a report again, or show it in another format"
     ),
-    "status": Entry("results:Status", "join proofs and measurements: is the whole contract kept?"),
-    "check": Entry(
-        "check:Check", "verify signature, triple, freshness and coverage of a certificate"
+    "attribute": CommandEntry(
+        "studies:AttributeCommand", "split the drift among its sources and blocks"
     ),
-    "transfer": Entry("check:Transfer", "carry the results of a certificate over to later weights"),
-    "keygen": Entry("signing:Keygen", "make a key pair for signing certificates"),
-    "sign": Entry(
-        "signing:Sign", "show and sign the statement of a certificate; no contract is run"
+    "aggregate": CommandEntry(
+        "studies:AggregateCommand", "count logged tokens by slice, and decide a contract on them"
     ),
-    "lsp": Entry("settings:Lsp", "serve an editor by the language server protocol"),
-    "doctor": Entry(
-        "doctor:Doctor", "say what is installed, what that enables, and how to get the rest"
+    "experiment": CommandEntry(
+        "studies:ExperimentCommand",
+        "sweep kernels, batches, lengths and streams under one contract",
     ),
-    "backends": Entry("doctor:Backends", "list the backends, what they decide and what they lack"),
-    "config": Entry(
-        "settings:Config", "show the options of the configuration and where values came from"
+    "status": CommandEntry(
+        "results:StatusCommand", "join proofs and measurements: is the whole contract kept?"
     ),
-    "completion": Entry("settings:Completion", "print the completion script for a shell"),
+    "check": CommandEntry(
+        "check:CheckCommand", "verify signature, triple, freshness and coverage of a certificate"
+    ),
+    "transfer": CommandEntry(
+        "check:TransferCommand", "carry the results of a certificate over to later weights"
+    ),
+    "keygen": CommandEntry("signing:KeygenCommand", "make a key pair for signing certificates"),
+    "sign": CommandEntry(
+        "signing:SignCommand", "show and sign the statement of a certificate; no contract is run"
+    ),
+    "lsp": CommandEntry("settings:LspCommand", "serve an editor by the language server protocol"),
+    "doctor": CommandEntry(
+        "doctor:DoctorCommand", "say what is installed, what that enables, and how to get the rest"
+    ),
+    "backends": CommandEntry(
+        "doctor:BackendsCommand", "list the backends, what they decide and what they lack"
+    ),
+    "config": CommandEntry(
+        "settings:ConfigCommand", "show the options of the configuration and where values came from"
+    ),
+    "completion": CommandEntry(
+        "settings:CompletionCommand", "print the completion script for a shell"
+    ),
 }
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kcdsl.model.files import Artefacts
-    from kcdsl.release.transfer import Plan, Regions
+    from kcdsl.release.transfer import Regions, TransferPlan
     from kcdsl_certs.signatures import SigningKey, Trust
     from kcdsl_certs.statement import Expectation, Triple
     from kcdsl_certs.verification.report import Combined, Report
@@ -43,7 +43,7 @@ RECHECK = "re-derive every proof by the independent checker"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Trusts):
+class CheckCommand(Trusts):
     """Verify signature, triple, freshness and coverage of a certificate."""
 
     certificates: tuple[str, ...] = argument("CERT", "certificates about one triple", "+")
@@ -246,7 +246,7 @@ def _table(report: Report, name: str) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer(Trusts, RunsCode, Signs):
+class TransferCommand(Trusts, RunsCode, Signs):
     """Carry the results of a certificate over to later weights, by comparing the weights."""
 
     certificate: str = argument("CERT", "a certificate of `kcdsl verify`")
@@ -381,7 +381,7 @@ def _regions(contract: Contract, later: Path) -> Regions:
 
 
 def _signed(
-    report: Report, path: Path, triple: Triple, found: Plan, keys: Sequence[SigningKey]
+    report: Report, path: Path, triple: Triple, found: TransferPlan, keys: Sequence[SigningKey]
 ) -> bytes:
     from kcdsl.release.issue import utc_now
     from kcdsl.release.transfer import transfer_of
@@ -406,7 +406,7 @@ def _refused(report: Report, path: Path, as_json: bool) -> None:
     print(one_line(f"{path} is not valid, so nothing of it goes over"))
 
 
-def _show(found: Plan, target: Path | None, as_json: bool) -> None:
+def _show(found: TransferPlan, target: Path | None, as_json: bool) -> None:
     if as_json:
         document = {
             "schema": "kcdsl.transfer/1",

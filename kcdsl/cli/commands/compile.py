@@ -15,7 +15,7 @@ from kcdsl.cli.common.output import counted, deliver, difference
 from kcdsl.cli.common.plugins import solver_backend
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE, USAGE
-from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
+from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, LintRun, render
 from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.diagnostics.spans import SourceFile
@@ -44,7 +44,7 @@ class Purpose(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compile(Command):
+class CompileCommand(Command):
     """Check a contract, build its IR and show the route of each clause."""
 
     contract: str | None = contract_argument()
@@ -127,7 +127,9 @@ class Compile(Command):
         findings only their number."""
         if self.format in DOCUMENTS:
             docs_url = load_config(path.parent).docs_url
-            run = Run("kcdsl compile", (Checked(str(path)),), accepted, docs_url, exit_code=code)
+            run = LintRun(
+                "kcdsl compile", (Checked(str(path)),), accepted, docs_url, exit_code=code
+            )
             print(render(sink, self.format, sys.stderr, run), file=sys.stderr)
             return
         shown = [d for d in sink if d.severity is not Severity.NOTE or d in asked]
@@ -254,7 +256,7 @@ class DiffForm(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(Command):
+class DiffCommand(Command):
     """Say whether a contract became stricter or weaker, clause by clause."""
 
     old: str = argument("OLD", "the contract as it was, or what --emit ir wrote")
@@ -305,7 +307,7 @@ _STDIN = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fmt(Command):
+class FmtCommand(Command):
     """Write contracts in the house layout; comments and meaning stay."""
 
     paths: tuple[str, ...] = argument(

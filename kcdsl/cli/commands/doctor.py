@@ -93,7 +93,7 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceReport:
     """Where `evaluate` would run."""
 
     kind: str
@@ -117,7 +117,7 @@ class Environment:
     python_problem: str | None
     packages: tuple[Package, ...]
     backends: tuple[Backend, ...]
-    device: Device
+    device: DeviceReport
     problems: tuple[str, ...] = ()
 
     @property
@@ -195,7 +195,7 @@ def examine() -> Environment:
         python_problem=_python_problem(sys.version_info[:2]),
         packages=packages,
         backends=backends,
-        device=_device() if "torch" in usable else Device("none", "torch cannot be used"),
+        device=_device() if "torch" in usable else DeviceReport("none", "torch cannot be used"),
         problems=(*problems, *trouble),
     )
 
@@ -304,14 +304,14 @@ def _backends(packages: Mapping[str, Package]) -> tuple[tuple[Backend, ...], tup
     return rows, ()
 
 
-def _device() -> Device:
+def _device() -> DeviceReport:
     import torch
 
     float8 = hasattr(torch, "float8_e4m3fn")
     if not torch.cuda.is_available():
-        return Device("cpu", f"{torch.get_num_threads()} threads", float8_storage=float8)
+        return DeviceReport("cpu", f"{torch.get_num_threads()} threads", float8_storage=float8)
     major, minor = torch.cuda.get_device_capability(0)
-    return Device(
+    return DeviceReport(
         "cuda",
         torch.cuda.get_device_name(0),
         capability=f"{major}.{minor}",
@@ -325,7 +325,7 @@ def _device() -> Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor(Command):
+class DoctorCommand(Command):
     """Say what is installed, which backends that enables, and how to get what is missing."""
 
     json: bool = json_option("print one JSON document")
@@ -381,7 +381,7 @@ def _backend_row(backend: Backend) -> tuple[str, ...]:
     return (backend.name, ", ".join(backend.fragments), state)
 
 
-def _device_lines(device: Device) -> Iterator[str]:
+def _device_lines(device: DeviceReport) -> Iterator[str]:
     match device.kind:
         case "cuda":
             size = f"{(device.memory_bytes or 0) / 2**30:.0f} GiB"
@@ -419,7 +419,7 @@ def _advice(found: Environment) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backends(Command):
+class BackendsCommand(Command):
     """List the backends, what they decide and what they lack."""
 
     json: bool = json_option("print JSON (kcdsl.backends/1)")

@@ -56,7 +56,7 @@ _UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Looks, RunsCode, Certifies):
+class EvaluateCommand(Looks, RunsCode, Certifies):
     """Run both kernels on the slices and decide the measured clauses."""
 
     contract: str | None = contract_argument()

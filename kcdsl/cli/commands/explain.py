@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _CODE = re.compile(r"(?i)(?:kc)?([0-9]+)")
 
 
-class Form(StrEnum):
+class AnswerFormat(StrEnum):
     """The forms of an answer."""
 
     TEXT = "text"
@@ -50,7 +50,7 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(Command):
+class ExplainCommand(Command):
     """Explain a diagnostic code, a metric, or which backends cover a clause and why."""
 
     topic: str | None = argument(
@@ -61,7 +61,7 @@ class Explain(Command):
         words=code_words,
     )
     contract: str | None = argument("CONTRACT", "the contract of the clause", "?")
-    format: Form = choice(Form, "form of the answer", Form.TEXT)
+    format: AnswerFormat = choice(AnswerFormat, "form of the answer", AnswerFormat.TEXT)
 
     def run(self) -> Exit:
         """Print the page of a code, a metric, what backends say to a clause, or the list of all
@@ -81,7 +81,7 @@ class Explain(Command):
         metric = None if self.contract is not None else _metric_named(self.topic, BUILT_IN)
         if metric is not None:
             _show_metric(metric, self.format)
-        elif self.format is Form.MARKDOWN:
+        elif self.format is AnswerFormat.MARKDOWN:
             raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
         else:
             _explain_clause(self.topic, self.contract, self.format)
@@ -91,7 +91,7 @@ class Explain(Command):
 # --- codes ---------------------------------------------------------------------------------------
 
 
-def _explain_code(wanted: str, format: Form) -> None:
+def _explain_code(wanted: str, format: AnswerFormat) -> None:
     """Print the page of a code, or the list of a family of codes."""
     if wanted in FAMILIES:
         _list_codes(tuple(c for c in all_codes() if c.family == wanted), format)
@@ -104,9 +104,9 @@ def _explain_code(wanted: str, format: Form) -> None:
         if family in FAMILIES:
             help = f"`kcdsl explain {family}` lists the codes about {FAMILIES[family]}"
         raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=help)
-    if format is Form.JSON:
+    if format is AnswerFormat.JSON:
         _print_codes((found,))
-    elif format is Form.MARKDOWN:
+    elif format is AnswerFormat.MARKDOWN:
         print(found.page.markdown, end="")
     else:
         _print_markdown(found.page.markdown, found.page.plain)
@@ -123,12 +123,12 @@ def _print_markdown(markdown: str, plain: str) -> None:
     Console().print(Markdown(markdown))
 
 
-def _list_codes(codes: Sequence[Code], format: Form) -> None:
+def _list_codes(codes: Sequence[Code], format: AnswerFormat) -> None:
     """Print codes by family: their titles, in Markdown and JSON what they mean too."""
-    if format is Form.JSON:
+    if format is AnswerFormat.JSON:
         _print_codes(codes)
         return
-    markdown = format is Form.MARKDOWN
+    markdown = format is AnswerFormat.MARKDOWN
     for family in dict.fromkeys(code.family for code in codes):
         before = "\n" if codes[0].family != family else ""
         print(f"{before}{'## ' if markdown else ''}{family}: {FAMILIES[family]}\n")
@@ -165,15 +165,15 @@ def _metric_named(name: str, registry: Registry) -> MetricDefinition | None:
     return None if record is None else registry.find(record.metric)
 
 
-def _show_metric(metric: MetricDefinition, format: Form) -> None:
+def _show_metric(metric: MetricDefinition, format: AnswerFormat) -> None:
     """Print a metric as editors show it. Refuse JSON."""
     from kcdsl.lsp.features.knowledge import describe_metric
 
-    if format is Form.JSON:
+    if format is AnswerFormat.JSON:
         help = "leave --format out; docs/metrics.md has the table of all metrics"
         raise refuse(USAGE, "a metric is not explained as JSON", help=help)
     text = describe_metric(metric)
-    if format is Form.MARKDOWN:
+    if format is AnswerFormat.MARKDOWN:
         print(text)
     else:
         _print_markdown(text, text.replace("**", "").replace("`", "") + "\n")
@@ -183,7 +183,7 @@ def _show_metric(metric: MetricDefinition, format: Form) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class BackendAnswer:
     """What a backend says to a clause. `blame` is the part out of its reach, where there is one."""
 
     backend: str
@@ -192,7 +192,7 @@ class Candidate:
     blame: Blame | None
 
 
-def _explain_clause(name: str, given: str | None, format: Form) -> None:
+def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
     """Print the table of backends for a clause of a contract.
 
     A clause that no backend covers is explained too, and so is one beside clauses in error. Where
@@ -230,7 +230,7 @@ def _explain_clause(name: str, given: str | None, format: Form) -> None:
     specs = catalogue()
     chosen = next(r for r in route(program, specs) if r.clause_id == clause.id)
     candidates = [_candidate(clause, spec, chosen) for spec in specs]
-    if format is Form.JSON:
+    if format is AnswerFormat.JSON:
         print_json(_document(program, clause, chosen, candidates, source))
     else:
         _print_table(program, clause, chosen, candidates, source)
@@ -273,27 +273,29 @@ def _speaks_of(found: Diagnostic, name: str, analysis: Analysis) -> bool:
     return any(span.start <= found.span.start <= span.end for span in spans)
 
 
-def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> Candidate:
+def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> BackendAnswer:
     from kcdsl.route.catalogue import Fragment
     from kcdsl.route.fragments import Blame, classify, why_uncovered
 
     blame = why_uncovered(clause, spec.fragments)
     if blame is not None:
-        return Candidate(spec.name, False, blame.reason, blame)
+        return BackendAnswer(spec.name, False, blame.reason, blame)
     if chosen.fragment is Fragment.IMPLIED and not chosen.premises:
         reason = chosen.why_not[spec.name]
         place = classify(clause).blame[0].span
-        return Candidate(spec.name, False, reason, Blame(reason, place))
+        return BackendAnswer(spec.name, False, reason, Blame(reason, place))
     if spec.name == chosen.backend:
-        return Candidate(spec.name, True, "it is the least backend that covers the clause", None)
-    return Candidate(spec.name, True, chosen.why_not.get(spec.name, ""), None)
+        return BackendAnswer(
+            spec.name, True, "it is the least backend that covers the clause", None
+        )
+    return BackendAnswer(spec.name, True, chosen.why_not.get(spec.name, ""), None)
 
 
 def _print_table(
     program: Program,
     clause: Clause,
     chosen: Route,
-    candidates: list[Candidate],
+    candidates: list[BackendAnswer],
     source: SourceFile,
 ) -> None:
     from rich.text import Text
@@ -329,7 +331,7 @@ def _document(
     program: Program,
     clause: Clause,
     chosen: Route,
-    candidates: list[Candidate],
+    candidates: list[BackendAnswer],
     source: SourceFile,
 ) -> dict[str, Any]:
     return {

@@ -24,7 +24,7 @@ from kcdsl.diagnostics.codes import (
     SEVERAL_CONTRACTS,
     USAGE,
 )
-from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, SUFFIXES, Checked, Run, render
+from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, SUFFIXES, Checked, LintRun, render
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
 from kcdsl.source.config import CODES_HELP, code_or_beginning, load_config
@@ -42,7 +42,7 @@ _SEVERITIES = tuple(Severity)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lint(Command):
+class LintCommand(Command):
     """Check contracts and report what is wrong, without running anything."""
 
     paths: tuple[str, ...] = argument(
@@ -89,7 +89,7 @@ class _Wishes:
     `--select` and no more, the configuration cannot leave out.
     """
 
-    def __init__(self, given: Lint) -> None:
+    def __init__(self, given: LintCommand) -> None:
         """Raise Refusal where the wishes cannot be met."""
         self.config = config = load_config(Path())
         self.outputs = self._outputs(given)
@@ -102,7 +102,7 @@ class _Wishes:
         self.ignore = _codes(given.ignore, "ignore", () if chosen else config.ignore)
         self.fail_on = Severity(given.fail_on or config.fail_on)
 
-    def _outputs(self, given: Lint) -> tuple[Output, ...]:
+    def _outputs(self, given: LintCommand) -> tuple[Output, ...]:
         """Return where findings go, in which form; at most one goes to standard output."""
         more = []
         if not given.format:
@@ -166,7 +166,7 @@ def _codes(given: Sequence[str] | None, name: str, configured: tuple[str, ...]) 
 class _Session:
     """One run over the paths of a command, and what it found."""
 
-    def __init__(self, command: Lint) -> None:
+    def __init__(self, command: LintCommand) -> None:
         self.command = command
         self.wishes = _Wishes(command)
         self.found: list[Diagnostic] = []
@@ -263,7 +263,7 @@ class _Session:
     def _deliver(self, shown: list[Diagnostic], code: Exit) -> None:
         wishes = self.wishes
         accepted = tuple(s for s in self.suppressed if wishes.shows(s.diagnostic))
-        about = Run(
+        about = LintRun(
             files=tuple(self.files),
             suppressed=accepted,
             docs_url=wishes.config.docs_url,

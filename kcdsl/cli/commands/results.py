@@ -53,7 +53,7 @@ _UNCHECKED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Command):
+class ReportCommand(Command):
     """Write the page of a report again, or show it in another format."""
 
     report: str = argument("REPORT", "report.json of `kcdsl evaluate`")
@@ -107,7 +107,7 @@ def _malformed() -> tuple[type[Exception], ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status(Command):
+class StatusCommand(Command):
     """Join proofs and measurements: does the kernel pair keep the whole contract?"""
 
     contract: str | None = contract_argument()
@@ -178,7 +178,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     from kcdsl_certs.statement import LARGEST_PAYLOAD, Predicate
     from kcdsl_certs.verification.admission import admit
     from kcdsl_certs.verification.coverage import check_stated
-    from kcdsl_certs.verification.evidence import Evidence
+    from kcdsl_certs.verification.evidence import EvidenceFiles
     from kcdsl_certs.verification.verify import check_components, check_evidence, check_recount
 
     signed = file.name.endswith(CERTIFICATE)
@@ -189,7 +189,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     at_hand = partial(input_at_hand, Artefacts.of(base))
     check_components(body, expectation.triple, expectation.inputs, at_hand, strict=True)
     check_stated(body, body.verdict, expectation.clauses)
-    beside = Evidence(file.parent)
+    beside = EvidenceFiles(file.parent)
     check_evidence(body, beside, strict=True)
     check_recount(body, beside, at_hand, expectation.slices, strict=True)
     return body
@@ -249,7 +249,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay(RunsCode):
+class ReplayCommand(RunsCode):
     """Run a counterexample again, or decide every clause again from a trace."""
 
     file: str = argument(

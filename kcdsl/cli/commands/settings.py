@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.cli.commands import COMMANDS, command_of, load
-from kcdsl.cli.common import Command, Option, argument, choice, switch
+from kcdsl.cli.common import Argument, Command, argument, choice, switch
 from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PACKAGE
@@ -25,7 +25,7 @@ _SERVER_NEEDS = ("pygls", "lsprotocol")
 # --- config --------------------------------------------------------------------------------------
 
 
-class Form(StrEnum):
+class ConfigFormat(StrEnum):
     """The forms of the configuration."""
 
     TABLE = "table"
@@ -33,18 +33,18 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Command):
+class ConfigCommand(Command):
     """Show the options of the configuration and where each value came from."""
 
     action: str = choice(["show"], "show every option", positional="")
     folder: str | None = argument("FOLDER", "of a contract (default: the current one)", "?")
-    format: Form = choice(Form, "form of the answer", Form.TABLE)
+    format: ConfigFormat = choice(ConfigFormat, "form of the answer", ConfigFormat.TABLE)
 
     def run(self) -> Exit:
         """Print the table or the JSON document; a configuration that cannot be used is refused
         (2)."""
         config = load_config(Path(self.folder or "."))
-        if self.format is Form.JSON:
+        if self.format is ConfigFormat.JSON:
             print_json(_document(config))
         else:
             print(_table(config))
@@ -122,7 +122,7 @@ class Shell(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion(Command):
+class CompletionCommand(Command):
     """Print the completion script for a shell."""
 
     shell: Shell = choice(Shell, "the shell that will read the script", positional="")
@@ -145,7 +145,7 @@ class Completion(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lsp(Command):
+class LspCommand(Command):
     """Serve an editor by the language server protocol."""
 
     stdio: bool = switch("talk on standard input and output, which it does in any case")
@@ -281,7 +281,7 @@ def _candidates(before: Sequence[str], last: str) -> tuple[str, list[tuple[str, 
     return next(filter(None, kinds), ""), found
 
 
-def _values(option: Option) -> tuple[str, list[tuple[str, str]]]:
+def _values(option: Argument) -> tuple[str, list[tuple[str, str]]]:
     """Return what the value of an argument may name, and the words that it may be."""
     words = [*option.choices, *(option.words() if option.words else ())]
     kind = "files" if option.metavar in _FILES else ""

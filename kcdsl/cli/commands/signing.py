@@ -34,7 +34,7 @@ class KeyKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keygen(Command):
+class KeygenCommand(Command):
     """Make a key pair for signing certificates."""
 
     output: str = output_option("FILE", "the private key; the public one is FILE.pub", "kcdsl.key")
@@ -75,7 +75,7 @@ class Keygen(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign(Command):
+class SignCommand(Command):
     """Show and sign the statement of a certificate; nothing of its contract is run."""
 
     statement: str = argument(

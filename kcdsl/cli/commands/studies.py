@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Looks):
+class PlanCommand(Looks):
     """Tell how many requests the clauses need to be decidable."""
 
     contract: str | None = contract_argument()
@@ -99,7 +99,7 @@ def _refuse_unknown_slices(program: Program, names: tuple[str, ...]) -> None:
 # --- attribute -----------------------------------------------------------------------------------
 
 
-class Statistic(StrEnum):
+class DriftStatistic(StrEnum):
     """The statistic of a drift that is split."""
 
     MEAN = "mean"
@@ -111,13 +111,15 @@ class Statistic(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attribute(RunsCode):
+class AttributeCommand(RunsCode):
     """Split the drift among its sources and blocks."""
 
     contract: str | None = contract_argument()
     metric: str | None = value("NAME", "what is split (default: kl; of encoders hidden_l2)")
-    statistic: Statistic = choice(
-        Statistic, "of it: mean over tokens, or of the worst tokens of requests", Statistic.MEAN
+    statistic: DriftStatistic = choice(
+        DriftStatistic,
+        "of it: mean over tokens, or of the worst tokens of requests",
+        DriftStatistic.MEAN,
     )
     slice: str | None = value("NAME", "only this slice")
     batch: int = value("N", "requests that the inference side runs together", 4, read=count)
@@ -184,7 +186,7 @@ _TABLES = ("duckdb", "pyarrow")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aggregate(Looks):
+class AggregateCommand(Looks):
     """Count logged tokens by slice, and decide a contract on them."""
 
     tables: tuple[str, ...] = argument(
@@ -251,7 +253,7 @@ class Aggregate(Looks):
 # --- experiment ----------------------------------------------------------------------------------
 
 
-class Kind(StrEnum):
+class ExperimentKind(StrEnum):
     """The experiments that there are."""
 
     E1 = "e1"
@@ -259,11 +261,11 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment(RunsCode):
+class ExperimentCommand(RunsCode):
     """Sweep kernels, batches, lengths and streams under one contract."""
 
-    kind: Kind = choice(
-        Kind,
+    kind: ExperimentKind = choice(
+        ExperimentKind,
         "e1: one change of the inference kernel at a time; e2: device, length, batch and "
         "concurrent streams",
         positional="",
@@ -326,7 +328,7 @@ class Experiment(RunsCode):
             result(folder / f"{kind}.json", text.encode()),
             result(folder / f"{kind}.html", experiment_page(document).encode()),
         ]
-        for one in maps(document) if kind is Kind.E2 else ():
+        for one in maps(document) if kind is ExperimentKind.E2 else ():
             alone = one.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
             files.append(result(folder / f"{one.name}.svg", f"{alone}\n".encode()))
         make_folder(folder)
@@ -346,10 +348,10 @@ class Experiment(RunsCode):
 
     def _refuse_options_of_the_other(self) -> None:
         """Refuse options of the other experiment, which would not be heeded."""
-        first = self.kind is Kind.E1
+        first = self.kind is ExperimentKind.E1
         for name in ("length", "batch", "concurrency") if first else ("only",):
             if getattr(self, name):
-                other = Kind.E2 if first else Kind.E1
+                other = ExperimentKind.E2 if first else ExperimentKind.E1
                 raise refuse(USAGE, f"--{name} is for {other}", help=f"`kcdsl experiment {other}`")
         if first and len(self.device) > 1:
             raise refuse(USAGE, "e1 runs on one device", help="give --device once")

@@ -59,7 +59,7 @@ class Switch(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(RunsCode, Certifies):
+class VerifyCommand(RunsCode, Certifies):
     """Decide the clauses about every input of a region, and write certificates."""
 
     contract: str | None = contract_argument()

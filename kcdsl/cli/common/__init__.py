@@ -1,8 +1,8 @@
 """What commands have in common: arguments, the contract, backends, output."""
 
 from kcdsl.cli.common.declare import (
+    Argument,
     Command,
-    Option,
     argument,
     choice,
     declare,
@@ -13,8 +13,8 @@ from kcdsl.cli.common.declare import (
 )
 
 __all__ = [
+    "Argument",
     "Command",
-    "Option",
     "argument",
     "choice",
     "declare",

@@ -21,7 +21,7 @@ from kcdsl.source.config import truth
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Argument:
     """The declaration of an argument.
 
     Args:
@@ -118,23 +118,23 @@ def argument(metavar: str, help: str, nargs: str = "", **more: Any) -> Any:
     """Declare a positional argument; `nargs` is that of argparse."""
     many = nargs in {"*", "+"}
     return _declared(
-        Option(help, metavar, () if many else None, many=many, positional=nargs, **more)
+        Argument(help, metavar, () if many else None, many=many, positional=nargs, **more)
     )
 
 
 def value(metavar: str, help: str, default: Any = None, **more: Any) -> Any:
     """Declare an option with a value."""
-    return _declared(Option(help, metavar, default, **more))
+    return _declared(Argument(help, metavar, default, **more))
 
 
 def values(metavar: str, help: str, default: tuple[Any, ...] | None = (), **more: Any) -> Any:
     """Declare an option that may be repeated."""
-    return _declared(Option(help, metavar, default, many=True, **more))
+    return _declared(Argument(help, metavar, default, many=True, **more))
 
 
 def switch(help: str, **more: Any) -> Any:
     """Declare an option without a value."""
-    return _declared(Option(help, default=False, **more))
+    return _declared(Argument(help, default=False, **more))
 
 
 def choice(words: Iterable[str], help: str, default: Any = None, **more: Any) -> Any:
@@ -145,10 +145,10 @@ def choice(words: Iterable[str], help: str, default: Any = None, **more: Any) ->
     def read(text: str) -> str:
         return members.get(text, text)
 
-    return _declared(Option(help, None, default, read, tuple(members), **more))
+    return _declared(Argument(help, None, default, read, tuple(members), **more))
 
 
-def _declared(option: Option) -> Any:
+def _declared(option: Argument) -> Any:
     return field(default=option.default, metadata={"option": option})
 
 
@@ -167,7 +167,7 @@ class Command:
         raise NotImplementedError
 
     @classmethod
-    def options(cls) -> Iterator[tuple[str, Option]]:
+    def options(cls) -> Iterator[tuple[str, Argument]]:
         """Yield field and declaration of each argument: its own, then those that it shares."""
         declared = {f.name: f.metadata["option"] for f in fields(cls) if f.metadata}
         for owner in cls.__mro__:
@@ -177,7 +177,7 @@ class Command:
                     yield name, option if option.name else _named(option, name)
 
 
-def _named(option: Option, field: str) -> Option:
+def _named(option: Argument, field: str) -> Argument:
     from dataclasses import replace
 
     return replace(option, name=field.replace("_", "-"))

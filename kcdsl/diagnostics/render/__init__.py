@@ -22,7 +22,7 @@ class Checked(NamedTuple):
     clauses: tuple[tuple[str, Span], ...] = ()
 
 
-class Run(NamedTuple):
+class LintRun(NamedTuple):
     """The facts that formats show with the findings: the files that were checked, the accepted
     findings, where the pages of codes are published, which severity fails, and the exit code."""
 
@@ -38,10 +38,10 @@ def render(
     diagnostics: Iterable[Diagnostic],
     format: str,
     stream: TextIO | None = None,
-    run: Run | None = None,
+    run: LintRun | None = None,
 ) -> str:
     """Render in one of `FORMATS`. `stream` decides colour and width of `full`."""
-    about = run if run is not None else Run()
+    about = run if run is not None else LintRun()
     if format in DOCUMENTS:
         from kcdsl.diagnostics.render import documents
 

@@ -20,7 +20,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
-    from kcdsl.diagnostics.render import Checked, Run
+    from kcdsl.diagnostics.render import Checked, LintRun
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
 
 
-def render_sarif(diagnostics: Iterable[Diagnostic], run: Run) -> str:
+def render_sarif(diagnostics: Iterable[Diagnostic], run: LintRun) -> str:
     """Return one run with the rules that occur, and a result for each diagnostic; accepted ones
     come last, with their suppressions.
 
@@ -242,7 +242,7 @@ _Finding = tuple[Diagnostic, str | None]
 _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 
 
-def render_junit(diagnostics: Iterable[Diagnostic], run: Run) -> str:
+def render_junit(diagnostics: Iterable[Diagnostic], run: LintRun) -> str:
     """Return a suite for each file, with a case for each clause and one, named as the file, for
     the rest of it: failed by what is at least as severe as `fail_on`, the rest as output, accepted
     findings with their reasons too.
@@ -284,7 +284,9 @@ def _cases_of(
     yield from ((clause, part) for (clause, _), part in zip(clauses, parts, strict=True))
 
 
-def _add_case(suite: xml.Element, file: str, name: str, found: list[_Finding], run: Run) -> bool:
+def _add_case(
+    suite: xml.Element, file: str, name: str, found: list[_Finding], run: LintRun
+) -> bool:
     """Add one case; say whether it failed."""
     attributes = {"classname": _clean(file), "name": _clean(name), "file": _clean(file)}
     open_findings = [d for d, reason in found if reason is None]

@@ -30,25 +30,25 @@ _COLOURS = {Severity.ERROR: RED, Severity.WARNING: YELLOW, Severity.NOTE: BLUE}
 
 def render_full(diagnostics: Iterable[Diagnostic], stream: TextIO | None = None) -> str:
     """Return all diagnostics, separated by empty lines."""
-    page = Page(width_of(stream), wants_colour(stream))
+    page = SnippetStyle(width_of(stream), wants_colour(stream))
     return "\n\n".join("\n".join(_one(diagnostic, page)) for diagnostic in diagnostics)
 
 
 def render_place(source: SourceFile, span: Span, text: str, stream: TextIO | None = None) -> str:
     """Return one place of a file: where it is, its line, and carets with a few words."""
     marks = marks_of(source, span, True, text)
-    page = Page(width_of(stream), wants_colour(stream), _gutter(marks))
+    page = SnippetStyle(width_of(stream), wants_colour(stream), _gutter(marks))
     return "\n".join([_arrow(source, span, page), *snippet(source, marks, page, YELLOW)])
 
 
-def _one(diagnostic: Diagnostic, page: Page) -> Iterator[str]:
+def _one(diagnostic: Diagnostic, page: SnippetStyle) -> Iterator[str]:
     colour, tint = page.colour, _COLOURS[diagnostic.severity]
     title = paint(f"{diagnostic.severity}[{diagnostic.code}]", f"{BOLD};{tint}", colour)
     yield f"{title}: {paint(one_line(diagnostic.message), BOLD, colour)}"
     source, span = diagnostic.source, diagnostic.span
     if source is not None:
         marks = _marks(source, diagnostic)
-        page = Page(page.width, colour, _gutter(marks))
+        page = SnippetStyle(page.width, colour, _gutter(marks))
         yield _arrow(source, span, page)
         yield from snippet(source, marks, page, tint) if marks else ()
     for note in diagnostic.notes:
@@ -72,7 +72,7 @@ def _gutter(marks: Iterable[Mark]) -> int:
     return len(str(max((mark.line for mark in marks), default=1)))
 
 
-def _arrow(source: SourceFile, span: Span | None, page: Page) -> str:
+def _arrow(source: SourceFile, span: Span | None, page: SnippetStyle) -> str:
     name, place = one_line(source.name), ""
     if span is not None:
         at = source.position(span.start)
@@ -80,7 +80,7 @@ def _arrow(source: SourceFile, span: Span | None, page: Page) -> str:
     return f"{' ' * page.gutter} {paint('-->', BLUE, page.colour)} {name}{place}"
 
 
-def _tail(kind: str, text: str, page: Page) -> Iterator[str]:
+def _tail(kind: str, text: str, page: SnippetStyle) -> Iterator[str]:
     first, *more = printable(text).split("\n")
     yield f"{page.margin(sign='=')} {paint(kind, BOLD, page.colour)}: {first}"
     yield from (f"{' ' * (page.gutter + len(kind) + 5)}{line}" for line in more)
@@ -93,7 +93,7 @@ def _evident(diagnostic: Diagnostic) -> bool:
     return len(edits) == 1 and bool(edits[0].text) and f"`{edits[0].text.strip()}`" in help
 
 
-def _fix(source: SourceFile, fix: Fix, page: Page) -> Iterator[str]:
+def _fix(source: SourceFile, fix: Fix, page: SnippetStyle) -> Iterator[str]:
     yield from _tail("fix" if fix.safe else "unsafe fix", fix.title, page)
     yield from changed_lines(source, fix.edits, page)
 
@@ -109,7 +109,7 @@ read them all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class SnippetStyle:
     """How a snippet is printed: width in columns, colour, columns of the line numbers."""
 
     width: int
@@ -159,7 +159,9 @@ def marks_of(source: SourceFile, span: Span, primary: bool, text: str = "") -> l
     return [*kept[:-1], replace(kept[-1], text=text, cut=len(marks) - len(kept))]
 
 
-def snippet(source: SourceFile, marks: Sequence[Mark], page: Page, tint: str) -> Iterator[str]:
+def snippet(
+    source: SourceFile, marks: Sequence[Mark], page: SnippetStyle, tint: str
+) -> Iterator[str]:
     """Yield the lines that marks are in, each followed by its carets."""
     yield page.margin()
     ordered = sorted(marks, key=lambda mark: (mark.line, not mark.primary, mark.start))
@@ -249,7 +251,7 @@ def _piece(text: str, skip: int, cut: int) -> str:
     return f"{'…' if skip else ''}{shown(text[skip:cut])}{'…' if cut < len(text) else ''}"
 
 
-def changed_lines(source: SourceFile, edits: Sequence[Edit], page: Page) -> Iterator[str]:
+def changed_lines(source: SourceFile, edits: Sequence[Edit], page: SnippetStyle) -> Iterator[str]:
     """Yield the lines that edits change, as they are and as they would be; nothing where those are
     many."""
     first = source.position(min(edit.span.start for edit in edits)).line

@@ -14,10 +14,10 @@ from typing import Any
 
 from kcdsl.ir.predicates import Division
 from kcdsl.logic.algebra import axiom, scaled
-from kcdsl.logic.axioms import Between, Law, Least, Most, Setting, laws, undivided
+from kcdsl.logic.axioms import Between, ContractFacts, Law, Least, Most, laws, undivided
 from kcdsl.logic.relations import NORMS, Interval
 from kcdsl.logic.smtlib.text import WRITTEN
-from kcdsl.logic.smtlib.theory import Extreme, NormAt, Quantity, Theory
+from kcdsl.logic.smtlib.theory import Extreme, MeasuredTerm, NormAt, Theory
 
 Fact = tuple[str, str]
 """An assertion and its reason."""
@@ -35,13 +35,13 @@ def assumptions(
     `known` bounds metrics beyond their definition, `division` says how slices are made up.
     """
     for constant, symbol in theory.constants.items():
-        if not isinstance(constant, Quantity):
+        if not isinstance(constant, MeasuredTerm):
             yield f"(<= 0.0 {symbol})", "least value there is"
-    measured = [c for c in theory.constants if isinstance(c, Quantity)]
+    measured = [c for c in theory.constants if isinstance(c, MeasuredTerm)]
     for unit in dict.fromkeys(quantity.unit for quantity in measured):
         group = [quantity for quantity in measured if quantity.unit == unit]
         # Units of different slices are counted apart, so nothing relates them.
-        setting = Setting(
+        setting = ContractFacts(
             _same if unit else theory.inside,
             temperature,
             undivided if unit else division,
@@ -58,7 +58,7 @@ def assumptions(
     yield from _flags(theory)
 
 
-def _reason(law: Law, group: list[Quantity]) -> str:
+def _reason(law: Law, group: list[MeasuredTerm]) -> str:
     match law:
         case Least():
             return "least value there is"

@@ -27,7 +27,7 @@ UNITS = ("requests", "windows")
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ScriptClaim:
     """One clause on one slice ("" where it names none), of the slice ("") or of one unit of it."""
 
     clause: Clause
@@ -40,12 +40,12 @@ class Claim:
         return f"{self.clause.id} on {self.slice}" if self.slice else f"{self.clause.id} holds"
 
 
-Failure = tuple[Claim, ...]
+Failure = tuple[ScriptClaim, ...]
 """A way in which a clause fails: these claims of it do not hold, each of its unit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class BudgetLimit:
     """What the budgets of a unit may add up to: less than one, or (`rate`) at most a rate."""
 
     unit: str
@@ -80,7 +80,7 @@ def implication(program: Program, clause_id: str) -> str:
     return _script(program, written, claims, clause_id, failures)
 
 
-def claims_of(program: Program) -> tuple[Claim, ...]:
+def claims_of(program: Program) -> tuple[ScriptClaim, ...]:
     """Return every clause on every slice, each with the unit that it is asked about.
 
     A clause whose budget is everything demands nothing and is left out.
@@ -88,13 +88,13 @@ def claims_of(program: Program) -> tuple[Claim, ...]:
     return tuple(_claims(program.clauses))
 
 
-def _claims(clauses: Sequence[Clause], limit: Limit | None = None) -> Iterator[Claim]:
+def _claims(clauses: Sequence[Clause], limit: BudgetLimit | None = None) -> Iterator[ScriptClaim]:
     """Yield claims; those with a budget of the unit of `limit` in groups that keep to it."""
-    yield from (Claim(c, name, "") for c in clauses if c.budget is None for name in _on(c))
+    yield from (ScriptClaim(c, name, "") for c in clauses if c.budget is None for name in _on(c))
     for unit in UNITS:
         own = limit is not None and limit.unit == unit
-        for label, group in _groups(clauses, limit if limit and own else Limit(unit)):
-            yield from (Claim(c, name, label) for c in group for name in _on(c))
+        for label, group in _groups(clauses, limit if limit and own else BudgetLimit(unit)):
+            yield from (ScriptClaim(c, name, label) for c in group for name in _on(c))
 
 
 def _on(clause: Clause) -> tuple[str, ...]:
@@ -103,20 +103,22 @@ def _on(clause: Clause) -> tuple[str, ...]:
 
 def _question(
     clauses: Sequence[Clause], clause_id: str
-) -> tuple[tuple[Claim, ...], tuple[Failure, ...]]:
+) -> tuple[tuple[ScriptClaim, ...], tuple[Failure, ...]]:
     """Return the claims of the other clauses, and the ways in which this one can fail."""
     others = [c for c in clauses if c.id != clause_id]
     asked = [c for c in clauses if c.id == clause_id]
     budget = next((c.budget for c in asked), None)  # that of every bucket, where it has a table
     if budget is None:
-        return tuple(_claims(others)), tuple((Claim(c, n, ""),) for c in asked for n in _on(c))
-    limit = Limit(budget.unit, budget.rate)
+        return tuple(_claims(others)), tuple(
+            (ScriptClaim(c, n, ""),) for c in asked for n in _on(c)
+        )
+    limit = BudgetLimit(budget.unit, budget.rate)
     labels = [label for label, _ in _groups(others, limit)] or [_label(budget.unit, 1)]
-    failures = (tuple(Claim(c, n, at) for at in labels) for c in asked for n in _on(c))
+    failures = (tuple(ScriptClaim(c, n, at) for at in labels) for c in asked for n in _on(c))
     return tuple(_claims(others, limit)), tuple(failures) if budget.rate < 1 else ()
 
 
-def _groups(clauses: Sequence[Clause], limit: Limit) -> list[tuple[str, list[Clause]]]:
+def _groups(clauses: Sequence[Clause], limit: BudgetLimit) -> list[tuple[str, list[Clause]]]:
     """Split clauses with budgets of a unit into groups within a limit, each about a unit of its
     own. What may fail of no unit is in every group, what passes the limit by itself in none."""
     own = [c for c in clauses if c.budget is not None and c.budget.unit == limit.unit]
@@ -148,7 +150,7 @@ def _label(unit: str, number: int) -> str:
 def _script(
     original: Program,
     program: Program,
-    claims: Sequence[Claim],
+    claims: Sequence[ScriptClaim],
     refuted: str | None = None,
     failures: Sequence[Failure] = (),
 ) -> str:
@@ -216,7 +218,7 @@ def _asserted(formulas: Sequence[str]) -> Iterator[str]:
     return (f"(assert {formula})" for formula in formulas)
 
 
-def _named(theory: Theory, claims: Sequence[Claim], formulas: Sequence[str]) -> Iterator[str]:
+def _named(theory: Theory, claims: Sequence[ScriptClaim], formulas: Sequence[str]) -> Iterator[str]:
     last = ""
     for claim, formula in zip(claims, formulas, strict=True):
         clause = claim.clause

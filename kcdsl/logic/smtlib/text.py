@@ -106,7 +106,7 @@ def declare(symbol: str, sort: str) -> str:
     return f"(declare-const {symbol} {sort})"
 
 
-class Written:
+class TextAlgebra:
     """Expressions as SMT-LIB text (`kcdsl.logic.algebra.Algebra`)."""
 
     def real(self, value: Fraction) -> str:
@@ -137,4 +137,4 @@ class Written:
         return left == right
 
 
-WRITTEN = Written()
+WRITTEN = TextAlgebra()

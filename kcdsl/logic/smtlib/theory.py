@@ -33,7 +33,7 @@ from kcdsl.logic.smtlib.text import WRITTEN, Symbols
 
 
 @dataclass(frozen=True, slots=True)
-class Quantity:
+class MeasuredTerm:
     """A measured term on a slice. `unit` is "" for the slice as a whole, else names one unit.
 
     `side` says which token stands for its request, "" where only one can.
@@ -104,7 +104,7 @@ class Opaque:
     turned: bool = False
 
 
-Constant = Quantity | Extreme | NormAt
+Constant = MeasuredTerm | Extreme | NormAt
 Environment = Mapping[str, Input]
 
 
@@ -119,7 +119,7 @@ class Theory:
     constants: dict[Constant, str] = field(default_factory=dict)
     flags: dict[Hashable, str] = field(default_factory=dict)
     opaque: dict[Opaque, str] = field(default_factory=dict)
-    bounds: dict[Quantity, set[Fraction]] = field(default_factory=dict)
+    bounds: dict[MeasuredTerm, set[Fraction]] = field(default_factory=dict)
     """The numbers that measured terms are compared with."""
 
     def holds(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
@@ -252,11 +252,11 @@ class _Translation:
             words += " by smallest tokens"
         return self.theory.real(quantity, self._here(words))
 
-    def _of(self, term: ir.Metric | ir.Statistic, side: Side) -> Quantity:
+    def _of(self, term: ir.Metric | ir.Statistic, side: Side) -> MeasuredTerm:
         plain = _plain(term)
         assert isinstance(plain, ir.Metric | ir.Statistic)
         two = has_two_sides(plain, self.theory.by_request)
-        return Quantity(self.unit, self.slice, plain, side if two else "")
+        return MeasuredTerm(self.unit, self.slice, plain, side if two else "")
 
     def _note(self, left: ir.Term, right: ir.Term, side: Side) -> None:
         """Remember which numbers a measured term is compared with."""

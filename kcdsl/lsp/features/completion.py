@@ -30,7 +30,7 @@ from kcdsl.lsp.text.nodes import Path as NodePath
 from kcdsl.lsp.text.nodes import language
 from kcdsl.lsp.text.positions import Ranges, markup
 from kcdsl.metrics import RECORD_NAMES
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode
 from kcdsl.units import UNITS, describe
 
 _IGNORE = re.compile(r"\bkcdsl:\s*ignore\[[^\]]*\Z")
@@ -220,11 +220,11 @@ def _other_items(root: Node | None, path: NodePath) -> set[str]:
         match node:
             case Mapping():
                 node = node.get(str(step))
-            case Sequence(items=items) if isinstance(step, int) and step < len(items):
+            case SequenceNode(items=items) if isinstance(step, int) and step < len(items):
                 node = items[step]
             case _:
                 return set()
-    items = node.items if isinstance(node, Sequence) else ()
+    items = node.items if isinstance(node, SequenceNode) else ()
     return {item.text for i, item in enumerate(items) if i != last and isinstance(item, Scalar)}
 
 

@@ -54,7 +54,7 @@ TYPES = tuple(_TYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class SemanticToken:
     """A range with its type and modifiers."""
 
     span: Span
@@ -62,7 +62,7 @@ class Token:
     modifiers: tuple[str, ...] = ()
 
 
-def tokens(snapshot: Snapshot, within: Span | None = None) -> list[Token]:
+def tokens(snapshot: Snapshot, within: Span | None = None) -> list[SemanticToken]:
     """Return the tokens of a document, or of those expressions that touch a range, in order.
 
     Those of a clause follow from its text alone and are kept by it, so that an edit of a long
@@ -91,7 +91,7 @@ _MOST = 5_000
 
 
 @lru_cache(maxsize=8192)
-def _of_clause(text: str, metrics: frozenset[str]) -> tuple[Token, ...]:
+def _of_clause(text: str, metrics: frozenset[str]) -> tuple[SemanticToken, ...]:
     """Return the tokens of one clause, relative to its beginning."""
     source = SourceFile("", _HEAD + text)
     root = parse_yaml(source, Sink())
@@ -102,8 +102,8 @@ def _of_clause(text: str, metrics: frozenset[str]) -> tuple[Token, ...]:
     )
 
 
-def _tokens(analysis: Analysis, within: Span | None) -> list[Token]:
-    found: list[Token] = []
+def _tokens(analysis: Analysis, within: Span | None) -> list[SemanticToken]:
+    found: list[SemanticToken] = []
     for field in fields(analysis.root):
         if within is not None and not field.span.touches(within):
             continue
@@ -112,22 +112,22 @@ def _tokens(analysis: Analysis, within: Span | None) -> list[Token]:
         for word in expression.words if expression is not None else ():
             kind = _TYPES.get(word.lexeme.role)
             if kind is not None and word.span.end > word.span.start:
-                found.append(Token(word.span, kind, _modifiers(word.lexeme)))
+                found.append(SemanticToken(word.span, kind, _modifiers(word.lexeme)))
     return sorted(found, key=lambda token: token.span)
 
 
-def _names(source: SourceFile, field: Field) -> Iterator[Token]:
+def _names(source: SourceFile, field: Field) -> Iterator[SemanticToken]:
     """Yield the names of slices and tables that stand in plain YAML."""
     kind = {"slices": "namespace", "tables": "type"}.get(str(field.path[0]))
     if kind is not None and len(field.path) == 2 and field.key is not None:
-        yield Token(inner_span(source, field.key), kind, ("declaration",))
+        yield SemanticToken(inner_span(source, field.key), kind, ("declaration",))
     elif (
         field.path[0] == "clauses"
         and field.name == "slices"
         and isinstance(field.value, Scalar)
         and field.value.text
     ):
-        yield Token(inner_span(source, field.value), "namespace")
+        yield SemanticToken(inner_span(source, field.value), "namespace")
 
 
 def _modifiers(word: Lexeme) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ def _modifiers(word: Lexeme) -> tuple[str, ...]:
     return ("defaultLibrary",) if word.role is Role.FUNCTION else ()
 
 
-def encode(found: list[Token], lines: Lines, encoding: Encoding) -> list[int]:
+def encode(found: list[SemanticToken], lines: Lines, encoding: Encoding) -> list[int]:
     """Return tokens as the protocol wants them: five numbers each, relative to the one before.
 
     A token of several lines (a word cannot be, a folded text may) becomes one for each line.
@@ -156,7 +156,9 @@ def _bits(modifiers: tuple[str, ...]) -> int:
     return sum(1 << MODIFIERS.index(name) for name in modifiers)
 
 
-def _pieces(token: Token, lines: Lines, encoding: Encoding) -> Iterator[tuple[int, int, int]]:
+def _pieces(
+    token: SemanticToken, lines: Lines, encoding: Encoding
+) -> Iterator[tuple[int, int, int]]:
     first, last = lines.number(token.span.start), lines.number(token.span.end)
     for number in range(first, last + 1):
         whole = lines.span(number)

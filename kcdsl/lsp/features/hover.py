@@ -36,7 +36,15 @@ from kcdsl.lsp.features.knowledge import (
 )
 from kcdsl.lsp.text.documents import Snapshot
 from kcdsl.lsp.text.lexemes import Role
-from kcdsl.lsp.text.nodes import Field, Word, Written, clause_of, fields_at, inner_span, written
+from kcdsl.lsp.text.nodes import (
+    DocumentExpression,
+    Field,
+    Word,
+    clause_of,
+    fields_at,
+    inner_span,
+    written,
+)
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.syntax.parser import parse_expression
@@ -222,7 +230,9 @@ def _budget_text(clause: ir.Clause) -> str:
 # --- expressions ---------------------------------------------------------------------------------
 
 
-def _word(snapshot: Snapshot, expression: Written, word: Word, offset: int) -> Hover | None:
+def _word(
+    snapshot: Snapshot, expression: DocumentExpression, word: Word, offset: int
+) -> Hover | None:
     analysis = snapshot.analysis
     text = _word_text(analysis, expression, word)
     span, sort = word.span, _sort(analysis, expression, offset)
@@ -244,7 +254,7 @@ def _word(snapshot: Snapshot, expression: Written, word: Word, offset: int) -> H
     return Hover(text, span) if text else None
 
 
-def _route_text(snapshot: Snapshot, expression: Written) -> str:
+def _route_text(snapshot: Snapshot, expression: DocumentExpression) -> str:
     item = clause_named(snapshot.analysis, clause_of(expression.field.path))
     if item is None or item.clause is None:
         return ""
@@ -255,7 +265,9 @@ def _route_text(snapshot: Snapshot, expression: Written) -> str:
     return f"decided by {backend}: {chosen.reason}"
 
 
-def _sort(analysis: Analysis, expression: Written, offset: int) -> tuple[Span, str] | None:
+def _sort(
+    analysis: Analysis, expression: DocumentExpression, offset: int
+) -> tuple[Span, str] | None:
     """Return place and sort of the smallest part at a place; None in a broken expression."""
     if expression.start not in {"requirement", "predicate"}:
         return None
@@ -273,7 +285,7 @@ def _sort(analysis: Analysis, expression: Written, offset: int) -> tuple[Span, s
     return found[0], str(found[1])
 
 
-def _word_text(analysis: Analysis, expression: Written, word: Word) -> str:
+def _word_text(analysis: Analysis, expression: DocumentExpression, word: Word) -> str:
     """Return what a word means by itself."""
     name = word.lexeme.text
     match word.lexeme.role:
@@ -313,7 +325,9 @@ def _word_text(analysis: Analysis, expression: Written, word: Word) -> str:
             return ""
 
 
-def _measured(analysis: Analysis, expression: Written, word: Word) -> MetricDefinition | None:
+def _measured(
+    analysis: Analysis, expression: DocumentExpression, word: Word
+) -> MetricDefinition | None:
     """Return the metric that a statistic is applied to."""
     for other in expression.words:
         if other.lexeme.start > word.lexeme.end and other.lexeme.role is Role.METRIC:
@@ -321,7 +335,7 @@ def _measured(analysis: Analysis, expression: Written, word: Word) -> MetricDefi
     return None
 
 
-def _variable_text(expression: Written, word: Word) -> str:
+def _variable_text(expression: DocumentExpression, word: Word) -> str:
     """Return what a bound variable ranges over."""
     binder = next((w for w in expression.words if w.lexeme.start == word.lexeme.binder), None)
     if binder is None:

@@ -19,7 +19,7 @@ from kcdsl.lsp.features.knowledge import quoted
 from kcdsl.lsp.text.documents import Snapshot
 from kcdsl.lsp.text.nodes import (
     Field,
-    Kind,
+    NameKind,
     Occurrence,
     at,
     fields,
@@ -27,8 +27,8 @@ from kcdsl.lsp.text.nodes import (
     inner_span,
     language,
 )
-from kcdsl.lsp.text.positions import Lines, Ranges, Target
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl.lsp.text.positions import Lines, LinkTarget, Ranges
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode
 from kcdsl.syntax.parser import parse_expression
 
 _START = Span(0, 0)
@@ -43,18 +43,18 @@ class Link:
     path: Path
 
 
-def definition(snapshot: Snapshot, offset: int) -> list[Target]:
+def definition(snapshot: Snapshot, offset: int) -> list[LinkTarget]:
     """Return where the name at a place is declared."""
     analysis, found = snapshot.analysis, snapshot.occurrences
     here = at(found, offset, foreign=True)
     if here is None:
-        return [Target(_START, link.path) for link in links(snapshot) if _holds(link, offset)]
+        return [LinkTarget(_START, link.path) for link in links(snapshot) if _holds(link, offset)]
     if here.foreign is not None:
         return _in_library(analysis, here)
-    if here.kind is Kind.METRIC:
+    if here.kind is NameKind.METRIC:
         return _user_metric(snapshot, here.name)
     declared = [o for o in found if o.declares and o.key == here.key]
-    return [Target(o.span) for o in declared]
+    return [LinkTarget(o.span) for o in declared]
 
 
 def _holds(link: Link, offset: int) -> bool:
@@ -67,10 +67,10 @@ def references(snapshot: Snapshot, offset: int, declaration: bool = True) -> lis
     here = at(found, offset)
     if here is None:
         return []
-    if here.kind is Kind.METRIC:
+    if here.kind is NameKind.METRIC:
         metrics = snapshot.analysis.scope.metrics
         name = _canonical(here, snapshot.analysis)
-        same = [o for o in found if o.kind is Kind.METRIC and metrics.find(o.name) is not None]
+        same = [o for o in found if o.kind is NameKind.METRIC and metrics.find(o.name) is not None]
         return [o.span for o in same if _canonical(o, snapshot.analysis) == name]
     return [o.span for o in found if o.key == here.key and (declaration or not o.declares)]
 
@@ -119,13 +119,13 @@ def _file_of(field: Field, folder: Path) -> Path | None:
         return None
 
 
-def _in_library(analysis: Analysis, here: Occurrence) -> list[Target]:
+def _in_library(analysis: Analysis, here: Occurrence) -> list[LinkTarget]:
     """Return where a library declares an imported name."""
     for item in analysis.imports:
         if item.file == here.foreign and item.loaded is not None:
             span = _declared_in(item, item.loaded, here)
             if span is not None:
-                return [Target(span, item.loaded.path, item.loaded.source)]
+                return [LinkTarget(span, item.loaded.path, item.loaded.source)]
     return []
 
 
@@ -133,14 +133,14 @@ def _declared_in(item: Import, loaded: Loaded, here: Occurrence) -> Span | None:
     library = loaded.library
     if library is None:
         return None
-    if here.kind is Kind.SLICE:
+    if here.kind is NameKind.SLICE:
         return next((s.span for s in library.slices if s.name == here.name), None)
-    if here.kind is Kind.TABLE:
+    if here.kind is NameKind.TABLE:
         return next((t.span for t in library.tables if t.name == here.name), None)
     return next((k.span for name, k in library.kernels if name == here.name), None)
 
 
-def _user_metric(snapshot: Snapshot, name: str) -> list[Target]:
+def _user_metric(snapshot: Snapshot, name: str) -> list[LinkTarget]:
     """Return the Python function of a user's metric."""
     metric = snapshot.analysis.scope.metrics.find(name)
     if metric is None or metric.function is None:
@@ -148,10 +148,10 @@ def _user_metric(snapshot: Snapshot, name: str) -> list[Target]:
     declared = declarations(snapshot.document.folder, Sink()).get(metric.name)
     if declared is None:
         return []
-    return [Target(declared.span, Path(declared.source.name).absolute(), declared.source)]
+    return [LinkTarget(declared.span, Path(declared.source.name).absolute(), declared.source)]
 
 
-def with_open_texts(targets: list[Target], snapshot: Snapshot) -> list[Target]:
+def with_open_texts(targets: list[LinkTarget], snapshot: Snapshot) -> list[LinkTarget]:
     """Return the targets with the texts of open documents where the files are open."""
     return [
         replace(t, source=snapshot.texts.get(t.path, t.source)) if t.path is not None else t
@@ -248,7 +248,7 @@ def _requirement(node: Node) -> str:
     require = node.get("require")
     if isinstance(require, Scalar):
         return quoted(require)
-    if isinstance(require, Sequence):
+    if isinstance(require, SequenceNode):
         names = [item.text for item in require.items if isinstance(item, Scalar)]
         return f"has(trace, [{', '.join(names)}])"
     return " ".join(filter(None, (_text(node, name) for name in ("metric", "op", "threshold"))))

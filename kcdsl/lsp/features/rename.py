@@ -23,11 +23,11 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.lsp.text.documents import Snapshot
-from kcdsl.lsp.text.nodes import Kind, Occurrence, at, inner_span, occurrences
+from kcdsl.lsp.text.nodes import NameKind, Occurrence, at, inner_span, occurrences
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl_grammar.expression_table import KEYWORDS
 
-_RENAMED = {Kind.SLICE, Kind.TABLE, Kind.CLAUSE, Kind.VARIABLE}
+_RENAMED = {NameKind.SLICE, NameKind.TABLE, NameKind.CLAUSE, NameKind.VARIABLE}
 
 
 class CannotRename(Exception):
@@ -77,10 +77,10 @@ def _target(analysis: Analysis, offset: int) -> Occurrence:
 
 
 def _check_name(analysis: Analysis, target: Occurrence, name: str) -> None:
-    pattern = CLAUSE_ID if target.kind is Kind.CLAUSE else SLICE_NAME
+    pattern = CLAUSE_ID if target.kind is NameKind.CLAUSE else SLICE_NAME
     if not pattern.fullmatch(name) or name in KEYWORDS:
         raise CannotRename(f"`{name}` cannot name a {target.kind}")
-    if target.kind is Kind.VARIABLE:
+    if target.kind is NameKind.VARIABLE:
         known = analysis.scope.metrics.find(name) is not None
         if known or name in FUNCTIONS or BLOCK.fullmatch(name):
             raise CannotRename(f"`{name}` already has a meaning")
@@ -111,7 +111,7 @@ def _check_meaning(
         raise CannotRename(f"the contract would mean something else with the name `{name}`")
 
 
-def _shape(analysis: Analysis, key: object, name: str) -> list[tuple[Kind, str, int | None]]:
+def _shape(analysis: Analysis, key: object, name: str) -> list[tuple[NameKind, str, int | None]]:
     """Return the occurrences in order, each with the number of what it refers to."""
     found = occurrences(analysis)
     binders = sorted({o.binder for o in found if o.binder is not None})
@@ -134,15 +134,15 @@ def under_new_name(program: ir.Program, target: Occurrence, name: str) -> ir.Pro
 
     def change(value: Any) -> Any:
         match value, target.kind:
-            case ir.Slice(name=n), Kind.SLICE if n == old:
+            case ir.Slice(name=n), NameKind.SLICE if n == old:
                 return replace(value, name=name)
-            case ir.Region(slice=n), Kind.SLICE if n == old:
+            case ir.Region(slice=n), NameKind.SLICE if n == old:
                 return replace(value, slice=name)
-            case ir.Clause(slices=slices), Kind.SLICE:
+            case ir.Clause(slices=slices), NameKind.SLICE:
                 return replace(value, slices=tuple(name if n == old else n for n in slices))
-            case ir.Clause(id=n), Kind.CLAUSE if n == old:
+            case ir.Clause(id=n), NameKind.CLAUSE if n == old:
                 return replace(value, id=name)
-            case ((ir.ThresholdTable(name=n) | ir.TableValue(name=n)), Kind.TABLE) if n == old:
+            case ((ir.ThresholdTable(name=n) | ir.TableValue(name=n)), NameKind.TABLE) if n == old:
                 return replace(value, name=name)
             case _:
                 return value
@@ -167,8 +167,8 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 # --- libraries ------------------------------------------------------------------------------------
 
 
-_EXPORTED = {Kind.SLICE, Kind.TABLE, Kind.KERNEL}
-Home = tuple[Path, Kind, str]
+_EXPORTED = {NameKind.SLICE, NameKind.TABLE, NameKind.KERNEL}
+Home = tuple[Path, NameKind, str]
 """The library that a name is looked up in, the kind of the name, and the name."""
 
 

@@ -37,7 +37,15 @@ from kcdsl.lsp.features.knowledge import (
     slice_text,
 )
 from kcdsl.lsp.text.documents import Snapshot
-from kcdsl.lsp.text.lexemes import Frame, Lexeme, Role, Start, lexemes, next_terminals, open_frames
+from kcdsl.lsp.text.lexemes import (
+    Lexeme,
+    OpenBracket,
+    Role,
+    Start,
+    lexemes,
+    next_terminals,
+    open_frames,
+)
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.files import open_regular
 from kcdsl.units import UNITS, Dimension, describe
@@ -56,7 +64,7 @@ class _Place:
     analysis: Analysis
     start: Start
     words: tuple[Lexeme, ...]
-    frame: Frame
+    frame: OpenBracket
     terminals: frozenset[str]
     span: Span
     folder: Path | None
@@ -94,7 +102,7 @@ def suggest(snapshot: Snapshot, start: Start, before: str, offset: int) -> list[
         analysis,
         start,
         words,
-        frames[-1] if frames else Frame(""),
+        frames[-1] if frames else OpenBracket(""),
         next_terminals(words, start),
         Span(offset - begun, offset),
         snapshot.document.folder,

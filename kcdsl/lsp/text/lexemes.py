@@ -58,7 +58,7 @@ class Lexeme:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class OpenBracket:
     """An open bracket: the function before it (or "" or "["), and how many commas it has seen."""
 
     opener: str
@@ -85,23 +85,23 @@ def lexemes(
     return _Reader(text, start, is_metric).read()
 
 
-def open_frames(words: tuple[Lexeme, ...]) -> list[Frame]:
+def open_frames(words: tuple[Lexeme, ...]) -> list[OpenBracket]:
     """Return the brackets that are open after the words, outermost first."""
-    frames: list[Frame] = []
+    frames: list[OpenBracket] = []
     for number, word in enumerate(words):
         _step(frames, words, number, word)
     return frames
 
 
-def _step(frames: list[Frame], words: tuple[Lexeme, ...], number: int, word: Lexeme) -> None:
+def _step(frames: list[OpenBracket], words: tuple[Lexeme, ...], number: int, word: Lexeme) -> None:
     if word.role is not Role.BRACKET:
         return
     if word.text == "(":
         before = words[number - 1] if number else None
         named = before is not None and before.role is Role.FUNCTION
-        frames.append(Frame(before.text if named and before is not None else ""))
+        frames.append(OpenBracket(before.text if named and before is not None else ""))
     elif word.text == "[":
-        frames.append(Frame("["))
+        frames.append(OpenBracket("["))
     elif word.text in ")]" and frames:
         frames.pop()
     elif word.text == "," and frames:
@@ -115,7 +115,7 @@ class _Reader:
         self._text = text
         self._start = start
         self._is_metric = is_metric
-        self._frames: list[Frame] = []
+        self._frames: list[OpenBracket] = []
         # Bound variables: name, place of the binder, and at which depth of brackets it was bound.
         self._bound: list[tuple[str, int, int]] = []
         self._found: list[Lexeme] = []
@@ -135,7 +135,7 @@ class _Reader:
         return tuple(self._found)
 
     def _add(self, kind: str, text: str, begin: int, end: int) -> None:
-        frame = self._frames[-1] if self._frames else Frame("")
+        frame = self._frames[-1] if self._frames else OpenBracket("")
         role = {
             "number": Role.NUMBER,
             "text": Role.TEXT,
@@ -168,7 +168,7 @@ class _Reader:
                 return frame.argument
         return 0
 
-    def _word(self, text: str, begin: int, end: int, frame: Frame) -> tuple[Role, int | None]:
+    def _word(self, text: str, begin: int, end: int, frame: OpenBracket) -> tuple[Role, int | None]:
         if text in KEYWORDS:
             return Role.KEYWORD, None
         if self._text[end:].lstrip().startswith("("):
@@ -197,7 +197,7 @@ class _Reader:
         return next((b[1] for b in reversed(self._bound) if b[0] == name), None)
 
 
-def _by_argument(frame: Frame) -> Role | None:
+def _by_argument(frame: OpenBracket) -> Role | None:
     """Return the role that the place in a call alone decides."""
     if frame.opener in REGIONS and frame.argument == 0:
         return Role.SLICE

@@ -11,7 +11,7 @@ from kcdsl.check.sections.reading import RawImport, RawSlice, RawTable
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.text.lexemes import Lexeme, Role, Start, lexemes
 from kcdsl.source.scalar_map import ScalarMap, map_scalar
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode
 
 Path = tuple[str | int, ...]
 """Keys and list positions from the root."""
@@ -43,7 +43,7 @@ def fields(node: Node | None, path: Path = ()) -> Iterator[Field]:
             found = Field((*path, entry.key.text), entry.key, entry.value)
             yield found
             yield from fields(entry.value, found.path)
-    elif isinstance(node, Sequence):
+    elif isinstance(node, SequenceNode):
         for number, item in enumerate(node.items):
             found = Field((*path, number), None, item)
             yield found
@@ -68,7 +68,7 @@ def fields_at(node: Node | None, offset: int) -> list[Field]:
 def _child_at(node: Node, path: Path, offset: int) -> Field | None:
     if isinstance(node, Mapping):
         entries = [Field((*path, e.key.text), e.key, e.value) for e in node.entries]
-    elif isinstance(node, Sequence):
+    elif isinstance(node, SequenceNode):
         entries = [Field((*path, i), None, item) for i, item in enumerate(node.items)]
     else:
         return None
@@ -79,7 +79,7 @@ def _child_at(node: Node, path: Path, offset: int) -> Field | None:
 
 def language(path: Path, node: Node | None = None) -> Start | None:
     """Return in which language the scalar at a path is written; None for plain YAML."""
-    if not path or not isinstance(path[-1], str) or isinstance(node, Mapping | Sequence):
+    if not path or not isinstance(path[-1], str) or isinstance(node, Mapping | SequenceNode):
         return None
     section, name = path[0], path[-1]
     if section == "clauses" and len(path) > 1:
@@ -110,7 +110,7 @@ def clause_of(path: Path) -> str | None:
 # --- names ----------------------------------------------------------------------------------------
 
 
-class Kind(StrEnum):
+class NameKind(StrEnum):
     """Kinds of names."""
 
     SLICE = "slice"
@@ -127,7 +127,7 @@ class Occurrence:
     """A name at a place. `binder` is the place of the quantified variable that is meant; `foreign`
     is the file of the library in which the name is looked up."""
 
-    kind: Kind
+    kind: NameKind
     name: str
     span: Span
     declares: bool = False
@@ -135,7 +135,7 @@ class Occurrence:
     foreign: str | None = None
 
     @property
-    def key(self) -> tuple[Kind, str, int | None, str | None]:
+    def key(self) -> tuple[NameKind, str, int | None, str | None]:
         """Return what two occurrences of one thing have in common."""
         return self.kind, self.name, self.binder, self.foreign
 
@@ -149,7 +149,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class DocumentExpression:
     """An expression of the document: its scalar, its language and its words."""
 
     field: Field
@@ -165,7 +165,7 @@ class Written:
         return next(iter(named or touching), None)
 
 
-def written(analysis: Analysis, field: Field) -> Written | None:
+def written(analysis: Analysis, field: Field) -> DocumentExpression | None:
     """Return the expression in a field; None where it holds none."""
     start = language(field.path, field.value)
     if start is None or not isinstance(field.value, Scalar):
@@ -177,10 +177,10 @@ def written(analysis: Analysis, field: Field) -> Written | None:
         Word(lexeme, places.span(lexeme.start, lexeme.end))
         for lexeme in (lexemes(scalar.text, start, is_metric) if places.pieces is not None else ())
     )
-    return Written(field, scalar, start, places, words)
+    return DocumentExpression(field, scalar, start, places, words)
 
 
-def expressions(analysis: Analysis) -> Iterator[Written]:
+def expressions(analysis: Analysis) -> Iterator[DocumentExpression]:
     """Yield every expression of the document in its order."""
     for field in fields(analysis.root):
         found = written(analysis, field)
@@ -189,10 +189,10 @@ def expressions(analysis: Analysis) -> Iterator[Written]:
 
 
 _KINDS = {
-    Role.SLICE: Kind.SLICE,
-    Role.TABLE: Kind.TABLE,
-    Role.VARIABLE: Kind.VARIABLE,
-    Role.METRIC: Kind.METRIC,
+    Role.SLICE: NameKind.SLICE,
+    Role.TABLE: NameKind.TABLE,
+    Role.VARIABLE: NameKind.VARIABLE,
+    Role.METRIC: NameKind.METRIC,
 }
 
 
@@ -202,13 +202,13 @@ def occurrences(analysis: Analysis) -> tuple[Occurrence, ...]:
     for expression in expressions(analysis):
         for word in expression.words:
             kind = _KINDS.get(word.lexeme.role)
-            if kind is None or (kind is Kind.VARIABLE and word.lexeme.binder is None):
+            if kind is None or (kind is NameKind.VARIABLE and word.lexeme.binder is None):
                 continue
             binder = None
             if word.lexeme.binder is not None:
                 at = word.lexeme.binder
                 binder = expression.places.span(at, at + 1).start
-            declares = kind is Kind.VARIABLE and word.lexeme.binder == word.lexeme.start
+            declares = kind is NameKind.VARIABLE and word.lexeme.binder == word.lexeme.start
             found.append(Occurrence(kind, word.lexeme.text, word.span, declares, binder))
     return tuple(sorted(found, key=lambda o: (o.span.start, o.span.end)))
 
@@ -219,21 +219,21 @@ def _declared(analysis: Analysis) -> Iterator[Occurrence]:
         return
     parts: list[RawSlice | RawTable] = [*raw.slices, *raw.tables]
     for part in parts:
-        kind = Kind.SLICE if isinstance(part, RawSlice) else Kind.TABLE
+        kind = NameKind.SLICE if isinstance(part, RawSlice) else NameKind.TABLE
         yield Occurrence(kind, part.name.text, inner_span(source, part.name), True)
     for item in raw.imports:
         yield from _imported(source, item)
     if analysis.raw is not None:
         for clause in analysis.raw.clauses:
             span = inner_span(source, clause.id)
-            yield Occurrence(Kind.CLAUSE, clause.id.text, span, True)
-    for name, kind in (("kernels", Kind.KERNEL), ("constants", Kind.CONSTANT)):
+            yield Occurrence(NameKind.CLAUSE, clause.id.text, span, True)
+    for name, kind in (("kernels", NameKind.KERNEL), ("constants", NameKind.CONSTANT)):
         node = analysis.root.get(name) if isinstance(analysis.root, Mapping) else None
         for entry in node.entries if isinstance(node, Mapping) else ():
             yield Occurrence(kind, entry.key.text, inner_span(source, entry.key), True)
 
 
-_IMPORTED = {"slices": Kind.SLICE, "tables": Kind.TABLE, "kernels": Kind.KERNEL}
+_IMPORTED = {"slices": NameKind.SLICE, "tables": NameKind.TABLE, "kernels": NameKind.KERNEL}
 
 
 def _imported(source: SourceFile, item: RawImport) -> Iterator[Occurrence]:
@@ -251,14 +251,14 @@ def _listed(analysis: Analysis) -> Iterator[Occurrence]:
     """Yield the slices that clauses list, and the metrics of records."""
     for clause in analysis.raw.clauses if analysis.raw is not None else ():
         for scalar in _scalars(clause.node("slices")):
-            yield Occurrence(Kind.SLICE, scalar.text, inner_span(analysis.source, scalar))
+            yield Occurrence(NameKind.SLICE, scalar.text, inner_span(analysis.source, scalar))
 
 
 def _scalars(node: Node | None) -> Iterator[Scalar]:
     match node:
         case Scalar():
             yield node
-        case Sequence(items=items):
+        case SequenceNode(items=items):
             yield from (item for item in items if isinstance(item, Scalar))
         case _:
             return

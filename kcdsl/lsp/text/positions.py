@@ -172,7 +172,7 @@ def markup(text: str, formats: Collection[lsp.MarkupKind | str] | None) -> lsp.M
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LinkTarget:
     """A range of a file; `path` is None for the document itself, and `source` the text that the
     range is in, where it is at hand."""
 
@@ -214,7 +214,7 @@ class Ranges:
         place = (lines or self.lines).place
         return lsp.Range(place(span.start, self.encoding), place(span.end, self.encoding))
 
-    def location(self, target: Target) -> lsp.Location:
+    def location(self, target: LinkTarget) -> lsp.Location:
         """Return where a target lies."""
         if target.path is None:
             return lsp.Location(self.uri, self.of(target.span))

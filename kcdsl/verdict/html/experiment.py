@@ -14,7 +14,7 @@ from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.quantities import rate_text
 from kcdsl.verdict.studies.experiment import (
     Column,
-    Entry,
+    ExperimentEntry,
     columns,
     entry,
     failed_checks,
@@ -156,7 +156,7 @@ def _units(row: Mapping[str, Any]) -> str:
     return f"{row['passed']}/{row['n']}" if row["passed"] is not None else f"n = {row['n']}"
 
 
-def told(found: Entry) -> str:
+def told(found: ExperimentEntry) -> str:
     """Return all that a cell found in words, each part of a conjunction by itself."""
     return " | ".join(_told(row) for row in found.rows)
 
@@ -178,18 +178,18 @@ def _why(cell: Mapping[str, Any] | None) -> str:
     return "not run" if cell is None or cell["reason"] is None else f"not run: {cell['reason']}"
 
 
-def _mixed(found: Entry) -> tuple[int, int, int]:
+def _mixed(found: ExperimentEntry) -> tuple[int, int, int]:
     low, high = _HUES[found.verdict]
     rate = 0.5 if found.row["rate"] is None else float(found.row["rate"])
     red, green, blue = (round(a + (b - a) * rate) for a, b in zip(low, high, strict=True))
     return red, green, blue
 
 
-def _colour(found: Entry) -> str:
+def _colour(found: ExperimentEntry) -> str:
     return "#" + "".join(f"{channel:02x}" for channel in _mixed(found))
 
 
-def _ink(found: Entry) -> str:
+def _ink(found: ExperimentEntry) -> str:
     """Return the ink that is read on the colour: by its relative luminance (WCAG 2)."""
     parts = [channel / 255 for channel in _mixed(found)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]

@@ -159,7 +159,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class HeatmapRow:
     """One clause over all slices; a slice on which it was not decided has None."""
 
     clause: str
@@ -173,7 +173,7 @@ class Heatmap:
     """All clauses over all slices."""
 
     slices: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[HeatmapRow, ...]
 
     @property
     def narrow(self) -> bool:
@@ -191,7 +191,7 @@ def heatmap(clauses: Sequence[Mapping[str, Any]]) -> Heatmap:
     for name, by_slice in rows.items():
         first = next(iter(by_slice.values()))[0]
         cells = tuple(_cell(by_slice[s]) if s in by_slice else None for s in slices)
-        made.append(Row(name, first["level"], _requirement(first), cells))
+        made.append(HeatmapRow(name, first["level"], _requirement(first), cells))
     return Heatmap(slices, tuple(made))
 
 

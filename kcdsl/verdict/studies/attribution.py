@@ -21,7 +21,7 @@ Method = Literal["shapley", "orders_that_run", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure(Record):
+class EstimatedNumber(Record):
     """A number with its interval; without one nothing is shown of other requests."""
 
     derived: ClassVar[tuple[str, ...]] = ("shown",)
@@ -60,9 +60,9 @@ class Source(Record):
     train: str
     infer: str
     reason: str | None = None
-    alone: Figure | None = None
-    left_out: Figure | None = None
-    shapley: Figure | None = None
+    alone: EstimatedNumber | None = None
+    left_out: EstimatedNumber | None = None
+    shapley: EstimatedNumber | None = None
     share: float | None = None
     envelope: float | None = None
     observed: float | None = None
@@ -102,7 +102,7 @@ class Term(Record):
 
     name: str
     sources: tuple[str, ...]
-    shapley: Figure | None
+    shapley: EstimatedNumber | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Interaction(Record):
 
     first: str
     second: str
-    figure: Figure
+    figure: EstimatedNumber
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -119,7 +119,7 @@ class Interaction(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Between(Record):
+class IntermediateKernel(Record):
     """A kernel between both sides: what it takes from infer, and its drift or why it has none."""
 
     sources: tuple[str, ...]
@@ -274,7 +274,7 @@ class Attribution(Record):
     seed: int
     status: Status
     reason: str | None
-    total: Figure
+    total: EstimatedNumber
     baseline: float
     noise: float
     method: Method
@@ -282,7 +282,7 @@ class Attribution(Record):
     sources: tuple[Source, ...]
     terms: tuple[Term, ...]
     interactions: tuple[Interaction, ...]
-    between: tuple[Between, ...]
+    between: tuple[IntermediateKernel, ...]
     layers: Layers | None
     envelopes: tuple[Envelope, ...]
     candidates: tuple[Candidate, ...]
@@ -321,7 +321,7 @@ class Attribution(Record):
         return json_text(self.to_json(), allow_nan=False)
 
 
-def _interval(name: str, figure: Figure | None) -> dict[str, float | None]:
+def _interval(name: str, figure: EstimatedNumber | None) -> dict[str, float | None]:
     """Return a number and the ends of its interval under one name."""
     value, low, high = (figure.value, figure.low, figure.high) if figure else (None,) * 3
     return {name: value, f"{name}_low": low, f"{name}_high": high}

@@ -64,7 +64,7 @@ def from_implications(new_implies_old: bool | None, old_implies_new: bool | None
             return Relation.UNDECIDED
 
 
-class Status(StrEnum):
+class ClauseStatus(StrEnum):
     """Whether a clause is in both contracts."""
 
     BOTH = "both"
@@ -143,7 +143,7 @@ class ClauseDifference(Record):
     """
 
     id: str
-    status: Status
+    status: ClauseStatus
     relation: Relation
     old_id: str | None = None
     old: str | None = None
@@ -155,7 +155,7 @@ class ClauseDifference(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Named(Record):
+class ContractName(Record):
     """A contract by its name, version and digest (sha256:…)."""
 
     name: str
@@ -170,8 +170,8 @@ class Named(Record):
 class Difference(Record):
     """How a contract differs from another: as a whole, clause by clause, and around the clauses."""
 
-    old: Named
-    new: Named
+    old: ContractName
+    new: ContractName
     relation: Relation
     clauses: tuple[ClauseDifference, ...]
     changes: tuple[Change, ...] = ()
@@ -228,7 +228,7 @@ def markdown(found: Difference) -> str:
 
 
 def _is_shown(clause: ClauseDifference) -> bool:
-    same = clause.relation is Relation.EQUAL and clause.status is Status.BOTH
+    same = clause.relation is Relation.EQUAL and clause.status is ClauseStatus.BOTH
     return not same or bool(clause.changes)
 
 
@@ -240,18 +240,20 @@ def _counts(found: Difference) -> str:
 
 
 def _title(clause: ClauseDifference) -> str:
-    if clause.status is Status.RENAMED:
+    if clause.status is ClauseStatus.RENAMED:
         return f"{clause.old_id} is now {clause.id}"
     return clause.id
 
 
 def _head(clause: ClauseDifference) -> str:
-    status = f"{clause.status}, " if clause.status in (Status.ADDED, Status.REMOVED) else ""
+    status = (
+        f"{clause.status}, " if clause.status in (ClauseStatus.ADDED, ClauseStatus.REMOVED) else ""
+    )
     return f"{_title(clause)}: {status}{clause.relation}"
 
 
 def _body(clause: ClauseDifference) -> Iterator[str]:
-    if clause.status in (Status.ADDED, Status.REMOVED):
+    if clause.status in (ClauseStatus.ADDED, ClauseStatus.REMOVED):
         yield f"  require  {clause.new or clause.old}"
     yield from _changes(clause.changes)
     for line in _remarks(clause):
@@ -264,9 +266,9 @@ def _remarks(clause: ClauseDifference) -> Iterator[str]:
         yield from _witness_lines(clause.witness)
     if clause.implied_by:
         names = ", ".join(clause.implied_by)
-        known = clause.status is Status.ADDED
+        known = clause.status is ClauseStatus.ADDED
         yield f"{'adds nothing to' if known else 'still implied by'} {names}"
-    elif clause.status is Status.ADDED and clause.relation is Relation.EQUAL:
+    elif clause.status is ClauseStatus.ADDED and clause.relation is Relation.EQUAL:
         yield "adds nothing"
     for reason in clause.because:
         equal = clause.implied_by or clause.relation is Relation.EQUAL
@@ -314,7 +316,7 @@ def _witness_lines(witness: Witness) -> Iterator[str]:
 
 
 def _cells(clause: ClauseDifference) -> Iterator[str]:
-    if clause.status in (Status.ADDED, Status.REMOVED):
+    if clause.status in (ClauseStatus.ADDED, ClauseStatus.REMOVED):
         yield f"{clause.status}: `{clause.new or clause.old}`"
     for change in clause.changes:
         yield f"{change.name}: {_arrow(change)}"

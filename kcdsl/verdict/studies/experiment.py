@@ -18,7 +18,7 @@ Column = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ExperimentEntry:
     """The rows of one clause on one slice in a cell that ran, the deciding one first."""
 
     rows: tuple[Mapping[str, Any], ...]
@@ -57,12 +57,12 @@ def columns(document: Mapping[str, Any]) -> tuple[Column, ...]:
     )
 
 
-def entry(cell: Mapping[str, Any] | None, column: Column) -> Entry | None:
+def entry(cell: Mapping[str, Any] | None, column: Column) -> ExperimentEntry | None:
     """Return what a cell found; None where it did not run or has no such row."""
     if cell is None or cell["status"] != "ran":
         return None
     own = [row for row in cell["rows"] if (row["clause"], row["slice"]) == column]
-    return Entry(tuple(sorted(own, key=_badness))) if own else None
+    return ExperimentEntry(tuple(sorted(own, key=_badness))) if own else None
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[int, float]:

@@ -10,7 +10,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kcdsl.verdict.quantities import UNREACHED
-from kcdsl.verdict.studies.attribution import Attribution, Candidate, Figure, Layers, Source
+from kcdsl.verdict.studies.attribution import (
+    Attribution,
+    Candidate,
+    EstimatedNumber,
+    Layers,
+    Source,
+)
 from kcdsl.verdict.text.console import folded, heading, print_on, table
 
 _BAR = 20
@@ -192,11 +198,11 @@ def _conclusion(found: Attribution) -> Text:
     return text
 
 
-def _figure(figure: Figure) -> str:
+def _figure(figure: EstimatedNumber) -> str:
     if figure.low is None or figure.high is None:
         return f"{figure.value:.4g} (no interval)"
     return f"{figure.value:.4g} [{figure.low:.3g}, {figure.high:.3g}]"
 
 
-def _value(figure: Figure | None) -> str:
+def _value(figure: EstimatedNumber | None) -> str:
     return UNREACHED if figure is None else f"{figure.value:.3g}"

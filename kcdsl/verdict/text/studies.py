@@ -13,7 +13,7 @@ from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.result import share_above
 from kcdsl.verdict.studies.experiment import (
-    Entry,
+    ExperimentEntry,
     columns,
     entry,
     failed_checks,
@@ -147,7 +147,7 @@ def _experiment(document: Mapping[str, Any]) -> RenderableType:
     return Group(*parts, *map(Text, lines))
 
 
-def _shown(found: Entry | None) -> Text:
+def _shown(found: ExperimentEntry | None) -> Text:
     if found is None:
         return Text(UNREACHED)
     return Text(found.words + NARROW * bool(found.narrow), style=SHOWN[found.verdict][1])

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Node
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from tests.support.rationals.cells import ZERO, Cells, Pair, add, both, mul
 from tests.support.rationals.linear import middle
 from tests.support.rationals.state import (
@@ -103,7 +103,7 @@ def _times(low: Fraction, high: Fraction) -> Callable[[Pair], Pair]:
     return lambda pair: mul(pair, (low, high))
 
 
-def _scalar(kernel: Kernel, node: Node, value: Fraction) -> Pair:
+def _scalar(kernel: KernelNumerics, node: Node, value: Fraction) -> Pair:
     """Return the least and the greatest number that a kernel may take for one of an operation."""
     low, high = kernel.scalar(float(value), node)
     return (value, value) if low == high else (Fraction(low), Fraction(high))

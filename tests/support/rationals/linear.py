@@ -9,7 +9,7 @@ from fractions import Fraction
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS, LEAST_POWER, NESTED, Format
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from tests.support.rationals.cells import (
     ZERO,
     Cells,
@@ -102,7 +102,7 @@ def _bias(
 
 
 def _linear_error(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     x: Cells,
     w: Cells,
     b: Cells,
@@ -129,7 +129,7 @@ def _linear_error(
 
 
 def _by_late_scales(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     x: Cells,
     w: Cells,
     alone: Sequence[Fraction],
@@ -155,7 +155,7 @@ def _by_late_scales(
     return found
 
 
-def _reduced(kernel: Kernel, size: Fraction, error: Fraction) -> Fraction:
+def _reduced(kernel: KernelNumerics, size: Fraction, error: Fraction) -> Fraction:
     """Return what adding the stored parts of a linear in the compute format loses."""
     if kernel.shards == 1:
         return ZERO
@@ -167,7 +167,7 @@ def _reduced(kernel: Kernel, size: Fraction, error: Fraction) -> Fraction:
     return lost
 
 
-def _clipped(kernel: Kernel, x: Cells, w: Cells, key: str) -> list[Fraction]:
+def _clipped(kernel: KernelNumerics, x: Cells, w: Cells, key: str) -> list[Fraction]:
     """Return what pairs of products of bytes lose in 16 bits; `w` is [in, out]."""
     n, m = w.shape
     count = len(x.pairs) // n
@@ -195,7 +195,7 @@ def _clipped(kernel: Kernel, x: Cells, w: Cells, key: str) -> list[Fraction]:
 
 
 def _flushed(
-    kernel: Kernel, a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]
+    kernel: KernelNumerics, a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]
 ) -> list[Fraction]:
     """Return 2^-126·(Σ|a| + Σ|b| + 2n + 4) for compute coarser than float32, and 2^-117·n where
     activations are quantised."""
@@ -210,7 +210,7 @@ def _flushed(
 
 
 def _accumulated(
-    kernel: Kernel, sizes: Sequence[Fraction], results: Sequence[Fraction], k: int, j: int
+    kernel: KernelNumerics, sizes: Sequence[Fraction], results: Sequence[Fraction], k: int, j: int
 ) -> list[Fraction]:
     if kernel.other_unit is not None:
         raise Rejected("rule/unknown-op", "there is no exact rule for sums of matrix units")
@@ -227,7 +227,7 @@ def _accumulated(
     return [e + more for e, more in zip(errors, short, strict=True)]
 
 
-def _quantisation(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
+def _quantisation(kernel: KernelNumerics, x: Cells, key: str) -> list[Fraction]:
     """Return Q of what enters the linear with the weight `key`."""
     if kernel.activations[0] == "none":
         return [ZERO] * len(x.mags)
@@ -236,14 +236,14 @@ def _quantisation(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     return [error + Fraction(1, 2**133) for error in found]
 
 
-def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
+def _calibrated(kernel: KernelNumerics, x: Cells, key: str) -> list[Fraction]:
     pairs = list(zip(x.mags, quantisers(kernel, x, key), strict=True))
     if kernel.activations[0] in INTEGERS:
         return [(min(m, q.scale[1] / 2) + m * _SMALL) * (1 + _SMALL) for m, q in pairs]
     return [_cast(CODES[q.kind].form, m, q.scale[1]) for m, q in pairs]
 
 
-def _coded(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
+def _coded(kernel: KernelNumerics, x: Cells, key: str) -> list[Fraction]:
     kind, scale = kernel.activations
     sizes = x.mags
     if scale == "none":
@@ -266,7 +266,7 @@ def _coded(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     return [_rounded(kernel, size, top) for size, top in zip(sizes, most, strict=True)]
 
 
-def _rounded(kernel: Kernel, size: Fraction, most: Fraction) -> Fraction:
+def _rounded(kernel: KernelNumerics, size: Fraction, most: Fraction) -> Fraction:
     """Return Q of a number of at most `size` in a group of at most `most`."""
     kind, scale = kernel.activations
     full, limited = kind == "int8_full", kernel.amax_limit < math.inf
@@ -301,7 +301,7 @@ def _shifted(kind: str, x: Cells, most: Sequence[Fraction]) -> list[Fraction]:
     ]
 
 
-def _nested(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
+def _nested(kernel: KernelNumerics, x: Cells, key: str) -> list[Fraction]:
     """Return Q of scales that are multiples of one for the tensor."""
     kind, found = kernel.activations[0], []
     top, kept = Fraction(CODES[kind].last), Fraction(15, 16) * (1 - _SMALL)

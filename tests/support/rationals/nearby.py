@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.numerics.formats import CODES, FLOAT32, FORMATS, LAYOUTS, Format
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from tests.support.rationals.cells import (
     ZERO,
     Cells,
@@ -36,8 +36,8 @@ class _Held:
 
 
 def both(
-    shape: Shape, values: Sequence[Fraction], rho: Fraction, kernels: tuple[Kernel, Kernel],
-    linear: bool,
+    shape: Shape, values: Sequence[Fraction], rho: Fraction,
+    kernels: tuple[KernelNumerics, KernelNumerics], linear: bool,
 ) -> tuple[Cells, Cells, Cells]:  # fmt: skip
     """Return T, I and D of a parameter of every θ' in the region; `values` are float32 numbers.
 
@@ -79,7 +79,7 @@ def _single_below(value: Fraction) -> Fraction:
     return -Fraction(1, 2**149)
 
 
-def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
+def _way(kernel: KernelNumerics, linear: bool) -> tuple[str, ...]:
     how = "cut off" if kernel.cut_weights else "to nearest"
     stored, steps = FLOAT32, tuple[str, ...]()
     if linear and kernel.weights[1] != "none":
@@ -91,7 +91,9 @@ def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
     return steps if _within(stored, kernel.holding) else (*steps, kernel.holding.name, how)
 
 
-def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) -> list[_Held]:
+def _held(
+    shape: Shape, around: Sequence[Pair], kernel: KernelNumerics, linear: bool
+) -> list[_Held]:
     as_it_is = [_Held(v, (ZERO, ZERO)) for v in around]
     if not linear:
         return [_cast(v, h, kernel.holding, kernel) for v, h in zip(around, as_it_is, strict=True)]
@@ -117,7 +119,7 @@ def _within(fine: Format, form: Format) -> bool:
     return fine.precision <= form.precision and least
 
 
-def _cast(v: Pair, held: _Held, form: Format, kernel: Kernel) -> _Held:
+def _cast(v: Pair, held: _Held, form: Format, kernel: KernelNumerics) -> _Held:
     if _within(FLOAT32, form):
         return held
     step, units = (cut, 2) if kernel.cut_weights else (nearest, 1)

@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     MOST_POWER,
     NESTED,
 )
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from tests.support.rationals.cells import (
     ZERO,
     Cells,
@@ -88,7 +88,7 @@ def extents(x: Cells, scale: str) -> tuple[list[Pair], list[Pair]]:
 
 
 def quantised(
-    kernel: Kernel, x: Cells, errors: Sequence[Fraction], key: str
+    kernel: KernelNumerics, x: Cells, errors: Sequence[Fraction], key: str
 ) -> tuple[Cells, Cells]:
     """Return the quantised values and their errors, met with ±errors."""
     free = Cells(x.shape, tuple((-e, e) for e in errors))
@@ -102,7 +102,7 @@ def quantised(
     return value, both(both(value, x, sub), free, meet)
 
 
-def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
+def quantisers(kernel: KernelNumerics, x: Cells, key: str) -> list[Quantiser]:
     """Return the quantiser of every element of what enters the linear with the weight `key`.
 
     Raises:
@@ -123,7 +123,7 @@ def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
     return [plain(kind, (_scale(kernel, a), _scale(kernel, b))) for a, b in ends]
 
 
-def nested(kernel: Kernel, x: Cells, key: str) -> tuple[list[Fraction], list[Fraction]]:
+def nested(kernel: KernelNumerics, x: Cells, key: str) -> tuple[list[Fraction], list[Fraction]]:
     """Return the largest scales of the tensor and of groups (nvfp4), for every element.
 
     Raises:
@@ -146,7 +146,7 @@ def plain(kind: str, scale: Pair) -> Quantiser:
     return Quantiser(kind, scale, *tops, "times" if kind == "int8_full" else "over")
 
 
-def _scale(kernel: Kernel, amax: Fraction) -> Fraction:
+def _scale(kernel: KernelNumerics, amax: Fraction) -> Fraction:
     kind, scale = kernel.activations
     amax = amax if kernel.amax_limit == math.inf else min(amax, Fraction(kernel.amax_limit))
     if kind == "int8_full":
@@ -190,7 +190,7 @@ def _asymmetric(above: Pair, below: Pair) -> Quantiser:
     return Quantiser("uint8", (least, most), (255 - last, 255 - first), (first, last), "over")
 
 
-def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
+def _calibrated(kernel: KernelNumerics, x: Cells, key: str) -> list[Quantiser]:
     kind = kernel.activations[0]
     if kernel.static is None:
         raise Rejected("rule/static-scale", "there are no static scales")

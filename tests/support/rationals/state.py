@@ -9,7 +9,7 @@ from fractions import Fraction
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from tests.support.rationals import nearby
 from tests.support.rationals.cells import (
     Cells,
@@ -39,8 +39,8 @@ class Scene:
     """Everything that the rules may read beside their inputs."""
 
     block: Block
-    train: Kernel
-    infer: Kernel
+    train: KernelNumerics
+    infer: KernelNumerics
     parameters: RationalParameters
     keys: Mapping[str, str]
     weights: frozenset[str]
@@ -119,7 +119,7 @@ def settle(
 
 
 def stored(
-    kernel: Kernel, form: Format, y: Cells, error: Sequence[Fraction], inner: Format
+    kernel: KernelNumerics, form: Format, y: Cells, error: Sequence[Fraction], inner: Format
 ) -> tuple[Cells, Cells]:
     """Return the stored value and its error against real arithmetic."""
     v = widened(y, error)
@@ -144,7 +144,7 @@ def stored(
     return value, away
 
 
-def _step(kernel: Kernel, form: Format, v: Pair, error: Fraction) -> tuple[Pair, Pair]:
+def _step(kernel: KernelNumerics, form: Format, v: Pair, error: Fraction) -> tuple[Pair, Pair]:
     step = cut if kernel.inward else nearest
     low, high = step(v[0], form), step(v[1], form)
     if low == high:
@@ -154,7 +154,7 @@ def _step(kernel: Kernel, form: Format, v: Pair, error: Fraction) -> tuple[Pair,
     return (low, high), (off[0] - error, off[1] + error)
 
 
-def _off(kernel: Kernel, v: Pair, most: Fraction) -> Pair:
+def _off(kernel: KernelNumerics, v: Pair, most: Fraction) -> Pair:
     """Return the error of a cast by at most `most`: where it goes toward zero, of one sign."""
     if not kernel.inward:
         return -most, most

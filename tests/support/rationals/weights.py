@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     NESTED,
     Format,
 )
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from tests.support.rationals.cells import (
     Cells,
     Shape,
@@ -58,12 +58,12 @@ class RationalParameters:
         """Return the shape and the float32 numbers of a tensor."""
         return self._values[key]
 
-    def plain(self, key: str, kernel: Kernel) -> Cells:
+    def plain(self, key: str, kernel: KernelNumerics) -> Cells:
         """Return a parameter that is no linear weight, as the kernel stores it."""
         shape, values = self._values[key]
         return points(shape, [as_stored(v, kernel.holding, kernel) for v in values])
 
-    def linear(self, key: str, kernel: Kernel) -> Cells:
+    def linear(self, key: str, kernel: KernelNumerics) -> Cells:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         shape, values = self._values[key]
         if len(shape) != 2:
@@ -80,7 +80,7 @@ class RationalParameters:
         return points(shape, found)
 
 
-def as_stored(value: Fraction, form: Format, kernel: Kernel) -> Fraction:
+def as_stored(value: Fraction, form: Format, kernel: KernelNumerics) -> Fraction:
     """Return a parameter as a kernel casts it to a format."""
     return (cut if kernel.cut_weights else nearest)(value, form)
 
@@ -108,7 +108,9 @@ def _singles(tensor: Tensor, key: str) -> list[float]:
         raise Rejected("parameter/not-finite", f"{key!r} overflows float32") from None
 
 
-def _quantised(values: list[Fraction], shape: Shape, kernel: Kernel, key: str) -> list[Fraction]:
+def _quantised(
+    values: list[Fraction], shape: Shape, kernel: KernelNumerics, key: str
+) -> list[Fraction]:
     rows, columns = shape
     kind, scale = kernel.weights
     height, width = LAYOUTS[scale].tile
@@ -142,7 +144,7 @@ def _quantised(values: list[Fraction], shape: Shape, kernel: Kernel, key: str) -
     return found
 
 
-def _kept(scale: Fraction, kernel: Kernel, key: str) -> Fraction:
+def _kept(scale: Fraction, kernel: KernelNumerics, key: str) -> Fraction:
     """Return a scale as it is stored."""
     found = rounded(scale, kernel.scale_format)
     if found > Fraction(kernel.scale_format.largest):
@@ -151,7 +153,7 @@ def _kept(scale: Fraction, kernel: Kernel, key: str) -> Fraction:
 
 
 def _from_zero(
-    value: Fraction, low: Fraction, high: Fraction, kernel: Kernel, key: str
+    value: Fraction, low: Fraction, high: Fraction, kernel: KernelNumerics, key: str
 ) -> Fraction:
     wide, last = max(nearest(high - low, FLOAT32), Fraction(LEAST_RANGE)), int(CODES["uint4"].last)
     step = _kept(rounded(wide / last, FLOAT32), kernel, key)

@@ -22,7 +22,7 @@ from kcdsl_certs.encoding.strict import canonical_digest, canonical_json
 from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import (
     CertifiedClause,
-    Chain,
+    ChainTerms,
     Checkpoint,
     Comparison,
     Contract,
@@ -167,7 +167,9 @@ def percentile(metric: str, q: Fraction) -> Quantity:
 P95, P99 = Fraction(95, 100), Fraction(99, 100)
 LATENCY = Comparison("R-LAT/all/0", percentile("latency", P95), "<=", Fraction(1, 4), "s")
 KL_ALL, KL_LONG = (
-    Comparison(f"N-KL/{name}/0", percentile("kl", P99), "<=", Fraction(1, 50), "nat", Chain("kl"))
+    Comparison(
+        f"N-KL/{name}/0", percentile("kl", P99), "<=", Fraction(1, 50), "nat", ChainTerms("kl")
+    )
     for name in ("all", "long")
 )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kcdsl_backends.empirical.table.evidence import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 
 
 @dataclass(frozen=True)
@@ -65,5 +65,5 @@ class Rows:
                     problems[metric] = f"{missing} of {len(own)} values are missing"
                 else:
                     values[metric] = np.array(own, dtype=np.float64)
-            units.append(Unit(key, len(rows), values, problems=problems))
+            units.append(SamplingUnit(key, len(rows), values, problems=problems))
         return SliceData(name, tuple(units))

@@ -20,7 +20,7 @@ from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.result import ClauseResult
-from kcdsl_backends.empirical.decide.results import Case, decide_all
+from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
@@ -82,7 +82,7 @@ def program_of(folder: Path, clauses: Sequence[str]) -> Program:
 def from_memory(program: Program, rows: Rows, seed: int = 0) -> tuple[ClauseResult, ...]:
     data = {name: rows.in_memory(name) for name in ("chat", "code")}
     cases = [
-        Case(obligation, data[name])
+        DecisionCase(obligation, data[name])
         for clause in program.clauses
         for name in slices_of(clause) or tuple(data)
         for obligation in obligations_of(clause, name)

@@ -21,7 +21,7 @@ from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, Metric, NoneOf, Predicate
 from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate, aggregate_of
 from kcdsl_backends.empirical.sources.tokens.database import (
     Asked,
-    Limit,
+    ValueLimit,
     count_tokens,
     decimal,
     opened,
@@ -59,7 +59,7 @@ def test_counts_are_those_of_numpy(
 ) -> None:
     names = ["chat" if i % 3 else "code" for i in range(len(values))]
     rows = Rows([f"r{i % 7}" for i in range(len(values))], names, {"kl": values}, float32)
-    asked = Asked("kl", (Limit(op, Fraction(tau)),), QUANTILES)
+    asked = Asked("kl", (ValueLimit(op, Fraction(tau)),), QUANTILES)
     with TemporaryDirectory() as folder:
         table = open_tables(rows.write(Path(folder), files=min(3, len(values))))
         with opened(table) as database:
@@ -109,7 +109,7 @@ def test_a_nan_that_the_file_does_not_state_is_counted(tmp_path: Path) -> None:
     table = open_tables(rows.write(tmp_path))
     assert pq.ParquetFile(table.files[0]).metadata.row_group(0).column(2).statistics.max == 0.3
     with opened(table) as database:
-        asked = Asked("kl", (Limit("<=", Fraction(1, 2)),))
+        asked = Asked("kl", (ValueLimit("<=", Fraction(1, 2)),))
         assert count_tokens(database, '"slice"', [asked])["s", "kl"].beyond == (1,)
         highest = order_statistic(database, '"slice"', "s", "kl", 4, 4, 1)
     assert math.isnan(highest)
@@ -119,7 +119,7 @@ def test_float32_columns_are_compared_as_doubles(tmp_path: Path) -> None:
     """float32(0.05) is above 0.05; a bare 0.05 would be a decimal number, and not exceeded."""
     table = open_tables(Rows(["a"], ["s"], {"kl": [0.05]}, float32=True).write(tmp_path))
     with opened(table) as database:
-        asked = Asked("kl", (Limit("<=", Fraction("0.05")),))
+        asked = Asked("kl", (ValueLimit("<=", Fraction("0.05")),))
         assert count_tokens(database, '"slice"', [asked])["s", "kl"].beyond == (1,)
 
 
@@ -203,7 +203,7 @@ def test_files_threads_and_memory_change_nothing(tmp_path: Path) -> None:
         [("chat", "code", "maths")[i] for i in generator.integers(0, 3, n)],
         {"kl": values},
     )
-    limits = {"kl": (Limit("<=", Fraction("0.01")),)}
+    limits = {"kl": (ValueLimit("<=", Fraction("0.01")),)}
     found = []
     for i, (files, group, threads) in enumerate([(1, 5000, 1), (7, 100, 2), (3, 999, 4)]):
         folder = tmp_path / str(i)

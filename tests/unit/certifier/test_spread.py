@@ -25,7 +25,7 @@ from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounds import bound_case
 from kcdsl_backends.certifier.decision import _objection, verdict_of
 from kcdsl_backends.certifier.tasks import CheckResult, attack_case
-from kcdsl_backends.certifier.worker import Answer, Unfinished
+from kcdsl_backends.certifier.worker import TaskResult, Unfinished
 from kcdsl_backends.executors import Ray
 from kcdsl_certs.recheck import recheck
 from tests.support.small_models import write_contract, write_model
@@ -133,10 +133,10 @@ def test_one_want_of_memory_makes_its_goal_inconclusive(
     ],
 )
 def test_a_proof_is_confirmed_by_all_its_parts_alone(answers: list[Any], words: str) -> None:
-    said = _objection([Answer(value, 0.0, 0) for value in answers], 2)
+    said = _objection([TaskResult(value, 0.0, 0) for value in answers], 2)
     assert said is not None
     assert words in said
-    assert _objection([Answer(CheckResult(""), 0.0, 0)] * 2, 2) is None
+    assert _objection([TaskResult(CheckResult(""), 0.0, 0)] * 2, 2) is None
 
 
 def test_parts_of_a_check_are_the_check(folder: Path, alone: list[GoalOutcome]) -> None:

@@ -15,9 +15,9 @@ from kcdsl_backends.certifier import worker_pool
 from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.tasks import CheckResult
 from kcdsl_backends.certifier.worker import (
-    Answer,
     RunSettings,
     Task,
+    TaskResult,
     Unfinished,
     WorkerContext,
     open_context,
@@ -53,7 +53,7 @@ def pair(context: WorkerContext) -> Iterator[WorkerPool]:
         yield pool
 
 
-def said(answers: list[Answer | None]) -> list[str]:
+def said(answers: list[TaskResult | None]) -> list[str]:
     """Return what pieces of work said."""
     return [a.value.reason for a in answers if a is not None and isinstance(a.value, CheckResult)]
 

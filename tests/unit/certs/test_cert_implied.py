@@ -13,7 +13,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import (
     IMPLIED,
     CertifiedClause,
-    Chain,
+    ChainTerms,
     Comparison,
     Evidence,
     ProofReference,
@@ -43,7 +43,7 @@ def _required(
     metric: str = "tv", tau: str = "1/10", op: str = "<=", **chain: Any
 ) -> RequiredClause:
     comparison = Comparison(
-        "S-TV/long/0", statistic("max", metric), op, Fraction(tau), "1", Chain(metric, **chain)
+        "S-TV/long/0", statistic("max", metric), op, Fraction(tau), "1", ChainTerms(metric, **chain)
     )
     return RequiredClause("S-TV", "long", ((comparison,),), inside=("all", "long"))
 

@@ -23,7 +23,7 @@ from kcdsl_certs.statement import (
     states_machine,
 )
 from kcdsl_certs.statement import Checkpoint as Weights
-from kcdsl_certs.verification.proofs import Outcome
+from kcdsl_certs.verification.proofs import StepOutcome
 from kcdsl_certs.verification.report import Report
 
 
@@ -115,7 +115,7 @@ def test_times_without_the_machine_that_measured_them_are_refused(
 ) -> None:
     bare = without_machine(body)
     report = check(certify(bare), expected_triple=bare.triple)
-    failed = {c.reason for c in report.checks if c.outcome is Outcome.FAILED}
+    failed = {c.reason for c in report.checks if c.outcome is StepOutcome.FAILED}
     assert "clause/machine-unnamed" in failed
     assert not report.accepted
 
@@ -131,6 +131,6 @@ def test_other_results_need_no_machine(
         certify(replace(bare, clauses=tuple(results))),
         expected_triple=bare.triple,
     )
-    failed = {c.reason for c in report.checks if c.outcome is Outcome.FAILED}
+    failed = {c.reason for c in report.checks if c.outcome is StepOutcome.FAILED}
     assert "clause/not-passed" in failed
     assert "clause/machine-unnamed" not in failed

@@ -24,7 +24,7 @@ from kcdsl_certs.statement import (
     ProofReference,
     Region,
 )
-from kcdsl_certs.verification.proofs import SOME_MARGIN, Outcome, Rechecker
+from kcdsl_certs.verification.proofs import SOME_MARGIN, Rechecker, StepOutcome
 from tests.support.quantities import margin, norm
 
 
@@ -41,7 +41,7 @@ class _Rederived:
 @pytest.fixture
 def recheck(
     golden: ModuleType, body: Predicate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Outcome, str]]:
+) -> Callable[..., tuple[StepOutcome, str]]:
     """Return a function that rechecks the golden clause with an edited proof or outcome."""
     monkeypatch.delitem(sys.modules, "kcdsl_certs.recheck", raising=False)
     checker = ModuleType("kcdsl_certs.recheck")
@@ -51,7 +51,7 @@ def recheck(
         edit: Callable[[dict[str, Any]], object] = lambda proof: None,
         outcome: Any = None,
         **changes: Any,
-    ) -> tuple[Outcome, str]:
+    ) -> tuple[StepOutcome, str]:
         document = json.loads(golden.proof())
         edit(document)
         raw = json.dumps(document).encode()
@@ -67,14 +67,14 @@ def recheck(
     return run
 
 
-Recheck = Callable[..., tuple[Outcome, str]]
+Recheck = Callable[..., tuple[StepOutcome, str]]
 
 
 def _rows(longest: int, margin: str = "0") -> Region:
     return Region("rows", "all", Fraction(margin), longest)
 
 
-NOT_CONFIRMED = (Outcome.FAILED, "proof/bound-not-confirmed")
+NOT_CONFIRMED = (StepOutcome.FAILED, "proof/bound-not-confirmed")
 
 
 def radius(value: float) -> dict[str, object]:
@@ -84,7 +84,7 @@ def radius(value: float) -> dict[str, object]:
 
 
 def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
-    assert recheck() == (Outcome.OK, "")
+    assert recheck() == (StepOutcome.OK, "")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
 def test_a_proof_about_something_else(
     edit: Callable[[dict[str, Any]], object], reason: str, recheck: Recheck
 ) -> None:
-    assert recheck(edit) == (Outcome.FAILED, reason)
+    assert recheck(edit) == (StepOutcome.FAILED, reason)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_a_proof_about_something_else(
     ],
 )
 def test_a_bound_that_is_not_confirmed(outcome: Any, reason: str, recheck: Recheck) -> None:
-    assert recheck(outcome=outcome) == (Outcome.FAILED, reason)
+    assert recheck(outcome=outcome) == (StepOutcome.FAILED, reason)
 
 
 def test_the_bound_of_the_clause_must_be_that_of_the_proof_or_larger(recheck: Recheck) -> None:
-    assert recheck(bound=0.03) == (Outcome.OK, "")
-    assert recheck(bound=0.0299) == (Outcome.FAILED, "proof/bound-not-confirmed")
-    assert recheck(bound=None) == (Outcome.FAILED, "proof/bound-not-confirmed")
+    assert recheck(bound=0.03) == (StepOutcome.OK, "")
+    assert recheck(bound=0.0299) == (StepOutcome.FAILED, "proof/bound-not-confirmed")
+    assert recheck(bound=None) == (StepOutcome.FAILED, "proof/bound-not-confirmed")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_bound_of_the_clause_must_be_that_of_the_proof_or_larger(recheck: Re
     ],
 )
 def test_a_result_about_another_functional(stated: dict[str, Any], recheck: Recheck) -> None:
-    assert recheck(**stated) == (Outcome.FAILED, "proof/functional-mismatch")
+    assert recheck(**stated) == (StepOutcome.FAILED, "proof/functional-mismatch")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_result_about_another_functional(stated: dict[str, Any], recheck: Rech
 def test_a_result_about_another_block_or_region(
     stated: dict[str, Any], reason: str, recheck: Recheck
 ) -> None:
-    assert recheck(**stated) == (Outcome.FAILED, reason)
+    assert recheck(**stated) == (StepOutcome.FAILED, reason)
 
 
 def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
@@ -175,8 +175,11 @@ def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
         "quantity": margin("attn_0"), "op": ">", "tau": Fraction(0), "bound": SOME_MARGIN,
     }  # fmt: skip
     held = _Rederived(bound="held")
-    assert recheck(about_flips(1), held, **flip) == (Outcome.OK, "")
-    assert recheck(about_flips(2), held, **flip) == (Outcome.FAILED, "proof/functional-mismatch")
+    assert recheck(about_flips(1), held, **flip) == (StepOutcome.OK, "")
+    assert recheck(about_flips(2), held, **flip) == (
+        StepOutcome.FAILED,
+        "proof/functional-mismatch",
+    )
     for more in (2 * SOME_MARGIN, 0.5, None):
         stated = {**flip, "bound": more}
         assert recheck(about_flips(1), held, **stated) == NOT_CONFIRMED
@@ -205,9 +208,9 @@ def test_hulls_are_as_many_as_are_stated(recheck: Recheck) -> None:
         return edit
 
     hull: dict[str, Any] = {"region": Region("hull", "all", Fraction(1, 20))}
-    assert recheck(hulls(2), **hull, n=2) == (Outcome.OK, "")
+    assert recheck(hulls(2), **hull, n=2) == (StepOutcome.OK, "")
     for n in (1, 3, None):
-        assert recheck(hulls(2), **hull, n=n) == (Outcome.FAILED, "proof/region-mismatch")
+        assert recheck(hulls(2), **hull, n=n) == (StepOutcome.FAILED, "proof/region-mismatch")
 
 
 def test_a_proof_is_rederived_once_for_all_clauses(
@@ -225,24 +228,24 @@ def test_a_proof_is_rederived_once_for_all_clauses(
     (tmp_path / golden.PROOF_NAME).write_bytes(golden.proof())
     run = Rechecker(tmp_path, tmp_path / "w")
     for _ in range(2):
-        assert run(body.clauses[0], body.triple).outcome is Outcome.OK
+        assert run(body.clauses[0], body.triple).outcome is StepOutcome.OK
     assert calls == [tmp_path / "w"]
 
 
 @pytest.mark.parametrize(
     ("stated", "proved", "outcome"),
     [
-        (_rows(64), 64, (Outcome.OK, "")),
-        (_rows(64, "0.05"), 64, (Outcome.OK, "")),
-        (_rows(64), 65, (Outcome.OK, "")),
-        (_rows(64), 63, (Outcome.FAILED, "proof/region-mismatch")),
-        (_rows(64, "0.05"), 63, (Outcome.FAILED, "proof/region-mismatch")),
-        (Region("rows", "all"), 64, (Outcome.FAILED, "proof/region-mismatch")),
-        (Region("hull", "all"), 64, (Outcome.FAILED, "proof/region-mismatch")),
+        (_rows(64), 64, (StepOutcome.OK, "")),
+        (_rows(64, "0.05"), 64, (StepOutcome.OK, "")),
+        (_rows(64), 65, (StepOutcome.OK, "")),
+        (_rows(64), 63, (StepOutcome.FAILED, "proof/region-mismatch")),
+        (_rows(64, "0.05"), 63, (StepOutcome.FAILED, "proof/region-mismatch")),
+        (Region("rows", "all"), 64, (StepOutcome.FAILED, "proof/region-mismatch")),
+        (Region("hull", "all"), 64, (StepOutcome.FAILED, "proof/region-mismatch")),
     ],
 )
 def test_a_proof_about_shorter_sequences(
-    stated: Region, proved: int, outcome: tuple[Outcome, str], recheck: Recheck
+    stated: Region, proved: int, outcome: tuple[StepOutcome, str], recheck: Recheck
 ) -> None:
     def edit(document: dict[str, Any]) -> None:
         document["cases"] = document["cases"][:1]
@@ -257,21 +260,21 @@ def test_a_longest_sequence_that_is_no_number(longest: object, recheck: Recheck)
         document["cases"] = document["cases"][:1]
         document["cases"][0]["region"].update(kind="rows", longest=longest)
 
-    assert recheck(edit, region=Region("rows", "all", longest=64), n=1)[0] is Outcome.FAILED
+    assert recheck(edit, region=Region("rows", "all", longest=64), n=1)[0] is StepOutcome.FAILED
 
 
 def test_what_a_proof_leaves_to_chance_is_in_its_clause(recheck: Recheck) -> None:
     def edit(proof: dict[str, Any]) -> None:
         proof["cases"][0]["chance"] = {"alpha": "0.000001", "functionals": 4096}
 
-    overstated = (Outcome.FAILED, "clause/evidence-overstated")
+    overstated = (StepOutcome.FAILED, "clause/evidence-overstated")
     assert recheck(edit) == overstated
     assert recheck(edit, alpha=Fraction(1, 100)) == overstated
     likely = {"evidence": Evidence.PROBABILISTIC, "assumptions": ("independent roundings",)}
     assert recheck(edit, **likely) == overstated
     assert recheck(edit, **likely, alpha=Fraction(1, 10**7)) == overstated
-    assert recheck(edit, **likely, alpha=Fraction(1, 10**6)) == (Outcome.OK, "")
-    assert recheck(**likely, alpha=Fraction(1, 10**6)) == (Outcome.OK, "")
+    assert recheck(edit, **likely, alpha=Fraction(1, 10**6)) == (StepOutcome.OK, "")
+    assert recheck(**likely, alpha=Fraction(1, 10**6)) == (StepOutcome.OK, "")
     other = {**likely, "assumptions": ("exp is within 2 ulp",)}
-    unnamed = (Outcome.FAILED, "clause/assumption-unnamed")
+    unnamed = (StepOutcome.FAILED, "clause/assumption-unnamed")
     assert recheck(edit, **other, alpha=Fraction(1, 10**6)) == unnamed

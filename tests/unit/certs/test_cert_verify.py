@@ -39,7 +39,7 @@ from kcdsl_certs.statement import (
     parse_predicate,
     payload_bytes,
 )
-from kcdsl_certs.verification.proofs import Outcome, PresentProofs, ProofResult
+from kcdsl_certs.verification.proofs import PresentProofs, ProofResult, StepOutcome
 from kcdsl_certs.verification.report import STEPS, Check, Combined, Report, refused
 from tests.support.quantities import statistic
 
@@ -54,7 +54,7 @@ def _trust(key: Any, name: str = "k", **limits: Any) -> TrustedKey:
 
 
 def _failures(report: Report) -> list[tuple[str, str]]:
-    return [(c.name, c.reason) for c in report.checks if c.outcome is Outcome.FAILED]
+    return [(c.name, c.reason) for c in report.checks if c.outcome is StepOutcome.FAILED]
 
 
 def test_the_golden_certificate_is_valid(
@@ -63,7 +63,7 @@ def test_the_golden_certificate_is_valid(
     report = check(certify(body), stage="offline-ci", minimum_sequence=41)
     assert report.accepted
     assert [c.name for c in report.checks] == list(STEPS)
-    assert {c.name for c in report.checks if c.outcome is not Outcome.OK} == {"proofs"}
+    assert {c.name for c in report.checks if c.outcome is not StepOutcome.OK} == {"proofs"}
     assert report.predicate == body
     assert report.certificate == hashlib.sha256(payload_bytes(body)).hexdigest()
     assert report.to_json()["verdict"] == "valid"
@@ -104,7 +104,7 @@ def test_nothing_is_read_before_the_signature_verified(
     report = check(certify(body, generate()))
     assert report.predicate is None
     assert report.certificate is None
-    assert {c.outcome for c in report.checks[3:]} == {Outcome.NOT_RUN}
+    assert {c.outcome for c in report.checks[3:]} == {StepOutcome.NOT_RUN}
 
 
 # --- keys and roles ------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ def test_the_report_says_whether_a_known_key_is_named(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     spoiled = certify(body).replace(b'"payload":"eyJ', b'"payload":"eyK')
-    (named,) = [c for c in check(spoiled).checks if c.outcome is Outcome.FAILED]
+    (named,) = [c for c in check(spoiled).checks if c.outcome is StepOutcome.FAILED]
     (stranger,) = [
-        c for c in check(certify(body, golden.KEY_C)).checks if c.outcome is Outcome.FAILED
+        c for c in check(certify(body, golden.KEY_C)).checks if c.outcome is StepOutcome.FAILED
     ]
     assert "content or the signature was changed" in named.detail
     assert "another key" in stranger.detail
@@ -398,7 +398,7 @@ def test_proofs_are_asked_for_each_clause_and_a_failure_denies(
 ) -> None:
     seen: list[str] = []
 
-    def checker(outcome: Outcome) -> Callable[[CertifiedClause, Triple], ProofResult]:
+    def checker(outcome: StepOutcome) -> Callable[[CertifiedClause, Triple], ProofResult]:
         def run(clause: CertifiedClause, triple: Triple) -> ProofResult:
             seen.append(clause.id)
             assert triple == body.triple
@@ -406,8 +406,8 @@ def test_proofs_are_asked_for_each_clause_and_a_failure_denies(
 
         return run
 
-    assert check(certify(body), proofs=checker(Outcome.OK)).accepted
-    report = check(certify(body), proofs=checker(Outcome.FAILED))
+    assert check(certify(body), proofs=checker(StepOutcome.OK)).accepted
+    report = check(certify(body), proofs=checker(StepOutcome.FAILED))
     assert _failures(report) == [("proofs", "proof/some-reason")]
     assert seen == ["N-ATTN-0", "N-ATTN-0"]
 
@@ -450,16 +450,16 @@ def test_a_changed_or_missing_proof_file_denies(
 
 
 def test_a_report_is_accepted_only_with_every_step() -> None:
-    fine = tuple(Check(name, Outcome.OK) for name in STEPS)
+    fine = tuple(Check(name, StepOutcome.OK) for name in STEPS)
     assert Report(fine).accepted
     assert not Report(()).accepted
     assert not Report(fine[:-1]).accepted
-    assert not Report((*fine, Check("subject", Outcome.OK))).accepted
+    assert not Report((*fine, Check("subject", StepOutcome.OK))).accepted
     for index, name in enumerate(STEPS):
-        for outcome in (Outcome.FAILED, Outcome.NOT_RUN):
+        for outcome in (StepOutcome.FAILED, StepOutcome.NOT_RUN):
             spoiled = (*fine[:index], Check(name, outcome), *fine[index + 1 :])
             left_out = {"sequence", "stage", "proofs", "evidence", "recount"}
-            optional = name in left_out and outcome is Outcome.NOT_RUN
+            optional = name in left_out and outcome is StepOutcome.NOT_RUN
             assert Report(spoiled).accepted is optional
     assert not refused("components", Rejected("checkpoint/symlink")).accepted
 
@@ -474,7 +474,7 @@ def test_a_report_is_accepted_only_with_every_step() -> None:
 def test_anything_else_is_denied_without_an_exception(raw: bytes, check: CheckBundle) -> None:
     report = check(raw)
     assert not report.accepted
-    assert report.checks[0].outcome is Outcome.FAILED
+    assert report.checks[0].outcome is StepOutcome.FAILED
 
 
 def test_every_byte_of_a_bundle_matters_apart_from_hints(

@@ -7,8 +7,13 @@ import pytest
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.chain import joined, refuse_gaps, refuse_other
-from kcdsl_certs.recheck.documents.chain_document import LARGEST_DRIFT, Chain, ChainCase, Link
-from kcdsl_certs.recheck.documents.document import Case, Proof, Region, parse
+from kcdsl_certs.recheck.documents.chain_document import (
+    LARGEST_DRIFT,
+    ChainCase,
+    ChainDocument,
+    Link,
+)
+from kcdsl_certs.recheck.documents.document import Case, CaseRegion, Proof, parse
 from kcdsl_certs.recheck.graphs.graph import Block
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from tests.support import proofs
@@ -130,15 +135,15 @@ def test_a_sum_that_reads_a_wider_format_across_links_is_refused() -> None:
         second.add("add", [y, y], (2, 3), "", narrow)
         return whole, first, second
 
-    def chain_of(narrow: str) -> Chain:
+    def chain_of(narrow: str) -> ChainDocument:
         graphs = {graph.digest: graph for graph in ends(narrow)}
-        region = Region("hull", None, None, None, drift=None)
+        region = CaseRegion("hull", None, None, None, drift=None)
         whole, *parts = graphs
         links = tuple(Link(Case("", digest, region, 0.0, (), "interval"), None) for digest in parts)
         blocks = {digest: parsed(graph) for digest, graph in graphs.items()}
         kernel = parse_kernel(KERNEL, "kernel")
         proof = Proof("block_0", "0" * 64, kernel, kernel, LARGEST_DRIFT, blocks, {}, (), 0.0)
-        return Chain("block_0", proof, proof, (ChainCase("p0", whole, links),))
+        return ChainDocument("block_0", proof, proof, (ChainCase("p0", whole, links),))
 
     with pytest.raises(AssertionError):  # goes on to the interface, of which this chain has none
         refuse_gaps(chain_of("float32"))

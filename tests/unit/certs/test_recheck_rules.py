@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.interval import box, sums
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.state import Mask, Scene, State, gamma, reduce, stored
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops import functions, norms, views
 from kcdsl_certs.recheck.ops.attention import context, probabilities, rope
@@ -35,7 +35,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def kernel(compute: str = "float32", casts: str = "any", **other: Any) -> Kernel:
+def kernel(compute: str = "float32", casts: str = "any", **other: Any) -> KernelNumerics:
     attention_part = {
         "style": "composed",
         "scores": compute,
@@ -340,7 +340,7 @@ def test_contradicting_boxes_are_refused() -> None:
 # --- whole rules ----------------------------------------------------------------------------------
 
 
-def scene(train: Kernel, infer: Kernel) -> Scene:
+def scene(train: KernelNumerics, infer: KernelNumerics) -> Scene:
     """Return a scene for rules that read the kernels alone."""
     nothing: Any = None
     block = Block("none", (), "", {}, None)

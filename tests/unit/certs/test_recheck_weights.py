@@ -15,7 +15,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval.parameters import Parameters, Tensor, as_float32
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from tests.support.rationals.weights import RationalParameters
 
@@ -34,7 +34,7 @@ SCALED = [
 ]
 
 
-def kernel(kind: str, scale: str, compute: str = "bfloat16") -> Kernel:
+def kernel(kind: str, scale: str, compute: str = "bfloat16") -> KernelNumerics:
     attention = {"style": "composed", "scores": compute, "probabilities": compute}
     return parse_kernel(
         {

@@ -20,7 +20,7 @@ from kcdsl.diagnostics.report import nearest
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import library_digest
 from kcdsl.ir.kernels import ROLES
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_yaml
 
 SCHEMA = Path(__file__).resolve().parents[3] / "grammar" / "kcdsl_grammar" / "contract.schema.json"
 
@@ -276,7 +276,7 @@ def scalars(node: Node | None, path: str) -> Iterator[tuple[str, Scalar]]:
             here = f"{path}.{entry.key.text}"
             yield f"key {here}", entry.key
             yield from scalars(entry.value, here)
-    elif isinstance(node, Sequence):
+    elif isinstance(node, SequenceNode):
         for index, item in enumerate(node.items):
             yield from scalars(item, f"{path}[{index}]")
     elif isinstance(node, Scalar):

@@ -20,8 +20,8 @@ import pytest
 from kcdsl.cli.commands import doctor
 from kcdsl.cli.commands.doctor import (
     Backend,
-    Device,
-    Doctor,
+    DeviceReport,
+    DoctorCommand,
     Environment,
     Package,
     examine,
@@ -53,7 +53,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the doctor believe that every module imports, so that the tests load no torch."""
     monkeypatch.setattr(doctor, "import_module", lambda name: ModuleType(name))
-    monkeypatch.setattr(doctor, "_device", lambda: Device("cpu", "2 threads"))
+    monkeypatch.setattr(doctor, "_device", lambda: DeviceReport("cpu", "2 threads"))
 
 
 def package(found: Environment, name: str) -> Package:
@@ -169,7 +169,7 @@ def test_python_that_is_too_old_is_a_problem() -> None:
 
 def test_json_document(capsys: pytest.CaptureFixture[str], without: Callable[[str], None]) -> None:
     without("z3-solver")
-    assert Doctor(json=True).run() is Exit.COULD_NOT_RUN
+    assert DoctorCommand(json=True).run() is Exit.COULD_NOT_RUN
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["schema"] == "kcdsl.doctor/1"
     assert document["ready"] is False
@@ -185,7 +185,7 @@ def test_commands_are_printed_on_one_line(
     capsys: pytest.CaptureFixture[str], without: Callable[[str], None]
 ) -> None:
     without("torch")
-    assert Doctor().run() is Exit.COULD_NOT_RUN
+    assert DoctorCommand().run() is Exit.COULD_NOT_RUN
     lines = capsys.readouterr().out.splitlines()
     (run,) = [line for line in lines if line.startswith("run: ")]
     assert shlex.split(run.removeprefix("run: "))[1:4] == ["-m", "pip", "install"]
@@ -207,7 +207,7 @@ def test_the_doctor_speaks_without_rich(
 
     without("rich")
     monkeypatch.setattr(builtins, "__import__", refuse_rich)
-    assert Doctor().run() is Exit.COULD_NOT_RUN
+    assert DoctorCommand().run() is Exit.COULD_NOT_RUN
     text = capsys.readouterr().out
     assert "problem: rich: missing (tables and progress)" in text
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.cli.commands.evaluate import Evaluate
+from kcdsl.cli.commands.evaluate import EvaluateCommand
 from tests.support.reports import report_schema
 from tests.support.small_models import DECODER, ENCODER, write_model
 
@@ -251,7 +251,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
     """Training writes its next checkpoint to the same place while the last one is measured."""
     folder = write(KL)
     cli("keygen", "-o", folder / "kcdsl.key")
-    certificate = Evaluate._certificate
+    certificate = EvaluateCommand._certificate
 
     def overtaken(*given: Any) -> tuple[bytes | None, str]:
         content = bytearray((folder / "model.safetensors").read_bytes())
@@ -259,7 +259,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
         (folder / "model.safetensors").write_bytes(content)
         return certificate(*given)
 
-    monkeypatch.setattr(Evaluate, "_certificate", overtaken)
+    monkeypatch.setattr(EvaluateCommand, "_certificate", overtaken)
     ran = cli("evaluate", "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 2
     assert "KC608" in ran.stderr
@@ -368,7 +368,7 @@ def test_a_bound_below_the_measurement_aborts_without_files(
 ) -> None:
     import numpy as np
 
-    from kcdsl_backends.certifier import problems as certified
+    from kcdsl_backends.certifier.statements import problems as certified
 
     def wrong(model: Any, block: str, x: Any, *rest: Any) -> certified.CertifiedDrift:
         return certified.CertifiedDrift(0.0, np.zeros(tuple(x.shape)))
@@ -386,7 +386,7 @@ def test_a_bound_below_the_measurement_aborts_without_files(
 def test_requests_too_large_to_be_bounded_are_said_to_be_so(
     cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kcdsl_backends.certifier import problems as certified
+    from kcdsl_backends.certifier.statements import problems as certified
 
     bound = certified.certified_block_drift
     sizes: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir.canonical import digest
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.trace import trace_bytes
 from kcdsl_backends.requests import Request
 from tests.support.small_models import PROMPTS, write_contract, write_model
@@ -199,24 +199,28 @@ def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any)
 # --- prior reports -------------------------------------------------------------------------------
 
 
-def record(i: int, value: float, failure: str | None = None, **values: Sequence[float]) -> Unit:
+def record(
+    i: int, value: float, failure: str | None = None, **values: Sequence[float]
+) -> SamplingUnit:
     """Return what a request gave: ten tokens with one value of `kl`, or other values."""
     given = values or {"kl": [value] * 10}
     arrays = {name: np.array(each, dtype=np.float64) for name, each in given.items()}
-    return Unit(f"rows.jsonl:{i}", 10, {} if failure else arrays, failure=failure)
+    return SamplingUnit(f"rows.jsonl:{i}", 10, {} if failure else arrays, failure=failure)
 
 
-def prior(folder: Path, units: Sequence[Unit]) -> tuple[str, str]:
+def prior(folder: Path, units: Sequence[SamplingUnit]) -> tuple[str, str]:
     """Write the trace of an evaluation of these requests, each timed twice; return the options."""
     program = load_program(folder / "contract.yaml")
     keys = tuple(unit.key for unit in units)
     times = [
-        Unit(key, 10, {"latency": np.array([seconds])}) for seconds in (0.5, 0.25) for key in keys
+        SamplingUnit(key, 10, {"latency": np.array([seconds])})
+        for seconds in (0.5, 0.25)
+        for key in keys
     ]
-    evidence = Evidence(
+    evidence = EvidenceTable(
         program=program,
         requests=tuple(Request(key, key, (1,) * 10, {}, 1) for key in keys),
-        runs={unit.key: Run(unit, 0, {}, 0) for unit in units},
+        runs={unit.key: RequestRun(unit, 0, {}, 0) for unit in units},
         slices={"all": keys},
         measured=frozenset(name for unit in units for name in unit.values),
         encoder=False,
@@ -288,7 +292,7 @@ def test_a_mean_beyond_its_threshold_is_not_planned_for(write: Write, planned: A
     assert "not within the threshold" in row["note"]
 
 
-def flipped(i: int, flips: int) -> Unit:
+def flipped(i: int, flips: int) -> SamplingUnit:
     """Return what a request of 50 tokens gave with so many of another first token."""
     one = [float(at < flips) for at in range(50)]
     return record(i, 0.0, top1_flip=one, top1_overlap=[1.0 - flip for flip in one])

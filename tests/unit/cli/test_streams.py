@@ -84,7 +84,7 @@ def test_a_missing_package_is_named(
     def load(arguments: object) -> int:
         raise ModuleNotFoundError("No module named 'cryptography.x'", name="cryptography.x")
 
-    monkeypatch.setattr("kcdsl.cli.commands.doctor.Backends.run", load)
+    monkeypatch.setattr("kcdsl.cli.commands.doctor.BackendsCommand.run", load)
     assert main(["backends"]) == 2
     told = capsys.readouterr().err
     assert "KC903" in told
@@ -98,7 +98,7 @@ def test_a_command_cannot_end_the_process_with_success(
     def leave(arguments: object) -> int:
         raise SystemExit(0)
 
-    monkeypatch.setattr("kcdsl.cli.commands.doctor.Backends.run", leave)
+    monkeypatch.setattr("kcdsl.cli.commands.doctor.BackendsCommand.run", leave)
     assert main(["backends"]) == 2
     assert "KC999" in capsys.readouterr().err
     assert main(["backends", "--help"]) == 0

@@ -276,10 +276,10 @@ def test_weights_that_change_meanwhile_are_refused(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     """What is compared are the weights that were verified and are named, not others by then."""
-    from kcdsl.cli.commands.check import Transfer
+    from kcdsl.cli.commands.check import TransferCommand
 
     path = later(folder)
-    honest = Transfer._verified
+    honest = TransferCommand._verified
     changing = path if which == "later" else folder / "model.safetensors"
 
     def verified(*given: Any) -> Any:
@@ -290,7 +290,7 @@ def test_weights_that_change_meanwhile_are_refused(
         save_file(tensors, changing)
         return found
 
-    monkeypatch.setattr(Transfer, "_verified", verified)
+    monkeypatch.setattr(TransferCommand, "_verified", verified)
     found = run(cli, folder, path)
     assert found.code == 2, found.stdout
     assert "KC665" in found.stderr

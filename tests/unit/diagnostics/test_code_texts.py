@@ -14,7 +14,7 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.codes import FAMILIES, RETIRED, Code, all_codes, find
 from kcdsl.diagnostics.model import Diagnostic
 from kcdsl.diagnostics.pages import Page
-from kcdsl.diagnostics.render import Run
+from kcdsl.diagnostics.render import LintRun
 from kcdsl.diagnostics.render.documents import render_sarif
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_whoever_speaks_of_a_code_takes_its_page(repository: Path, cli: Cli) -> 
     explained = {
         c["code"]: c for c in json.loads(cli("explain", "--format", "json").stdout)["codes"]
     }
-    run = Run(docs_url="https://example.org/codes")
+    run = LintRun(docs_url="https://example.org/codes")
     document = json.loads(render_sarif([Diagnostic(code, "x") for code in all_codes()], run))
     rules = {rule["id"]: rule for rule in document["runs"][0]["tool"]["driver"]["rules"]}
     assert set(pages) == set(explained) == set(rules)

@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl.diagnostics.codes import ANCHOR, DOUBTFUL_NAME, UNKNOWN_METRIC
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Suppressed
-from kcdsl.diagnostics.render import Checked, Run, render
+from kcdsl.diagnostics.render import Checked, LintRun, render
 from kcdsl.diagnostics.spans import SourceFile, Span
 
 TEXT = "a: 🚀 kll\nb: two\n  lines\n"
@@ -186,7 +186,7 @@ def test_sarif_keeps_to_the_format_whatever_the_characters() -> None:
     odd = SourceFile('/folder/a b/\u00e4%,:#?\n"\\.kc.yaml', TEXT)
     hostile = Diagnostic(ANCHOR, "a\x00b\x1b \ud800", odd, KLL, notes=("n\n",), help="h")
     accepted = Suppressed(TWO, "known \u00e4", 1)
-    run = Run(
+    run = LintRun(
         files=(Checked(SOURCE.name), Checked(odd.name), Checked("<stdin>"), Checked(SOURCE.name)),
         suppressed=(accepted,),
         docs_url="https://example.invalid/{code}.html",
@@ -241,7 +241,7 @@ def test_github_takes_odd_characters(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_junit() -> None:
-    run = Run(files=(Checked("good.kc.yaml"),))
+    run = LintRun(files=(Checked("good.kc.yaml"),))
     root = xml.fromstring(render([ONE, TWO, NOWHERE], "junit", run=run))
     cases = {case.attrib["name"]: case for case in root.iter("testcase")}
     assert set(cases) == {"good.kc.yaml", SOURCE.name, "kcdsl"}
@@ -266,5 +266,5 @@ def test_junit_keeps_forbidden_characters_out() -> None:
 def test_nothing_found_is_a_document_too() -> None:
     assert render([], "github") == ""
     assert json.loads(render([], "sarif"))["runs"][0]["results"] == []
-    run = Run(files=(Checked("a"),))
+    run = LintRun(files=(Checked("a"),))
     assert xml.fromstring(render([], "junit", run=run)).attrib["failures"] == "0"

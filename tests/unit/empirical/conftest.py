@@ -34,7 +34,7 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl_backends.empirical.collection.context import KernelContext
-from kcdsl_backends.empirical.table.evidence import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from kcdsl_backends.requests import Request, RequestFile
 from tests.support.evaluation import Evaluation, evaluate
 
@@ -214,7 +214,7 @@ def slice_data(values: Mapping[str, Sequence[Sequence[float]]], **more: Any) -> 
     """Return a slice whose requests have the given values, one list per request."""
     count = len(next(iter(values.values())))
     units = tuple(
-        Unit(
+        SamplingUnit(
             f"r{i}",
             max(len(column[i]) for column in values.values()),
             {name: np.array(column[i], dtype=np.float64) for name, column in values.items()},

@@ -16,7 +16,7 @@ from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.text.report import beside_parts
 from kcdsl_backends.empirical.decide.report import conclude
-from kcdsl_backends.empirical.table.evidence import Evidence, Unit
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, SamplingUnit
 from tests.support.evidence import clause, evidence
 from tests.support.reports import report_schema
 
@@ -25,10 +25,12 @@ def row_of(report: Report, name: str, slice_: str = "all") -> ClauseResult:
     return next(r for r in report.clauses if r.clause == name and r.slice == slice_)
 
 
-def bounded(found: Evidence, factor: float) -> Evidence:
+def bounded(found: EvidenceTable, factor: float) -> EvidenceTable:
     """Return evidence in which every request has bounds, `factor` times what was measured."""
     certified = {
-        key: Unit(key, 0, {n: factor * v for n, v in run.unit.values.items() if n != "margin"})
+        key: SamplingUnit(
+            key, 0, {n: factor * v for n, v in run.unit.values.items() if n != "margin"}
+        )
         for key, run in found.runs.items()
     }
     return replace(found, certified=certified)
@@ -68,7 +70,9 @@ def test_the_bound_of_a_statistic_is_that_statistic_of_the_bounds() -> None:
 def test_a_request_without_a_bound_takes_the_bound_from_a_maximum() -> None:
     found = bounded(evidence(), 3.0)
     key = next(iter(found.certified))
-    found = replace(found, certified={**found.certified, key: Unit(key, 1, failure="no time")})
+    found = replace(
+        found, certified={**found.certified, key: SamplingUnit(key, 1, failure="no time")}
+    )
     row = row_of(conclude(found), "N-MAX")
     assert row.beside is not None
     certified = row.beside.certified
@@ -81,7 +85,7 @@ def test_a_request_without_a_bound_takes_the_bound_from_a_maximum() -> None:
 def test_a_percentile_has_a_bound_where_enough_requests_have_one() -> None:
     clauses = (clause("N-HALF", "quantile", "kl", "1", q="1/2"),)
     found = bounded(evidence(clauses), 3.0)
-    unbounded = {key: Unit(key, 1, failure="no time") for key in list(found.certified)[:10]}
+    unbounded = {key: SamplingUnit(key, 1, failure="no time") for key in list(found.certified)[:10]}
     found = replace(found, certified={**found.certified, **unbounded})
     bounds = sorted(
         float(found.certified[key].values["kl"].max()) if key not in unbounded else np.inf
@@ -165,7 +169,7 @@ def test_the_magnitude_of_a_mean_has_the_bound_of_the_sizes() -> None:
     bias = replace(bare, require=Compare("<=", size, Number(Fraction(1))))
     found = evidence((bias, clause("N-SIZE", "max", "log_ratio", "1", magnitude=True)))
     limits = {
-        key: Unit(key, 0, {"log_ratio": 3 * np.abs(run.unit.values["log_ratio"])})
+        key: SamplingUnit(key, 0, {"log_ratio": 3 * np.abs(run.unit.values["log_ratio"])})
         for key, run in found.runs.items()
     }
     report = conclude(replace(found, certified=limits))
@@ -295,7 +299,7 @@ def test_the_table_says_of_how_many_requests_a_bound_is() -> None:
     found = bounded(evidence(), 3.0)
     kept = list(found.certified)[:2]
     some = {
-        key: unit if key in kept else Unit(key, 1, failure="no time")
+        key: unit if key in kept else SamplingUnit(key, 1, failure="no time")
         for key, unit in found.certified.items()
     }
     domains = {"numerics": {"train": "a", "infer": "b"}, "domains": {"affine forms": kept}}

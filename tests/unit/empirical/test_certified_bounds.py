@@ -13,8 +13,8 @@ import torch
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl_backends.empirical.bounds.requests import (
-    Box,
     Certificates,
+    RequestBounds,
     agreement_bounds,
     certify,
     check_measured,
@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
 from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import policy_pair
-from kcdsl_backends.empirical.table.evidence import Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit
 from kcdsl_backends.requests import Request
 from tests.support.reference_metrics import PAIR_FUNCTIONS
 
@@ -52,19 +52,19 @@ class Fixed:
     def cost(self, request: Request, domain: int) -> float:
         return self.price * request.length * 3**domain
 
-    def bound(self, request: Request, domain: int) -> Box:
+    def bound(self, request: Request, domain: int) -> RequestBounds:
         self.clock[0] += self.slower * self.cost(request, domain)
         self.asked.append((request.key, domain))
         limit = np.full((request.length, self.width), self.size * self.sharper**domain)
         reason = "not by this domain" if domain in self.open_in else self.reason
-        return Box(-limit, limit, reason)
+        return RequestBounds(-limit, limit, reason)
 
 
 def requests(*lengths: int) -> list[Request]:
     return [Request(f"r:{n}", str(n), tuple(range(n)), {}, 1) for n in lengths]
 
 
-def sought(model: Fixed, lengths: tuple[int, ...], seconds: float) -> dict[str, Unit]:
+def sought(model: Fixed, lengths: tuple[int, ...], seconds: float) -> dict[str, SamplingUnit]:
     return certificates(model, lengths, seconds).units
 
 
@@ -90,7 +90,7 @@ def test_no_pair_within_the_box_exceeds_a_bound(size: float, temperature: Fracti
     share = torch.rand(200, 16, generator=generator, dtype=torch.float64)
     share[:100] = (share[:100] > 0.5).double()  # corners of the box
     infer = train + low + share * (high - low)
-    limits = logit_bounds(Box(low.numpy(), high.numpy()), temperature)
+    limits = logit_bounds(RequestBounds(low.numpy(), high.numpy()), temperature)
     exact = limits.keys() & PAIR_FUNCTIONS.keys()
     assert {"kl", "tv", "js", "logit_linf", "logit_span", "chi2_train_infer"} <= exact
     found = tier_a(train, infer, float(temperature), exact)
@@ -113,7 +113,7 @@ def test_no_pair_within_the_box_exceeds_a_bound(size: float, temperature: Fracti
 @pytest.mark.parametrize("size", [1e-9, 1e-5, 0.03, 1.0, 20.0])
 def test_a_rare_class_attains_what_holds_at_one_token(size: float) -> None:
     """All classes but a rare one lose 2 size, it gains: ln w is nearly the span."""
-    limits = logit_bounds(Box(np.full((1, 2), -size), np.full((1, 2), size)), Fraction(1))
+    limits = logit_bounds(RequestBounds(np.full((1, 2), -size), np.full((1, 2), size)), Fraction(1))
     delta = torch.tensor([2 * size, -2 * size], dtype=torch.float64)
     assert limits.keys() & SAMPLED_FUNCTIONS.keys() >= {"k2", "w_log_w_minus", "chi2_token"}
     for name in limits.keys() & SAMPLED_FUNCTIONS.keys():
@@ -123,7 +123,9 @@ def test_a_rare_class_attains_what_holds_at_one_token(size: float) -> None:
 
 
 def test_what_overflows_has_no_finite_bound() -> None:
-    limits = logit_bounds(Box(np.full((1, 2), -500.0), np.full((1, 2), 500.0)), Fraction(1))
+    limits = logit_bounds(
+        RequestBounds(np.full((1, 2), -500.0), np.full((1, 2), 500.0)), Fraction(1)
+    )
     assert limits["log_ratio"][0] == 1000.0
     for name in ("k3", "importance_ratio", "w_log_w_minus", "chi2_is", "is_variance_inflation"):
         assert limits[name][0] == np.inf, name
@@ -132,7 +134,7 @@ def test_what_overflows_has_no_finite_bound() -> None:
 
 def test_two_classes_attain_the_bounds() -> None:
     low, high = np.array([[-0.1, 0.1]]), np.array([[-0.1, 0.1]])
-    limits = logit_bounds(Box(low, high), Fraction(1))
+    limits = logit_bounds(RequestBounds(low, high), Fraction(1))
     train = torch.tensor([[0.1, -0.1]], dtype=torch.float64)
     infer = torch.tensor([[0.0, 0.0]], dtype=torch.float64)
     found = tier_a(train, infer, 1.0, {"tv", "log_ratio_linf"})
@@ -142,7 +144,7 @@ def test_two_classes_attain_the_bounds() -> None:
 
 
 def test_bounds_of_states() -> None:
-    box = Box(np.array([[-3.0, 0.0]]), np.array([[1.0, 4.0]]))
+    box = RequestBounds(np.array([[-3.0, 0.0]]), np.array([[1.0, 4.0]]))
     found = state_bounds(box)
     assert found["hidden_linf"][0] == 4.0
     assert found["hidden_l2"][0] == pytest.approx(5.0)
@@ -150,7 +152,7 @@ def test_bounds_of_states() -> None:
 
 
 def test_positions_are_stable_where_the_margin_exceeds_the_span() -> None:
-    unit = Unit("r", 3, {"logit_span": np.full(4, 1.0), "logit_linf": np.full(4, 0.6)})
+    unit = SamplingUnit("r", 3, {"logit_span": np.full(4, 1.0), "logit_linf": np.full(4, 0.6)})
     found = agreement_bounds(np.array([0.9, 1.0, 1.1, 1.3]), unit)
     assert found["top1_overlap"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert found["jaccard1"].tolist() == [0.0, 0.0, 1.0, 1.0]
@@ -164,11 +166,13 @@ def test_no_pair_within_the_box_changes_more_than_the_margin_allows(size: float)
     train = torch.randn(400, 8, generator=generator, dtype=torch.float64)
     moved = size * (2 * torch.rand(400, 8, generator=generator, dtype=torch.float64) - 1)
     moved[:200] = moved[:200].sign() * size
-    limits = logit_bounds(Box(np.full((400, 8), -size), np.full((400, 8), size)), Fraction(1))
+    limits = logit_bounds(
+        RequestBounds(np.full((400, 8), -size), np.full((400, 8), size)), Fraction(1)
+    )
     names = {"top1_overlap", "jaccard1", "top1_flip", "stable_fraction", "margin"}
     found = tier_a(train, train + moved, 1.0, names)
-    bounds = agreement_bounds(found["margin"], Unit("r", 400, limits))
-    check_measured("r", found, Unit("r", 400, bounds))
+    bounds = agreement_bounds(found["margin"], SamplingUnit("r", 400, limits))
+    check_measured("r", found, SamplingUnit("r", 400, bounds))
     assert 0 < bounds["top1_overlap"].mean() < 1
     assert not any((found[name] == bounds[name]).all() for name in ("top1_overlap", "top1_flip"))
 
@@ -243,8 +247,8 @@ def test_a_request_that_one_domain_leaves_open_is_left_to_the_next() -> None:
 
 def test_bounds_that_exclude_each_other_are_a_defect() -> None:
     low, high = (
-        Box(np.zeros((1, 2)), np.ones((1, 2))),
-        Box(np.full((1, 2), 2.0), np.full((1, 2), 3.0)),
+        RequestBounds(np.zeros((1, 2)), np.ones((1, 2))),
+        RequestBounds(np.full((1, 2), 2.0), np.full((1, 2), 3.0)),
     )
     with pytest.raises(AssertionError, match="exclude each other"):
         low.meet(high)
@@ -280,7 +284,7 @@ def test_a_measured_value_above_its_bound_ends_the_evaluation(lab: Any) -> None:
 
 
 def test_a_value_that_is_no_number_is_never_below_a_bound() -> None:
-    unit = Unit("r", 2, {"kl": np.array([1.0, 1.0]), "top1_overlap": np.array([0.0, 1.0])})
+    unit = SamplingUnit("r", 2, {"kl": np.array([1.0, 1.0]), "top1_overlap": np.array([0.0, 1.0])})
     check_measured("r", {"kl": np.array([1.0, 0.5])}, unit)
     check_measured("r", {"top1_overlap": np.array([0.0, 1.0])}, unit)
     for values in (

@@ -30,7 +30,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
 from kcdsl_backends.empirical.decide.results import decide_clause
-from kcdsl_backends.empirical.table.evidence import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from kcdsl_backends.empirical.table.requirements import obstacle, windows
 
 
@@ -201,7 +201,7 @@ def test_one_number_of_a_slice_is_not_one_of_each_window(
     lab: Any, name: str, op: str, evidence: EvidenceKind | None
 ) -> None:
     """Counted window by window, one peak of memory would be as many windows that keep the limit."""
-    runs = tuple(Unit(f"r{i}", 1, {"latency": np.array([0.1])}) for i in range(640))
+    runs = tuple(SamplingUnit(f"r{i}", 1, {"latency": np.array([0.1])}) for i in range(640))
     measured = {"runs": runs, "repeats": (640, 640), "peak_memory": 1.0}
     data = lab.slice_data({"kl": [[0.0]] * 640}, **measured)
     clause = lab.clause(Metric(name), op, "1", budget=("1/10", "windows"), evidence=evidence)
@@ -213,7 +213,7 @@ def test_one_number_of_a_slice_is_not_one_of_each_window(
 
 
 def test_windows_cover_every_unit_once() -> None:
-    units = [Unit(str(i), 1) for i in range(40)]
+    units = [SamplingUnit(str(i), 1) for i in range(40)]
     found = windows(units, 16)
     assert [len(w) for w in found] == [16, 24]
     assert [u for w in found for u in w] == units
@@ -241,7 +241,8 @@ def test_empty_and_non_finite_values_never_pass(
     lab: Any, values: Any, kind: str, q: str | None, op: str, budget: Any, evidence: Any
 ) -> None:
     units = tuple(
-        Unit(f"r{i}", 1, {"kl": np.array(row, dtype=np.float64)}) for i, row in enumerate(values)
+        SamplingUnit(f"r{i}", 1, {"kl": np.array(row, dtype=np.float64)})
+        for i, row in enumerate(values)
     )
     limit = "1000" if op == "<=" else "-1000"
     clause = lab.clause(lab.statistic(kind, "kl", q), op, limit, budget=budget, evidence=evidence)
@@ -254,8 +255,8 @@ def test_empty_and_non_finite_values_never_pass(
 
 def test_missing_metrics_and_failed_requests_never_pass(lab: Any) -> None:
     clause = lab.clause(lab.statistic("mean", "kl"))
-    missing = SliceData("all", (Unit("a", 3, {"tv": np.zeros(3)}),))
-    failed = SliceData("all", (Unit("a", 3, {"kl": np.zeros(3)}, failure="out of memory"),))
+    missing = SliceData("all", (SamplingUnit("a", 3, {"tv": np.zeros(3)}),))
+    failed = SliceData("all", (SamplingUnit("a", 3, {"kl": np.zeros(3)}, failure="out of memory"),))
     for data, word in ((missing, "no values"), (failed, "out of memory")):
         found = decided(lab, clause, data)
         assert isinstance(found.verdict, InvalidEvidence)
@@ -292,8 +293,8 @@ def test_times_and_sampled_tokens_are_never_a_census(lab: Any) -> None:
 
 
 def test_latency_is_counted_in_timed_runs(lab: Any) -> None:
-    runs = tuple(Unit("a", 10, {"latency": np.array([0.001 * i])}) for i in range(1, 101))
-    data = SliceData("all", (Unit("a", 10),), runs)
+    runs = tuple(SamplingUnit("a", 10, {"latency": np.array([0.001 * i])}) for i in range(1, 101))
+    data = SliceData("all", (SamplingUnit("a", 10),), runs)
     term = lab.statistic("quantile", "latency", "95/100")
     found = decided(lab, lab.clause(term, limit="1/10"), data)
     assert isinstance(found.verdict, Held)
@@ -305,8 +306,10 @@ def test_latency_is_counted_in_timed_runs(lab: Any) -> None:
 
 
 def test_a_lost_timing_never_passes(lab: Any) -> None:
-    runs = tuple(Unit("a", 10, {"latency": np.array([t])}) for t in [0.01] * 99 + [math.nan])
-    data = SliceData("all", (Unit("a", 10),), runs)
+    runs = tuple(
+        SamplingUnit("a", 10, {"latency": np.array([t])}) for t in [0.01] * 99 + [math.nan]
+    )
+    data = SliceData("all", (SamplingUnit("a", 10),), runs)
     for term, op, limit in (
         (lab.statistic("quantile", "latency", "1/2"), "<=", "1"),
         (lab.statistic("aggregate", "throughput"), ">=", "1"),
@@ -315,7 +318,7 @@ def test_a_lost_timing_never_passes(lab: Any) -> None:
 
 
 def test_slice_wide_runtime_metrics(lab: Any) -> None:
-    units = tuple(Unit(str(i), 1, failure="no" if i == 0 else None) for i in range(10))
+    units = tuple(SamplingUnit(str(i), 1, failure="no" if i == 0 else None) for i in range(10))
     data = SliceData("all", units, repeats=(19, 20), peak_memory=1e9)
 
     def verdict(name: str, op: str, limit: str) -> str:
@@ -334,7 +337,7 @@ def test_slice_wide_runtime_metrics(lab: Any) -> None:
 
 
 def test_trace_clauses_need_every_field_of_every_record(lab: Any) -> None:
-    units = tuple(Unit(str(i), 1) for i in range(3))
+    units = tuple(SamplingUnit(str(i), 1) for i in range(3))
     clause = lab.clause(HasFields(("rng_seed", "replay_signature")))
     good = {"request": "a", "rng_seed": 0, "replay_signature": "x"}
 

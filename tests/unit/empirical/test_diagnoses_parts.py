@@ -25,9 +25,9 @@ from kcdsl_backends.empirical.diagnoses.alignment import (
 from kcdsl_backends.empirical.diagnoses.model import (
     DIAGNOSES,
     POSITIONS,
-    Noise,
     Probe,
     Repair,
+    RoundingNoise,
     blocking,
     cause_of,
     empty_slice,
@@ -44,7 +44,7 @@ from kcdsl_backends.empirical.diagnoses.policies import (
 from kcdsl_backends.empirical.diagnoses.probes import batch_invariance
 from kcdsl_backends.empirical.diagnoses.reference import reference_of
 from kcdsl_backends.empirical.diagnoses.weights import localise
-from kcdsl_backends.empirical.table.evidence import Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit
 from kcdsl_backends.requests import Request
 from tests.support.planted_bugs import kernel, prompts, tiny_model, top_k, top_p
 
@@ -134,13 +134,13 @@ def test_noise_is_no_temperature() -> None:
 
 
 def test_swapped_sides_need_claims_that_are_apart() -> None:
-    right = Noise((1e-6, 1e-2), (1e-6, 1e-2))
+    right = RoundingNoise((1e-6, 1e-2), (1e-6, 1e-2))
     assert not swapped_sides(right).explains
-    assert swapped_sides(Noise((1e-2, 1e-6), (1e-6, 1e-2))).explains
-    assert swapped_sides(Noise((2e-2, 5e-7), (1e-6, 1e-2))).explains
-    assert swapped_sides(Noise((1e-6, 1e-6), (1e-6, 2e-6))).left is None
+    assert swapped_sides(RoundingNoise((1e-2, 1e-6), (1e-6, 1e-2))).explains
+    assert swapped_sides(RoundingNoise((2e-2, 5e-7), (1e-6, 1e-2))).explains
+    assert swapped_sides(RoundingNoise((1e-6, 1e-6), (1e-6, 2e-6))).left is None
     assert swapped_sides(None).left is None
-    stale = Noise((1e-2, 1e-2), (1e-6, 1e-2))
+    stale = RoundingNoise((1e-2, 1e-2), (1e-6, 1e-2))
     assert not swapped_sides(stale).explains
     assert (stale.beyond, right.beyond) == ((0,), ())
 
@@ -185,7 +185,7 @@ def test_ratios_that_overflow_are_judged_as_others_are(w: float) -> None:
 
 
 def test_only_numbers_that_are_not_finite_block() -> None:
-    fine, lost = Unit("a", 3), Unit("b", 3, failure="out of memory")
+    fine, lost = SamplingUnit("a", 3), SamplingUnit("b", 3, failure="out of memory")
     assert finite([fine], {}).outcome == "passed"
     assert not finite([fine, lost], {"b": 0}).blocking
     spoiled = finite([fine, lost], {"b": 2})
@@ -325,7 +325,7 @@ def test_a_regrouping_that_gives_no_numbers_is_named(where: str, broken: float) 
 
 
 def test_outputs_that_nobody_could_compare_are_not_called_equal() -> None:
-    unit = Unit("r:0", 4, failure="out of memory")
+    unit = SamplingUnit("r:0", 4, failure="out of memory")
     assert token_equality([unit], []).outcome == "not_applicable"
     assert token_equality([], []).outcome == "failed"
 

@@ -413,7 +413,7 @@ def test_runtime_clauses_time_the_inference_kernel(lab: Any) -> None:
 def test_the_summary_of_a_slice_reads_each_request_by_its_worst_token(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), infer=lab.kernel(lab.drifting(0.1)))
     summary = found.report.slices[0]
-    assert (summary.name, summary.requests, summary.tokens) == ("all", 20, 120)
+    assert (summary.slice, summary.requests, summary.tokens) == ("all", 20, 120)
     kl = summary.statistics["kl"]
     assert kl["mean"] <= kl["p50"] <= kl["p95"] <= kl["p99"] <= kl["worst"]
     top = summary.statistics["top1_overlap"]

@@ -24,11 +24,11 @@ from kcdsl.ir.terms import Metric, Statistic, Term
 from kcdsl.metrics import MEASURES, METRICS, RECORDED
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, gradient_function
-from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels import MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of, run_of, timed
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side, TopLogs
-from kcdsl_backends.empirical.table.evidence import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from kcdsl_backends.requests import Request
 from tests.support import metric_definitions as defined
 from tests.support.metric_definitions import DEFINED, Sequence_, Text
@@ -103,7 +103,7 @@ def texts() -> tuple[tuple[Text, ...], SliceData]:
         for side in (0, 1)
     )
     wanted = frozenset({*MEASURES, *AGGREGATES, "noise_ratio"})
-    plan = Plan(wanted, 1.0, 5, encoder=False, gradient=gradient_function(2.0, 3.0))
+    plan = MeasurementPlan(wanted, 1.0, 5, encoder=False, gradient=gradient_function(2.0, 3.0))
     found, units = [], []
     for number, (ids, rows, states) in enumerate(made):
         request = Request(f"f:{number}", str(number), ids, {}, number + 1)
@@ -255,7 +255,7 @@ def both(name: str) -> tuple[float, float]:
     """Return what a clause reads of a metric, and what its definition says."""
     match name:
         case "failure_rate":
-            good, lost = Unit("a", 1), Unit("b", 1, failure="lost")
+            good, lost = SamplingUnit("a", 1), SamplingUnit("b", 1, failure="lost")
             data = SliceData("all", (good,) * 5 + (lost,) * 2)
             return read(name, data), 2 / 7
         case "peak_memory":

@@ -8,31 +8,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl_backends.empirical.statistics.estimates import Interval, NotMeasurable, compare
+from kcdsl_backends.empirical.statistics.estimates import EstimateInterval, NotMeasurable, compare
 
 numbers = st.fractions(-10, 10, max_denominator=20)
 
 
 @st.composite
-def intervals(draw: st.DrawFn) -> Interval:
+def intervals(draw: st.DrawFn) -> EstimateInterval:
     low, value, high = sorted((draw(numbers), draw(numbers), draw(numbers)))
     ends = draw(st.tuples(st.booleans(), st.booleans()))
-    return Interval(value, low if ends[0] else None, high if ends[1] else None)
+    return EstimateInterval(value, low if ends[0] else None, high if ends[1] else None)
 
 
-def inside(value: Fraction, interval: Interval) -> bool:
+def inside(value: Fraction, interval: EstimateInterval) -> bool:
     above = interval.low is None or interval.low <= value
     return above and (interval.high is None or value <= interval.high)
 
 
-def points(interval: Interval) -> list[Fraction]:
+def points(interval: EstimateInterval) -> list[Fraction]:
     low = interval.value - 5 if interval.low is None else interval.low
     high = interval.value + 5 if interval.high is None else interval.high
     return [low, interval.value, high, (low + high) / 2]
 
 
 @given(intervals(), intervals(), st.sampled_from("+-*/"))
-def test_results_enclose_every_combination(a: Interval, b: Interval, op: str) -> None:
+def test_results_enclose_every_combination(
+    a: EstimateInterval, b: EstimateInterval, op: str
+) -> None:
     try:
         found = a.combine(op, b)
     except NotMeasurable:
@@ -49,14 +51,16 @@ def test_results_enclose_every_combination(a: Interval, b: Interval, op: str) ->
 
 
 @given(intervals())
-def test_magnitudes_enclose_every_value(a: Interval) -> None:
+def test_magnitudes_enclose_every_value(a: EstimateInterval) -> None:
     found = a.magnitude(a)
     assert all(inside(abs(x), found) for x in points(a))
     assert found.value == abs(a.value)
 
 
 @given(intervals(), intervals(), st.sampled_from(["<=", "<", ">=", ">", "=="]))
-def test_a_verdict_agrees_with_every_combination(a: Interval, b: Interval, op: str) -> None:
+def test_a_verdict_agrees_with_every_combination(
+    a: EstimateInterval, b: EstimateInterval, op: str
+) -> None:
     outcome = compare(a, op, b)
     truths = {
         {"<=": x <= y, "<": x < y, ">=": x >= y, ">": x > y, "==": x == y}[op]
@@ -73,12 +77,12 @@ def test_a_verdict_agrees_with_every_combination(a: Interval, b: Interval, op: s
     ("op", "outcome"), [("<=", "held"), (">=", "held"), ("==", "held"), ("<", "violated")]
 )
 def test_equal_points_are_decided(op: str, outcome: str) -> None:
-    half = Interval.point(Fraction(1, 2))
+    half = EstimateInterval.point(Fraction(1, 2))
     assert compare(half, op, half) == outcome
 
 
 def test_unknown_operators_are_defects() -> None:
-    point = Interval.point(Fraction(1))
+    point = EstimateInterval.point(Fraction(1))
     with pytest.raises(ValueError, match="comparison"):
         compare(point, "!=", point)
     with pytest.raises(ValueError, match="operation"):
@@ -87,9 +91,11 @@ def test_unknown_operators_are_defects() -> None:
 
 def test_products_beyond_all_doubles_keep_open_ends() -> None:
     """A product of two values may be larger than any double; an end that is missing stays so."""
-    large = Interval.point(Fraction(10) ** 300)
+    large = EstimateInterval.point(Fraction(10) ** 300)
     product = large.combine("*", large)
     assert product.value == Fraction(10) ** 600
-    some = Interval(Fraction(1), Fraction(1), None)
-    assert product.combine("*", some) == Interval(product.value, product.value, None)
-    assert product.negate().combine("*", some) == Interval(-product.value, None, -product.value)
+    some = EstimateInterval(Fraction(1), Fraction(1), None)
+    assert product.combine("*", some) == EstimateInterval(product.value, product.value, None)
+    assert product.negate().combine("*", some) == EstimateInterval(
+        -product.value, None, -product.value
+    )

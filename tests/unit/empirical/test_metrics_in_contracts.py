@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
 )
-from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels import MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def term(lab: Lab, name: str) -> Term:
     return lab.statistic(kind, name, magnitude=metric.signed)
 
 
-def plan(*names: str, **changes: Any) -> Plan:
-    return replace(Plan(frozenset(names), 1.0, 0, False), **changes)
+def plan(*names: str, **changes: Any) -> MeasurementPlan:
+    return replace(MeasurementPlan(frozenset(names), 1.0, 0, False), **changes)
 
 
 @pytest.mark.sample(10)

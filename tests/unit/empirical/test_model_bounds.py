@@ -14,7 +14,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.empirical.bounds import model as model_bounds
-from kcdsl_backends.empirical.bounds.model import EFFORTS, AffineBound, Effort
+from kcdsl_backends.empirical.bounds.model import EFFORTS, AffineBound, PassEffort
 from kcdsl_backends.requests import Request
 from tests.support.attributions import pair_of, ref, small_model, some_requests
 
@@ -122,7 +122,7 @@ def test_the_last_effort_is_all_that_affine_forms_say() -> None:
 @pytest.mark.full
 def test_what_has_no_bound_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bound_of(ref(), ref(compute="float16"))
-    few = Effort("none at all", 2.0**20, 0.1)
+    few = PassEffort("none at all", 2.0**20, 0.1)
     monkeypatch.setattr(model_bounds, "EFFORTS", (few,))
     assert model.domains == ("none at all",)
     box = model.bound(some_requests(3)[2], 0)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.empirical.collection.kernels import REQUESTS, noise_floor
-from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels import MeasurementPlan
 from kcdsl_backends.requests import Request
 
-PLAN = Plan(frozenset({"kl", "logit_linf", "top1_overlap", "log_ratio"}), 1.0, 0, False)
+PLAN = MeasurementPlan(frozenset({"kl", "logit_linf", "top1_overlap", "log_ratio"}), 1.0, 0, False)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side
-from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assemble
+from kcdsl_backends.empirical.sources.rollouts.recording import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.rows import FORMATS, mapped, read_rows
 from tests.support import recordings
 
@@ -41,7 +41,7 @@ def rollouts() -> list[Rollout]:
 
 def read(
     path: Path, format: str = "rows", vocabulary: int | None = None, **columns: str
-) -> Recording:
+) -> RecordedRollouts:
     return assemble(
         read_rows(path, path.name), mapped(format, columns), format, RAW, RAW, vocabulary
     )

@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.table import checkpoint as journals
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
-from kcdsl_backends.empirical.table.evidence import Evidence, Run
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun
 from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import user_secret
 from tests.support.evidences import same
@@ -70,7 +70,7 @@ def read(path: Path, **options: Any) -> RunCheckpoint:
     return RunCheckpoint(path, tell=told.append, **options)
 
 
-def run(setting: KernelContext, path: Path, fresh: bool = False) -> tuple[Evidence, list[str]]:
+def run(setting: KernelContext, path: Path, fresh: bool = False) -> tuple[EvidenceTable, list[str]]:
     """Return the evidence that is gathered with a checkpoint, and what was told; then the process
     ends, and with it the lock."""
     told: list[str] = []
@@ -81,7 +81,7 @@ def run(setting: KernelContext, path: Path, fresh: bool = False) -> tuple[Eviden
         checkpoint.close()
 
 
-def anew(found: Evidence, whole: Evidence) -> Evidence:
+def anew(found: EvidenceTable, whole: EvidenceTable) -> EvidenceTable:
     """Return resumed evidence without what it says of that."""
     return replace(found, notes=whole.notes)
 
@@ -122,7 +122,7 @@ def test_nothing_is_run_twice_and_cross_checks_are_kept(
     first, _ = run(setting(), path)
     ran: list[str] = []
 
-    def counted(request: Request, *rest: Any) -> Run:
+    def counted(request: Request, *rest: Any) -> RequestRun:
         ran.append(request.key)
         return run_request(request, *rest)
 

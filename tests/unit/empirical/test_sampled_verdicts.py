@@ -26,7 +26,7 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.verdict.model import Held, Inconclusive, verdict_name
-from kcdsl_backends.empirical.decide.results import Case, decide_all, decide_clause
+from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all, decide_clause
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SliceData
@@ -255,12 +255,12 @@ def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
 # --- many clauses --------------------------------------------------------------------------------
 
 
-def _case(clause: Clause, data: SliceData) -> Case:
+def _case(clause: Clause, data: SliceData) -> DecisionCase:
     (obligation,) = obligations_of(clause, data.name)
-    return Case(obligation, data)
+    return DecisionCase(obligation, data)
 
 
-def _family(lab: Any, beyond: Sequence[int], n: int = 400) -> list[Case]:
+def _family(lab: Any, beyond: Sequence[int], n: int = 400) -> list[DecisionCase]:
     """One sampled clause of at most 5 % for each number of requests beyond."""
     cases = []
     for i, k in enumerate(beyond):
@@ -271,7 +271,7 @@ def _family(lab: Any, beyond: Sequence[int], n: int = 400) -> list[Case]:
     return cases
 
 
-def verdicts(lab: Any, cases: Sequence[Case], looks: int | None = 1) -> list[str]:
+def verdicts(lab: Any, cases: Sequence[DecisionCase], looks: int | None = 1) -> list[str]:
     rows, _ = decide_all(cases, lab.program(*(c.obligation.part for c in cases)), 0, looks)
     return [verdict_name(row.verdict) for row in rows]
 

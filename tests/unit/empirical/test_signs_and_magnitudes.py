@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
 from kcdsl_backends.empirical.decide.results import decide_clause
 from kcdsl_backends.empirical.statistics import bootstrap
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
-from kcdsl_backends.empirical.table.evidence import SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 
 FIXED = {name: replace(measure, noisy=False) for name, measure in MEASURES.items()}
 """Metrics of which a pinned file is a census, so that every clause is held or violated."""
@@ -82,7 +82,7 @@ _SIGNED = st.lists(
 
 def _slice(values: list[list[float]]) -> SliceData:
     units = [
-        Unit(f"r{i}", len(v), {"log_ratio": np.array(v), "kl": np.abs(np.array(v))})
+        SamplingUnit(f"r{i}", len(v), {"log_ratio": np.array(v), "kl": np.abs(np.array(v))})
         for i, v in enumerate(values)
     ]
     return SliceData("all", tuple(units), measures=FIXED)
@@ -145,7 +145,7 @@ def _alarms(lab: Any, formula: Compare, runs: int) -> float:
     generator, found = np.random.default_rng(3), 0
     for run in range(runs):
         noise = generator.normal(size=(40, 1)).tolist()
-        units = [Unit(str(i), 1, {"log_ratio": np.array(v)}) for i, v in enumerate(noise)]
+        units = [SamplingUnit(str(i), 1, {"log_ratio": np.array(v)}) for i, v in enumerate(noise)]
         data = SliceData("all", tuple(units))
         found += verdict(lab, formula, data, sample=True, seed=run) == "violated"
     return found / runs
@@ -168,7 +168,8 @@ def test_the_far_side_of_a_magnitude_keeps_its_level(lab: Any) -> None:
     rng = np.random.default_rng(4)
     values = (rng.normal(size=50) + 2).tolist()
     data = SliceData(
-        "all", tuple(Unit(str(i), 1, {"log_ratio": np.array([v])}) for i, v in enumerate(values))
+        "all",
+        tuple(SamplingUnit(str(i), 1, {"log_ratio": np.array([v])}) for i, v in enumerate(values)),
     )
     mean = lab.statistic("mean", "log_ratio")
     clause = lab.clause(Abs(mean), limit="5", evidence=EvidenceKind.SAMPLE)
@@ -186,7 +187,9 @@ def test_the_magnitude_of_a_paired_difference_errs_no_more_often(lab: Any) -> No
     generator, runs, found = np.random.default_rng(5), 400, 0
     for run in range(runs):
         rows = generator.normal(size=40)
-        units = tuple(Unit(str(i), 1, {"reward_delta": np.array([v])}) for i, v in enumerate(rows))
+        units = tuple(
+            SamplingUnit(str(i), 1, {"reward_delta": np.array([v])}) for i, v in enumerate(rows)
+        )
         data = SliceData("all", units, measures={**MEASURES, **RECORDED})
         estimate = slice_metric(Metric("reward_delta"), data, Settings(run, ONE_LOOK))
         assert estimate is not None

@@ -18,8 +18,8 @@ from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.backend import BACKEND
-from kcdsl_backends.empirical.collection.parallel import Recipe, Spread, run_piece, task_id
-from kcdsl_backends.empirical.table.evidence import Evidence, Run
+from kcdsl_backends.empirical.collection.parallel import ParallelPlan, Recipe, run_piece, task_id
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun
 
 _CONTRACT = """kcdsl: 1
 contract: spread
@@ -56,12 +56,12 @@ def _recipe(program: Program, folder: Path) -> Recipe:
     return Recipe(program, folder, "cpu", (), 0, torch.get_num_threads())
 
 
-def _evidence(program: Program, folder: Path, spread: Spread | None) -> Evidence:
+def _evidence(program: Program, folder: Path, spread: ParallelPlan | None) -> EvidenceTable:
     setting = BACKEND.prepare(program, folder, crosscheck=False)
     return BACKEND.gather(setting, lambda stage, done, total: None, None, spread)
 
 
-def _same(one: Run, other: Run) -> bool:
+def _same(one: RequestRun, other: RequestRun) -> bool:
     a, b = one.unit, other.unit
     return (
         (a.key, a.tokens, a.failure, one.seed, dict(one.digests))
@@ -72,26 +72,26 @@ def _same(one: Run, other: Run) -> bool:
 
 
 @pytest.fixture(scope="module")
-def alone(program: Program, folder: Path) -> Evidence:
+def alone(program: Program, folder: Path) -> EvidenceTable:
     return _evidence(program, folder, None)
 
 
-def _hold(found: Evidence, alone: Evidence) -> None:
+def _hold(found: EvidenceTable, alone: EvidenceTable) -> None:
     assert list(found.runs) == list(alone.runs)
     assert all(_same(found.runs[key], alone.runs[key]) for key in alone.runs)
     assert BACKEND.conclude(found) == BACKEND.conclude(alone)
 
 
 @pytest.mark.full
-def test_processes_give_the_same_bits(program: Program, folder: Path, alone: Evidence) -> None:
-    _hold(_evidence(program, folder, Spread(_recipe(program, folder), "processes", 2)), alone)
+def test_processes_give_the_same_bits(program: Program, folder: Path, alone: EvidenceTable) -> None:
+    _hold(_evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2)), alone)
 
 
 @pytest.mark.parametrize("threads", [None, "3"])
 def test_workers_have_the_fingerprints_of_this_process(
     program: Program,
     folder: Path,
-    alone: Evidence,
+    alone: EvidenceTable,
     monkeypatch: pytest.MonkeyPatch,
     threads: str | None,
 ) -> None:
@@ -100,13 +100,13 @@ def test_workers_have_the_fingerprints_of_this_process(
         monkeypatch.delenv(name)
         if threads:
             monkeypatch.setenv(name, threads)
-    found = _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
+    found = _evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2))
     assert all(_same(found.runs[key], alone.runs[key]) for key in alone.runs)
 
 
 @pytest.mark.slow
-def test_ray_gives_the_same_bits(program: Program, folder: Path, alone: Evidence) -> None:
-    _hold(_evidence(program, folder, Spread(_recipe(program, folder), "ray", 2)), alone)
+def test_ray_gives_the_same_bits(program: Program, folder: Path, alone: EvidenceTable) -> None:
+    _hold(_evidence(program, folder, ParallelPlan(_recipe(program, folder), "ray", 2)), alone)
 
 
 class _Pool:
@@ -131,16 +131,16 @@ class _Pool:
 
 def _with_pools(monkeypatch: pytest.MonkeyPatch, *pools: _Pool) -> None:
     left = list(pools)
-    monkeypatch.setattr(Spread, "_open", lambda self, pieces: left.pop(0))
+    monkeypatch.setattr(ParallelPlan, "_open", lambda self, pieces: left.pop(0))
 
 
 @pytest.mark.full
 def test_a_lost_piece_is_run_again(
-    program: Program, folder: Path, alone: Evidence, monkeypatch: pytest.MonkeyPatch
+    program: Program, folder: Path, alone: EvidenceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = _Pool({1}), _Pool(set())
     _with_pools(monkeypatch, first, second)
-    _hold(_evidence(program, folder, Spread(_recipe(program, folder), "processes", 2)), alone)
+    _hold(_evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2)), alone)
     assert (first.count, second.count) == (3, 1)
 
 
@@ -150,7 +150,7 @@ def test_a_piece_that_is_lost_twice_is_an_error(
 ) -> None:
     _with_pools(monkeypatch, _Pool({2}), _Pool({0}))
     with pytest.raises(Refusal, match="ended 2 times") as found:
-        _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
+        _evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2))
     assert str(found.value.diagnostics[0].code) == "KC684"
 
 
@@ -164,7 +164,7 @@ def test_an_incomplete_answer_is_an_error(
 
     _with_pools(monkeypatch, _Pool(set(), shorter))
     with pytest.raises(Refusal, match="answered for other requests"):
-        _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
+        _evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2))
 
 
 @pytest.mark.sample(1)
@@ -187,7 +187,7 @@ def test_a_worker_with_other_files_is_an_error(
         path.write_bytes(bytes(data))
     _with_pools(monkeypatch, _Pool(set()))
     with pytest.raises(Refusal, match=f"runs with other {part} than this process") as found:
-        _evidence(program, folder, Spread(_recipe(program, tmp_path), "processes", 2))
+        _evidence(program, folder, ParallelPlan(_recipe(program, tmp_path), "processes", 2))
     assert str(found.value.diagnostics[0].code) == "KC684"
 
 

@@ -32,7 +32,7 @@ from kcdsl.ir.terms import (
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.table import trace
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.rows import records
 from kcdsl_backends.empirical.table.trace import (
     Trace,
@@ -105,7 +105,7 @@ def replayed(found: Evaluation, write: Write) -> Trace:
 
 @pytest.mark.full
 @given(evidence=evidences())
-def test_any_evidence_comes_back_bit_for_bit(evidence: Evidence) -> None:
+def test_any_evidence_comes_back_bit_for_bit(evidence: EvidenceTable) -> None:
     data = trace_bytes(evidence, {"any": "report"})
     assert trace.is_intact(data)
     found = trace._read(data, "trace", "seal")
@@ -129,11 +129,11 @@ def test_nothing_in_evidence_is_left_out() -> None:
     held |= {"contract", "model", "kernels", "data", "environment", "prechecks", "crosschecks"}
     held |= {"certified", "bounding", "floor", "spoiled", "implied", "notes", "accepted"}
     held |= {"seed", "looks"}
-    assert {field.name for field in fields(Evidence)} == held
-    assert {field.name for field in fields(Unit)} == {
+    assert {field.name for field in fields(EvidenceTable)} == held
+    assert {field.name for field in fields(SamplingUnit)} == {
         "key", "tokens", "values", "failure", "problems"
     }  # fmt: skip
-    assert {field.name for field in fields(Run)} == {"unit", "seed", "digests", "nonfinite"}
+    assert {field.name for field in fields(RequestRun)} == {"unit", "seed", "digests", "nonfinite"}
     assert {field.name for field in fields(Timing)} == {"runs", "repeats", "peak_memory"}
 
 

@@ -66,12 +66,12 @@ def static_codes(v: Floats, s: np.float32, format: str, times: bool) -> Floats:
     return np.clip(np.rint(ratio), every[0], every[-1]).astype(np.float64)
 
 
-def checker_steps(activations: Any, x: Box, key: str = "w.weight") -> checked.Steps:
+def checker_steps(activations: Any, x: Box, key: str = "w.weight") -> checked.QuantizerSteps:
     kernel = parse_kernel(proofs.numerics("float32", "nearest", activations=activations), "kernel")
     return checked.steps(kernel, CheckedBox(x.lo.numpy(), x.hi.numpy()), key)
 
 
-def agree(x: Box, mine: Any, other: checked.Steps) -> None:
+def agree(x: Box, mine: Any, other: checked.QuantizerSteps) -> None:
     """Both programs find the same scales, codes and hulls, to the last bit of float32."""
     seen = CheckedBox(x.lo.numpy(), x.hi.numpy())
     mine_codes, other_codes = codes(x, mine), checked.codes(other, seen)

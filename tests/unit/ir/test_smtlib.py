@@ -18,7 +18,7 @@ from kcdsl.logic.smtlib import consistency, implication, text
 from kcdsl.logic.smtlib.assumptions import assumptions
 from kcdsl.logic.smtlib.script import claims_of
 from kcdsl.logic.smtlib.text import Symbols
-from kcdsl.logic.smtlib.theory import Quantity, Theory
+from kcdsl.logic.smtlib.theory import MeasuredTerm, Theory
 from tests.support import contracts as made
 from tests.support.semantics.store import Store
 
@@ -285,7 +285,7 @@ def test_the_orders_that_a_script_states_are_those_of_the_facts() -> None:
     symbols: dict[ir.Term, str] = {
         quantity.term: symbol
         for quantity, symbol in theory.constants.items()
-        if isinstance(quantity, Quantity)
+        if isinstance(quantity, MeasuredTerm)
     }
     for a, b in permutations(STATISTICS, 2):
         small, large = (symbols[store.term(term)] for term in (a, b))

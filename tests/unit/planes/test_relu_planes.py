@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.boxes import Box
-from kcdsl_backends.drift.linear.tape import Change, Functional, ReluPlanes, first_slopes
+from kcdsl_backends.drift.linear.tape import Functional, ReluChange, ReluPlanes, first_slopes
 
 COUNT = 64
 
 
-def polygons(rng: np.random.Generator, kind: str) -> tuple[Change, Tensor, Tensor]:
+def polygons(rng: np.random.Generator, kind: str) -> tuple[ReluChange, Tensor, Tensor]:
     """Return random polygons and, for each, points (n, D) inside of it [points, COUNT]."""
     n = rng.standard_normal((400, COUNT)) * rng.choice([0.1, 1.0, 3.0], COUNT)
     moved = rng.standard_normal((400, COUNT)) * rng.choice([1e-6, 0.1, 2.0], COUNT)
@@ -37,7 +37,7 @@ def polygons(rng: np.random.Generator, kind: str) -> tuple[Change, Tensor, Tenso
     def box(values: np.ndarray) -> Box:
         return Box(*(torch.from_numpy(v(values, axis=0)[None]) for v in (np.min, np.max)))
 
-    change = Change(box(n), box(moved), box(n + moved))
+    change = ReluChange(box(n), box(moved), box(n + moved))
     return change, torch.from_numpy(n), torch.from_numpy(moved)
 
 
@@ -79,7 +79,7 @@ def test_planes_touch_the_change(kind: str) -> None:
         assert bool((nearest <= 4 * step + 1e-9).all())
 
 
-def table(change: Change) -> tuple[Tensor, Tensor]:
+def table(change: ReluChange) -> tuple[Tensor, Tensor]:
     """Return the interval of the change by the case tables of ReluDiff and NeuroDiff."""
     low_n, high_n, dl, du = change.base.lo, change.base.hi, change.moved.lo, change.moved.hi
     first, last = change.result.lo, change.result.hi
@@ -110,7 +110,7 @@ def test_functionals_of_both_unknowns_are_bounded(kind: str, chosen: str) -> Non
     pair, n, moved = polygons(rng, kind)
     reference = n[:1]
     e = n - reference
-    own = Change(
+    own = ReluChange(
         Box.point(reference), Box(e.amin(0, keepdim=True), e.amax(0, keepdim=True)), pair.base
     )
     planes = ReluPlanes(0, reference, own, pair, first_slopes(own, pair))

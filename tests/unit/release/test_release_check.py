@@ -31,8 +31,8 @@ from kcdsl_certs.statement import (
     ProofReference,
     Verdict,
 )
-from kcdsl_certs.verification.evidence import Evidence as EvidenceFolder
-from kcdsl_certs.verification.proofs import Outcome
+from kcdsl_certs.verification.evidence import EvidenceFiles as EvidenceFolder
+from kcdsl_certs.verification.proofs import StepOutcome
 from kcdsl_certs.verification.report import STEPS, Combined, Report
 from kcdsl_certs.verification.report import Check as Step
 
@@ -94,7 +94,7 @@ def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -
 def test_assumptions_stand_before_the_verdict_of_what_is_accepted_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = tuple(Step(name, Outcome.OK) for name in STEPS)
+    done = tuple(Step(name, StepOutcome.OK) for name in STEPS)
     report = Report(done, assumptions=("rows are independent", "clear\x1b[2J\nvalid"))
     print_check(Combined((("a.cert.json", report),)))
     lines = capsys.readouterr().out.splitlines()
@@ -103,7 +103,7 @@ def test_assumptions_stand_before_the_verdict_of_what_is_accepted_alone(
         "assumed: clear\N{REPLACEMENT CHARACTER}[2J valid",
         "valid",
     ]
-    failed = replace(report, checks=(Step("bundle", Outcome.FAILED, "a/b"), *done[1:]))
+    failed = replace(report, checks=(Step("bundle", StepOutcome.FAILED, "a/b"), *done[1:]))
     print_check(Combined((("a.cert.json", failed),)))
     assert "assumed" not in capsys.readouterr().out
 

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from kcdsl.ir.terms import Arith, Budget, Clause, HasFields, Level
-from kcdsl.verdict.studies.difference import ClauseDifference, Extent, Relation, Status, together
+from kcdsl.verdict.studies.difference import (
+    ClauseDifference,
+    ClauseStatus,
+    Extent,
+    Relation,
+    together,
+)
 from kcdsl_backends.smt import BACKEND
 
 Build = Any
@@ -123,7 +129,7 @@ def test_a_removed_clause_that_others_imply_leaves_the_contract_as_it_is(build: 
     loose = upper(build, "B", build.p(99, "kl"), "2")
     found = compare(build, [strict, loose], [strict])["B"]
     assert (found.status, found.relation, found.implied_by) == (
-        Status.REMOVED, Relation.EQUAL, ("A",),
+        ClauseStatus.REMOVED, Relation.EQUAL, ("A",),
     )  # fmt: skip
     assert relation(build, [strict, loose], [strict]) is Relation.EQUAL
 

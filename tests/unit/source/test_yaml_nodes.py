@@ -21,7 +21,7 @@ from kcdsl.source.yaml_nodes import (
     Mapping,
     Node,
     Scalar,
-    Sequence,
+    SequenceNode,
     parse_yaml,
 )
 
@@ -150,7 +150,7 @@ def test_places_count_code_points_and_skip_a_byte_order_mark() -> None:
     assert isinstance(root, Mapping)
     assert (root.entries[0].key.span.start, root.entries[0].key.span.end) == (1, 3)
     items = root.get("k𝒳")
-    assert isinstance(items, Sequence)
+    assert isinstance(items, SequenceNode)
     assert (items.items[1].span.start, items.items[1].span.end) == (10, 11)
     assert (items.span.start, items.span.end) == (5, 12)
 

@@ -95,7 +95,7 @@ def as_lark_does(tree: Any) -> Any:
     )
 
 
-def as_ours(node: parser.Node | parser.Token) -> Any:
+def as_ours(node: parser.ParseNode | parser.Token) -> Any:
     """Return our tree in the same form."""
     if isinstance(node, parser.Token):
         return (node.type, node.text, node.start, node.end)

@@ -18,7 +18,7 @@ from kcdsl.verdict.html import page
 from kcdsl.verdict.model import InvalidEvidence, Violated
 from kcdsl.verdict.quantities import quantity
 from kcdsl.verdict.report import Report
-from kcdsl.verdict.result import Beside, Certified, Measured, NoiseFloor
+from kcdsl.verdict.result import Beside, Certified, MeasuredPercentiles, NoiseFloor
 from kcdsl.verdict.text.report import print_report, svg
 from tests.support.reports import ROW, VERDICTS, report, report_schema
 
@@ -153,7 +153,7 @@ def test_no_number_is_cut_short_on_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("NO_COLOR", "1")
     beside = Beside(
-        Measured(1.23e-10, 4.56e-10, 7.89e-10),
+        MeasuredPercentiles(1.23e-10, 4.56e-10, 7.89e-10),
         Certified(None, 1, 48, 0.000123, "there is no time left"),
         NoiseFloor(9.87e-11, 8),
     )

@@ -30,7 +30,7 @@ from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.state import ALONE, Entering, Kernels, Rows, StoredParameters
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_backends.drift.interval import Bounds, propagate
-from kcdsl_backends.drift.linear_bounds import Effort, Enough
+from kcdsl_backends.drift.linear_bounds import Enough, SlopeEffort
 from kcdsl_backends.drift.linear_bounds import LinearFound as Planes
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
 from kcdsl_backends.process import threads_for
@@ -183,7 +183,7 @@ class BlockProblem:
         )
 
     def planes(
-        self, centre: Tensor | None, radius: Tensor, effort: Effort, enough: Enough
+        self, centre: Tensor | None, radius: Tensor, effort: SlopeEffort, enough: Enough
     ) -> Planes:
         """Bound the block by planes on the difference graph; see `planes.propagate.drift`."""
         LINEAR_BOUNDS.refuse(self.graph.output, self.features)

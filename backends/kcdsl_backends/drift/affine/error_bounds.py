@@ -23,7 +23,7 @@ from kcdsl_backends.drift.affine.adjoint import (
     whole,
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.affine.tape import INPUT, Entry, Tape
+from kcdsl_backends.drift.affine.tape import INPUT, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
 
 ROUNDED = 2.0**-36
@@ -63,7 +63,7 @@ class _Gram:
         self.products += (columns / sizes.clamp_min(2.0**-900)) @ columns.T
         self.trace += float(sizes.sum())
 
-    def symbols(self, functional: Adjoint, entry: Entry) -> None:
+    def symbols(self, functional: Adjoint, entry: TapeEntry) -> None:
         """Take in what is known of an entry element by element."""
         if entry.apart is not None:
             self.add(functional, entry.apart.radius)
@@ -71,7 +71,7 @@ class _Gram:
         elif entry.radius is not None:
             self.add(functional, entry.radius)
 
-    def beside(self, functional: Adjoint, entry: Entry) -> None:
+    def beside(self, functional: Adjoint, entry: TapeEntry) -> None:
         """Take in what an entry adds, without its radius."""
         if entry.centre is not None:
             self.middle = self.middle + functional.against(entry.centre)
@@ -88,7 +88,7 @@ class _Gram:
         self.middle = self.middle + below.middle
         self.loose += below.loose
 
-    def floor(self, functional: Adjoint, entry: Entry) -> None:
+    def floor(self, functional: Adjoint, entry: TapeEntry) -> None:
         """Take in the error of an entry at which a pass stops: row by row."""
         self.loose += ROUNDED * functional.magnitude(entry.widest)
         for row, part in by_rows(functional):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.drift.affine.independent import Roundings
-from kcdsl_backends.drift.affine.tape import INPUT, Entry, Shared, SplitError, Tape
+from kcdsl_backends.drift.affine.tape import INPUT, Shared, SplitError, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, up
 from kcdsl_backends.drift.boxes.rounding import ONCE, Apart, Rounding, reads_twice
 from kcdsl_backends.drift.boxes.state import StoredParameters
@@ -62,7 +62,7 @@ def runs_of(needed: Tensor) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class StoredSpread:
     """How far what a kernel (0: training, 1: inference) stores of the parameters in a ball may be
     from what it stores of those of the checkpoint."""
 
@@ -132,7 +132,7 @@ class KernelRun:
     """Whether another block stored the input."""
     plain: int | None = None
     """The entry of the block input where it is not rounded: its errors are those of the region."""
-    spread: Spread | None = None
+    spread: StoredSpread | None = None
     """Of a region around the weights; None: the parameters are those of the checkpoint."""
     common: dict[str, Tensor] = field(default_factory=dict)
     """What operations with weights read in the first kernel that is run, at the centre: what both
@@ -208,7 +208,7 @@ class KernelRun:
             index = self.computed[name]
             entry, own = self.tape.entries[index], private.error_bound
             self.readings[key] = self.tape.add(
-                Entry(
+                TapeEntry(
                     name,
                     entry.reference,
                     (entry.error_bound + own) * SAFE,
@@ -237,7 +237,7 @@ class KernelRun:
     def moving(self, name: str, source: Node, reference: Tensor, radius: Tensor) -> None:
         """Append numbers of a parameter, which may be anywhere around those known."""
         own = (radius * SAFE).contiguous()
-        entry = Entry(name, reference, own, lambda a: [], None, own)
+        entry = TapeEntry(name, reference, own, lambda a: [], None, own)
         if self.spread is not None and self.spread.alike(source):
             entry = replace(entry, shared=Shared(own, torch.zeros_like(own)))
         self.computed[name] = self.tape.add(entry)
@@ -257,12 +257,12 @@ class KernelRun:
         """Return the node that produces an input."""
         return self.nodes[node.inputs[position]]
 
-    def entry(self, node: Node, position: int) -> tuple[int, Entry]:
+    def entry(self, node: Node, position: int) -> tuple[int, TapeEntry]:
         """Return the entry of an input, with its index; a known number gets one without errors."""
         operand = self.operand(node, position)
         index = operand.index
         if index is None:
-            known = Entry(
+            known = TapeEntry(
                 node.inputs[position], operand.reference, operand.error_bound, lambda a: []
             )
             index = self.tape.add(known)

@@ -19,12 +19,12 @@ from kcdsl_backends.drift.affine.kernel import KernelRun, Private
 from kcdsl_backends.drift.affine.tape import (
     VJP,
     Amplified,
-    Entry,
     Nonlinear,
     Remainder,
     Shared,
     SingleRow,
     SplitError,
+    TapeEntry,
 )
 from kcdsl_backends.drift.boxes import SAFE, Box, down, refuse_overflow, refuse_unbounded_sums, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, power_of_two
@@ -193,7 +193,7 @@ def _cut_off(size: Tensor, before: Tensor, form: Format, inner: Format) -> tuple
     return size, form if bool(finite.all()) else inner
 
 
-def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Entry:
+def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> TapeEntry:
     """Return the entry of a result before it is stored, with what stands in o."""
     error_bound = result.linear + internal
     if result.extra is not None:
@@ -201,7 +201,7 @@ def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Ent
     parts = None
     if run.tape.chance is not None:
         parts = result.roundings or Roundings.none(internal * SAFE)
-    return Entry(
+    return TapeEntry(
         node.name,
         result.reference,
         error_bound * SAFE,
@@ -250,7 +250,7 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
     return SplitError((radius + run.rounding.faint(form)) * SAFE, rest.nonlinear())
 
 
-def _tightened(run: KernelRun, entry: Entry) -> Entry:
+def _tightened(run: KernelRun, entry: TapeEntry) -> TapeEntry:
     """Return an entry that is not on the tape, its error bound from reverse passes."""
     place = run.tape.add(entry)
     everywhere = torch.ones_like(entry.error_bound[..., :1], dtype=torch.bool)
@@ -264,7 +264,7 @@ def stored_format(run: KernelRun, node: Node) -> Format:
     return run.rounding.format_for(node.role, node.op)
 
 
-def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None) -> Entry:
+def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | None) -> TapeEntry:
     """Cast by steps: where few grid points can be met, forget the error that came in."""
     size, casts = entry.reference.abs() + entry.error_bound, kernel.casts
     worst = (kernel.unit(form) * (size * SAFE)).clamp_min(kernel.faint(form)) * SAFE
@@ -301,7 +301,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
     def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         return vjp(adjoint.times(keep))
 
-    return Entry(
+    return TapeEntry(
         entry.name,
         reference,
         torch.where(stairs, gap, entry.error_bound + cast) * SAFE,
@@ -321,7 +321,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
     )
 
 
-def _signs(entry: Entry) -> Tensor:
+def _signs(entry: TapeEntry) -> Tensor:
     """Return the signs of a result before its cast where they are known, else 0."""
     positive, negative = (
         entry.reference - entry.error_bound >= 0,
@@ -330,7 +330,7 @@ def _signs(entry: Entry) -> Tensor:
     return positive.to(entry.error_bound.dtype) - negative.to(entry.error_bound.dtype)
 
 
-def halved(entry: Entry, most: Tensor) -> tuple[Tensor, Tensor]:
+def halved(entry: TapeEntry, most: Tensor) -> tuple[Tensor, Tensor]:
     """Return a reference for what is cut off toward zero by at most `most`, and the error around.
 
     Where the sign of a result is known it loses between nothing and `most`: half of it, give or

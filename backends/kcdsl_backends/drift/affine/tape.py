@@ -117,7 +117,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TapeEntry:
     """One line of the recurrence.
 
     `error_bound` bounds |e| element by element; `centre` and `radius` are None where they are zero.
@@ -147,7 +147,7 @@ class Entry:
     choices: Ends | None = None
     cases: Cases | None = None
     together: Together | None = None
-    before: Entry | None = None
+    before: TapeEntry | None = None
     roundings: Roundings | None = None
     apart: SplitError | None = None
     balance: Tensor | None = None
@@ -223,11 +223,11 @@ class Tape:
     """
 
     radius: Tensor
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TapeEntry] = field(default_factory=list)
     cut: int = INPUT
     chance: Chance | None = None
 
-    def add(self, entry: Entry) -> int:
+    def add(self, entry: TapeEntry) -> int:
         self.entries.append(entry)
         return len(self.entries) - 1
 
@@ -251,7 +251,7 @@ class Tape:
         index: int,
         adjoint: Adjoint,
         floor: int = INPUT,
-        formed: Entry | None = None,
+        formed: TapeEntry | None = None,
         *,
         shared: bool = False,
     ) -> Range:
@@ -268,7 +268,7 @@ class Tape:
         pending: dict[int, Adjoint],
         count: int,
         floor: int,
-        formed: Entry | None = None,
+        formed: TapeEntry | None = None,
         *,
         shared: bool,
     ) -> Range:

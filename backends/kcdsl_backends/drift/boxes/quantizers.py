@@ -18,7 +18,7 @@ from kcdsl.model.numerics.formats import (
     ScaleLayout,
 )
 from kcdsl_backends.drift.boxes import Box, NoBound, down, overflow, up
-from kcdsl_backends.drift.boxes.rounding import Rounding, Stored, power_of_two
+from kcdsl_backends.drift.boxes.rounding import Rounding, StoredResult, power_of_two
 
 SLACK = 2.0**-22
 """More than the relative roundings of a ratio and of a product together."""
@@ -412,7 +412,7 @@ def _binade(code: Tensor, form: Format) -> Tensor:
 
 def quantizer_steps(
     x: Box, error: Tensor, kernel: Rounding, weight: str = "", node: str = ""
-) -> Stored | None:
+) -> StoredResult | None:
     """Return the quantised values and their errors, each met with what `error` (Q) says.
 
     None where the kernel's quantiser is no known step function, as casts are free.
@@ -430,4 +430,4 @@ def quantizer_steps(
         torch.where(known, torch.minimum(hull.hi, wide.hi), wide.hi),
     )
     moved = (hull - x).meet(Box.around(error))
-    return Stored(hull, moved)
+    return StoredResult(hull, moved)

@@ -90,7 +90,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResult:
     """A stored result: where it lies, and where its error against the exact operation lies.
 
     `apart` bounds how far its readings may be from the one of which they are versions.
@@ -132,7 +132,7 @@ class Rounding:
         refuse_overflow(node, torch.stack(ends).abs(), form, ", a rounded scalar,")
         return min(float(end) for end in ends), max(float(end) for end in ends)
 
-    def cast(self, x: Box, held: Collection[str], form: Format, node: str) -> Stored | None:
+    def cast(self, x: Box, held: Collection[str], form: Format, node: str) -> StoredResult | None:
         """Return what storing numbers of some formats in another makes of them; None if nothing.
 
         Raises:
@@ -230,7 +230,7 @@ class Rounding:
         inner: Format,
         moved: Box | None = None,
         apart: Apart = None,
-    ) -> Stored:
+    ) -> StoredResult:
         """Store v = exact + m + e, |e| <= internal, m in `moved`, in a format.
 
         `inner` is the format in which v was formed; storing it in one at least as precise as that
@@ -254,8 +254,8 @@ class Rounding:
         refuse_overflow(node, value.mag(), format)
         found = error if moved is None else error + moved
         if self.free:
-            return Stored(value, found, added(apart, self.lost(before.mag(), format)))
-        return Stored(value, found)
+            return StoredResult(value, found, added(apart, self.lost(before.mag(), format)))
+        return StoredResult(value, found)
 
     def _freely(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
         if self.casts.toward_zero:

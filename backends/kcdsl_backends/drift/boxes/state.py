@@ -14,7 +14,7 @@ from kcdsl.model.graph import Node, weight_of
 from kcdsl.model.numerics import Numerics, held_formats
 from kcdsl.model.numerics.weights import linear_weight, plain_parameter, stored_constant
 from kcdsl_backends.drift.boxes import Box, NoBound, refuse_wide
-from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, Stored, added
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult, added
 from kcdsl_backends.drift.boxes.weight_ball import BallTensor, WeightBall, at_rows
 
 
@@ -93,7 +93,7 @@ def settle(
     return State(train, infer, drift, apart)
 
 
-def combine(node: str, exact_drift: Box, train: Stored, infer: Stored) -> State:
+def combine(node: str, exact_drift: Box, train: StoredResult, infer: StoredResult) -> State:
     """Return the state of a stored result: D = D_exact + R_infer - R_train."""
     drift = exact_drift + infer.error - train.error
     found = settle(node, train.value, infer.value, drift, (train.apart, infer.apart))
@@ -277,7 +277,7 @@ class Step:
         if found == [None, None]:
             return replace(x, errors=None)
         zero = torch.zeros_like(x.drift.lo)
-        unchanged = (Stored(own, Box(zero, zero)) for own in (x.train, x.infer))
+        unchanged = (StoredResult(own, Box(zero, zero)) for own in (x.train, x.infer))
         stored = [now or same for now, same in zip(found, unchanged, strict=True)]
         each = zip(stored, x.apart, strict=True)
         both = (replace(now, apart=added(now.apart, before)) for now, before in each)

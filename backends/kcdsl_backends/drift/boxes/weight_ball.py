@@ -43,7 +43,7 @@ _FLOAT32 = FORMATS["float32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredRange:
     """Where the stored value of every element lies, and where it lies minus the element itself."""
 
     value: Box
@@ -145,12 +145,12 @@ def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
     return tuple(way)
 
 
-def held_plain(w: Box, numerics: Numerics, name: str) -> Held:
+def held_plain(w: Box, numerics: Numerics, name: str) -> StoredRange:
     """Return what a kernel holds of a parameter other than a linear weight."""
-    return _rounded(w, Held(w, _zero(w)), FORMATS[numerics.compute], numerics.weights, name)
+    return _rounded(w, StoredRange(w, _zero(w)), FORMATS[numerics.compute], numerics.weights, name)
 
 
-def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
+def held_linear(w: Box, numerics: Numerics, name: str) -> StoredRange:
     """Return what a kernel holds of the weight [out, in] of a linear.
 
     Raises:
@@ -160,7 +160,7 @@ def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
     if stored.applied != "weights":
         raise NoBound(name, "there is no region around weights whose scales come after the sum")
     if stored.layout is None:
-        first = _rounded(w, Held(w, _zero(w)), FORMATS[stored.format], stored, name)
+        first = _rounded(w, StoredRange(w, _zero(w)), FORMATS[stored.format], stored, name)
         if _contains(FORMATS[numerics.compute], FORMATS[stored.format]):
             return first
         return _rounded(w, first, FORMATS[numerics.compute], stored, name)
@@ -182,7 +182,7 @@ def _contains(wide: Format, narrow: Format) -> bool:
     )
 
 
-def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> Held:
+def _rounded(w: Box, held: StoredRange, format: Format, stored: Weights, name: str) -> StoredRange:
     """Return numbers cast to a format; float32 numbers stay in one as precise.
 
     A cast toward zero may lose twice as much as one to nearest.
@@ -196,10 +196,10 @@ def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> 
     cast = casts.units * torch.maximum(
         up(format.unit_roundoff * before.mag()), torch.full_like(before.lo, format.underflow)
     )
-    return Held(value, (value - w).meet(held.error.widen(cast)))
+    return StoredRange(value, (value - w).meet(held.error.widen(cast)))
 
 
-def _scaled(w: Box, stored: Weights, name: str) -> Held:
+def _scaled(w: Box, stored: Weights, name: str) -> StoredRange:
     """Return codes times scales, both of which move with the weights."""
     form, layout = stored.codes, LAYOUTS[stored.scale]
     if not form.ball or layout.rule not in ("amax", "floor"):
@@ -217,7 +217,7 @@ def _scaled(w: Box, stored: Weights, name: str) -> Held:
     else:
         value = quantized_hull(w, known_steps(form, w, scales))
     value = value.meet(w.widen(off))
-    return Held(value, (value - w).meet(Box.around(off)))
+    return StoredRange(value, (value - w).meet(Box.around(off)))
 
 
 def _scale(amax: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:

@@ -219,7 +219,7 @@ def sum_up(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ReluChange:
     """Everywhere relu(n + D) - relu(n) can be: n in `base`, D in `moved`, n + D in `result`."""
 
     base: Box
@@ -272,9 +272,9 @@ class ReluPlanes:
 
     source: int
     reference: Tensor
-    own: Change
+    own: ReluChange
     """How the deviation changes: base h̃, moved e."""
-    pair: Change
+    pair: ReluChange
     """How the drift changes: base h̃ + e, moved D."""
     start: tuple[Tensor, ...]
 
@@ -324,7 +324,7 @@ class ReluPlanes:
 
 def _above(
     part: Adjoint,
-    change: Change,
+    change: ReluChange,
     low: tuple[Tensor, Tensor],
     high: tuple[Tensor, Tensor],
     reference: Tensor,
@@ -339,7 +339,7 @@ def _above(
         inner = at(part.window)
         return Box(box.lo[inner], box.hi[inner])
 
-    local = Change(widened(change.base), widened(change.moved), widened(change.result))
+    local = ReluChange(widened(change.base), widened(change.moved), widened(change.result))
     upper, lower = part.values.clamp_min(0), part.values.clamp_max(0)
     a_low, b_low, a_high, b_high = on(low[0]), on(low[1]), on(high[0]), on(high[1])
     c_low, error_low = local.heights(a_low, b_low, -1.0)
@@ -372,7 +372,7 @@ def in_single(slopes: Tensor) -> Tensor:
     return slopes.float().double()
 
 
-def plain_slopes(own: Change, pair: Change) -> tuple[Tensor, ...]:
+def plain_slopes(own: ReluChange, pair: ReluChange) -> tuple[Tensor, ...]:
     """Return the slopes of the sign that is more likely, which nobody has to name."""
     on = (own.result.lo + own.result.hi > 0).double()
     sides = pair.base.lo + pair.base.hi + pair.result.lo + pair.result.hi
@@ -380,7 +380,7 @@ def plain_slopes(own: Change, pair: Change) -> tuple[Tensor, ...]:
     return tuple(slope.unsqueeze(0) for slope in (on, on, zero, both, zero, both))
 
 
-def first_slopes(own: Change, pair: Change) -> tuple[Tensor, ...]:
+def first_slopes(own: ReluChange, pair: ReluChange) -> tuple[Tensor, ...]:
     """Return slopes that are good where nothing is known of the functionals.
 
     For every element the planes that pass nearest to the change in the middle of the box, in
@@ -412,7 +412,7 @@ def _chord(box: Box) -> Tensor:
 
 
 def _nearest(
-    change: Change, candidates: Sequence[tuple[Tensor, Tensor]], sign: float
+    change: ReluChange, candidates: Sequence[tuple[Tensor, Tensor]], sign: float
 ) -> tuple[Tensor, Tensor]:
     """Return, element by element, the slopes whose plane is nearest in the middle of the box."""
     n = change.base.lo / 2 + change.base.hi / 2

@@ -16,16 +16,16 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.error_bounds import tighten_error, weighted_norms
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Remainder
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Remainder, TapeEntry
 from kcdsl_backends.drift.boxes import EPS, SAFE, Box, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, times
 from kcdsl_backends.drift.boxes.state import State, Step, settle
 from kcdsl_backends.drift.linear import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import (
     LINEAR_PASS,
-    Change,
     Functional,
     LinearEntry,
+    ReluChange,
     ReluPlanes,
     Source,
     added_adjoints,
@@ -277,7 +277,7 @@ def affine_relu(run: KernelRun, node: Node) -> None:
     )
     reference = torch.where(open_ > 0, low / 2 + high / 2, x.reference.clamp_min(0))
     half = open_ * ((high - low) / 2 * SAFE + _OWN * high)
-    entry = Entry(
+    entry = TapeEntry(
         node.name,
         reference,
         torch.where(open_ > 0, half, slope * x.error_bound) * SAFE,
@@ -371,8 +371,8 @@ def linear_relu(run: LinearRun, node: Node) -> None:
     x, state = run.operand(node, 0), run.state(run.source(node, 0))
     after = run.state(node)
     reference = x.reference.clamp_min(0)
-    own = Change(Box.point(x.reference), x.deviation, state.train)
-    pair = Change(state.train, state.drift, state.infer)
+    own = ReluChange(Box.point(x.reference), x.deviation, state.train)
+    pair = ReluChange(state.train, state.drift, state.infer)
     planes = ReluPlanes(x.index, x.reference, own, pair, first_slopes(own, pair))
     boxes = (after.train - Box.point(reference), after.drift)
     entry = LinearEntry(node.name, reference, *boxes, lambda a: [], planes=planes)

@@ -14,7 +14,7 @@ from kcdsl.model.graph import Node, View
 from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, largest_eigenvalue, longest
 from kcdsl_backends.drift.affine.error_bounds import rows
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Nonlinear, SingleRow
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Nonlinear, SingleRow, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, gamma
 from kcdsl_backends.drift.linear import LinearRun
 from kcdsl_backends.drift.linear.tape import LinearEntry
@@ -125,7 +125,9 @@ def _outputs(place: Tensor, tokens: int, features: int) -> Tensor | None:
     return outputs[:, 0] if bool((place == row * features + outputs).all()) else None
 
 
-def places_after(entry: Entry | LinearEntry, moves: Sequence[Node], *, transposed: bool) -> Tensor:
+def places_after(
+    entry: TapeEntry | LinearEntry, moves: Sequence[Node], *, transposed: bool
+) -> Tensor:
     """Return which element of an entry stands where, after `moves`, the last of them first."""
     count = entry.reference.numel()
     place = torch.arange(count, device=entry.reference.device).reshape(entry.shape)

@@ -12,9 +12,9 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint, Row, largest_eigenvalue, longest
 from kcdsl_backends.drift.affine.error_bounds import norms, rows
 from kcdsl_backends.drift.affine.independent import Roundings, of_sums
-from kcdsl_backends.drift.affine.kernel import KernelRun, Spread
+from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Early, Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry, Shared, Tape
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Shared, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import (
     SAFE,
     Box,
@@ -26,7 +26,7 @@ from kcdsl_backends.drift.boxes import (
     up,
 )
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
-from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, Stored
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult
 from kcdsl_backends.drift.boxes.state import Parameter, State, Step
 from kcdsl_backends.drift.boxes.sums import (
     Sums,
@@ -83,13 +83,13 @@ def interval_linear(step: Step) -> State:
     )
 
 
-def _interval_quantized(x: Box, kernel: Rounding, node: str, weight: str) -> Stored | None:
+def _interval_quantized(x: Box, kernel: Rounding, node: str, weight: str) -> StoredResult | None:
     """Return a linear's input after its quantisation, and its error; None without it."""
     error = activation_error(x, kernel, node, weight)
     if error is None:
         return None
     known = quantizer_steps(x, error, kernel, weight, node)
-    return known or Stored(x.widen(error), Box.around(error))
+    return known or StoredResult(x.widen(error), Box.around(error))
 
 
 def _factors(weight: Parameter) -> tuple[Factor, Factor]:
@@ -215,7 +215,12 @@ def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor |
 
 
 def _shared(
-    run: KernelRun, spread: Spread, node: Node, x: Entry, weights: Tensor, bias: Tensor | None
+    run: KernelRun,
+    spread: StoredSpread,
+    node: Node,
+    x: TapeEntry,
+    weights: Tensor,
+    bias: Tensor | None,
 ) -> Shared | None:
     """Return what other weights make of x̂ in both kernels alike; None where they store in two ways.
 
@@ -236,7 +241,7 @@ def _shared(
     return Shared(size, away if bias is None else (away + bias) * SAFE)
 
 
-def _affine_quantized(run: KernelRun, node: Node) -> tuple[int, Entry]:
+def _affine_quantized(run: KernelRun, node: Node) -> tuple[int, TapeEntry]:
     """Return the input of a linear, as an entry of its own where it is quantised."""
     index, x = run.entry(node, 0)
     box = Box(x.reference - x.error_bound * SAFE, x.reference + x.error_bound * SAFE)
@@ -248,7 +253,7 @@ def _affine_quantized(run: KernelRun, node: Node) -> tuple[int, Entry]:
     if stairs is not None:
         return run.tape.add(stairs), stairs
     error_bound = (x.error_bound + error) * SAFE
-    quantised = Entry(
+    quantised = TapeEntry(
         f"{node.name}/input",
         x.reference,
         error_bound,

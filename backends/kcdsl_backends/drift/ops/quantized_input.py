@@ -16,7 +16,7 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint, at
 from kcdsl_backends.drift.affine.cases import Cases, Together
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import half_step
-from kcdsl_backends.drift.affine.tape import PASS, Entry
+from kcdsl_backends.drift.affine.tape import PASS, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, down, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.quantizers import (
     ROUNDING,
@@ -158,8 +158,8 @@ class _Scale:
 
 
 def quantise(
-    run: KernelRun, name: str, weight: str, index: int, x: Entry, error: Tensor
-) -> Entry | None:
+    run: KernelRun, name: str, weight: str, index: int, x: TapeEntry, error: Tensor
+) -> TapeEntry | None:
     """Return the entry of a quantised operand; None where nothing is known beside its error (Q).
 
     Args:
@@ -213,7 +213,7 @@ def quantise(
         added = _steps(each, middle, safe, rounding, stairs)
         rest = torch.where(stairs, gamma(own.numel() + PASS) * carried, error) * SAFE
         together = Together(Cases(added.lo, added.hi, x.cases.width), rest)
-    return Entry(
+    return TapeEntry(
         f"{name}/input", reference, error_bound, vjp, None, radius, kept=kept, together=together
     )
 
@@ -225,7 +225,7 @@ def _in_cases(cases: Cases, found: Codes, by: Quantizer) -> Codes:
     return Codes(low, torch.maximum(torch.minimum(each.high, found.high), found.low))
 
 
-def _widest_step(spec: Activations, found: Codes, by: Quantizer, x: Entry) -> Tensor:
+def _widest_step(spec: Activations, found: Codes, by: Quantizer, x: TapeEntry) -> Tensor:
     """Bound |x̂ - x|: half a step of the codes that are met, times the scale, and roundings.
 
     A scale of mx, a limited one and a zero point may cut numbers off, which then have the largest
@@ -315,7 +315,7 @@ class _Leader:
 
 
 def _leader(
-    least: Tensor, most: Tensor, x: Entry, layout: ScaleLayout, *, none: bool = False
+    least: Tensor, most: Tensor, x: TapeEntry, layout: ScaleLayout, *, none: bool = False
 ) -> _Leader:
     """Return what leads the rows: an element at least `least`, where no other exceeds it.
 
@@ -340,7 +340,7 @@ def _leader(
     return _Leader(value, error_bound, selector, certain | nothing)
 
 
-def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quantizer) -> _Scale:
+def _scale(run: KernelRun, name: str, index: int, x: TapeEntry, box: Box, by: Quantizer) -> _Scale:
     """Append the entry of the scales, where a group shares one that is not exactly known."""
     spec, around = run.rounding.numerics.activations, by.scale
     form, layout = spec.codes, spec.layout
@@ -385,5 +385,5 @@ def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quanti
     def vjp(a: Adjoint) -> Adjoints:
         return [(index, _given_back(a, selector, layout))]
 
-    place = run.tape.add(Entry(f"{name}/scale", reference, spread, vjp, None, radius))
+    place = run.tape.add(TapeEntry(f"{name}/scale", reference, spread, vjp, None, radius))
     return _Scale(_spread(reference, x.shape, layout), _spread(spread, x.shape, layout), place)

@@ -16,7 +16,7 @@ from kcdsl_backends.drift.affine.cases import SCORES, choices, split
 from kcdsl_backends.drift.affine.error_bounds import deviations
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Entry
+from kcdsl_backends.drift.affine.tape import PASS, Adjoints, TapeEntry
 from kcdsl_backends.drift.boxes import (
     EPS,
     SAFE,
@@ -283,7 +283,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.error_bound
     read = _columns(mask)
     first = run.tape.add(
-        Entry(
+        TapeEntry(
             f"{node.name}/numerator",
             torch.zeros_like(p),
             (numerator + radius) * SAFE,
@@ -319,7 +319,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
         return
     total = Box(torch.zeros_like(high), high)
     rounding = (_rounding(box, total, mask, run.rounding, again) + own) * SAFE
-    entry = Entry(node.name, p, (moved + rounding) * SAFE, project, None, rounding)
+    entry = TapeEntry(node.name, p, (moved + rounding) * SAFE, project, None, rounding)
     refuse_overflow(node.name, entry.size, stored_format(run, node))
     if node.name in run.several:
         run.keep(node, rounding)
@@ -356,7 +356,7 @@ def _balance(run: KernelRun, place: int, lost: Tensor) -> None:
         run.tape.entries[place] = replace(entry, balance=balance)
 
 
-def _mask(run: KernelRun, node: Node, scores: Entry) -> Tensor:
+def _mask(run: KernelRun, node: Node, scores: TapeEntry) -> Tensor:
     if len(node.inputs) < 2:
         return torch.ones(scores.shape, dtype=torch.bool, device=scores.reference.device)
     mask = run.parameters.mask(run.source(node, 1)).expand(scores.shape)
@@ -535,7 +535,7 @@ def _from_box(q: Tensor, moved: Tensor, around: Tensor, trust: Tensor) -> Tensor
     return (away * moved + high * (away * moved).sum(-1, keepdim=True)) * SAFE
 
 
-def _choose(run: KernelRun, place: int, scores: Entry, mask: Tensor, error: Tensor) -> None:
+def _choose(run: KernelRun, place: int, scores: TapeEntry, mask: Tensor, error: Tensor) -> None:
     """Note which probabilities there are in each case of the scores, where these are steps."""
     entry = run.tape.entries[place]
     if entry.ends is None:

@@ -17,10 +17,10 @@ from kcdsl_backends.drift.affine.cases import Cases, beyond
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import Adjoints, Entry
+from kcdsl_backends.drift.affine.tape import Adjoints, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, gamma, up
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
-from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, Stored
+from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult
 from kcdsl_backends.drift.boxes.state import State, Step, combine
 from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, zero_part
 from kcdsl_backends.drift.linear.tape import Functional, Source
@@ -130,7 +130,7 @@ def _append_moved(
         run.known[node.name] = change(x.reference)
         return
     index, shape, error_bound = x.index, tuple(x.reference.shape), change(x.error_bound).abs()
-    entry = Entry(
+    entry = TapeEntry(
         node.name,
         change(x.reference),
         error_bound,
@@ -198,7 +198,7 @@ def affine_concat(run: KernelRun, node: Node) -> None:
         return [(i, each) for i, each in found if i is not None and each is not None]
 
     error_bound = torch.cat([p.error_bound for p in parts], dim)
-    run.computed[node.name] = run.tape.add(Entry(node.name, reference, error_bound, vjp))
+    run.computed[node.name] = run.tape.add(TapeEntry(node.name, reference, error_bound, vjp))
     again = [run.again(node, i) for i in range(len(parts))]
     if any(each is not None for each in again):
         whole = [
@@ -310,7 +310,7 @@ def interval_cache(step: Step) -> State:
     ]
     drift = drift.meet(values[1] - values[0])
     for value, found, kernel in zip(values, codes, _both(step), strict=True):
-        same = Stored(value, Box(zero, zero))
+        same = StoredResult(value, Box(zero, zero))
         back = same if found is None else read_back(value, kernel, node)
         sides.append(replace(back, apart=None))  # one product reads it
     return combine(node.name, drift, *sides)
@@ -320,13 +320,13 @@ def _both(step: Step) -> tuple[Rounding, Rounding]:
     return step.kernels.train, step.kernels.infer
 
 
-def read_back(value: Box, kernel: Rounding, node: Node) -> Stored:
+def read_back(value: Box, kernel: Rounding, node: Node) -> StoredResult:
     """Return the values of codes in the format that a kernel reads them back in."""
     form = kernel.format_for(node.role, node.op)
     return kernel.store(value, torch.zeros_like(value.lo), form, node.name, kernel.inner(False))
 
 
-def coded(x: Box, node: Node, kernel: Rounding) -> Stored | None:
+def coded(x: Box, node: Node, kernel: Rounding) -> StoredResult | None:
     """Return the values of the codes of keys or values and their errors; None without a cache.
 
     Raises:
@@ -340,12 +340,12 @@ def coded(x: Box, node: Node, kernel: Rounding) -> Stored | None:
     error = activation_error(rows, inside, node.name, ANY)
     assert error is not None
     found = quantizer_steps(rows, error, inside, ANY, node.name)
-    found = found or Stored(rows.widen(error), Box.around(error))
+    found = found or StoredResult(rows.widen(error), Box.around(error))
 
     def back(box: Box) -> Box:
         return Box(*(replaced(end, node, kernel.numerics, x.lo) for end in (box.lo, box.hi)))
 
-    return Stored(back(found.value), back(found.error))
+    return StoredResult(back(found.value), back(found.error))
 
 
 def as_linears(numerics: Numerics, spec: Activations) -> Numerics:

@@ -18,13 +18,13 @@ from kcdsl.model.architecture import Model
 from kcdsl.verdict.studies.attribution import Attribution, Envelope, Layers
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.blocks import swap_layers
-from kcdsl_backends.empirical.attribution.document import Frame, assemble
+from kcdsl_backends.empirical.attribution.document import AttributionSubject, assemble
 from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
 from kcdsl_backends.empirical.attribution.hybrids import Batches, Pair
 from kcdsl_backends.empirical.attribution.measurement import (
     FAILURES,
-    Measured,
-    Subject,
+    AttributedMetric,
+    MeasuredCoalitions,
     failure_words,
     measure,
 )
@@ -42,9 +42,9 @@ from kcdsl_backends.empirical.metrics.measures import (
     STATE_FUNCTIONS,
 )
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels import Kernel, MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
-from kcdsl_backends.empirical.table.evidence import Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit
 from kcdsl_backends.process import prints_aside, threads_for
 from kcdsl_backends.requests import Request
 
@@ -112,7 +112,7 @@ def attribute(
         return load_kernel(ref, model, place, base)
 
     pair = Pair(program.train, program.infer, setting.train, setting.infer, model, load)
-    plan = Plan(
+    plan = MeasurementPlan(
         frozenset({name}),
         float(program.constants.temperature),
         seed,
@@ -122,10 +122,10 @@ def attribute(
     padding = model.built_in and not setting.encoder
     batches = Batches(batch, padding) if batch > 1 else None
     requests = tuple({r.key: r for rows in setting.slices.values() for r in rows}.values())
-    subject = Subject(pair, requests, plan, name, measure_.better, batches)
+    subject = AttributedMetric(pair, requests, plan, name, measure_.better, batches)
     with threads_for(_largest(model, requests)):
         found = measure(subject, progress)
-        frame = Frame(
+        frame = AttributionSubject(
             contract=setting.contract,
             kernels={"train": program.train.run, "infer": program.infer.run},
             slice=slice_name,
@@ -142,9 +142,9 @@ def attribute(
 
 
 def conclude(
-    subject: Subject,
-    frame: Frame,
-    measured: Measured,
+    subject: AttributedMetric,
+    frame: AttributionSubject,
+    measured: MeasuredCoalitions,
     *,
     bounds: bool,
     progress: Progress = lambda stage, done, total: None,
@@ -179,7 +179,7 @@ def _apart(run: str, side: str) -> Refusal:
 
 
 def _layers(
-    subject: Subject, statistic: Statistic, progress: Progress
+    subject: AttributedMetric, statistic: Statistic, progress: Progress
 ) -> tuple[Layers | None, str | None]:
     plan = subject.plan
     if subject.metric in STATE_FUNCTIONS:  # of a language model too the states are all that is read
@@ -194,7 +194,7 @@ def _layers(
 
 
 def _bounds(
-    subject: Subject, measured: Measured, progress: Progress
+    subject: AttributedMetric, measured: MeasuredCoalitions, progress: Progress
 ) -> tuple[tuple[Envelope, ...], str | None]:
     probed = chosen(subject.requests)[:BOUNDED]
     length = min(LENGTH, *(r.length for r in probed))
@@ -230,7 +230,7 @@ def _blocked(setting: KernelContext, requests: Sequence[Request], temperature: f
         {},
         setting.reference,
     )
-    units = [Unit(r.key, r.length) for r in requests]
+    units = [SamplingUnit(r.key, r.length) for r in requests]
     return blocking(run_prechecks(subject, units))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kcdsl.model.architecture import Model
 from kcdsl.verdict.studies.attribution import Layer, Layers, Mismatch
 from kcdsl_backends.empirical.attribution.envelopes import HEAD
-from kcdsl_backends.empirical.attribution.measurement import Subject, values_between
+from kcdsl_backends.empirical.attribution.measurement import AttributedMetric, values_between
 from kcdsl_backends.empirical.attribution.shapley import Array, Statistic, Table, column
 from kcdsl_backends.empirical.collection.context import Progress
 from kcdsl_backends.empirical.diagnoses.model import size
@@ -52,7 +52,7 @@ class _Seen:
 
 
 def swap_layers(
-    subject: Subject,
+    subject: AttributedMetric,
     statistic: Statistic = "mean",
     progress: Progress = lambda stage, done, total: None,
 ) -> Layers:
@@ -88,7 +88,7 @@ def swap_layers(
     )
 
 
-def _look(subject: Subject, swaps: Swapper, request: Request) -> _Seen:
+def _look(subject: AttributedMetric, swaps: Swapper, request: Request) -> _Seen:
     tokens = request.tokens
     plain = swaps.run(tokens, {})
     alone, floors, infer = {}, {}, {}
@@ -157,7 +157,7 @@ def _layer(
 
 
 def _first_mismatch(
-    subject: Subject, names: Sequence[str], seen: Sequence[_Seen]
+    subject: AttributedMetric, names: Sequence[str], seen: Sequence[_Seen]
 ) -> Mismatch | None:
     for name in names:
         for request, found in zip(subject.requests, seen, strict=True):
@@ -179,7 +179,7 @@ def _first_mismatch(
     return None
 
 
-def _values(subject: Subject, request: Request, train: Tensor, other: Tensor) -> Array:
+def _values(subject: AttributedMetric, request: Request, train: Tensor, other: Tensor) -> Array:
     (part,) = subject.parts
     return values_between(subject, request, {part: train}, {part: other})
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from kcdsl.verdict.studies.attribution import (
     Attribution,
-    Between,
     Candidate,
     Envelope,
-    Figure,
+    EstimatedNumber,
     Interaction,
+    IntermediateKernel,
     Layers,
     Method,
     Remedy,
@@ -25,10 +25,10 @@ from kcdsl.verdict.studies.attribution import (
 )
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.envelopes import HEAD
-from kcdsl_backends.empirical.attribution.measurement import Measured
+from kcdsl_backends.empirical.attribution.measurement import MeasuredCoalitions
 from kcdsl_backends.empirical.attribution.shapley import (
+    CoalitionColumn,
     Coefficients,
-    Column,
     Split,
     Statistic,
     Table,
@@ -39,11 +39,11 @@ from kcdsl_backends.empirical.attribution.shapley import (
     merged,
     split,
 )
-from kcdsl_backends.empirical.attribution.sources import Setting
+from kcdsl_backends.empirical.attribution.sources import SourceSetting
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class AttributionSubject:
     """The subject of the document: contract, kernels, slice, metric, seed."""
 
     contract: Mapping[str, str]
@@ -55,7 +55,7 @@ class Frame:
     better: str
     batch: int
     seed: int
-    settings: tuple[Setting, ...]
+    settings: tuple[SourceSetting, ...]
     blocked: str | None = None
     """A mistake of the set-up that makes every number meaningless; None where none was found."""
     notes: tuple[str, ...] = ()
@@ -67,8 +67,8 @@ class Frame:
 
 
 def assemble(
-    frame: Frame,
-    measured: Measured,
+    frame: AttributionSubject,
+    measured: MeasuredCoalitions,
     layers: Layers | None,
     bounds: Sequence[Envelope],
 ) -> Attribution:
@@ -81,7 +81,7 @@ def assemble(
     if players:
         total = figures["total"][""]
     else:
-        total = Figure(_value(frame, measured.infer) - values[0])
+        total = EstimatedNumber(_value(frame, measured.infer) - values[0])
     noise = 0.0 if measured.noise is None else _value(frame, measured.noise) - values[0]
     method: Method = "shapley" if shares.whole else "orders_that_run"
     between = sorted(measured.coalitions.items(), key=lambda item: (item[0].bit_count(), item[0]))
@@ -109,7 +109,8 @@ def assemble(
         terms=_terms(players, shares, figures),
         interactions=_interactions(players, figures),
         between=tuple(
-            Between(c.taken, values.get(mask), c.reason, c.simulated) for mask, c in between
+            IntermediateKernel(c.taken, values.get(mask), c.reason, c.simulated)
+            for mask, c in between
         ),
         layers=layers,
         envelopes=tuple(bounds),
@@ -120,10 +121,12 @@ def assemble(
     )
 
 
-Figures = Mapping[str, Mapping[str, Figure]]
+Figures = Mapping[str, Mapping[str, EstimatedNumber]]
 
 
-def _figures(frame: Frame, table: Table, players: Sequence[str], shares: Split) -> Figures:
+def _figures(
+    frame: AttributionSubject, table: Table, players: Sequence[str], shares: Split
+) -> Figures:
     """Return every number with its interval, by column and by name."""
     count, known = len(players), table.columns
     full = (1 << count) - 1
@@ -143,7 +146,9 @@ def _figures(frame: Frame, table: Table, players: Sequence[str], shares: Split) 
     found = intervals(table, {name: c for name, c in columns.items() if c}, frame.seed)
     if frame.blocked is None:
         return found
-    return {name: {key: Figure(k.value) for key, k in c.items()} for name, c in found.items()}
+    return {
+        name: {key: EstimatedNumber(k.value) for key, k in c.items()} for name, c in found.items()
+    }
 
 
 def _given(columns: Mapping[str, Coefficients | None]) -> dict[str, Coefficients]:
@@ -165,14 +170,14 @@ def _term_shares(players: Sequence[str], known: Mapping[int, Any]) -> dict[str, 
     }
 
 
-def _value(frame: Frame, found: Column) -> float:
+def _value(frame: AttributionSubject, found: CoalitionColumn) -> float:
     """Return the statistic of one column."""
     return Table(frame.statistic, frame.better, {0: found}).values()[0]
 
 
 def _status(
-    frame: Frame,
-    measured: Measured,
+    frame: AttributionSubject,
+    measured: MeasuredCoalitions,
     table: Table,
     shares: Split,
     found: Sequence[Source],
@@ -196,8 +201,8 @@ def _status(
 
 
 def _sources(
-    frame: Frame,
-    measured: Measured,
+    frame: AttributionSubject,
+    measured: MeasuredCoalitions,
     shares: Split,
     figures: Figures,
     bounds: _Bounds,
@@ -254,18 +259,20 @@ class _Bounds:
         return tuple(r.block for r in self.rows if r.source == source and r.can_explain is False)
 
 
-def _other_setting(name: str, frame: Frame, measured: Measured) -> Setting:
+def _other_setting(
+    name: str, frame: AttributionSubject, measured: MeasuredCoalitions
+) -> SourceSetting:
     if name == sources.BATCH:
         together = frame.batch > 1 and name in measured.players
-        return Setting(name, "alone", f"in batches of {frame.batch}" if together else "alone")
+        return SourceSetting(name, "alone", f"in batches of {frame.batch}" if together else "alone")
     differs = name in measured.players
-    return Setting(name, "its own experts", "other experts" if differs else "the same")
+    return SourceSetting(name, "its own experts", "other experts" if differs else "the same")
 
 
-def _unequal_to_nothing(setting: Setting, why: str | None) -> Source:
+def _unequal_to_nothing(setting: SourceSetting, why: str | None) -> Source:
     """Return a source that adds nothing: equal on both sides, exactly 0 and not run; or absent."""
     state: State = "equal" if why is None or "both sides" in why else "absent"
-    zero = Figure(0.0, 0.0, 0.0) if state == "equal" else None
+    zero = EstimatedNumber(0.0, 0.0, 0.0) if state == "equal" else None
     return Source(
         name=setting.source,
         term=sources.TERMS[setting.source],
@@ -280,7 +287,7 @@ def _unequal_to_nothing(setting: Setting, why: str | None) -> Source:
     )
 
 
-def _unrunnable(name: str, measured: Measured) -> str | None:
+def _unrunnable(name: str, measured: MeasuredCoalitions) -> str | None:
     """Return why a kernel with this source alone, or without it alone, does not run."""
     for coalition in measured.coalitions.values():
         inside = name in coalition.taken
@@ -445,7 +452,7 @@ def _evidence(source: Source, rows: Sequence[Envelope], of_metric: str) -> Itera
         yield source.reason
 
 
-def _figure_text(figure: Figure) -> str:
+def _figure_text(figure: EstimatedNumber) -> str:
     if figure.low is None or figure.high is None:
         return f"{figure.value:.3g}"
     return f"{figure.value:.3g} [{figure.low:.3g}, {figure.high:.3g}]"

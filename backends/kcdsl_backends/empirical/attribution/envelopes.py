@@ -40,10 +40,10 @@ from kcdsl.verdict.studies.attribution import Envelope
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify, compare_request
-from kcdsl_backends.empirical.bounds.requests import Box, logit_bounds
+from kcdsl_backends.empirical.bounds.requests import RequestBounds, logit_bounds
 from kcdsl_backends.empirical.collection.context import Progress
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
-from kcdsl_backends.empirical.sources.kernels import Blocks, block_drift
+from kcdsl_backends.empirical.sources.kernels import BlockProgram, block_drift
 from kcdsl_backends.empirical.table.evidence import Array
 from kcdsl_backends.requests import Request
 
@@ -76,7 +76,7 @@ def most_of(metric: str, temperature: Fraction) -> OfLogits:
     (docs/bound-chain.md); of a metric with two signs, for its size."""
 
     def most(limits: Array) -> float | None:
-        found = logit_bounds(Box(-limits, limits), temperature).get(metric)
+        found = logit_bounds(RequestBounds(-limits, limits), temperature).get(metric)
         return None if found is None or not np.isfinite(found).all() else float(found.max())
 
     return most
@@ -123,7 +123,7 @@ def envelopes(
     return tuple(found)
 
 
-def _alone(pair: Pair, source: str | None) -> tuple[Blocks | None, Numerics | None]:
+def _alone(pair: Pair, source: str | None) -> tuple[BlockProgram | None, Numerics | None]:
     """Return the kernel that has this source of infer (None: infer itself), and what it claims: no
     kernel where none computes so or it is simulated, no claim where that has no meaning."""
     if source is None:
@@ -142,7 +142,12 @@ def _alone(pair: Pair, source: str | None) -> tuple[Blocks | None, Numerics | No
 
 
 def _compare(
-    pair: Pair, name: str, request: Request, x: Tensor, kernel: Blocks | None, bound: CertifiedBound
+    pair: Pair,
+    name: str,
+    request: Request,
+    x: Tensor,
+    kernel: BlockProgram | None,
+    bound: CertifiedBound,
 ) -> Envelope:
     """Return what was measured of a block beside the bound of one source."""
     limits = np.asarray(bound.drift_bound, dtype=np.float64)

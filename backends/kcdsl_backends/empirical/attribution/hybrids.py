@@ -184,7 +184,7 @@ def run_all(kernel: Kernel, requests: Sequence[Request], manner: Manner) -> Iter
     """
     if manner.batches is None:
         for request in requests:
-            group = Group((request.length,), together=False)
+            group = RequestBatch((request.length,), together=False)
             outputs, choices = _call(kernel, [request], request.tokens, group, manner)
             yield Ran(request, outputs, choices[0])
         return
@@ -192,14 +192,14 @@ def run_all(kernel: Kernel, requests: Sequence[Request], manner: Manner) -> Iter
         rows = manner.batches.rows(members)
         lengths = tuple(r.length for r in members)
         filled = (*lengths, *[lengths[-1]] * (len(rows) - len(members)))
-        outputs, choices = _call(kernel, members, rows, Group(filled, together=True), manner)
+        outputs, choices = _call(kernel, members, rows, RequestBatch(filled, together=True), manner)
         for index, request in enumerate(members):
             own = {name: out[index, : request.length] for name, out in outputs.items()}
             yield Ran(request, own, choices[index])
 
 
 def _call(
-    kernel: Kernel, members: Sequence[Request], ids: Any, group: Group, manner: Manner
+    kernel: Kernel, members: Sequence[Request], ids: Any, group: RequestBatch, manner: Manner
 ) -> tuple[Outputs, tuple[Choices, ...]]:
     outputs: Outputs = {}
     choices: tuple[Choices, ...] = tuple(() for _ in group.lengths)
@@ -209,7 +209,7 @@ def _call(
         if manner.replayed is not None:
             known = [manner.replayed[r.key] for r in members]
             missing = len(group.lengths) - len(members)
-            replay = Replay(group, [*known, *[known[-1]] * missing])
+            replay = RouterReplay(group, [*known, *[known[-1]] * missing])
         with torch.no_grad(), recorder, replay if replay is not None else nullcontext():
             output = getattr(kernel, part)(ids)
         if replay is not None:
@@ -234,7 +234,7 @@ class Unreplayable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RequestBatch:
     """The rows of one call: the lengths of the requests, padded behind to the longest.
 
     `together` False: a call with one request and without a dimension for the batch.
@@ -257,7 +257,7 @@ class Group:
 class _Routers(TorchFunctionMode):
     """Sees every choice of experts, and returns what is to be chosen."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RequestBatch) -> None:
         super().__init__()
         self._group = group
 
@@ -279,7 +279,7 @@ class _Routers(TorchFunctionMode):
 class Recorder(_Routers):
     """Remembers the experts that every router chooses."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RequestBatch) -> None:
         super().__init__(group)
         self._seen: list[Tensor] = []
 
@@ -295,13 +295,13 @@ class Recorder(_Routers):
         )
 
 
-class Replay(_Routers):
+class RouterReplay(_Routers):
     """Gives every router the experts that were recorded; padding keeps its own.
 
     After the run, `finish` raises Unreplayable where routers were left over.
     """
 
-    def __init__(self, group: Group, recorded: Sequence[Choices]) -> None:
+    def __init__(self, group: RequestBatch, recorded: Sequence[Choices]) -> None:
         super().__init__(group)
         self._recorded = recorded
         self._next = 0

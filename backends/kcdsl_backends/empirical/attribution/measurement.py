@@ -22,9 +22,9 @@ from kcdsl_backends.empirical.attribution.hybrids import (
     hybrid,
     run_all,
 )
-from kcdsl_backends.empirical.attribution.shapley import Array, Column, column
+from kcdsl_backends.empirical.attribution.shapley import Array, CoalitionColumn, column
 from kcdsl_backends.empirical.collection.context import Progress
-from kcdsl_backends.empirical.sources.kernels import Plan, tensor_digest
+from kcdsl_backends.empirical.sources.kernels import MeasurementPlan, tensor_digest
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.requests import Request
 
@@ -35,7 +35,7 @@ HELD = 2**27
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class AttributedMetric:
     """A metric of two kernels over some requests, to be attributed.
 
     `batches` None: requests are run alone on both sides.
@@ -43,7 +43,7 @@ class Subject:
 
     pair: Pair
     requests: tuple[Request, ...]
-    plan: Plan
+    plan: MeasurementPlan
     metric: str
     better: str
     batches: Batches | None
@@ -60,13 +60,13 @@ class Coalition:
     """A hybrid: what it takes from infer, and its column or why it has none."""
 
     taken: tuple[str, ...]
-    column: Column | None
+    column: CoalitionColumn | None
     reason: str | None = None
     simulated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCoalitions:
     """The columns of all coalitions.
 
     `players` are the sources that differ, in the bits of the masks of `coalitions`; `missing` says
@@ -77,11 +77,11 @@ class Measured:
     players: tuple[str, ...]
     coalitions: Mapping[int, Coalition]
     missing: Mapping[str, str]
-    infer: Column
-    noise: Column | None
+    infer: CoalitionColumn
+    noise: CoalitionColumn | None
 
     @property
-    def columns(self) -> dict[int, Column]:
+    def columns(self) -> dict[int, CoalitionColumn]:
         """Return the columns of the coalitions that ran."""
         return {m: c.column for m, c in self.coalitions.items() if c.column is not None}
 
@@ -90,7 +90,7 @@ class Measured:
 class _Base:
     """The outputs of the training kernel, kept where they fit."""
 
-    subject: Subject
+    subject: AttributedMetric
     held: dict[str, Outputs] = field(default_factory=dict)
     choices: dict[str, Choices] = field(default_factory=dict)
     room: int = HELD
@@ -111,7 +111,9 @@ class _Base:
         return next(iter(again)).outputs
 
 
-def measure(subject: Subject, progress: Progress = lambda stage, done, total: None) -> Measured:
+def measure(
+    subject: AttributedMetric, progress: Progress = lambda stage, done, total: None
+) -> MeasuredCoalitions:
     """Run every coalition.
 
     Raises Refusal (KC690) where one of both kernels does not give finite numbers for a request:
@@ -162,10 +164,10 @@ def measure(subject: Subject, progress: Progress = lambda stage, done, total: No
         except FAILURES as error:
             coalitions[mask] = Coalition(taken, None, failure_words(error))
         progress("kernels between", done, len(todo))
-    return Measured(players, coalitions, missing, last, _noise(subject, base))
+    return MeasuredCoalitions(players, coalitions, missing, last, _noise(subject, base))
 
 
-def _usable_batches(subject: Subject) -> tuple[Batches | None, str | None]:
+def _usable_batches(subject: AttributedMetric) -> tuple[Batches | None, str | None]:
     """Return the batches if the inference kernel takes them, else the reason."""
     batches = subject.batches
     if batches is None:
@@ -179,8 +181,8 @@ def _usable_batches(subject: Subject) -> tuple[Batches | None, str | None]:
 
 
 def _infer(
-    subject: Subject, base: _Base, batches: Batches | None
-) -> tuple[dict[str, Choices], Column]:
+    subject: AttributedMetric, base: _Base, batches: Batches | None
+) -> tuple[dict[str, Choices], CoalitionColumn]:
     """Return the experts that infer chooses, and its column."""
     choices: dict[str, Choices] = {}
 
@@ -189,12 +191,14 @@ def _infer(
             choices[ran.request.key] = ran.choices
             yield ran
 
-    found: list[Column] = []
+    found: list[CoalitionColumn] = []
     _or_refuse("infer", lambda: found.append(_column(subject, base, runs())))
     return choices, found[0]
 
 
-def _why_no_routing(subject: Subject, base: _Base, chosen: Mapping[str, Choices]) -> str | None:
+def _why_no_routing(
+    subject: AttributedMetric, base: _Base, chosen: Mapping[str, Choices]
+) -> str | None:
     """Return why the choice of experts is no source; None where both sides choose others."""
     keys = [r.key for r in subject.requests]
     if not any(base.choices.values()):
@@ -204,7 +208,7 @@ def _why_no_routing(subject: Subject, base: _Base, chosen: Mapping[str, Choices]
     return None
 
 
-def _column(subject: Subject, base: _Base, runs: Iterable[Ran]) -> Column:
+def _column(subject: AttributedMetric, base: _Base, runs: Iterable[Ran]) -> CoalitionColumn:
     """Return the column of a kernel."""
     values = {
         ran.request.key: values_between(
@@ -215,7 +219,9 @@ def _column(subject: Subject, base: _Base, runs: Iterable[Ran]) -> Column:
     return column([values[r.key] for r in subject.requests], subject.better, subject.metric)
 
 
-def values_between(subject: Subject, request: Request, train: Outputs, other: Outputs) -> Array:
+def values_between(
+    subject: AttributedMetric, request: Request, train: Outputs, other: Outputs
+) -> Array:
     """Return the values of the metric for a request, of which both outputs are known.
 
     Raises ValueError where it has none.
@@ -233,7 +239,7 @@ def _no_block(request: Request, block: str) -> Tensor:
     raise ValueError(f"{block} of {request.key} is not measured")
 
 
-def _noise(subject: Subject, base: _Base) -> Column | None:
+def _noise(subject: AttributedMetric, base: _Base) -> CoalitionColumn | None:
     """Return the column of a second run of train; None where every bit is that of the first."""
     again = list(run_all(subject.pair.train, subject.requests, Manner(subject.parts)))
     same = all(

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.verdict.studies.attribution import Figure
+from kcdsl.verdict.studies.attribution import EstimatedNumber
 from kcdsl_backends.empirical.statistics.bootstrap import (
     FEWEST_CLUSTERS,
     clustered_ratio,
@@ -185,14 +185,14 @@ _BEYOND = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class CoalitionColumn:
     """One coalition by request: the sum of its token values, their number, the worst."""
 
     sums: Array
     counts: Array
     worst: Array
 
-    def equals(self, other: Column) -> bool:
+    def equals(self, other: CoalitionColumn) -> bool:
         """Say whether every request gave the same."""
         return all(
             np.array_equal(one, two)
@@ -204,7 +204,7 @@ class Column:
         )
 
 
-def column(values: Sequence[Array], better: str, what: str) -> Column:
+def column(values: Sequence[Array], better: str, what: str) -> CoalitionColumn:
     """Return the column of the token values of each request.
 
     Raises NotMeasurable for a request without values, and for one that is not finite.
@@ -213,7 +213,7 @@ def column(values: Sequence[Array], better: str, what: str) -> Column:
         raise NotMeasurable(f"{what}: there are no requests")
     arrays = [check_values(v, what) for v in values]
     least = min if better == "higher" else max
-    return Column(
+    return CoalitionColumn(
         np.array([math.fsum(a) for a in arrays]),
         np.array([float(a.size) for a in arrays]),
         np.array([float(least(a)) for a in arrays]),
@@ -227,7 +227,7 @@ class Table:
 
     statistic: Statistic
     better: str
-    columns: Mapping[int, Column]
+    columns: Mapping[int, CoalitionColumn]
 
     @property
     def requests(self) -> int:
@@ -238,7 +238,7 @@ class Table:
         """Return the value of each coalition; a mean is the correctly rounded sum over tokens."""
         return {mask: self._value(found) for mask, found in self.columns.items()}
 
-    def _value(self, found: Column) -> float:
+    def _value(self, found: CoalitionColumn) -> float:
         if self.statistic == "mean":
             return math.fsum(found.sums) / math.fsum(found.counts)
         sign = 1.0 if self.better == "lower" else -1.0
@@ -283,7 +283,7 @@ class Table:
                 parts[mask].append(self._drawn(found, drawn))
         return {mask: np.concatenate(found) for mask, found in parts.items()}
 
-    def _drawn(self, found: Column, drawn: NDArray[np.int64]) -> Array:
+    def _drawn(self, found: CoalitionColumn, drawn: NDArray[np.int64]) -> Array:
         if self.statistic == "mean":
             sums: Array = found.sums[drawn].sum(axis=1) / found.counts[drawn].sum(axis=1)
             return sums
@@ -295,19 +295,20 @@ class Table:
 
 def intervals(
     table: Table, columns: Mapping[str, Mapping[str, Coefficients]], seed: int
-) -> dict[str, dict[str, Figure]]:
+) -> dict[str, dict[str, EstimatedNumber]]:
     """Return what each set of coefficients makes of the table, column by column.
 
     The limits of one column, two of each number, share 5 % of error. A number that is 0 on every
     request, such as that of a source without any effect, has no width.
     """
     values = table.values()
-    found: dict[str, dict[str, Figure]] = {}
+    found: dict[str, dict[str, EstimatedNumber]] = {}
     for name, numbers in columns.items():
         share = ONE_LOOK.divided(2 * max(1, len(numbers)))
         limits = _limits(table, numbers, values, share, seed)
         found[name] = {
-            key: Figure(float(apply(own, values)), *limits[key]) for key, own in numbers.items()
+            key: EstimatedNumber(float(apply(own, values)), *limits[key])
+            for key, own in numbers.items()
         }
     return found
 

@@ -38,7 +38,7 @@ TERMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SourceSetting:
     """One source as it is on both sides, in words."""
 
     source: str
@@ -46,17 +46,17 @@ class Setting:
     infer: str
 
 
-def settings(train: KernelRef, infer: KernelRef) -> tuple[Setting, ...]:
+def settings(train: KernelRef, infer: KernelRef) -> tuple[SourceSetting, ...]:
     """Return what the kernels' own sources are on both sides, equal ones included.
 
     Raises Refusal (KC463) for numerics that cannot be resolved.
     """
     a, b = resolve(train), resolve(infer)
     return (
-        Setting(OPERATOR, train.run, infer.run),
-        Setting(PRECISION, _precision(a), _precision(b)),
-        Setting(WEIGHTS, _weights(a), _weights(b)),
-        Setting(ACTIVATIONS, _activations(a), _activations(b)),
+        SourceSetting(OPERATOR, train.run, infer.run),
+        SourceSetting(PRECISION, _precision(a), _precision(b)),
+        SourceSetting(WEIGHTS, _weights(a), _weights(b)),
+        SourceSetting(ACTIVATIONS, _activations(a), _activations(b)),
     )
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.verdict.report import CrossCheck
-from kcdsl_backends.empirical.sources.kernels import BlockInput, Blocks, block_drift
-from kcdsl_backends.empirical.table.evidence import Comparison
+from kcdsl_backends.empirical.sources.kernels import BlockInput, BlockProgram, block_drift
+from kcdsl_backends.empirical.table.evidence import BlockComparison
 from kcdsl_backends.requests import Request
 
 
@@ -39,11 +39,11 @@ Certify = Callable[[str, Tensor], CertifiedBound]
 def compare_request(
     request: Request,
     block: str,
-    train: Blocks,
-    infer: Blocks,
+    train: BlockProgram,
+    infer: BlockProgram,
     block_input: BlockInput,
     certify: Certify,
-) -> Comparison:
+) -> BlockComparison:
     """Compare one block on what enters it for one request.
 
     Raises Refusal (KC625) where any element of the measured drift is above its certified bound or
@@ -71,10 +71,10 @@ def compare_request(
             help="a kernel does not compute as its numerics claim, or the bound is wrong; "
             "correct the numerics of the kernels, or report the contract and the checkpoint",
         )
-    return Comparison(request.key, float(measured.max()), float(certified.bound_inf))
+    return BlockComparison(request.key, float(measured.max()), float(certified.bound_inf))
 
 
-def summarise(block: str, found: Sequence[Comparison]) -> CrossCheck:
+def summarise(block: str, found: Sequence[BlockComparison]) -> CrossCheck:
     """Summarise the comparisons of one block; the named request is the one with least room."""
     closest = min(found, key=lambda c: c.tightness if c.tightness is not None else np.inf)
     return CrossCheck(

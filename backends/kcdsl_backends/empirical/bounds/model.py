@@ -14,7 +14,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.boxes import NoBound, up
-from kcdsl_backends.empirical.bounds.requests import Box
+from kcdsl_backends.empirical.bounds.requests import RequestBounds
 from kcdsl_backends.process import threads_for
 from kcdsl_backends.requests import Request
 
@@ -25,7 +25,7 @@ _EMPTY = np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class PassEffort:
     """How many reverse passes are made: those that a remainder is worth to kernels that round to
     `grain` or coarser. `share` is about the time that it takes, of what all passes take."""
 
@@ -35,8 +35,8 @@ class Effort:
 
 
 EFFORTS = (
-    Effort("affine forms with fewer reverse passes", 2.0**-13, 0.4),
-    Effort("affine forms", 0.0, 1.0),
+    PassEffort("affine forms with fewer reverse passes", 2.0**-13, 0.4),
+    PassEffort("affine forms", 0.0, 1.0),
 )
 """Any reverse pass may be left out: it only lowers a bound that holds without it."""
 
@@ -74,7 +74,7 @@ class AffineBound:
         """Return the expected seconds: a pass back through all weights for every output."""
         return EFFORTS[domain].share * self._work * request.length**2 / _PER_SECOND
 
-    def bound(self, request: Request, domain: int) -> Box:
+    def bound(self, request: Request, domain: int) -> RequestBounds:
         """Return the bounds of infer - train for every output of the request."""
         try:
             problem = self.factory.problem(BLOCK, request.tokens)
@@ -86,11 +86,11 @@ class AffineBound:
                     problem.graph, *sides, None, radius, grain=EFFORTS[domain].grain
                 ).box()
         except NoBound as no:
-            return Box(_EMPTY, _EMPTY, str(no))
+            return RequestBounds(_EMPTY, _EMPTY, str(no))
         except Refusal as refused:
-            return Box(_EMPTY, _EMPTY, refused.diagnostics[0].message)
+            return RequestBounds(_EMPTY, _EMPTY, refused.diagnostics[0].message)
         wider = found.widen(up(found.mag() * (margin - 1.0)))
-        return Box(wider.lo.cpu().numpy(), wider.hi.cpu().numpy())
+        return RequestBounds(wider.lo.cpu().numpy(), wider.hi.cpu().numpy())
 
 
 def _in_words(run: str, numerics: Numerics) -> str:

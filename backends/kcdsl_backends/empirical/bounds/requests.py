@@ -22,7 +22,7 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.inequalities import excess
 from kcdsl.verdict.quantities import quantity, stated
-from kcdsl_backends.empirical.table.evidence import Array, Comparison, Run, Unit
+from kcdsl_backends.empirical.table.evidence import Array, BlockComparison, RequestRun, SamplingUnit
 from kcdsl_backends.empirical.table.requirements import norm_name
 from kcdsl_backends.requests import Request
 
@@ -36,19 +36,19 @@ fused pass, ten times."""
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class RequestBounds:
     """Bounds of infer - train, float64 of the shape of the outputs; or `reason`, why none."""
 
     low: Array
     high: Array
     reason: str | None = None
 
-    def meet(self, other: Box) -> Box:
+    def meet(self, other: RequestBounds) -> RequestBounds:
         """Return what both bounds leave. Raises AssertionError where that is nothing."""
         low, high = np.maximum(self.low, other.low), np.minimum(self.high, other.high)
         if not bool((low <= high).all()):
             raise AssertionError("two certified bounds of one drift exclude each other")
-        return Box(low, high)
+        return RequestBounds(low, high)
 
 
 class ModelBound(Protocol):
@@ -68,7 +68,7 @@ class ModelBound(Protocol):
         """Return the expected seconds of `bound`."""
         ...
 
-    def bound(self, request: Request, domain: int) -> Box:
+    def bound(self, request: Request, domain: int) -> RequestBounds:
         """Return the certified bounds of a request in one of the domains."""
         ...
 
@@ -81,7 +81,7 @@ class Certificates:
     """Every request has a unit: with values, or with the reason why there are none. `domains` says
     of every request that has values which is the sharpest domain that they come from."""
 
-    units: dict[str, Unit] = field(default_factory=dict)
+    units: dict[str, SamplingUnit] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
 
 
@@ -115,10 +115,10 @@ def certify(
         box = search.boxes.get(request.key)
         if box is None:
             why = search.reasons[request.key]
-            found.units[request.key] = Unit(request.key, request.length, failure=why)
+            found.units[request.key] = SamplingUnit(request.key, request.length, failure=why)
         else:
             values = state_bounds(box) if encoder else logit_bounds(box, temperature)
-            found.units[request.key] = Unit(request.key, request.length, values)
+            found.units[request.key] = SamplingUnit(request.key, request.length, values)
     return found
 
 
@@ -130,7 +130,7 @@ class _Search:
     clock: Clock
     ends: float
     seconds: float
-    boxes: dict[str, Box] = field(default_factory=dict)
+    boxes: dict[str, RequestBounds] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -159,13 +159,13 @@ class _Search:
         return took if slower is None else max(slower, took)
 
 
-def state_bounds(box: Box) -> dict[str, Array]:
+def state_bounds(box: RequestBounds) -> dict[str, Array]:
     """Return bounds of the drift of hidden states [T, D], one for each position."""
     size = np.maximum(np.abs(box.low), np.abs(box.high))
     return {"hidden_linf": size.max(axis=1), "hidden_l2": _length(size)}
 
 
-def logit_bounds(box: Box, temperature: Fraction) -> dict[str, Array]:
+def logit_bounds(box: RequestBounds, temperature: Fraction) -> dict[str, Array]:
     """Return bounds of every metric that the drift of the logits [T, V] bounds, one for each
     position. Each holds for every training policy, since none is read.
     """
@@ -228,7 +228,7 @@ def _up(value: float) -> float:
     return value * (1 + 2.0**-40)
 
 
-def agreement_bounds(margins: Array, unit: Unit) -> dict[str, Array]:
+def agreement_bounds(margins: Array, unit: SamplingUnit) -> dict[str, Array]:
     """Return bounds of what a change of the most likely token makes, one for each position.
 
     It cannot change where the margin of the training kernel exceeds the bound of the span.
@@ -242,7 +242,7 @@ def agreement_bounds(margins: Array, unit: Unit) -> dict[str, Array]:
     }
 
 
-def check_measured(key: str, measured: Mapping[str, Array], certified: Unit) -> None:
+def check_measured(key: str, measured: Mapping[str, Array], certified: SamplingUnit) -> None:
     """Refuse (KC625) where a measured value lies above its bound, or is not a number."""
     for name in sorted(measured.keys() & certified.values.keys()):
         limit, value = certified.values[name], measured[name]
@@ -280,15 +280,15 @@ def compared_name(block: str) -> str:
 def certified_units(
     model: ModelBound | None,
     requests: Sequence[Request],
-    runs: Mapping[str, Run],
-    comparisons: Mapping[str, Sequence[Comparison]],
+    runs: Mapping[str, RequestRun],
+    comparisons: Mapping[str, Sequence[BlockComparison]],
     *,
     seconds: float,
     temperature: Fraction,
     encoder: bool,
     progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Clock = time.monotonic,
-) -> tuple[dict[str, Unit], dict[str, Any]]:
+) -> tuple[dict[str, SamplingUnit], dict[str, Any]]:
     """Return the bounds of every request that ran, and of which numerics they speak.
 
     `model` bounds the whole model within `seconds`, None where that is not sought; `comparisons`
@@ -315,7 +315,7 @@ def certified_units(
         check_measured(key, measured, found[key])
     for block, compared in comparisons.items():
         for item in compared:
-            unit = found.setdefault(item.request, Unit(item.request, 0))
+            unit = found.setdefault(item.request, SamplingUnit(item.request, 0))
             values: dict[str, Array] = {
                 compared_name(block): np.array([item.measured, item.certified]),
                 norm_name(block, "inf"): np.array([item.certified]),

@@ -34,9 +34,9 @@ from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.table.evidence import (
     SUMMARY_METRICS,
     Array,
-    Evidence,
+    EvidenceTable,
+    SamplingUnit,
     SliceData,
-    Unit,
 )
 from kcdsl_backends.empirical.table.requirements import metrics_of, prompts_are_units
 
@@ -51,7 +51,7 @@ _RATIO = "log_ratio"
 
 
 def charts_of(
-    evidence: Evidence, data: Mapping[str, SliceData], results: Sequence[ClauseResult]
+    evidence: EvidenceTable, data: Mapping[str, SliceData], results: Sequence[ClauseResult]
 ) -> dict[str, Any]:
     """Return the data of the charts; empty where no request has values."""
     every = [evidence.runs[request.key].unit for request in evidence.requests]
@@ -76,11 +76,11 @@ def charts_of(
     }
 
 
-def _measured(unit: Unit) -> bool:
+def _measured(unit: SamplingUnit) -> bool:
     return unit.failure is None and bool(unit.values)
 
 
-def _pooled(evidence: Evidence, data: Mapping[str, SliceData]) -> str | None:
+def _pooled(evidence: EvidenceTable, data: Mapping[str, SliceData]) -> str | None:
     """Return the slice with most tokens where units of slices may share rollouts, else None."""
     if not prompts_are_units(evidence.program) or not data:
         return None
@@ -95,8 +95,8 @@ def _slices(data: Mapping[str, SliceData]) -> list[SliceData]:
 
 
 def _histograms(
-    usable: Sequence[Unit],
-    evidence: Evidence,
+    usable: Sequence[SamplingUnit],
+    evidence: EvidenceTable,
     data: Mapping[str, SliceData],
     results: Sequence[ClauseResult],
 ) -> list[dict[str, Any]]:
@@ -137,7 +137,9 @@ def _histograms(
 
 
 def _metrics(
-    usable: Sequence[Unit], evidence: Evidence, measures: Mapping[str, MetricDefinition]
+    usable: Sequence[SamplingUnit],
+    evidence: EvidenceTable,
+    measures: Mapping[str, MetricDefinition],
 ) -> list[str]:
     """Return what clauses ask for and the usual drifts, as far as requests have values of them."""
     usual = SUMMARY_METRICS[evidence.encoder]
@@ -148,7 +150,7 @@ def _metrics(
     return [n for n in there if n not in timed][:METRICS]
 
 
-def _worst(units: Sequence[Unit], name: str, higher: bool) -> Array:
+def _worst(units: Sequence[SamplingUnit], name: str, higher: bool) -> Array:
     values = [_sized(name, unit.values[name]) for unit in units if name in unit.values]
     worst = [float(v.min() if higher else v.max()) for v in values if v.size]
     return np.array(worst, dtype=np.float64)
@@ -199,7 +201,7 @@ def _disagreement(data: Mapping[str, SliceData], several: AbstractSet[str]) -> l
 
 
 def _drift_by(
-    usable: Sequence[Unit], evidence: Evidence, several: AbstractSet[str]
+    usable: Sequence[SamplingUnit], evidence: EvidenceTable, several: AbstractSet[str]
 ) -> list[dict[str, Any]]:
     there = {name for unit in usable for name in unit.values}
     names = [name for name in _BY[evidence.encoder] if name in there]
@@ -243,7 +245,7 @@ def _ranged(
     }
 
 
-def _flips(usable: Sequence[Unit]) -> list[dict[str, float | int]]:
+def _flips(usable: Sequence[SamplingUnit]) -> list[dict[str, float | int]]:
     both = [u for u in usable if {"margin", "top1_overlap"} <= u.values.keys()]
     if not both:
         return []
@@ -256,7 +258,7 @@ def _flips(usable: Sequence[Unit]) -> list[dict[str, float | int]]:
 # --- beside proofs, and remedies -----------------------------------------------------------------
 
 
-def _pairs(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
+def _pairs(usable: Sequence[SamplingUnit], evidence: EvidenceTable) -> list[dict[str, Any]]:
     """Return the worst measured and certified value of requests, by metric and by block."""
     found, measures = [], measures_of(evidence.program)
     for name in _CERTIFIED:
@@ -302,7 +304,7 @@ def _order(pair: tuple[str, float, float]) -> tuple[float, str]:
     return pair[1], pair[0]
 
 
-def _what_if(usable: Sequence[Unit], several: AbstractSet[str]) -> list[dict[str, Any]]:
+def _what_if(usable: Sequence[SamplingUnit], several: AbstractSet[str]) -> list[dict[str, Any]]:
     """Return what truncating, masking and vetoing would do to the sampled tokens.
 
     Vetoes reject whole texts, so they are left out where a unit has `several`.

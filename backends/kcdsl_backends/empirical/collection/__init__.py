@@ -15,7 +15,7 @@ from kcdsl_backends.empirical.collection.rollouts import RolloutSource
 from kcdsl_backends.empirical.collection.servers import ServerSource
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
-from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.requirements import split
 
 
@@ -24,7 +24,7 @@ def collect(
     progress: Progress = lambda stage, done, total: None,
     checkpoint: RunCheckpoint | None = None,
     spread: Workers | None = None,
-) -> Evidence:
+) -> EvidenceTable:
     """Fill the evidence table with what the clauses of a contract read on its slices.
 
     What `checkpoint` holds is not measured again; `spread` says where local kernels run requests.

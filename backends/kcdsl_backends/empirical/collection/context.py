@@ -17,8 +17,13 @@ from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.metrics.measures import STATE_FUNCTIONS, gradient_function
 from kcdsl_backends.empirical.metrics.user import UserFunction, measures_of
-from kcdsl_backends.empirical.sources.kernels import BlockInput, Kernel, Plan
-from kcdsl_backends.empirical.table.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence, Run
+from kcdsl_backends.empirical.sources.kernels import BlockInput, Kernel, MeasurementPlan
+from kcdsl_backends.empirical.table.evidence import (
+    CHART_METRICS,
+    SUMMARY_METRICS,
+    EvidenceTable,
+    RequestRun,
+)
 from kcdsl_backends.empirical.table.requirements import (
     GENERATED,
     PROOFS,
@@ -50,9 +55,9 @@ class Context:
 
     def evidence(
         self, slices: Mapping[str, Sequence[Request]], *, encoder: bool = False, **measured: Any
-    ) -> Evidence:
+    ) -> EvidenceTable:
         """Return the evidence of the requests of each slice; `measured` are further fields."""
-        return Evidence(
+        return EvidenceTable(
             program=self.program,
             requests=tuple({r.key: r for rows in slices.values() for r in rows}.values()),
             slices={name: tuple(r.key for r in rows) for name, rows in slices.items()},
@@ -74,9 +79,9 @@ class Workers(Protocol):
         self,
         requests: Sequence[Request],
         decided_by: Mapping[str, str],
-        arrived: Callable[[Request, Run], None],
+        arrived: Callable[[Request, RequestRun], None],
         imported: Callable[[Mapping[str, tuple[str, str]]], None],
-    ) -> dict[str, Run]:
+    ) -> dict[str, RequestRun]:
         """Return what every request gave, by its key."""
         ...
 
@@ -199,7 +204,7 @@ def _out_of_reach(name: str, context: KernelContext) -> tuple[str, str] | None:
     return None
 
 
-def plan_for(context: KernelContext, clauses: Sequence[Clause]) -> Plan:
+def plan_for(context: KernelContext, clauses: Sequence[Clause]) -> MeasurementPlan:
     """Return what to measure: what the clauses read, and the usual drifts of the summary."""
     metrics = {name for clause in clauses for name in metrics_of(clause.require)}
     metrics |= set(SUMMARY_METRICS[context.encoder])
@@ -215,7 +220,7 @@ def plan_for(context: KernelContext, clauses: Sequence[Clause]) -> Plan:
             float(constants.advantage_max), float(constants.score_norm_max)
         )
     norms = frozenset(pair for clause in clauses for pair in measured_norms(clause.require))
-    return Plan(
+    return MeasurementPlan(
         frozenset(metrics),
         float(constants.temperature),
         context.seed,

@@ -38,10 +38,16 @@ from kcdsl_backends.empirical.collection.recordings import (
 from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
 from kcdsl_backends.empirical.diagnoses.probes import regrouped
-from kcdsl_backends.empirical.sources.kernels import Kernel, Plan, timing
+from kcdsl_backends.empirical.sources.kernels import Kernel, MeasurementPlan, timing
 from kcdsl_backends.empirical.sources.kernels.run import compared, run_request
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
-from kcdsl_backends.empirical.table.evidence import Comparison, Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import (
+    BlockComparison,
+    EvidenceTable,
+    RequestRun,
+    SamplingUnit,
+    Timing,
+)
 from kcdsl_backends.empirical.table.requirements import (
     DEFAULT_BLOCK,
     block_place,
@@ -80,7 +86,7 @@ class KernelSource:
         """Refuse a clause whose metric the model or the constants cannot supply."""
         check_metrics(self.context, clauses)
 
-    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
+    def fill(self, clauses: Sequence[Clause], progress: Progress) -> EvidenceTable:
         """Run both kernels, compare with certified bounds, check, and time.
 
         Raises Refusal where a measured block drift lies above its certified bound.
@@ -125,14 +131,14 @@ class KernelSource:
             ),
         )
 
-    def _runs(self, plan: Plan, progress: Progress) -> dict[str, Run]:
+    def _runs(self, plan: MeasurementPlan, progress: Progress) -> dict[str, RequestRun]:
         context, checkpoint, requests = self.context, self.checkpoint, self.context.requests
         runs = {} if checkpoint is None else resume(checkpoint, context, plan, requests)
         done = len(runs)
         progress("both kernels", done, len(requests))
         code = OwnCode(context.artefacts, checkpoint)
 
-        def arrived(request: Request, run: Run) -> None:
+        def arrived(request: Request, run: RequestRun) -> None:
             nonlocal done
             code.keep()
             if checkpoint is not None:
@@ -153,7 +159,7 @@ class KernelSource:
 
     def _crosschecks(
         self, usable: Sequence[Request], progress: Progress
-    ) -> tuple[dict[str, list[Comparison]], tuple[str, ...]]:
+    ) -> tuple[dict[str, list[BlockComparison]], tuple[str, ...]]:
         context, checkpoint = self.context, self.checkpoint
         if context.certify is None:
             return {}, ("no certified bounds were available, so nothing was cross-checked",)
@@ -167,7 +173,7 @@ class KernelSource:
                 help=f"blocks: {', '.join(sorted(context.blocks))}",
                 span=block_place(program, absent[0]),
             )
-        checks: dict[str, list[Comparison]] = {}
+        checks: dict[str, list[BlockComparison]] = {}
         unbounded: list[str] = []
         for block in named if usable else ():
             if block not in context.blocks or block == "model":
@@ -214,8 +220,8 @@ class KernelSource:
 
 def prechecks_of(
     context: KernelContext,
-    runs: Mapping[str, Run],
-    plan: Plan,
+    runs: Mapping[str, RequestRun],
+    plan: MeasurementPlan,
     requests: Sequence[Request] | None = None,
 ) -> tuple[Precheck, ...]:
     """Return what the preconditions come to, on probes among the requests."""
@@ -246,9 +252,9 @@ _OF_FORMATS = frozenset({"ulp_max"})
 def noise_floor(
     train: Kernel,
     requests: Sequence[Request],
-    plan: Plan,
+    plan: MeasurementPlan,
     progress: Callable[[int, int], None],
-) -> dict[str, Unit]:
+) -> dict[str, SamplingUnit]:
     """Return the drift of the training kernel from itself, by request and metric.
 
     The values of a request are those of all its regroupings, one after the other. Requests that
@@ -257,7 +263,7 @@ def noise_floor(
     longest = sorted(requests, key=lambda r: (-r.length, r.key))[:REQUESTS]
     chosen = [request for request in longest if request.length >= 2]
     forward = train.hidden if plan.encoder else train.logits
-    found: dict[str, Unit] = {}
+    found: dict[str, SamplingUnit] = {}
     for done, request in enumerate(chosen if len(chosen) > 1 else (), 1):
         other = chosen[done % len(chosen)]
         moved = regrouped((request, other), forward, padding=not plan.encoder)
@@ -267,10 +273,12 @@ def noise_floor(
     return found
 
 
-def _unit(request: Request, alone: Tensor, others: Mapping[str, Tensor], plan: Plan) -> Unit:
+def _unit(
+    request: Request, alone: Tensor, others: Mapping[str, Tensor], plan: MeasurementPlan
+) -> SamplingUnit:
     part = replace(request, tokens=request.tokens[: alone.shape[0]])
     with torch.no_grad():
         parts = [compared(part, alone, rows, plan) for rows in others.values()]
     names = parts[0].keys() - _OF_FORMATS
     values = {name: np.concatenate([part[name] for part in parts]) for name in sorted(names)}
-    return Unit(request.key, part.length, values)
+    return SamplingUnit(request.key, part.length, values)

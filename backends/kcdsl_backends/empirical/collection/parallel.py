@@ -28,7 +28,7 @@ from kcdsl_backends.empirical.collection.context import KernelContext, plan_for
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.collection.resume import decisive
 from kcdsl_backends.empirical.sources.kernels.run import run_request
-from kcdsl_backends.empirical.table.evidence import Run
+from kcdsl_backends.empirical.table.evidence import RequestRun
 from kcdsl_backends.empirical.table.requirements import split
 from kcdsl_backends.executors import (
     Processes,
@@ -62,7 +62,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ParallelPlan:
     """Where requests are run: `engine` "processes" or "ray", with `jobs` workers (None, for ray:
     all cores)."""
 
@@ -74,9 +74,9 @@ class Spread:
         self,
         requests: Sequence[Request],
         decided_by: Mapping[str, str],
-        arrived: Callable[[Request, Run], None] = lambda request, run: None,
+        arrived: Callable[[Request, RequestRun], None] = lambda request, run: None,
         imported: Callable[[Code], None] = lambda code: None,
-    ) -> dict[str, Run]:
+    ) -> dict[str, RequestRun]:
         """Return what every request gave, by its key; `arrived` hears of each as it comes, and
         `imported` of the contract's own modules that its worker has imported by then.
 
@@ -86,7 +86,7 @@ class Spread:
         """
         data = pickle.dumps(self.recipe)
         waiting = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
-        found: dict[str, Run] = {}
+        found: dict[str, RequestRun] = {}
         for _ in range(ATTEMPTS if waiting else 0):
             pool, lost = self._open(len(waiting)), []
             try:
@@ -129,12 +129,12 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerResult:
     """What a piece gave: its name, and its runs with what decided them, or why the contract could
     not be loaded; and the own modules that its worker has imported."""
 
     task: str
-    runs: tuple[Run, ...] = ()
+    runs: tuple[RequestRun, ...] = ()
     decided_by: Mapping[str, str] = field(default_factory=dict)
     refusal: tuple[Diagnostic, ...] = ()
     code: Code = field(default_factory=dict)
@@ -146,8 +146,8 @@ def task_id(recipe: bytes, keys: Sequence[str]) -> str:
 
 
 def _checked(
-    answer: Answer, recipe: bytes, piece: Sequence[Request], decided_by: Mapping[str, str]
-) -> list[Run]:
+    answer: WorkerResult, recipe: bytes, piece: Sequence[Request], decided_by: Mapping[str, str]
+) -> list[RequestRun]:
     if answer.refusal:
         raise Refusal(answer.refusal)
     other = [name for name, part in decided_by.items() if answer.decided_by.get(name) != part]
@@ -169,7 +169,7 @@ def _checked(
 
 # --- in a worker ---------------------------------------------------------------------------------
 
-_LOADED: dict[str, tuple[Callable[[str], Run], Mapping[str, str], Artefacts]] = {}
+_LOADED: dict[str, tuple[Callable[[str], RequestRun], Mapping[str, str], Artefacts]] = {}
 
 
 @prints_aside
@@ -183,13 +183,13 @@ def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
         run, decided_by, files = _LOADED[name]
         runs = tuple(run(key) for key in keys)
         imported_code(files)
-        answer = Answer(task_id(recipe, keys), runs, decided_by, code=dict(files.code))
+        answer = WorkerResult(task_id(recipe, keys), runs, decided_by, code=dict(files.code))
     except Refusal as refusal:
-        answer = Answer(task_id(recipe, keys), refusal=refusal.diagnostics)
+        answer = WorkerResult(task_id(recipe, keys), refusal=refusal.diagnostics)
     return pickle.dumps(answer)
 
 
-def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str], Artefacts]:
+def _load(recipe: Recipe) -> tuple[Callable[[str], RequestRun], Mapping[str, str], Artefacts]:
     """Return the function that runs a request by its key, what decides what it gives, and the
     files that were read."""
     torch.set_num_threads(recipe.threads)
@@ -209,7 +209,7 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str], Arte
     plan = plan_for(context, clauses)
     requests = {request.key: request for request in context.requests}
 
-    def run(key: str) -> Run:
+    def run(key: str) -> RequestRun:
         return run_request(requests[key], context.train, context.infer, plan, context.block_input)
 
     return run, decisive(context, plan, tuple(requests.values())), files

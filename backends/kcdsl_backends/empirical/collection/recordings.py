@@ -29,8 +29,8 @@ from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics
-from kcdsl_backends.empirical.sources.rollouts.recording import Recording, assemble
-from kcdsl_backends.empirical.sources.rollouts.rows import Rows, mapped, read_rows
+from kcdsl_backends.empirical.sources.rollouts.recording import RecordedRollouts, assemble
+from kcdsl_backends.empirical.sources.rollouts.rows import FileRows, mapped, read_rows
 from kcdsl_backends.empirical.table.requirements import holds_logits
 from kcdsl_backends.requests import Request, RequestFile, requests_of, select
 
@@ -43,7 +43,7 @@ class RolloutContext(Context):
     scores the tokens, None where its log-probabilities are recorded too.
     """
 
-    recordings: Mapping[str, Recording]
+    recordings: Mapping[str, RecordedRollouts]
     rows: Mapping[str, tuple[Rollout, ...]]
     data_of: Mapping[str, str]
     train: Kernel | None
@@ -81,7 +81,7 @@ def stated_vocabulary(program: Program, base: Path | Artefacts) -> int | None:
 
 def load_recordings(
     program: Program, files: Artefacts, names: Sequence[str], vocabulary: int | None
-) -> dict[str, Recording]:
+) -> dict[str, RecordedRollouts]:
     """Read the recordings of a contract, by the names it gives them."""
     train, infer = program.train.recording, program.infer.recording
     assert infer is not None
@@ -107,7 +107,7 @@ def load_recordings(
     }
 
 
-def _rows(files: Artefacts, name: str) -> Rows:
+def _rows(files: Artefacts, name: str) -> FileRows:
     found = read_rows(files.find(name), name)
     files.record(name, found.sha256)
     return found
@@ -168,7 +168,7 @@ def prepare_recorded(
     )
 
 
-def _as_requests(found: Recording) -> RequestFile:
+def _as_requests(found: RecordedRollouts) -> RequestFile:
     """Return rows as requests, on which the predicates of slices are tested."""
     requests = tuple(
         Request(

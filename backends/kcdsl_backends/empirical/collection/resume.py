@@ -32,14 +32,14 @@ from kcdsl.model.own_code import compiled_files, imported_code
 from kcdsl.source.files import is_file
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.metrics.sampled import request_seed
-from kcdsl_backends.empirical.sources.kernels import Plan
+from kcdsl_backends.empirical.sources.kernels import MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.servers.kernel import (
     Answer,
     Continuation,
     ServerKernel,
     Silence,
-    Unusable,
+    UnusableReply,
     answer_of,
     differences,
     from_bytes,
@@ -47,13 +47,16 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
 )
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
-from kcdsl_backends.empirical.table.evidence import Run
+from kcdsl_backends.empirical.table.evidence import RequestRun
 from kcdsl_backends.requests import Request
 
 
 def resume(
-    checkpoint: RunCheckpoint, context: KernelContext, plan: Plan, requests: Sequence[Request]
-) -> dict[str, Run]:
+    checkpoint: RunCheckpoint,
+    context: KernelContext,
+    plan: MeasurementPlan,
+    requests: Sequence[Request],
+) -> dict[str, RequestRun]:
     """Open the run checkpoint; return what requests gave that need not be run again.
 
     Raises Refusal where the run checkpoint cannot be written.
@@ -119,7 +122,7 @@ def taken_over_code(checkpoint: RunCheckpoint, files: Artefacts | None) -> bool:
     return True
 
 
-def _outcome(run: Run) -> tuple[object, ...]:
+def _outcome(run: RequestRun) -> tuple[object, ...]:
     """Return everything that a run gave, so that equal outcomes are equal bits."""
     unit = run.unit
     return (
@@ -135,7 +138,7 @@ def _outcome(run: Run) -> tuple[object, ...]:
     )
 
 
-def key_of(context: KernelContext, plan: Plan, requests: Sequence[Request]) -> str:
+def key_of(context: KernelContext, plan: MeasurementPlan, requests: Sequence[Request]) -> str:
     """Return the digest of everything that decides what the requests and their checks give."""
     module, _, _ = (context.program.model.module or "").partition(":")
     return digest_of(
@@ -170,7 +173,9 @@ def sources(name: str) -> dict[str, str]:
 # --- decisive ------------------------------------------------------------------------------------
 
 
-def decisive(context: KernelContext, plan: Plan, requests: Sequence[Request]) -> dict[str, str]:
+def decisive(
+    context: KernelContext, plan: MeasurementPlan, requests: Sequence[Request]
+) -> dict[str, str]:
     """Return the digest of everything that decides what requests give, by the name of the part."""
     parts = {
         "contract": digest(context.program),
@@ -286,7 +291,7 @@ def _told(server: ServerKernel) -> bytes:
 
 def _witness(
     server: ServerKernel, requests: Sequence[Request], seed: int
-) -> Continuation | Unusable:
+) -> Continuation | UnusableReply:
     """Return what the server draws after the longest prompt, asked alone."""
     longest = max(requests, key=lambda request: request.length)
     answer = answer_of(server, longest.tokens, request_seed(seed, f"{_WITNESS} {longest.key}"))

@@ -19,11 +19,17 @@ from kcdsl_backends.empirical.collection.recordings import (
 )
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS, check_depths, check_needs
-from kcdsl_backends.empirical.sources.rollouts.prompts import Group, groups_of, run_of, score, timed
+from kcdsl_backends.empirical.sources.rollouts.prompts import (
+    PromptRollouts,
+    groups_of,
+    run_of,
+    score,
+    timed,
+)
 from kcdsl_backends.empirical.sources.rollouts.record import Policy, Rollout
 from kcdsl_backends.empirical.sources.rollouts.rows import mapped
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.requirements import PROOFS, metrics_of
 
 _TIMED = frozenset({"latency", "ttft", "tpot", "throughput", "kv_memory"})
@@ -49,7 +55,7 @@ class RolloutSource:
         user = [metric.name for metric in self.context.program.metrics]
         check_needs(_without_proofs(clauses), roles, columns, user)
 
-    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
+    def fill(self, clauses: Sequence[Clause], progress: Progress) -> EvidenceTable:
         """Score, diagnose and measure the rollouts of every prompt."""
         context, wanted = self.context, _without_proofs(clauses)
         rows, policies = _scored(context, progress)
@@ -115,7 +121,7 @@ def _scored(
 
 def _groups(
     context: RolloutContext, rows: Mapping[str, tuple[Rollout, ...]]
-) -> dict[str, tuple[Group, ...]]:
+) -> dict[str, tuple[PromptRollouts, ...]]:
     """Return the sampling units of each slice."""
     return {
         name: groups_of(
@@ -128,11 +134,11 @@ def _groups(
 
 
 def _runs(
-    distinct: Mapping[str, Group],
+    distinct: Mapping[str, PromptRollouts],
     metrics: set[str],
     context: RolloutContext,
     progress: Progress,
-) -> dict[str, Run]:
+) -> dict[str, RequestRun]:
     runs = {}
     for done, (key, group) in enumerate(distinct.items(), 1):
         runs[key] = run_of(group, metrics, context.seed)
@@ -145,7 +151,7 @@ def _timing(clauses: Sequence[Clause], groups: Any) -> Timing:
     read = {name for clause in clauses for name in metrics_of(clause.require)}
     if not read & {"latency", "ttft", "tpot", "throughput"}:
         return Timing()
-    runs: list[Unit] = []
+    runs: list[SamplingUnit] = []
     for group in groups:
         try:
             runs += timed(group)
@@ -162,7 +168,7 @@ def _timing(clauses: Sequence[Clause], groups: Any) -> Timing:
 def _prechecks(
     context: RolloutContext,
     rows: Mapping[str, tuple[Rollout, ...]],
-    groups: Mapping[str, tuple[Group, ...]],
+    groups: Mapping[str, tuple[PromptRollouts, ...]],
     metrics: set[str],
     policies: tuple[Policy, ...],
 ) -> tuple[Precheck, ...]:

@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.sources.kernels import Kernel, timing
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS
-from kcdsl_backends.empirical.sources.rollouts.prompts import Group, run_of, score
+from kcdsl_backends.empirical.sources.rollouts.prompts import PromptRollouts, run_of, score
 from kcdsl_backends.empirical.sources.rollouts.record import Policy, Rollout, Semantics, problem_of
 from kcdsl_backends.empirical.sources.servers.kernel import (
     Answer,
@@ -31,7 +31,7 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
     answer_of,
 )
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing, Unit
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
     is_runtime,
@@ -88,7 +88,7 @@ class ServerSource:
                 )
                 raise _beyond(clause, f"`{name}` of tier {tier}", why)
 
-    def fill(self, clauses: Sequence[Clause], progress: Progress) -> Evidence:
+    def fill(self, clauses: Sequence[Clause], progress: Progress) -> EvidenceTable:
         """Draw, score, measure, and time. Raises Refusal where the server is not reliable."""
         context, requests = self.context, self.context.requests
         metrics = SUMMARY | {name for clause in clauses for name in metrics_of(clause.require)}
@@ -214,13 +214,17 @@ def _joined(members: Sequence[Request]) -> Request:
     return replace(first, key=first.key + more, id=first.id + more, fields=shared)
 
 
-def _run(unit: _Unit, found: Gathered, metrics: frozenset[str], seed: int) -> Run:
+def _run(unit: _Unit, found: Gathered, metrics: frozenset[str], seed: int) -> RequestRun:
     request, alone = unit.request, len(unit.members) == 1
     own = request_seed(seed, request.key) if alone else seed
     failures = [found.failures[m.key] for m in unit.members if m.key in found.failures]
     if failures:
-        return Run(Unit(request.key, request.length, failure=failures[0]), own, {}, 0)
-    return run_of(Group(request, tuple(found.rollouts[m.key] for m in unit.members)), metrics, own)
+        return RequestRun(
+            SamplingUnit(request.key, request.length, failure=failures[0]), own, {}, 0
+        )
+    return run_of(
+        PromptRollouts(request, tuple(found.rollouts[m.key] for m in unit.members)), metrics, own
+    )
 
 
 def _timed_as(server: ServerKernel) -> str:

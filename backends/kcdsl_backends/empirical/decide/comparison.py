@@ -15,13 +15,13 @@ import numpy as np
 
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.terms import Abs, Arith, Clause, Metric, Norm, Number, Statistic, Term
-from kcdsl.verdict.result import Beside, Certified, ClauseResult, Measured, NoiseFloor
+from kcdsl.verdict.result import Beside, Certified, ClauseResult, MeasuredPercentiles, NoiseFloor
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.values import Side, worst_of_units
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.statistics.rates import quantile_rank
-from kcdsl_backends.empirical.table.evidence import Array, Evidence, SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, SamplingUnit, SliceData
 from kcdsl_backends.empirical.table.requirements import allowed_rate, main_comparison, norm_name
 
 FEWEST = 20
@@ -35,7 +35,7 @@ _UNBOUNDED = {False: np.inf, True: -np.inf}
 """What stands for a missing bound from above (False) and from below (True)."""
 
 
-def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: Evidence) -> Beside:
+def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: EvidenceTable) -> Beside:
     """Return what stands beside the result of a clause on a slice."""
     comparison = main_comparison(clause.require)
     narrow = narrowness(clause, row)
@@ -54,7 +54,7 @@ def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: Evidenc
     )
 
 
-def measured(term: Term, data: SliceData, side: Side) -> Measured | None:
+def measured(term: Term, data: SliceData, side: Side) -> MeasuredPercentiles | None:
     """Return percentiles of the requests; None where one of them has no finite value."""
     try:
         worst = np.sort(worst_of_units(term, data, side))
@@ -67,14 +67,14 @@ def measured(term: Term, data: SliceData, side: Side) -> Measured | None:
     p50, p99 = (
         float(worst[quantile_rank(worst.size, Fraction(percent, 100)) - 1]) for percent in (50, 99)
     )
-    return Measured(p50, p99, float(worst[-1]))
+    return MeasuredPercentiles(p50, p99, float(worst[-1]))
 
 
 # --- certified -----------------------------------------------------------------------------------
 
 
 def certified(
-    term: Term, names: Sequence[str], data: SliceData, side: Side, evidence: Evidence
+    term: Term, names: Sequence[str], data: SliceData, side: Side, evidence: EvidenceTable
 ) -> Certified | None:
     """Return the statistic of the certified bounds; None for what no drift of logits bounds."""
     bounded = [evidence.certified.get(unit.key) for unit in data.requests]
@@ -106,13 +106,13 @@ def certified(
     return Certified(value if finite else None, len(known), every, partial, reason, domains)
 
 
-def _is_bounded(unit: Unit, name: str) -> bool:
+def _is_bounded(unit: SamplingUnit, name: str) -> bool:
     """Say whether a request has finite bounds of a metric: an infinite one says nothing."""
     values = unit.values.get(name)
     return values is not None and bool(np.isfinite(values).all())
 
 
-def _domains(term: Term, keys: set[str], evidence: Evidence) -> tuple[str, ...]:
+def _domains(term: Term, keys: set[str], evidence: EvidenceTable) -> tuple[str, ...]:
     """Return by what the requests `keys` were bounded."""
     if any(isinstance(part, Norm) for part in subterms(term)):
         return (OF_BLOCKS,)
@@ -120,7 +120,7 @@ def _domains(term: Term, keys: set[str], evidence: Evidence) -> tuple[str, ...]:
     return tuple(words for words, own in by_domain.items() if not keys.isdisjoint(own))
 
 
-def _why(name: str, bounded: Sequence[Unit | None], evidence: Evidence) -> str:
+def _why(name: str, bounded: Sequence[SamplingUnit | None], evidence: EvidenceTable) -> str:
     stated = evidence.bounding.get("reason")
     units = [unit for unit in bounded if unit is not None]
     without = [unit for unit in units if unit.failure is not None]
@@ -135,7 +135,7 @@ def _why(name: str, bounded: Sequence[Unit | None], evidence: Evidence) -> str:
     return str(stated or f"no bound of {name} is known")
 
 
-def _of_whole_model(unit: Unit) -> bool:
+def _of_whole_model(unit: SamplingUnit) -> bool:
     return "logit_linf" in unit.values or "hidden_linf" in unit.values
 
 
@@ -143,7 +143,7 @@ def _of_whole_model(unit: Unit) -> bool:
 
 
 def floor(
-    term: Term, names: Sequence[str], side: Side, threshold: float | None, evidence: Evidence
+    term: Term, names: Sequence[str], side: Side, threshold: float | None, evidence: EvidenceTable
 ) -> NoiseFloor:
     """Return the statistic of the drift of the training kernel from itself."""
     units = [evidence.floor[r.key] for r in evidence.requests if r.key in evidence.floor]
@@ -234,7 +234,9 @@ def _statistic(
         if kind != "quantile":
             return float("inf") if side == "upper" else float("-inf")
         values = [{name: _finite(v) for name, v in unit.items()} for unit in values]
-    units = tuple(Unit(str(i), max(v.size for v in u.values()), u) for i, u in enumerate(values))
+    units = tuple(
+        SamplingUnit(str(i), max(v.size for v in u.values()), u) for i, u in enumerate(values)
+    )
     made = SliceData("", units) if data is None else replace(data, requests=units, reduced=None)
     try:
         found, _ = evaluate(term, made, side, _POINT)

@@ -35,7 +35,7 @@ from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import (
     Confidence,
     Estimate,
-    Interval,
+    EstimateInterval,
     NotMeasurable,
 )
 from kcdsl_backends.empirical.table.evidence import SliceData
@@ -45,14 +45,16 @@ _STORED = Fraction(1, 10**6)
 """How far a stored share may lie from the share itself, in steps: float32 rounds within it."""
 
 
-def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tuple[Interval, int]:
+def evaluate(
+    term: Term, data: SliceData, side: Side, settings: Settings
+) -> tuple[EstimateInterval, int]:
     """Return a term as an interval around its value, and the number of units behind it.
 
     Raises `NotMeasurable` where the values support no statement.
     """
     match term:
         case Number(value):
-            return Interval.point(value), 0
+            return EstimateInterval.point(value), 0
         case TableValue(name):
             raise NotMeasurable(f"table({name}) has a value in each of its buckets only")
         case Arith("+" | "-" as op, left, right):
@@ -70,10 +72,12 @@ def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tup
             found = _exactly(of, _statistic(kind, of, q, data, side, settings), data)
         case Metric() | Norm() | Abs():
             found = _exactly(term, _statistic("aggregate", term, None, data, side, settings), data)
-    return Interval.of(found), found.n
+    return EstimateInterval.of(found), found.n
 
 
-def _tails(term: Term, data: SliceData, settings: Settings) -> tuple[tuple[Interval, ...], int]:
+def _tails(
+    term: Term, data: SliceData, settings: Settings
+) -> tuple[tuple[EstimateInterval, ...], int]:
     """Return a term with either tail as the harmful one: the sign of a factor turns them around."""
     first, n = evaluate(term, data, "upper", settings)
     if not _takes_sides(term):
@@ -94,25 +98,27 @@ def _takes_sides(term: Term) -> bool:
             return isinstance(term, Metric | Norm | Abs)
 
 
-def _magnitude(of: Term, data: SliceData, side: Side, settings: Settings) -> tuple[Interval, int]:
+def _magnitude(
+    of: Term, data: SliceData, side: Side, settings: Settings
+) -> tuple[EstimateInterval, int]:
     """Return |term| of a term of statistics; the limit at 0 of two one-sided tests each at half the
     error, since chance may lead away from 0 on either side."""
     tails, n = _tails(of, data, settings)
     surer, _ = _tails(of, data, settings.halved())
     found = [a.magnitude(b) for a, b in zip(tails, surer, strict=True)]
     if side == "lower" and len({a.value > 0 for a in tails}) > 1:  # 0 lies between both
-        found.append(Interval.point(Fraction(0)))
+        found.append(EstimateInterval.point(Fraction(0)))
     return _worst(found, side), n
 
 
-def _worst(found: Sequence[Interval], side: Side) -> Interval:
+def _worst(found: Sequence[EstimateInterval], side: Side) -> EstimateInterval:
     """Return the largest of several readings of a number where "upper" is the harmful side, else
     the smallest."""
     if side == "lower":
         return _worst([one.negate() for one in found], "upper").negate()
     lows = [one.low for one in found if one.low is not None]
     highs = [one.high for one in found if one.high is not None]
-    return Interval(
+    return EstimateInterval(
         max(one.value for one in found),
         max(lows, default=None),
         max(highs) if len(highs) == len(found) else None,
@@ -307,7 +313,7 @@ def _magnitude_of_mean(name: str, data: SliceData, settings: Settings) -> Estima
         )
 
     mean = mean_at(settings)
-    limits = Interval.of(mean).magnitude(Interval.of(mean_at(settings.halved())))
+    limits = EstimateInterval.of(mean).magnitude(EstimateInterval.of(mean_at(settings.halved())))
     return replace(
         mean,
         value=abs(mean.value),

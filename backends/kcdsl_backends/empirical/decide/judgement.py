@@ -40,13 +40,13 @@ from kcdsl_backends.empirical.decide.values import (
 from kcdsl_backends.empirical.statistics import rates
 from kcdsl_backends.empirical.statistics.estimates import (
     Confidence,
+    EstimateInterval,
     Exceedance,
-    Interval,
     NotMeasurable,
     Outcome,
     compare,
 )
-from kcdsl_backends.empirical.table.evidence import Reduced, SliceData, Unit
+from kcdsl_backends.empirical.table.evidence import Reduced, SamplingUnit, SliceData
 from kcdsl_backends.empirical.table.requirements import (
     NO_WINDOW_HAS,
     main_comparison,
@@ -97,7 +97,9 @@ class Judge:
                 raise NotMeasurable("no_flip speaks of every admissible run")
         raise NotMeasurable(f"the formula {formula} has no meaning for measured values")
 
-    def sides(self, formula: Compare, negated: bool = False) -> tuple[Interval, Interval, int]:
+    def sides(
+        self, formula: Compare, negated: bool = False
+    ) -> tuple[EstimateInterval, EstimateInterval, int]:
         """Return both sides of a comparison, and the number of units behind them."""
         harmful: Side = "lower" if (formula.op in (">=", ">")) != negated else "upper"
         opposite: Side = "upper" if harmful == "lower" else "lower"
@@ -123,7 +125,7 @@ class Judge:
         settled: Outcome = "violated" if quantifier == "forall" else "held"
         return found if not self.sample or found == settled else "unknown"
 
-    def on(self, *units: Unit, runs: bool = False, records: _Records = ()) -> Judge:
+    def on(self, *units: SamplingUnit, runs: bool = False, records: _Records = ()) -> Judge:
         """Return the judge of some units alone, with their trace records: exact values, no
         limits."""
         requests, timed = ((), units) if runs else (units, ())
@@ -173,7 +175,7 @@ class Counted:
     """The units that a clause counts, and which of them are beyond its threshold."""
 
     of: str
-    groups: tuple[tuple[Unit, ...], ...]
+    groups: tuple[tuple[SamplingUnit, ...], ...]
     beyond: tuple[bool, ...]
 
     def exceedance(self, confidence: Confidence) -> Exceedance:
@@ -310,7 +312,7 @@ def _inner(comparison: Compare) -> Term:
     return side.of if isinstance(side, Statistic) else side
 
 
-def _worst_unit(term: Term, op: str, units: list[Unit]) -> dict[str, Any]:
+def _worst_unit(term: Term, op: str, units: list[SamplingUnit]) -> dict[str, Any]:
     try:
         values = unit_values(term, units, {})
     except NotMeasurable:

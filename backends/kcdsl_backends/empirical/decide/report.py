@@ -22,12 +22,12 @@ from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.series import mean
 from kcdsl_backends.empirical.decide.comparison import beside
-from kcdsl_backends.empirical.decide.results import Case, decide_all
+from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.diagnoses.model import blocking
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE
 from kcdsl_backends.empirical.statistics.rates import quantile_rank
-from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, Evidence, SliceData
+from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, EvidenceTable, SliceData
 from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
     metrics_of,
@@ -38,7 +38,7 @@ from kcdsl_backends.empirical.table.requirements import (
 from kcdsl_backends.empirical.table.rows import records
 
 
-def conclude(evidence: Evidence) -> Report:
+def conclude(evidence: EvidenceTable) -> Report:
     """Decide every clause that the evidence can decide, and report it.
 
     Raises Refusal where the contract has no such clause.
@@ -50,7 +50,7 @@ def conclude(evidence: Evidence) -> Report:
     return build_report(evidence, data, results, {**deferred, **demoted}, statistics)
 
 
-def slice_data(evidence: Evidence) -> dict[str, SliceData]:
+def slice_data(evidence: EvidenceTable) -> dict[str, SliceData]:
     """Return what was measured, slice by slice."""
     written, measures = records(evidence), measures_of(evidence.program)
     return {
@@ -62,7 +62,7 @@ def slice_data(evidence: Evidence) -> dict[str, SliceData]:
 def _on_slice(
     name: str,
     keys: Sequence[str],
-    evidence: Evidence,
+    evidence: EvidenceTable,
     written: Mapping[str, Mapping[str, Any]],
     measures: Mapping[str, MetricDefinition],
 ) -> SliceData:
@@ -81,13 +81,13 @@ def _on_slice(
 
 
 def decide(
-    evidence: Evidence,
+    evidence: EvidenceTable,
     program: Program,
     clauses: Sequence[Clause],
     data: Mapping[str, SliceData],
 ) -> tuple[tuple[ClauseResult, ...], dict[str, str], Statistics]:
     """Decide every clause; one that demands a proof is only reported where it is violated."""
-    cases: list[Case] = []
+    cases: list[DecisionCase] = []
     measures = measures_of(program)
     blocked = [
         None
@@ -97,7 +97,7 @@ def decide(
     ]
     for clause, why in zip(clauses, blocked, strict=True):
         cases += [
-            Case(obligation, data[name], why or evidence.spoiled.get(name))
+            DecisionCase(obligation, data[name], why or evidence.spoiled.get(name))
             for name in slices_of(clause) or tuple(data)
             if name in data
             for obligation in obligations_of(clause, name)
@@ -154,7 +154,7 @@ def why_blocked(
 
 
 def build_report(
-    evidence: Evidence,
+    evidence: EvidenceTable,
     data: Mapping[str, SliceData],
     results: tuple[ClauseResult, ...],
     deferred: Mapping[str, str],

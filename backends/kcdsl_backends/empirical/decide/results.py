@@ -50,7 +50,7 @@ from kcdsl_backends.empirical.statistics import estimates
 from kcdsl_backends.empirical.statistics.estimates import (
     ONE_LOOK,
     Confidence,
-    Interval,
+    EstimateInterval,
     NotMeasurable,
     Outcome,
 )
@@ -199,7 +199,7 @@ def display_of(clause: Clause, judge: Judge) -> Display:
 
 
 def _compared(
-    comparison: Compare, left: Interval, right: Interval, *, sample: bool
+    comparison: Compare, left: EstimateInterval, right: EstimateInterval, *, sample: bool
 ) -> Fraction | None:
     """Return the value of the obligation's quantity. The limits of two sampled terms do not hold
     together at the level of each, so a sample has no limits of their difference."""
@@ -361,7 +361,7 @@ def _estimator(measure: MetricDefinition) -> Estimator:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DecisionCase:
     """An obligation with what was measured on its slice; `blocked` says why no evidence about it
     may be trusted."""
 
@@ -371,12 +371,12 @@ class Case:
 
 
 def decide_all(
-    cases: Sequence[Case], program: Program, seed: int, looks: int | None = 1
+    cases: Sequence[DecisionCase], program: Program, seed: int, looks: int | None = 1
 ) -> tuple[tuple[ClauseResult, ...], Statistics]:
     """Decide every case, and say how the error was shared."""
     confidence = estimates.confidence_over(looks)
 
-    def decide(case: Case, alarm: Fraction | None = None) -> ClauseResult:
+    def decide(case: DecisionCase, alarm: Fraction | None = None) -> ClauseResult:
         row = decide_clause(
             case.obligation.part,
             program,

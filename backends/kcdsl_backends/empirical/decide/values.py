@@ -40,8 +40,8 @@ from kcdsl_backends.empirical.table.evidence import (
     Column,
     Floats,
     Reduced,
+    SamplingUnit,
     SliceData,
-    Unit,
 )
 from kcdsl_backends.empirical.table.requirements import WINDOW, norm_name, window_count
 
@@ -49,7 +49,7 @@ Side = Literal["upper", "lower"]
 """Which tail harms: "upper" where a value must stay below something."""
 
 
-def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
+def units_of(term: Term, data: SliceData) -> tuple[SamplingUnit, ...]:
     """Return the units a term ranges over: timed runs for runtime metrics, else requests."""
     runtime = {
         data.measures[t.name].tier == "E"
@@ -62,7 +62,7 @@ def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
 
 
 def unit_values(
-    term: Term, units: Sequence[Unit], measures: Mapping[str, MetricDefinition]
+    term: Term, units: Sequence[SamplingUnit], measures: Mapping[str, MetricDefinition]
 ) -> list[Array]:
     """Return the values of a pointwise term, one array per unit.
 
@@ -124,7 +124,7 @@ def _fault(term: Term, reduced: Reduced, row: int) -> str:
     return f"{term_text(of)}: the request {reduced.keys[row]}: {values}: {fault}"
 
 
-def recorded(name: str, unit: Unit) -> Array:
+def recorded(name: str, unit: SamplingUnit) -> Array:
     """Return what a unit holds under the name of a metric; raise `NotMeasurable` for nothing."""
     require(unit)
     values = unit.values.get(name)
@@ -137,13 +137,13 @@ def recorded(name: str, unit: Unit) -> Array:
     return values
 
 
-def require(unit: Unit) -> None:
+def require(unit: SamplingUnit) -> None:
     """Raise `NotMeasurable` for a request that failed."""
     if unit.failure is not None:
         raise NotMeasurable(f"the request {unit.key} failed: {unit.failure}")
 
 
-def _pointwise(term: Term, unit: Unit, measures: Mapping[str, MetricDefinition]) -> Array:
+def _pointwise(term: Term, unit: SamplingUnit, measures: Mapping[str, MetricDefinition]) -> Array:
     match term:
         case Number(value):
             return np.array([float(value)])
@@ -174,7 +174,7 @@ def _pointwise(term: Term, unit: Unit, measures: Mapping[str, MetricDefinition])
             raise NotMeasurable(f"{term_text(term)}: a table inside a statistic")
 
 
-def _possible(name: str, unit: Unit, measures: Mapping[str, MetricDefinition]) -> Array:
+def _possible(name: str, unit: SamplingUnit, measures: Mapping[str, MetricDefinition]) -> Array:
     """Return the values of a metric, none of which lies where it cannot."""
     values, measure = recorded(name, unit), measures.get(name)
     if measure is None or measure.per == "slice":

@@ -16,22 +16,22 @@ from kcdsl_backends.empirical.diagnoses.model import (
     SIDES,
     SMALLEST,
     Forward,
-    Noise,
     Probe,
     Repair,
+    RoundingNoise,
     mean,
     not_applicable,
     outcome,
     row_size,
     total_variation,
 )
-from kcdsl_backends.empirical.table.evidence import Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit
 
 SHIFTS = (-1, 0, 1)
 _SHORTEST = 4
 
 
-def token_equality(units: Sequence[Unit], probes: Sequence[Probe]) -> Precheck:
+def token_equality(units: Sequence[SamplingUnit], probes: Sequence[Probe]) -> Precheck:
     """Both kernels must answer for the same tokens: one row of output per token, on both sides."""
     name = "token_equality"
     for p in probes:
@@ -77,7 +77,9 @@ _CONTRAST = 1000.0
 """Without a reference: how many times the size of the rest the size of the run must be."""
 
 
-def deviating_run(probes: Sequence[Probe], noise: Noise | None, temperature: float) -> Repair:
+def deviating_run(
+    probes: Sequence[Probe], noise: RoundingNoise | None, temperature: float
+) -> Repair:
     """Find one contiguous run of positions that holds nearly all of the deviation.
 
     With a reference, a position deviates where the kernels differ by more than `BEYOND` times what
@@ -115,7 +117,7 @@ def deviating_run(probes: Sequence[Probe], noise: Noise | None, temperature: flo
     return Repair(name, detail, left, float(last - first + 1))
 
 
-def _deviating(gaps: Tensor, noise: Noise | None) -> Tensor:
+def _deviating(gaps: Tensor, noise: RoundingNoise | None) -> Tensor:
     if noise is not None:
         allowed = (noise.expected[0] ** 2 + noise.expected[1] ** 2) ** 0.5
         return torch.gt(gaps, BEYOND * allowed)
@@ -257,7 +259,7 @@ _MATCH = 4.0
 """Largest ratio of the noise of a kernel to that of the claim it matches."""
 
 
-def swapped_sides(noise: Noise | None) -> Repair:
+def swapped_sides(noise: RoundingNoise | None) -> Repair:
     """Compare the noise of each kernel with both claims; swapped sides turn w = p/q into 1/w.
 
     `left` is the misfit after the swap as a share of that before: a misfit is the sum over both

@@ -22,9 +22,9 @@ from kcdsl_backends.empirical.diagnoses.alignment import (
 )
 from kcdsl_backends.empirical.diagnoses.model import (
     SMALLEST,
-    Noise,
     Probe,
     Repair,
+    RoundingNoise,
     all_finite,
     cause_of,
     deviation,
@@ -56,7 +56,7 @@ from kcdsl_backends.empirical.diagnoses.weights import (
     whole_model,
 )
 from kcdsl_backends.empirical.sources.kernels import Kernel
-from kcdsl_backends.empirical.table.evidence import Array, Unit
+from kcdsl_backends.empirical.table.evidence import Array, SamplingUnit
 from kcdsl_backends.requests import Request
 
 
@@ -85,7 +85,7 @@ class Subject:
         return self.train, self.infer
 
 
-def run_prechecks(subject: Subject, units: Sequence[Unit]) -> tuple[Precheck, ...]:
+def run_prechecks(subject: Subject, units: Sequence[SamplingUnit]) -> tuple[Precheck, ...]:
     """Return every precondition with its outcome, the named cause among those that failed."""
     s, encoder = subject, subject.encoder
     probed = [probe(r, s.train, s.infer, encoder, s.reference) for r in chosen(s.requests)]
@@ -126,7 +126,9 @@ def run_prechecks(subject: Subject, units: Sequence[Unit]) -> tuple[Precheck, ..
     return tuple(found)
 
 
-def _repairs(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> list[Repair]:
+def _repairs(
+    subject: Subject, probes: Sequence[Probe], noise: RoundingNoise | None
+) -> list[Repair]:
     sides = swapped_sides(noise)
     if subject.encoder:
         return [sides]
@@ -138,7 +140,7 @@ def _repairs(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> 
     return [*simple, span, sides]
 
 
-def _masks(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> Repair | None:
+def _masks(subject: Subject, probes: Sequence[Probe], noise: RoundingNoise | None) -> Repair | None:
     """Return what masks or padding explain, looked at only where something is to be explained."""
     t = subject.temperature
     suspect = bool(noise.beyond) if noise is not None else deviation(probes, t) > SMALLEST
@@ -150,7 +152,9 @@ def _masks(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> Re
     return behind if behind.explains else reach(longest, kernels, t)
 
 
-def _localised(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> Localised | None:
+def _localised(
+    subject: Subject, probes: Sequence[Probe], noise: RoundingNoise | None
+) -> Localised | None:
     reference = subject.reference
     if reference is None or not probes or probes[0].gold is None:
         return None
@@ -181,6 +185,6 @@ def _pair(requests: Sequence[Request]) -> tuple[Request, Request] | None:
     return (long[0], long[1]) if len(long) > 1 else None
 
 
-def _ratios(units: Sequence[Unit]) -> list[Array]:
+def _ratios(units: Sequence[SamplingUnit]) -> list[Array]:
     name = "importance_ratio"
     return [u.values[name] for u in units if u.failure is None and name in u.values]

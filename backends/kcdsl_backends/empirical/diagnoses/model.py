@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.table.evidence import Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit
 from kcdsl_backends.requests import Request
 
 PROBES = 4
@@ -238,7 +238,7 @@ def size(a: Tensor, b: Tensor, *, states: bool = False) -> float:
 # --- evidence that is missing ---------------------------------------------------------------------
 
 
-def finite(units: Sequence[Unit], nonfinite: Mapping[str, int]) -> Precheck:
+def finite(units: Sequence[SamplingUnit], nonfinite: Mapping[str, int]) -> Precheck:
     """No request may have failed or given NaN or infinity; `nonfinite` counts those by request.
 
     Numbers that are not finite block; a request that failed is what `failure_rate` counts.
@@ -268,7 +268,7 @@ _FLOOR = 64 * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
+class RoundingNoise:
     """Distances from the run without roundings, of train and of infer (`size`).
 
     `expected` is that of a plain program in the claimed formats, plus what two runs of the kernel
@@ -295,7 +295,7 @@ class Noise:
         )
 
 
-def noise_of(probes: Sequence[Probe], *, states: bool) -> Noise | None:
+def noise_of(probes: Sequence[Probe], *, states: bool) -> RoundingNoise | None:
     """Return the noise of both kernels; None without a reference run."""
     known = [(p, p.gold, p.claimed) for p in probes if p.gold is not None and p.claimed is not None]
     finite = [(p, g, c) for p, g, c in known if all_finite(p.train, p.infer, g, *c)]
@@ -309,7 +309,7 @@ def noise_of(probes: Sequence[Probe], *, states: bool) -> Noise | None:
         ]
         observed.append(sum(seen) / len(finite))
         expected.append(sum(allowed) / len(finite))
-    return Noise((observed[0], observed[1]), (expected[0], expected[1]))
+    return RoundingNoise((observed[0], observed[1]), (expected[0], expected[1]))
 
 
 def floor(gold: Tensor) -> float:

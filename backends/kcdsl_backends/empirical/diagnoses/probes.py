@@ -17,8 +17,8 @@ from kcdsl_backends.empirical.diagnoses.model import (
     PROBES,
     SIDES,
     Forward,
-    Noise,
     Probe,
+    RoundingNoise,
     not_applicable,
     outcome,
     size,
@@ -110,7 +110,7 @@ _LOOSE = 1e-4
 def batch_invariance(
     pair: tuple[Request, Request] | None,
     kernels: tuple[Forward, Forward],
-    noise: Noise | None,
+    noise: RoundingNoise | None,
     *,
     encoder: bool,
     padding: bool = True,

@@ -18,8 +18,8 @@ from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.model import (
     BEYOND,
     SIDES,
-    Noise,
     Probe,
+    RoundingNoise,
     all_finite,
     floor,
     not_applicable,
@@ -37,7 +37,9 @@ def weights_checksum(checkpoints: Mapping[str, str]) -> Precheck:
     return outcome("weights_checksum", not different, detail or "no digest")
 
 
-def stale_weights(noise: Noise | None, localised: Localised | None, cause: str | None) -> Precheck:
+def stale_weights(
+    noise: RoundingNoise | None, localised: Localised | None, cause: str | None
+) -> Precheck:
     """An error that no repair, mask or coarser format explains is that of other weights.
 
     `cause` is what has been named already; `value` is how many times its claims a side errs.

@@ -23,7 +23,7 @@ from kcdsl.metrics.definition import LOGITS
 from kcdsl_backends.empirical.metrics.fused import (
     EXTREMES,
     SUMS,
-    Work,
+    Workspace,
     add_tile,
     exceptional_row,
     ordinary,
@@ -77,10 +77,10 @@ def tier_a(
     found = {name: np.empty(train.shape[0]) for name in sorted(wanted)}
     starts = range(0, train.shape[0], chunk)
     workers = max(1, min(torch.get_num_threads() if threads is None else threads, len(starts)))
-    desks: SimpleQueue[Work] = SimpleQueue()
+    desks: SimpleQueue[Workspace] = SimpleQueue()
     kind = np.float32 if _is_narrow(train, infer) else np.float64
     for _ in range(workers):
-        desks.put(Work(train.shape[1], min(chunk, train.shape[0]), kind))
+        desks.put(Workspace(train.shape[1], min(chunk, train.shape[0]), kind))
 
     def work(start: int) -> None:
         desk = desks.get()
@@ -129,7 +129,7 @@ def _chunk(
     temperature: float,
     found: dict[str, Array],
     first: int,
-    desk: Work,
+    desk: Workspace,
 ) -> None:
     """Write the metrics of one chunk, whose first row is `first`, into `found`."""
     with np.errstate(all="ignore"):
@@ -142,7 +142,7 @@ def _measure(
     temperature: float,
     found: dict[str, Array],
     first: int,
-    desk: Work,
+    desk: Workspace,
 ) -> None:
     a, b = _arrays(train, infer)
     rows, wanted = a.shape[0], found.keys()

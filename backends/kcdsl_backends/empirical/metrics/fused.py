@@ -47,7 +47,7 @@ SUMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockLayout:
     """Rows of `width` elements cut into `count` blocks of `each`, the last one filled up."""
 
     width: int
@@ -64,10 +64,10 @@ class Blocks:
         return rows.reshape(rows.shape[0], self.count, self.each)
 
 
-def blocks_of(width: int) -> Blocks:
+def blocks_of(width: int) -> BlockLayout:
     """Return how rows of so many elements are cut."""
     count = -(-width // _BLOCK)
-    return Blocks(width, count, -(-width // count))
+    return BlockLayout(width, count, -(-width // count))
 
 
 def total(products: Numbers) -> Array:
@@ -76,7 +76,7 @@ def total(products: Numbers) -> Array:
     return found
 
 
-class Work:
+class Workspace:
     """The memory of one worker: three float64 arrays and six of the format `kind`.
 
     A tile has as many rows of `width` logits as fit into the cache, at most `rows`.
@@ -95,7 +95,12 @@ class Work:
 
 
 def add_tile(
-    train: Numbers, infer: Numbers, temperature: float, work: Work, extremes: Array, sums: Array
+    train: Numbers,
+    infer: Numbers,
+    temperature: float,
+    work: Workspace,
+    extremes: Array,
+    sums: Array,
 ) -> None:
     """Write the extremes [5, R] and the sums [16, R] of R <= `work.rows` rows of logits.
 

@@ -66,7 +66,7 @@ TEXT_FUNCTIONS: Mapping[str, tuple[str, Callable[[Array], float]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Aggregate:
+class SliceMetric:
     """One number of a slice as a function of arrays of its requests."""
 
     inputs: tuple[str, ...]
@@ -82,9 +82,9 @@ class Aggregate:
         return self.function(*(np.concatenate(parts) for parts in zip(*requests, strict=True)))
 
 
-def _aggregates(metrics: Mapping[str, MetricDefinition]) -> Mapping[str, Aggregate]:
+def _aggregates(metrics: Mapping[str, MetricDefinition]) -> Mapping[str, SliceMetric]:
     return {
-        m.name: Aggregate(m.reads, function_of(m))
+        m.name: SliceMetric(m.reads, function_of(m))
         for m in metrics.values()
         if m.per == "slice" and m.reads and m.entry not in ("", ABSOLUTE_MEAN)
     }

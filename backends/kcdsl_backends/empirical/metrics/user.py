@@ -47,7 +47,7 @@ class UserFunction:
     sha256: str
 
 
-class Unusable(ValueError):
+class UnusableFunction(ValueError):
     """A function gave no usable values for a request; the text says why."""
 
 
@@ -209,7 +209,7 @@ def call(user: UserFunction, inputs: Mapping[str, Any], tokens: int) -> Array:
     values = _values(user, wanted, tokens)
     again = _values(user, wanted, tokens)
     if values.tobytes() != again.tobytes():
-        raise Unusable("the function gives other values when it is called again")
+        raise UnusableFunction("the function gives other values when it is called again")
     return values
 
 
@@ -220,21 +220,23 @@ def _values(user: UserFunction, inputs: Mapping[str, Any], tokens: int) -> Array
             returned = user.function(**inputs)
         values = np.array(returned)
     except (Exception, SystemExit) as error:
-        raise Unusable(f"the function raised {type(error).__name__}: {error}") from error
+        raise UnusableFunction(f"the function raised {type(error).__name__}: {error}") from error
     if values.dtype.kind not in "biuf":
-        raise Unusable(f"the function returned {values.dtype}, not numbers")
+        raise UnusableFunction(f"the function returned {values.dtype}, not numbers")
     expected = [(tokens,)] if metric.counted == "token" else [(), (1,)]
     if values.shape not in expected:
         shape = "one value per token" if metric.counted == "token" else "one value per request"
-        raise Unusable(f"the function returned the shape {list(values.shape)}, not {shape}")
+        raise UnusableFunction(f"the function returned the shape {list(values.shape)}, not {shape}")
     values = values.astype(np.float64).reshape(-1)
     bad = int(np.count_nonzero(~np.isfinite(values)))
     if bad:
-        raise Unusable(f"{bad} of the {values.size} values of the function are not finite")
+        raise UnusableFunction(f"{bad} of the {values.size} values of the function are not finite")
     scale = UNITS[metric.unit].factor
     for limit, beyond in ((metric.lower, np.less), (metric.upper, np.greater)):
         end = None if limit is None else float(limit / scale)
         outside = values[beyond(values, end)] if end is not None else values[:0]
         if outside.size:
-            raise Unusable(f"the function returned {float(outside[0])}, beyond the declared {end}")
+            raise UnusableFunction(
+                f"the function returned {float(outside[0])}, beyond the declared {end}"
+            )
     return values * float(scale)

@@ -21,7 +21,7 @@ from kcdsl.verdict.records import number
 from kcdsl.verdict.report import overall
 from kcdsl_backends.empirical.questions.token_clauses import (
     Decided,
-    Task,
+    PreparedContract,
     decide_table,
     limits_of,
     prepare,
@@ -29,8 +29,8 @@ from kcdsl_backends.empirical.questions.token_clauses import (
 from kcdsl_backends.empirical.sources.tokens.database import (
     Asked,
     Database,
-    Limit,
     Tokens,
+    ValueLimit,
     count_tokens,
     opened,
 )
@@ -61,7 +61,7 @@ class Wish:
     metric, shares of percentiles, and means of the machine (see `engine.opened`)."""
 
     metrics: tuple[str, ...] = ()
-    limits: Mapping[str, tuple[Limit, ...]] | None = None
+    limits: Mapping[str, tuple[ValueLimit, ...]] | None = None
     quantiles: tuple[Fraction, ...] = (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100))
     slices: tuple[str, ...] = ()
     seed: int = 0
@@ -75,9 +75,9 @@ def wish_for(
     limits: Sequence[tuple[str, str, Fraction]], percentiles: Sequence[Fraction], **others: Any
 ) -> Wish:
     """Return a wish; limits are (metric, operator, value)."""
-    found: dict[str, tuple[Limit, ...]] = {}
+    found: dict[str, tuple[ValueLimit, ...]] = {}
     for name, op, value in limits:
-        found[name] = (*found.get(name, ()), Limit(op, value))
+        found[name] = (*found.get(name, ()), ValueLimit(op, value))
     usual = Wish()
     return Wish(limits=found, quantiles=tuple(percentiles) or usual.quantiles, **others)
 
@@ -143,8 +143,8 @@ def aggregate(
         }
 
 
-def _asked(table: TokenTable, task: Task | None, wish: Wish) -> list[Asked]:
-    limits: dict[str, dict[Limit, None]] = {}
+def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list[Asked]:
+    limits: dict[str, dict[ValueLimit, None]] = {}
     for source in (limits_of(task) if task else {}, wish.limits or {}):
         for name, own in source.items():
             limits.setdefault(name, {}).update(dict.fromkeys(own))
@@ -177,7 +177,7 @@ def _chosen(there: tuple[str, ...], wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in there if not wanted or name in wanted)
 
 
-def _with_metrics(task: Task, asked: Sequence[Asked]) -> Task:
+def _with_metrics(task: PreparedContract, asked: Sequence[Asked]) -> PreparedContract:
     """Return the task with the terms that are reported beside those that clauses need."""
     terms = dict.fromkeys([*task.terms, *(Metric(one.metric) for one in asked)])
     return replace(task, terms=tuple(terms))
@@ -319,11 +319,11 @@ def _metric_record(requests: Requests, asked: Asked, tokens: Tokens, better: str
     return {"metric": asked.metric, **sides}
 
 
-def _side(limit: Limit) -> Literal["upper", "lower"]:
+def _side(limit: ValueLimit) -> Literal["upper", "lower"]:
     return "upper" if limit.op in ("<=", "<") else "lower"
 
 
-def _outside(limit: Limit, worst: Floats) -> int:
+def _outside(limit: ValueLimit, worst: Floats) -> int:
     """Count the requests of which not every value meets a limit."""
     exact = Fraction(below(limit.value)) == limit.value
     if limit.op in ("<=", "<"):
@@ -346,5 +346,5 @@ def _text(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
-def _beyond(limit: Limit, k: int, n: int) -> dict[str, Any]:
+def _beyond(limit: ValueLimit, k: int, n: int) -> dict[str, Any]:
     return {"op": limit.op, "limit": float(limit.value), "k": k, "n": n}

@@ -36,7 +36,7 @@ from kcdsl_backends.empirical.collection.context import (
 from kcdsl_backends.empirical.collection.kernels import prechecks_of
 from kcdsl_backends.empirical.decide.comparison import narrowness
 from kcdsl_backends.empirical.decide.report import why_blocked
-from kcdsl_backends.empirical.decide.results import Case, decide_all
+from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.questions.cells import (
     Prepare,
@@ -45,11 +45,11 @@ from kcdsl_backends.empirical.questions.cells import (
     manifest,
     pass_record,
 )
-from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
+from kcdsl_backends.empirical.sources.kernels import Kernel, MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
-from kcdsl_backends.empirical.table.evidence import Run, SliceData
+from kcdsl_backends.empirical.table.evidence import RequestRun, SliceData
 from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
     measured_norms,
@@ -245,7 +245,7 @@ def _measure(
     prechecks = prechecks_of(context, runs, plan, requests)
     blocked = {clause.id: why_blocked(clause, prechecks, measures) for clause in clauses}
     cases = [
-        Case(obligation, data[name], blocked[clause.id] or context.spoiled.get(name))
+        DecisionCase(obligation, data[name], blocked[clause.id] or context.spoiled.get(name))
         for clause in clauses
         for name in slices_of(clause) or tuple(data)
         if name in data
@@ -266,14 +266,14 @@ def _measure(
 def _runs(
     context: KernelContext,
     kernel: TorchKernel,
-    plan: Plan,
+    plan: MeasurementPlan,
     requests: Sequence[Request],
     size: int,
     streams: int,
-) -> dict[str, Run]:
+) -> dict[str, RequestRun]:
     """Run batches, `streams` of them at a time; what they gave is measured before the next."""
     batches = [requests[i : i + size] for i in range(0, len(requests), size)]
-    runs: dict[str, Run] = {}
+    runs: dict[str, RequestRun] = {}
     with ThreadPoolExecutor(streams) as threads, _settled(kernel):
         for start in range(0, len(batches), streams):
             wave = batches[start : start + streams]

@@ -24,7 +24,7 @@ from kcdsl.metrics import UNMEASURED
 from kcdsl_backends.empirical.collection.context import spoiled_slices
 from kcdsl_backends.empirical.diagnoses.probes import chosen
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.table.evidence import Evidence
+from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.requirements import (
     DEFAULT_BLOCK,
     PROOFS,
@@ -45,7 +45,7 @@ _ALWAYS = frozenset({"failure_rate"})
 """What every request says, whatever was measured."""
 
 
-def under(program: Program, trace: Trace) -> Evidence:
+def under(program: Program, trace: Trace) -> EvidenceTable:
     """Return the evidence of a trace for a changed contract, as it was compiled.
 
     Raises Refusal (KC632) where it speaks of what the trace does not have.
@@ -77,7 +77,7 @@ def under(program: Program, trace: Trace) -> Evidence:
     )
 
 
-def same_functions(program: Program, base: Path, evidence: Evidence) -> None:
+def same_functions(program: Program, base: Path, evidence: EvidenceTable) -> None:
     """Refuse (KC632) a contract in the folder `base` whose metrics are computed by a file that was
     edited since they were measured."""
     if not program.metrics:
@@ -109,7 +109,7 @@ def _fixed(program: Program, held: Program) -> Iterator[tuple[str, object, objec
         yield f"metric {metric.name}", metric, before.get(metric.name)
 
 
-def _same_requests(slices: Mapping[str, tuple[str, ...]], evidence: Evidence) -> None:
+def _same_requests(slices: Mapping[str, tuple[str, ...]], evidence: EvidenceTable) -> None:
     """Refuse slices with other requests than those that were checked together: a precondition that
     holds on some requests may fail on others."""
     keys = tuple(dict.fromkeys(key for own in slices.values() for key in own))
@@ -129,7 +129,7 @@ def _same_requests(slices: Mapping[str, tuple[str, ...]], evidence: Evidence) ->
         )
 
 
-def _same_measuring(clauses: Sequence[Clause], evidence: Evidence) -> None:
+def _same_measuring(clauses: Sequence[Clause], evidence: EvidenceTable) -> None:
     """Refuse to leave out a metric where a request failed: it may have failed over that one."""
     failed = [key for key, run in evidence.runs.items() if run.unit.failure is not None]
     if not failed:
@@ -144,7 +144,7 @@ def _same_measuring(clauses: Sequence[Clause], evidence: Evidence) -> None:
 
 
 def _timed(
-    clauses: Sequence[Clause], slices: Mapping[str, tuple[str, ...]], evidence: Evidence
+    clauses: Sequence[Clause], slices: Mapping[str, tuple[str, ...]], evidence: EvidenceTable
 ) -> None:
     """Refuse a clause about times of requests that were not timed, and about the memory of other
     requests than those that ran."""
@@ -170,7 +170,7 @@ def _timed(
             )
 
 
-def _cross_checked(program: Program, evidence: Evidence) -> None:
+def _cross_checked(program: Program, evidence: EvidenceTable) -> None:
     """Refuse a clause about a block whose drift was not compared with its certified bound, where
     that of others was."""
     known = {check.block for check in evidence.crosschecks}
@@ -188,7 +188,7 @@ def _read(clause: Clause) -> frozenset[str]:
     return metrics_of(clause.require) | {norm_name(*pair) for pair in norms}
 
 
-def _check(clause: Clause, program: Program, evidence: Evidence) -> None:
+def _check(clause: Clause, program: Program, evidence: EvidenceTable) -> None:
     """Refuse a clause that reads what was not measured. One that demands a proof is measured too,
     since a value may refute it, but for what no pair of kernels gives."""
     names = _read(clause)
@@ -210,7 +210,7 @@ def _check(clause: Clause, program: Program, evidence: Evidence) -> None:
 # --- slices --------------------------------------------------------------------------------------
 
 
-def _slices(program: Program, evidence: Evidence) -> dict[str, tuple[str, ...]]:
+def _slices(program: Program, evidence: EvidenceTable) -> dict[str, tuple[str, ...]]:
     """Return the requests of every slice of the contract that was selected for the trace, buckets
     included: those of other tables are selected from the fields of requests."""
     held = {s.name: s for s in expand_tables(evidence.program).slices}
@@ -228,7 +228,7 @@ def _slices(program: Program, evidence: Evidence) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _spoiled(program: Program, evidence: Evidence) -> dict[str, str]:
+def _spoiled(program: Program, evidence: EvidenceTable) -> dict[str, str]:
     """Return why slices are invalid: those that tables without a value for each request miss."""
     held, missed = {gap.slice for gap in gaps(evidence.program)}, []
     found: dict[str, str] = {}
@@ -249,7 +249,7 @@ def _recorded(program: Program) -> bool:
     return program.infer.recording is not None and not holds_logits(program.infer)
 
 
-def _within(slice_: Slice, whole: str, evidence: Evidence) -> tuple[Request, ...]:
+def _within(slice_: Slice, whole: str, evidence: EvidenceTable) -> tuple[Request, ...]:
     """Return which requests of a slice satisfy the predicate of a part of it."""
     if _recorded(evidence.program):
         raise _absent(f"`{slice_.name}` selects rollouts, of which the trace has prompts alone")

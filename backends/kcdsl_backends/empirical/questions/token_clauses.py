@@ -41,11 +41,11 @@ from kcdsl_backends.empirical.metrics.measures import (
     SAMPLED_FUNCTIONS,
 )
 from kcdsl_backends.empirical.metrics.user import measures_of
-from kcdsl_backends.empirical.sources.tokens.database import Database, Limit
+from kcdsl_backends.empirical.sources.tokens.database import Database, ValueLimit
 from kcdsl_backends.empirical.sources.tokens.requests import Requests, as_measured, reduce_requests
 from kcdsl_backends.empirical.sources.tokens.slices import Member, check_rows, membership
 from kcdsl_backends.empirical.sources.tokens.tables import TokenTable
-from kcdsl_backends.empirical.table.evidence import Column, Evidence, Reduced, SliceData
+from kcdsl_backends.empirical.table.evidence import Column, EvidenceTable, Reduced, SliceData
 from kcdsl_backends.empirical.table.requirements import metrics_of, split
 
 _OF_SLICES = {*AGGREGATES, *RECORDED_AGGREGATES, *MAGNITUDES, "kv_memory"}
@@ -64,7 +64,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PreparedContract:
     """A contract prepared for a table: clauses, why others are not decided, slices and terms."""
 
     program: Program
@@ -82,7 +82,7 @@ class Task:
         return tuple(m.name for m in self.members if m.name not in self.watched)
 
 
-def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> Task:
+def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> PreparedContract:
     """Return what is to be asked of a table; raises Refusal (KC623) where nothing is left."""
     expanded, measures = expand_tables(program), measures_of(program)
     _refuse_unknown(program, only)
@@ -116,7 +116,7 @@ def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> Ta
     if any(_sampled(term) for term in terms):
         terms[Metric("log_ratio_linf")] = None
     there = [t for t in terms if all(name in table.metrics for name in _metrics(t))]
-    return Task(
+    return PreparedContract(
         expanded,
         tuple(kept),
         deferred,
@@ -139,7 +139,7 @@ def _refuse_unknown(program: Program, names: Sequence[str]) -> None:
 
 
 def decide_table(
-    task: Task,
+    task: PreparedContract,
     database: Database,
     *,
     seed: int = 0,
@@ -174,7 +174,7 @@ def decide_table(
         if gap in requests
         for name in spoils
     }
-    evidence = Evidence(
+    evidence = EvidenceTable(
         program=task.program,
         requests=(),
         runs={},
@@ -195,9 +195,9 @@ def decide_table(
     return Decided(results, {**task.deferred, **demoted}, statistics, requests)
 
 
-def limits_of(task: Task) -> dict[str, tuple[Limit, ...]]:
+def limits_of(task: PreparedContract) -> dict[str, tuple[ValueLimit, ...]]:
     """Return the limits that clauses set to values of single metrics, for counting tokens."""
-    found: dict[str, dict[Limit, None]] = {}
+    found: dict[str, dict[ValueLimit, None]] = {}
     for clause in task.clauses:
         for part in walk(clause.require):
             if not isinstance(part, Compare) or part.op not in _ORDERS:
@@ -205,7 +205,7 @@ def limits_of(task: Task) -> dict[str, tuple[Limit, ...]]:
             term, op, limit = part.left, part.op, part.right
             of = term.of if isinstance(term, Statistic) else term
             if isinstance(of, Metric) and isinstance(limit, Number):
-                found.setdefault(of.name, {})[Limit(op, limit.value)] = None
+                found.setdefault(of.name, {})[ValueLimit(op, limit.value)] = None
     return {name: tuple(limits) for name, limits in found.items()}
 
 

@@ -223,7 +223,7 @@ Outcome = Literal["held", "violated", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class EstimateInterval:
     """A value in [low, high]; None is a limit at infinity.
 
     Fractions hold every float64 exactly, so a comparison with a threshold never rounds.
@@ -234,28 +234,30 @@ class Interval:
     high: Fraction | None
 
     @staticmethod
-    def point(value: Fraction) -> Interval:
+    def point(value: Fraction) -> EstimateInterval:
         """Return the interval of a constant."""
-        return Interval(value, value, value)
+        return EstimateInterval(value, value, value)
 
     @staticmethod
-    def of(estimate: Estimate) -> Interval:
+    def of(estimate: Estimate) -> EstimateInterval:
         """Return the interval of an estimate."""
-        return Interval(estimate.rational, _fraction(estimate.low), _fraction(estimate.high))
+        return EstimateInterval(
+            estimate.rational, _fraction(estimate.low), _fraction(estimate.high)
+        )
 
-    def as_point(self) -> Interval:
+    def as_point(self) -> EstimateInterval:
         """Return the value alone, for statements about exactly what was measured."""
-        return Interval.point(self.value)
+        return EstimateInterval.point(self.value)
 
-    def negate(self) -> Interval:
+    def negate(self) -> EstimateInterval:
         """Return the interval of the opposite number."""
-        return Interval(
+        return EstimateInterval(
             -self.value,
             None if self.high is None else -self.high,
             None if self.low is None else -self.low,
         )
 
-    def magnitude(self, surer: Interval) -> Interval:
+    def magnitude(self, surer: EstimateInterval) -> EstimateInterval:
         """Return the interval of the absolute value.
 
         `surer` is the same number with limits at half the error: chance may lead away from 0 on
@@ -274,13 +276,13 @@ class Interval:
             high = None if self.low is None else -self.low
         else:
             high = max(map(abs, ends)) if len(ends) == 2 else None
-        return Interval(abs(self.value), low, high)
+        return EstimateInterval(abs(self.value), low, high)
 
-    def combine(self, op: str, other: Interval) -> Interval:
+    def combine(self, op: str, other: EstimateInterval) -> EstimateInterval:
         """Return `self op other`; raises `NotMeasurable` for a division by what may be zero."""
         match op:
             case "+":
-                return Interval(
+                return EstimateInterval(
                     self.value + other.value,
                     _sum(self.low, other.low),
                     _sum(self.high, other.high),
@@ -293,10 +295,10 @@ class Interval:
                 return self._times(other._inverse())
         raise ValueError(f"unknown operation {op!r}")
 
-    def _times(self, other: Interval) -> Interval:
+    def _times(self, other: EstimateInterval) -> EstimateInterval:
         corners = [_product(a, b) for a in self._ends() for b in other._ends()]
         low, high = min(corners), max(corners)
-        return Interval(self.value * other.value, _end(low), _end(high))
+        return EstimateInterval(self.value * other.value, _end(low), _end(high))
 
     def _ends(self) -> tuple[Fraction | float, Fraction | float]:
         """Return both limits, infinite where there is none."""
@@ -305,15 +307,15 @@ class Interval:
             math.inf if self.high is None else self.high,
         )
 
-    def _inverse(self) -> Interval:
+    def _inverse(self) -> EstimateInterval:
         if self.value == 0:
             raise NotMeasurable("division by zero")
         if self.low is not None and self.low > 0:
             least = Fraction(0) if self.high is None else 1 / self.high
-            return Interval(1 / self.value, least, 1 / self.low)
+            return EstimateInterval(1 / self.value, least, 1 / self.low)
         if self.high is not None and self.high < 0:
             return self.negate()._inverse().negate()
-        return Interval(1 / self.value, None, None)
+        return EstimateInterval(1 / self.value, None, None)
 
 
 def _product(a: Fraction | float, b: Fraction | float) -> Fraction | float:
@@ -329,7 +331,7 @@ def _end(limit: Fraction | float) -> Fraction | None:
     return limit if isinstance(limit, Fraction) else None
 
 
-def compare(left: Interval, op: str, right: Interval) -> Outcome:
+def compare(left: EstimateInterval, op: str, right: EstimateInterval) -> Outcome:
     """Compare two intervals: held or violated only where every pair of values agrees."""
     match op:
         case "<=":
@@ -345,7 +347,7 @@ def compare(left: Interval, op: str, right: Interval) -> Outcome:
     raise ValueError(f"unknown comparison {op!r}")
 
 
-def _order(small: Interval, large: Interval, *, strict: bool) -> Outcome:
+def _order(small: EstimateInterval, large: EstimateInterval, *, strict: bool) -> Outcome:
     if _below(small.high, large.low) or (not strict and _same(small.high, large.low)):
         return "held"
     if _below(large.high, small.low) or (strict and _same(large.high, small.low)):
@@ -361,7 +363,7 @@ def _same(a: Fraction | None, b: Fraction | None) -> bool:
     return a is not None and a == b
 
 
-def _equal(left: Interval, right: Interval) -> Outcome:
+def _equal(left: EstimateInterval, right: EstimateInterval) -> Outcome:
     below, above = _order(left, right, strict=False), _order(right, left, strict=False)
     if "violated" in (below, above):
         return "violated"

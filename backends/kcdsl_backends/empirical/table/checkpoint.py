@@ -25,7 +25,7 @@ import pyarrow as pa
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.source.writing import make_folder, open_to_append
 from kcdsl_backends.empirical.table import rows
-from kcdsl_backends.empirical.table.evidence import Comparison, Run
+from kcdsl_backends.empirical.table.evidence import BlockComparison, RequestRun
 from kcdsl_backends.empirical.table.rows import Row
 from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import sealed
@@ -56,8 +56,8 @@ class RunCheckpoint:
     _code: bytes = b""
     """The code of the last frame."""
     _made: bool = False
-    _runs: dict[str, Run] = field(default_factory=dict)
-    _comparisons: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    _runs: dict[str, RequestRun] = field(default_factory=dict)
+    _comparisons: dict[tuple[str, str], BlockComparison] = field(default_factory=dict)
     _notes: dict[str, bytes] = field(default_factory=dict)
     _read_bytes: bytes = b""
 
@@ -85,11 +85,11 @@ class RunCheckpoint:
         if end == 0:
             self._begin(key)
 
-    def run(self, request: Request) -> Run | None:
+    def run(self, request: Request) -> RequestRun | None:
         """Return what a request gave, None where it was not run."""
         return self._runs.get(request.key)
 
-    def keep_run(self, request: Request, run: Run) -> None:
+    def keep_run(self, request: Request, run: RequestRun) -> None:
         """Keep what a request gave."""
         row = Row(rows.REQUEST, run.unit, request, run)
         found = rows.table([row], rows.metrics_in([row]))
@@ -98,11 +98,11 @@ class RunCheckpoint:
             stream.write_table(found)
         self._append(_RUN, sink.getvalue().to_pybytes())
 
-    def comparison(self, block: str, request: Request) -> Comparison | None:
+    def comparison(self, block: str, request: Request) -> BlockComparison | None:
         """Return the cross-check of a block on a request, None where it was not made."""
         return self._comparisons.get((block, request.key))
 
-    def keep_comparison(self, block: str, found: Comparison) -> None:
+    def keep_comparison(self, block: str, found: BlockComparison) -> None:
         """Keep the cross-check of a block on a request."""
         numbers = [found.measured.hex(), found.certified.hex()]
         self._append(_COMPARISON, json.dumps([block, found.request, *numbers]).encode())
@@ -170,7 +170,7 @@ class RunCheckpoint:
             elif kind == _COMPARISON:
                 block, request, measured, certified = json.loads(content)
                 values = (float.fromhex(measured), float.fromhex(certified))
-                self._comparisons[block, request] = Comparison(request, *values)
+                self._comparisons[block, request] = BlockComparison(request, *values)
             elif kind == _NOTE:
                 name, _, note = content.partition(b"\0")
                 self._notes[name.decode()] = note

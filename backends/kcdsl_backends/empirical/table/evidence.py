@@ -4,9 +4,9 @@ Percentiles, budgets and extremes represent a request by its worst token, means 
 tokens and their number. So a verdict needs five numbers of a request of a token table (`Column`)
 and not its tokens, and is the same as from the tokens.
 
-`Evidence` is plain frozen data: whoever has it can conclude from it what was concluded when it was
-collected, without the kernels, the model or the contract's file. A trace record is what is logged
-of one request, and what clauses about traces are decided on.
+`EvidenceTable` is plain frozen data: whoever has it can conclude from it what was concluded when
+it was collected, without the kernels, the model or the contract's file. A trace record is what is
+logged of one request, and what clauses about traces are decided on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SamplingUnit:
     """One request, or one timed run of a request: a sampling unit.
 
     `values` holds, per metric, one value per token or a single one. `failure` says why a request
@@ -44,10 +44,10 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RequestRun:
     """What one request gave: its unit, and the digests of the tensors at the audit points."""
 
-    unit: Unit
+    unit: SamplingUnit
     seed: int
     digests: Mapping[str, str]
     nonfinite: int
@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BlockComparison:
     """A block on one request: largest measured and largest certified drift."""
 
     request: str
@@ -79,7 +79,7 @@ class Comparison:
 class Timing:
     """All timed runs in order; per request, (equal, made) repeats; the peak memory in bytes."""
 
-    runs: tuple[Unit, ...] = ()
+    runs: tuple[SamplingUnit, ...] = ()
     repeats: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     peak_memory: float | None = None
 
@@ -94,8 +94,8 @@ class SliceData:
     """
 
     name: str
-    requests: tuple[Unit, ...]
-    runs: tuple[Unit, ...] = ()
+    requests: tuple[SamplingUnit, ...]
+    runs: tuple[SamplingUnit, ...] = ()
     repeats: tuple[int, int] | None = None
     peak_memory: float | None = None
     records: tuple[Mapping[str, Any], ...] = ()
@@ -207,14 +207,14 @@ CHART_METRICS = ("top5_overlap", "margin", "entropy")
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class EvidenceTable:
     """What was measured of a contract's requests, and of what."""
 
     program: Program
     """The contract as it was compiled, its tables as they are stated."""
     requests: tuple[Request, ...]
     """Every request of the slices, once."""
-    runs: Mapping[str, Run]
+    runs: Mapping[str, RequestRun]
     """What each request gave, by its key."""
     slices: Mapping[str, tuple[str, ...]]
     """The keys of the requests of each slice, buckets of tables included, in the order of the
@@ -234,12 +234,12 @@ class Evidence:
     timing: Timing = field(default_factory=Timing)
     prechecks: tuple[Precheck, ...] = ()
     crosschecks: tuple[CrossCheck, ...] = ()
-    certified: Mapping[str, Unit] = field(default_factory=dict)
+    certified: Mapping[str, SamplingUnit] = field(default_factory=dict)
     """By request: certified bounds of metrics, one for each position; `failure` says why there is
     none. Empty where none were sought."""
     bounding: Mapping[str, Any] = field(default_factory=dict)
     """Of which numerics `certified` speaks, and how long was spent on it (plain JSON data)."""
-    floor: Mapping[str, Unit] = field(default_factory=dict)
+    floor: Mapping[str, SamplingUnit] = field(default_factory=dict)
     """By request: the drift of the training kernel from itself when it is batched otherwise."""
     spoiled: Mapping[str, str] = field(default_factory=dict)
     """Why the evidence on a slice is invalid, whatever was measured."""

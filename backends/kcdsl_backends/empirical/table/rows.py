@@ -19,7 +19,7 @@ import pyarrow as pa
 from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.statistics.estimates import rounded_sum
-from kcdsl_backends.empirical.table.evidence import Array, Evidence, Run, Unit
+from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, RequestRun, SamplingUnit
 from kcdsl_backends.requests import Request
 
 REQUEST, TIMED_RUN, CERTIFIED, FLOOR = "request", "timed_run", "certified", "noise_floor"
@@ -55,9 +55,9 @@ class Row:
     """
 
     kind: str
-    unit: Unit
+    unit: SamplingUnit
     request: Request | None = None
-    run: Run | None = None
+    run: RequestRun | None = None
     places: tuple[tuple[str, int], ...] = ()
     repeats: tuple[int, int] | None = None
 
@@ -178,7 +178,7 @@ def _arrays(column: pa.ListArray) -> Callable[[int], Array | None]:
 
 
 def _row(cell: Mapping[str, Any], values: Mapping[str, Array]) -> Row:
-    unit = Unit(
+    unit = SamplingUnit(
         _given(cell, "request"),
         _given(cell, "length"),
         values,
@@ -196,7 +196,9 @@ def _row(cell: Mapping[str, Any], values: Mapping[str, Array]) -> Row:
         read_fields(_given(cell, "fields")),
         _given(cell, "line"),
     )
-    run = Run(unit, _given(cell, "rng_seed"), _given(cell, "digests"), _given(cell, "nonfinite"))
+    run = RequestRun(
+        unit, _given(cell, "rng_seed"), _given(cell, "digests"), _given(cell, "nonfinite")
+    )
     signature = None if unit.failure is not None else run.replay_signature
     if cell["replay_signature"] != signature:
         raise ValueError(f"{unit.key}: the replay signature does not belong to the digests")
@@ -251,7 +253,7 @@ def sampling_of(program: Program) -> dict[str, float] | None:
 TRACE_SCHEMA = "kcdsl.trace/1"
 
 
-def records(evidence: Evidence) -> dict[str, dict[str, Any]]:
+def records(evidence: EvidenceTable) -> dict[str, dict[str, Any]]:
     """Return the trace record of every request, by its key.
 
     A request that failed has no replay signature: there is nothing to replay against.

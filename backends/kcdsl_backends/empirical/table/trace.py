@@ -36,7 +36,7 @@ from kcdsl.ir.terms import Clause, Program
 from kcdsl.source.files import read_bytes
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.table import rows
-from kcdsl_backends.empirical.table.evidence import Evidence, Run, Timing
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, Timing
 from kcdsl_backends.empirical.table.rows import CERTIFIED, FLOOR, TIMED_RUN, Row, sampling_of
 from kcdsl_backends.requests import Request
 
@@ -50,12 +50,12 @@ _WAY_OUT = "evaluate again: `kcdsl evaluate` writes out/trace.parquet"
 class Trace:
     """What a trace holds: the evidence, the report as it was concluded then, and its digest."""
 
-    evidence: Evidence
+    evidence: EvidenceTable
     report: Mapping[str, Any]
     digest: str
 
 
-def trace_bytes(evidence: Evidence, report: Mapping[str, Any]) -> bytes:
+def trace_bytes(evidence: EvidenceTable, report: Mapping[str, Any]) -> bytes:
     """Return the trace of evidence and of the report (its JSON) that was concluded from it."""
     every = _rows(evidence)
     metrics = rows.metrics_in(every)
@@ -70,7 +70,7 @@ def trace_bytes(evidence: Evidence, report: Mapping[str, Any]) -> bytes:
     return sealed(sink.getvalue())
 
 
-def _rows(evidence: Evidence) -> list[Row]:
+def _rows(evidence: EvidenceTable) -> list[Row]:
     places: dict[str, list[tuple[str, int]]] = {}
     for name, keys in evidence.slices.items():
         for at, key in enumerate(keys):
@@ -195,7 +195,7 @@ _PLAIN = ("contract", "model", "kernels", "environment", "bounding", "spoiled")
 
 
 def header_of(
-    evidence: Evidence, rows: Sequence[Row], metrics: Sequence[str], report: Mapping[str, Any]
+    evidence: EvidenceTable, rows: Sequence[Row], metrics: Sequence[str], report: Mapping[str, Any]
 ) -> Any:
     """Return the header of rows; `metrics` are theirs, `report` is what was concluded."""
     return {
@@ -221,7 +221,7 @@ def header_of(
     }
 
 
-def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> Evidence:
+def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> EvidenceTable:
     """Return the evidence of a header and its rows.
 
     Raises KeyError, TypeError, ValueError or Refusal where they do not belong together.
@@ -237,7 +237,7 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> Evidence:
             raise ValueError(f"a row is of {row.unit.key}, which is no request")
     kinds = (TIMED_RUN, CERTIFIED, FLOOR)
     units = {kind: tuple(row.unit for row in rows if row.kind == kind) for kind in kinds}
-    return Evidence(
+    return EvidenceTable(
         program=program,
         requests=requests,
         runs=runs,
@@ -266,9 +266,9 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> Evidence:
     )
 
 
-def _requests(rows: Sequence[Row]) -> tuple[tuple[Request, ...], dict[str, Run]]:
+def _requests(rows: Sequence[Row]) -> tuple[tuple[Request, ...], dict[str, RequestRun]]:
     requests: list[Request] = []
-    runs: dict[str, Run] = {}
+    runs: dict[str, RequestRun] = {}
     for row in rows:
         if row.request is not None and row.run is not None:
             if row.request.key in runs:

@@ -16,11 +16,11 @@ from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.studies.difference import (
     Change,
     ClauseDifference,
+    ClauseStatus,
+    ContractName,
     Difference,
     Extent,
-    Named,
     Relation,
-    Status,
     Witness,
     from_implications,
     together,
@@ -62,8 +62,8 @@ def difference(
     comparison = _Comparison(old, new, unite(old, new, clock), around, clock)
     clauses = comparison.clauses(report or (lambda stage, done, total: None))
     return Difference(
-        Named(old.name, old.version, f"sha256:{digest(old)}"),
-        Named(new.name, new.version, f"sha256:{digest(new)}"),
+        ContractName(old.name, old.version, f"sha256:{digest(old)}"),
+        ContractName(new.name, new.version, f"sha256:{digest(new)}"),
         together(
             (
                 *(comparison.contribution(item) for item in clauses),
@@ -128,7 +128,7 @@ class _Comparison:
 
     def contribution(self, item: ClauseDifference) -> Relation:
         """Return what a clause makes of the whole contract."""
-        if (item.old_id or item.id) not in self.kept or item.status is not Status.BOTH:
+        if (item.old_id or item.id) not in self.kept or item.status is not ClauseStatus.BOTH:
             return item.relation
         return Relation.EQUAL if item.relation is Relation.WEAKER else Relation.STRICTER
 
@@ -137,7 +137,7 @@ class _Comparison:
     def _both(self, name: str) -> ClauseDifference:
         old, new = self.stated_old[name], self.stated_new[name]
         found = ClauseDifference(
-            name, Status.BOTH, Relation.EQUAL, name, text_of(old), text_of(new)
+            name, ClauseStatus.BOTH, Relation.EQUAL, name, text_of(old), text_of(new)
         )
         aside = apart(old, self.around) or apart(new, self.around)
         respects = tuple(consequences(self.old, old, self.new, new))
@@ -164,7 +164,7 @@ class _Comparison:
         aside = apart(new, self.around)
         return ClauseDifference(
             name,
-            Status.RENAMED,
+            ClauseStatus.RENAMED,
             Relation.INCOMPARABLE if aside else Relation.EQUAL,
             old,
             text_of(self.stated_old[old]),
@@ -174,7 +174,7 @@ class _Comparison:
 
     def _removed(self, name: str) -> ClauseDifference:
         old = self.stated_old[name]
-        found = ClauseDifference(name, Status.REMOVED, Relation.WEAKER, name, text_of(old))
+        found = ClauseDifference(name, ClauseStatus.REMOVED, Relation.WEAKER, name, text_of(old))
         if _is_waived(self.before[name]):
             return replace(found, relation=Relation.EQUAL, because=_WAIVED)
         kept = self._if_kept(found, name) if not apart(old, self.around) else found
@@ -218,7 +218,7 @@ class _Comparison:
             return self._if_demanded(found, name)
         self.kept.add(name)
         by = _names(answer.premises)
-        relation = Relation.EQUAL if found.status is Status.REMOVED else found.relation
+        relation = Relation.EQUAL if found.status is ClauseStatus.REMOVED else found.relation
         return replace(
             found, relation=relation, implied_by=by, because=answer.reasons, witness=None
         )
@@ -236,7 +236,9 @@ class _Comparison:
 
     def _added(self, name: str) -> ClauseDifference:
         new = self.stated_new[name]
-        found = ClauseDifference(name, Status.ADDED, Relation.STRICTER, None, None, text_of(new))
+        found = ClauseDifference(
+            name, ClauseStatus.ADDED, Relation.STRICTER, None, None, text_of(new)
+        )
         if _is_waived(self.after[name]):
             return replace(found, relation=Relation.EQUAL, because=_WAIVED)
         if apart(new, self.around):

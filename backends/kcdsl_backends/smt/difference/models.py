@@ -51,7 +51,7 @@ from kcdsl_backends.smt.translation import (
     Environment,
     Flag,
     NormKey,
-    Session,
+    SolverSession,
     Translator,
     region_inside,
 )
@@ -175,7 +175,7 @@ class _Shown:
 
 
 def _values(
-    session: Session, claims: Sequence[Claim], goals: Sequence[Expression]
+    session: SolverSession, claims: Sequence[Claim], goals: Sequence[Expression]
 ) -> tuple[Assignment, _Shown] | None:
     """Return readable values that satisfy goals and all facts."""
     translator, fixed = session.translator, list(goals)
@@ -241,7 +241,7 @@ def _numbers(claim: Claim) -> Iterator[Fraction]:
     return (t.value for t in terms_of(claim.clause.require) if isinstance(t, Number))
 
 
-def _shown(session: Session, claims: Sequence[Claim]) -> _Shown:
+def _shown(session: SolverSession, claims: Sequence[Claim]) -> _Shown:
     translator = session.translator
     quantities: dict[Quantity, None] = {}
     for claim in claims:

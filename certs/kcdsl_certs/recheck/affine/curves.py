@@ -10,7 +10,7 @@ import numpy as np
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.ellipsoids import Row, largest, longest, reached, rows_of, sum_of
 from kcdsl_certs.recheck.affine.form import Walk
-from kcdsl_certs.recheck.affine.tape import Curve, Entry
+from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
 from kcdsl_certs.recheck.interval.box import TINY, Floats, raised
 from kcdsl_certs.recheck.interval.state import Held
 
@@ -26,9 +26,9 @@ class Remainder:
     total: Floats
 
     @property
-    def curve(self) -> Curve:
+    def curve(self) -> NonlinearPart:
         """Return the bounds of its functionals."""
-        return Curve(self._between, self._length)
+        return NonlinearPart(self._between, self._length)
 
     def _between(self, adjoint: Adjoint) -> tuple[Floats, Floats]:
         below, above = -self.low[adjoint.window], self.high[adjoint.window]
@@ -92,7 +92,9 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
             total += min(longest(found[row][columns, columns], values), alone)
         return total * (1 + 2.0**-40)
 
-    return walk.tape.add(Entry(half, curved=(Curve(between, together),), ellipsoids=found))
+    return walk.tape.add(
+        TapeEntry(half, curved=(NonlinearPart(between, together),), ellipsoids=found)
+    )
 
 
 def ball(radius: Floats) -> Floats:

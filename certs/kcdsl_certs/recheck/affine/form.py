@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Ends
-from kcdsl_certs.recheck.affine.tape import Apart, Entry, Tape
+from kcdsl_certs.recheck.affine.tape import Apart, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import SUMMED, Mask, Scene, gamma, twice
 from kcdsl_certs.recheck.numerics.formats import Format
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepRemainder:
     """What is known of a result that a cast rounds by steps.
 
     `reference` and `entry` are of the result before the cast, `ends` and `cases` of what is stored;
@@ -67,7 +67,7 @@ class Steps:
     """
 
     reference: Floats
-    entry: Entry
+    entry: TapeEntry
     ends: Ends
     cases: Cases | None = None
     choices: Ends | None = None
@@ -79,8 +79,8 @@ class Uncast:
     says where it is the reference whatever came in, and zero."""
 
     reference: Floats
-    entry: Entry
-    kernel: Kernel
+    entry: TapeEntry
+    kernel: KernelNumerics
     format: Format
     sure: Bools | None = None
 
@@ -97,7 +97,7 @@ class Form:
     place: int | None
     origin: Origin | None = None
     allowed: Bools | None = None  # a softmax: which columns take part
-    steps: Steps | None = None
+    steps: StepRemainder | None = None
     uncast: Uncast | None = None
     cases: Cases | None = None
     balance: Floats | None = None  # a softmax: how far the sums of rows may move, [..., 1]
@@ -134,7 +134,7 @@ class Walk:
     """One kernel on its way through the block."""
 
     scene: Scene
-    kernel: Kernel
+    kernel: KernelNumerics
     tape: Tape
     forms: dict[str, Operand]
     softmaxes: frozenset[str]
@@ -178,7 +178,7 @@ class Walk:
         form, version = form_of(self.forms[name]), self.versions[name]
         operands = () if form.place is None else ((form.place, _whole),)
         reach, own = raised(form.reach + version.own), raised(version.own) + TINY
-        place = self.tape.add(Entry(reach, operands, own, apart=version.apart))
+        place = self.tape.add(TapeEntry(reach, operands, own, apart=version.apart))
         self.forms[alias] = replace(form, reach=reach, place=place, uncast=None, balance=None)
         self.named[alias] = name
         return alias

@@ -12,7 +12,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.interval.box import Floats
 from kcdsl_certs.recheck.interval.sums import flushed, unit_of
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 _REMEMBERED = 16  # elements of an entry that may be counted in the worst case
 _TOGETHER = 64  # of all entries
@@ -59,7 +59,7 @@ class Split:
             np.sqrt(self.root**2 + rounding**2) * _MORE,
         )
 
-    def with_cast(self, kernel: Kernel, rounding: Floats, sure: Floats | float) -> Split:
+    def with_cast(self, kernel: KernelNumerics, rounding: Floats, sure: Floats | float) -> Split:
         """Return the same with one cast more; the mean of a directed one is not zero, so that all
         of it is sure."""
         if kernel.units != 1:
@@ -77,7 +77,7 @@ def only_sure(radius: Floats) -> Split:
 
 
 def of_sum(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     factors: tuple[Floats, Floats],
     size: tuple[Floats, Floats],
     error: Floats,

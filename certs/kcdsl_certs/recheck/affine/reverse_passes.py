@@ -11,7 +11,7 @@ import numpy as np
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.ellipsoids import largest, moved, rows_of, sum_of
 from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
-from kcdsl_certs.recheck.affine.tape import Entry, Tape
+from kcdsl_certs.recheck.affine.tape import Tape, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats, raised
 
@@ -21,7 +21,7 @@ _LOST = 2.0**-450  # columns below it lose their squares to underflow
 _MORE = 1 + 2.0**-30
 
 
-def length(tape: Tape, place: int, functionals: Adjoint, formed: Entry | None = None) -> float:
+def length(tape: Tape, place: int, functionals: Adjoint, formed: TapeEntry | None = None) -> float:
     """Return a bound of the norm of functionals of the error of an entry, the region included.
 
     `formed` is read in the place of the entry: the same before its cast.
@@ -73,7 +73,7 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
     return sum_of(parts)
 
 
-def _stopped(entry: Entry, adjoint: Adjoint, found: _Length, parts: list[Floats]) -> None:
+def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats]) -> None:
     """Take in the error of an entry at which a pass stops, row by row."""
     for row, part in rows_of(adjoint):
         if row in entry.ellipsoids:
@@ -141,7 +141,7 @@ class _Length:
 
 
 def _descend(
-    tape: Tape, pending: dict[int, Adjoint], found: _Length, formed: Entry | None = None
+    tape: Tape, pending: dict[int, Adjoint], found: _Length, formed: TapeEntry | None = None
 ) -> None:
     while pending:
         place = max(pending)
@@ -174,14 +174,14 @@ def _descend(
             pending[operand] = merged(pending[operand], part) if operand in pending else part
 
 
-def _pulled(entry: Entry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
+def _pulled(entry: TapeEntry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
     for operand, pull in entry.operands:
         part = pull(adjoint)
         if part is not None:
             yield operand, part
 
 
-def _each(entry: Entry, adjoint: Adjoint, found: _Length) -> None:
+def _each(entry: TapeEntry, adjoint: Adjoint, found: _Length) -> None:
     """Add the symbols of an entry, and what is known of it by the sums of its rows."""
     if entry.apart is not None:
         found.symbols(adjoint, entry.apart.radius)
@@ -190,7 +190,7 @@ def _each(entry: Entry, adjoint: Adjoint, found: _Length) -> None:
         found.symbols(adjoint, entry.radius)
 
 
-def _beside(entry: Entry, adjoint: Adjoint, kept: Adjoint, found: _Length) -> None:
+def _beside(entry: TapeEntry, adjoint: Adjoint, kept: Adjoint, found: _Length) -> None:
     """Add what an entry contributes that is not one symbol for each element."""
     found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
     if entry.centre is not None:

@@ -11,10 +11,18 @@ from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
 from kcdsl_certs.recheck.affine.curves import Remainder
-from kcdsl_certs.recheck.affine.form import Form, Steps, Uncast, Version, Walk
+from kcdsl_certs.recheck.affine.form import Form, StepRemainder, Uncast, Version, Walk
 from kcdsl_certs.recheck.affine.independent import Split, only_sure
 from kcdsl_certs.recheck.affine.reverse_passes import length, room, rows
-from kcdsl_certs.recheck.affine.tape import Apart, Averaged, Curve, Entry, Pull, Share, Shared
+from kcdsl_certs.recheck.affine.tape import (
+    Apart,
+    Averaged,
+    NonlinearPart,
+    Pull,
+    Share,
+    Shared,
+    TapeEntry,
+)
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -55,7 +63,7 @@ class Formed:
     radius: Floats
     centre: Floats | None = None
     bent: Floats | None = None
-    curved: tuple[Curve, ...] = ()
+    curved: tuple[NonlinearPart, ...] = ()
     share: Share | None = None
     within: Floats | None = None
     sure: Bools | None = None
@@ -157,7 +165,7 @@ def settle_form(
             cast = np.where(_one_sign(reference, deviation), cast / 2, cast)
         ends = Ends(lo, hi, form, kernel.inward)
         found = None if formed.cases is None else cases.stored(formed.cases, ends)
-        steps = Steps(reference, _unstored(walk, formed), ends, found)
+        steps = StepRemainder(reference, _unstored(walk, formed), ends, found)
         kept = box.add_up(hi, -lo) / 2 > cast
         if found is not None:
             kept = kept & (cases.half_width(found) > cast)
@@ -193,7 +201,7 @@ def settle_form(
     shared = None
     if formed.shared is not None and beside is not None and formed.sure is None:
         shared = replace(formed.shared, rest=beside)
-    entry = Entry(
+    entry = TapeEntry(
         reach,
         operands,
         radius,
@@ -326,9 +334,9 @@ def _tight(walk: Walk, formed: Formed) -> Floats:
     return deviation
 
 
-def _unstored(walk: Walk, formed: Formed) -> Entry:
+def _unstored(walk: Walk, formed: Formed) -> TapeEntry:
     """Return the entry of a result before it is stored."""
-    entry = Entry(
+    entry = TapeEntry(
         formed.deviation,
         formed.operands,
         raised(formed.radius) + TINY,

@@ -19,7 +19,7 @@ Pull = Callable[[Adjoint], Adjoint | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class NonlinearPart:
     """A part of o_n that is known functional by functional only.
 
     `between` returns the least and the largest value of functionals of it, [B] each; `length`,
@@ -53,7 +53,7 @@ class Averaged:
     """What stands for the curved parts and operands of a product of probabilities with values, in
     functionals of one of its rows: the values' own errors are part of the curve."""
 
-    curve: Curve
+    curve: NonlinearPart
     operands: tuple[tuple[int, Pull], ...]
 
 
@@ -62,7 +62,7 @@ class Apart:
     """The radius of an entry in two parts: a smaller radius, and a rest with known sums of rows."""
 
     radius: Floats
-    rest: Curve
+    rest: NonlinearPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TapeEntry:
     """One line e = Σ L e_m + o of the form.
 
     `reach` ≥ |e|; each of `operands` is the place of e_m with the pullback of its map; |o - centre|
@@ -93,7 +93,7 @@ class Entry:
     radius: Floats | None = None
     centre: Floats | None = None
     kept: Bools | None = None
-    curved: tuple[Curve, ...] = ()
+    curved: tuple[NonlinearPart, ...] = ()
     share: Share | None = None
     near: Floats | None = None  # a smaller bound of |e|, found by reverse passes
     together: Together | None = None  # for functionals, instead of the radius
@@ -168,20 +168,20 @@ class Tape:
     """
 
     region: Floats | None
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TapeEntry] = field(default_factory=list)
     cut: int = 0
     budget: Budget | None = None  # bounds hold but for a share of all runs; None: in the worst case
     _still: list[bool] = field(default_factory=list)
     _terms: int = 64
     _total: float = 1.0
 
-    def add(self, entry: Entry) -> int:
+    def add(self, entry: TapeEntry) -> int:
         """Append an entry and return its place. Raises Rejected "bound/not-finite"."""
         self.entries.append(self.counted(entry))
         self._still.append(not entry.reach.any())
         return len(self.entries) - 1
 
-    def counted(self, entry: Entry) -> Entry:
+    def counted(self, entry: TapeEntry) -> TapeEntry:
         """Return an entry as passes may read it, without a place on the tape.
 
         Raises Rejected "bound/not-finite".
@@ -227,7 +227,7 @@ class Tape:
         place: int,
         functionals: Adjoint,
         floor: int = 0,
-        formed: Entry | None = None,
+        formed: TapeEntry | None = None,
         apart: bool = False,
     ) -> Bound:
         """Return bounds of functionals of the error of one entry, by one reverse pass.
@@ -277,7 +277,7 @@ class Tape:
 
     def _own(
         self,
-        entry: Entry,
+        entry: TapeEntry,
         adjoint: Adjoint,
         frames: list[_Frame],
         alone: bool,

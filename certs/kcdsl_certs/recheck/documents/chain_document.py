@@ -57,7 +57,7 @@ class ChainCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ChainDocument:
     """A parsed chain. `inner` and `last` are what all links but the last ones state, and what the
     last ones do, as two proofs; their cases are the links in order."""
 
@@ -72,7 +72,7 @@ class Chain:
         return self.last.graphs
 
 
-def parse_chain(record: Reader) -> Chain:
+def parse_chain(record: Reader) -> ChainDocument:
     """Return the chain of a document.
 
     Raises Rejected "document/…", "graph/…" or "chain/…", with the field or node named.
@@ -98,7 +98,7 @@ def parse_chain(record: Reader) -> Chain:
     )
     within = tuple(link.case for case in cases for link in case.links[:-1])
     inner = replace(last, functional=LARGEST_DRIFT, cases=within, claim=None)
-    return Chain(block, inner, last, cases)
+    return ChainDocument(block, inner, last, cases)
 
 
 def _graphs(record: Reader) -> dict[str, Block]:

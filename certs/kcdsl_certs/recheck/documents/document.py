@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.any_length import parse_tables
 from kcdsl_certs.recheck.graphs.graph import Array, Block, parse_array, parse_block
 from kcdsl_certs.recheck.graphs.reading import Reader
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA
 
@@ -48,7 +48,7 @@ class Functional:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class CaseRegion:
     """Centre and radius in doubles (row by row), or token ids.
 
     Of kind rows: centre and radius are of one row, and every sequence of 1 to `longest` such rows
@@ -105,7 +105,7 @@ class Case:
 
     name: str
     graph: str
-    region: Region
+    region: CaseRegion
     claim: float | None
     witness: tuple[Witness, ...]
     domain: str
@@ -126,8 +126,8 @@ class Proof:
 
     block: str
     checkpoint: str
-    train: Kernel
-    infer: Kernel
+    train: KernelNumerics
+    infer: KernelNumerics
     functional: Functional
     graphs: Mapping[str, Block]
     parameters: Mapping[str, str]
@@ -306,7 +306,7 @@ def _hints(record: Reader, kernel: str, block: Block) -> Hints:
     return found
 
 
-def _region(record: Reader, block: Block) -> Region:
+def _region(record: Reader, block: Block) -> CaseRegion:
     record.reason = "document/region"
     return dataclasses.replace(_inputs(record, block), weights=_weights(record))
 
@@ -324,7 +324,7 @@ def _weights(record: Reader) -> Fraction:
     return rho
 
 
-def _inputs(record: Reader, block: Block) -> Region:
+def _inputs(record: Reader, block: Block) -> CaseRegion:
     kind = record.choice("kind", _KINDS)
     if block.input_shape is None:
         record.exactly("kind", "ids", optional=("weights",))
@@ -332,7 +332,7 @@ def _inputs(record: Reader, block: Block) -> Region:
         if kind != "points" or not ids:
             raise record.fail("on token ids must be points with at least one id")
         _check_ids(ids, block, record)
-        return Region(kind, None, None, ids)
+        return CaseRegion(kind, None, None, ids)
     shape = block.input_shape
     if kind == "rows":
         record.exactly("kind", "centre", "radius", "longest", optional=("tables",))
@@ -352,11 +352,11 @@ def _inputs(record: Reader, block: Block) -> Region:
     if not all(_finite(v) and v >= 0 for v in numbers_of(radius)):
         raise record.fail("must have a finite radius, nowhere negative")
     if kind != "rows":
-        return Region(kind, centre, radius, None)
+        return CaseRegion(kind, centre, radius, None)
     longest = record.integer("longest", 1)
     if longest > MOST_ROWS:
         raise record.fail(f"must not speak of more than {MOST_ROWS} rows")
-    return Region(kind, centre, radius, None, longest, parse_tables(record, block, longest))
+    return CaseRegion(kind, centre, radius, None, longest, parse_tables(record, block, longest))
 
 
 def _spreads(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

@@ -31,7 +31,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     cut,
     nearest,
 )
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 LONGEST_HEADER = 100_000_000
 _SIZES = {
@@ -51,14 +51,14 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TensorFile:
     """The tensors of a file and the sha256 (hex) of all its bytes."""
 
     sha256: str
     tensors: Mapping[str, Tensor]
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path) -> TensorFile:
     """Return the checkpoint at `path`.
 
     Raises Rejected "checkpoint/unreadable", or "checkpoint/format" for anything that the format
@@ -70,7 +70,7 @@ def read(path: Path) -> Checkpoint:
             content = file.read()  # once, so that what is hashed is what is used
     except (OSError, ValueError, Rejected) as error:
         raise Rejected("checkpoint/unreadable", f"{path}: {error}") from None
-    return Checkpoint(hashlib.sha256(content).hexdigest(), parse(memoryview(content)))
+    return TensorFile(hashlib.sha256(content).hexdigest(), parse(memoryview(content)))
 
 
 def parse(content: memoryview) -> dict[str, Tensor]:
@@ -166,11 +166,11 @@ class Parameters:
         """Return the float32 numbers of a tensor as doubles."""
         return self._values[key].astype(np.float64)
 
-    def plain(self, key: str, kernel: Kernel) -> Floats:
+    def plain(self, key: str, kernel: KernelNumerics) -> Floats:
         """Return a parameter that is no linear weight, as the kernel stores it."""
         return self._get(key, kernel.holding, ("", ""), kernel.cut_weights)
 
-    def linear(self, key: str, kernel: Kernel) -> Floats:
+    def linear(self, key: str, kernel: KernelNumerics) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         kernel = kernel.serving(key)
         # of codes scales come after the product

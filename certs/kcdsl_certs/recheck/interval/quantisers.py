@@ -23,7 +23,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     MOST_POWER,
     NESTED,
 )
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 UNIT = 2.0**-24
 _OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
@@ -43,7 +43,7 @@ class _Ladder:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class QuantizerSteps:
     """The quantisers of all elements of a box: where their scales lie (from 0: unknown), and the
     last code over zero and below it. `ratio`: the scale divides ("over"), its float32 reciprocal
     multiplies ("times"), or either ("free")."""
@@ -97,7 +97,7 @@ def extent(x: Box, scale: str) -> tuple[Box, Box]:
     return above, below
 
 
-def given(kernel: Kernel, key: str, shape: tuple[int, ...]) -> tuple[Floats, int]:
+def given(kernel: KernelNumerics, key: str, shape: tuple[int, ...]) -> tuple[Floats, int]:
     """Return the static scale of every element that enters the linear with this weight, and z.
 
     Raises Rejected "rule/static-scale".
@@ -110,7 +110,7 @@ def given(kernel: Kernel, key: str, shape: tuple[int, ...]) -> tuple[Floats, int
     return np.broadcast_to(np.array(scales, dtype=np.float64), shape), zero
 
 
-def steps(kernel: Kernel, x: Box, key: str) -> Steps:
+def steps(kernel: KernelNumerics, x: Box, key: str) -> QuantizerSteps:
     """Return the quantisers of what enters the linear with the weight `key`.
 
     Raises Rejected "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
@@ -127,7 +127,7 @@ def steps(kernel: Kernel, x: Box, key: str) -> Steps:
     return plain(kind, scales(kernel, x))
 
 
-def within_batch(kernel: Kernel, x: Box) -> None:
+def within_batch(kernel: KernelNumerics, x: Box) -> None:
     """Rejected numbers that may be larger than any of a batch that shares its scale.
 
     Raises Rejected "bound/overflow".
@@ -140,14 +140,14 @@ def within_batch(kernel: Kernel, x: Box) -> None:
         raise Rejected("bound/overflow", f"element {element} may exceed the batch's largest")
 
 
-def plain(kind: str, scale: Box) -> Steps:
+def plain(kind: str, scale: Box) -> QuantizerSteps:
     """Return the quantisers of a format without a zero point, with scales in a box."""
     code = CODES[kind]
     above, below = (box.exact(np.full(scale.shape, top)) for top in (code.last, code.below))
-    return Steps(kind, scale, above, below, "times" if code.full else "over")
+    return QuantizerSteps(kind, scale, above, below, "times" if code.full else "over")
 
 
-def _asymmetric(x: Box, scale: str) -> Steps:
+def _asymmetric(x: Box, scale: str) -> QuantizerSteps:
     """Return uint8: s = (max - min)/255 around zero, z the nearest even of -min/s."""
     above, below = extent(x, scale)
     wide = Box(_single(box.add_down(above.lo, below.lo)), _single(box.add_up(above.hi, below.hi)))
@@ -165,10 +165,10 @@ def _asymmetric(x: Box, scale: str) -> Steps:
     least = np.where(found.hi > 0, np.maximum(least, by_scale[0]), least)
     most = np.where(found.lo > 0, np.minimum(most, by_scale[1]), most)
     zero = Box(np.clip(np.rint(least), 0, 255), np.clip(np.rint(most), 0, 255))
-    return Steps("uint8", found, Box(255 - zero.hi, 255 - zero.lo), zero, "over")
+    return QuantizerSteps("uint8", found, Box(255 - zero.hi, 255 - zero.lo), zero, "over")
 
 
-def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
+def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> QuantizerSteps:
     """Return static quantisers; integers hold half a step more than their last codes."""
     kind = kernel.activations[0]
     scale, zero = given(kernel, key, x.shape)
@@ -183,10 +183,10 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
     if not bool(inside.all()):
         element = [int(i) for i in np.argwhere(~inside)[0]]
         raise Rejected("bound/overflow", f"element {element} may exceed its static {kind} scale")
-    return Steps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
+    return QuantizerSteps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
 
 
-def nested(kernel: Kernel, x: Box, key: str) -> tuple[Floats, Floats]:
+def nested(kernel: KernelNumerics, x: Box, key: str) -> tuple[Floats, Floats]:
     """Return what scales of the tensor, and scales of groups of 16, do not exceed (nvfp4).
 
     Raises Rejected "rule/static-scale".
@@ -201,7 +201,7 @@ def nested(kernel: Kernel, x: Box, key: str) -> tuple[Floats, Floats]:
     return tensor, box.up(np.maximum(group, least * tensor))
 
 
-def scales(kernel: Kernel, x: Box) -> Box:
+def scales(kernel: KernelNumerics, x: Box) -> Box:
     """Return between which float32 numbers a dynamic scale lies (from 0: unknown); not of uint8."""
     kind, scale = kernel.activations
     if scale == "none":
@@ -220,7 +220,7 @@ def scales(kernel: Kernel, x: Box) -> Box:
     return Box(np.maximum(low, bottom), np.maximum(high, bottom))
 
 
-def least_scale(kernel: Kernel) -> float:
+def least_scale(kernel: KernelNumerics) -> float:
     """Return what no dynamic scale is below."""
     return max(kernel.least_scale, LEAST_FULL if CODES[kernel.activations[0]].full else 0.0)
 
@@ -253,7 +253,7 @@ def _ratio(values: Floats, by: Floats | np.float64, how: str, upward: bool) -> F
     return np.maximum(np.where(whole, once.astype(np.float64), _single(push(other))), 0.0)
 
 
-def _rank(by: Steps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
+def _rank(by: QuantizerSteps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
     """Return the rank of the code of values/scale (values ≥ 0), or a bound of it."""
     ratio = np.minimum(_ratio(values, scale, by.ratio, upward), top)
     return np.searchsorted(_ladder(by.kind).codes, CODES[by.kind].rounded(ratio))
@@ -267,7 +267,7 @@ def half_step(kind: str, code: Floats) -> Floats:
     return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(code)[1] - 1, form.least) - form.precision))
 
 
-def codes(by: Steps, x: Box) -> tuple[Floats, Floats]:
+def codes(by: QuantizerSteps, x: Box) -> tuple[Floats, Floats]:
     """Return the least and the greatest code that numbers in x may get; scales are positive."""
     grid, scale = _ladder(by.kind).codes, by.scale
     lo, hi = np.abs(x.lo), np.abs(x.hi)
@@ -284,7 +284,7 @@ def codes(by: Steps, x: Box) -> tuple[Floats, Floats]:
     return least, most
 
 
-def hull(by: Steps, x: Box) -> Box:
+def hull(by: QuantizerSteps, x: Box) -> Box:
     """Return where the quantised values of x lie; scales are positive float32 numbers."""
     lo, hi = np.abs(x.lo), np.abs(x.hi)
     return Box(
@@ -293,7 +293,7 @@ def hull(by: Steps, x: Box) -> Box:
     )
 
 
-def _most(by: Steps, v: Floats, top: Floats) -> Floats:
+def _most(by: QuantizerSteps, v: Floats, top: Floats) -> Floats:
     """Return the greatest float32(c·s): c·s_h as far as s_h gives c, c/b⁻·v beyond."""
     ladder, scale = _ladder(by.kind), by.scale
     first, last = _rank(by, v, scale.hi, top, True), _rank(by, v, scale.lo, top, True)
@@ -302,7 +302,7 @@ def _most(by: Steps, v: Floats, top: Floats) -> Floats:
     return np.where(last > first, np.maximum(sure, beyond), sure)
 
 
-def _least(by: Steps, v: Floats, top: Floats) -> Floats:
+def _least(by: QuantizerSteps, v: Floats, top: Floats) -> Floats:
     """Return the least float32(c·s): c·s_l from where s_l gives c on, c/b⁺·v before."""
     ladder, scale = _ladder(by.kind), by.scale
     first, last = _rank(by, v, scale.hi, top, False), _rank(by, v, scale.lo, top, False)
@@ -311,14 +311,14 @@ def _least(by: Steps, v: Floats, top: Floats) -> Floats:
     return np.where(last > first, np.minimum(sure, before), sure)
 
 
-def known(by: Steps) -> tuple[Steps, NDArray[np.bool_]]:
+def known(by: QuantizerSteps) -> tuple[QuantizerSteps, NDArray[np.bool_]]:
     """Return the quantisers with scales of 1 where they may be too small; where they are not."""
     sure = by.scale.lo >= LEAST_SCALE
     scale = Box(np.where(sure, by.scale.lo, 1.0), np.where(sure, by.scale.hi, 1.0))
-    return Steps(by.kind, scale, by.above, by.below, by.ratio), sure
+    return QuantizerSteps(by.kind, scale, by.above, by.below, by.ratio), sure
 
 
-def quantised(kernel: Kernel, x: Box, error: Floats, key: str = "") -> tuple[Box, Box]:
+def quantised(kernel: KernelNumerics, x: Box, error: Floats, key: str = "") -> tuple[Box, Box]:
     """Return the quantised values and their errors, met with what `error` (Q) says.
 
     Raises Rejected as `steps`.

@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format
-from kcdsl_certs.recheck.numerics.kernel import Kernel, stepped
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics, stepped
 
 SUMMED = ("linear", "matmul")  # computed once, from operands as they are stored
 BY_ROW = ("softmax", "rms_norm", "layer_norm")  # read what they normalise twice
@@ -151,8 +151,8 @@ class Scene:
     """
 
     block: Block
-    train: Kernel
-    infer: Kernel
+    train: KernelNumerics
+    infer: KernelNumerics
     parameters: Parameters
     keys: Mapping[str, str]
     weights: frozenset[str]
@@ -241,7 +241,7 @@ def reduce(t: Box, i: Box, d: Box, own: tuple[Own, Own] = (None, None)) -> State
     return State(t, i, d, own)
 
 
-def target(kernel: Kernel, node: Node) -> Format:
+def target(kernel: KernelNumerics, node: Node) -> Format:
     """Return the format in which a kernel stores the result of a node."""
     return kernel.result(node.op, node.role)
 
@@ -286,7 +286,9 @@ def settle(
     return reduce(t, i, box.add(d, box.sub(wrong_i, wrong_t)), versions)
 
 
-def _versions(scene: Scene, node: Node, kernel: Kernel, y: Box, error: Floats, own: Own) -> Own:
+def _versions(
+    scene: Scene, node: Node, kernel: KernelNumerics, y: Box, error: Floats, own: Own
+) -> Own:
     """Return how far a reading of a result may be from what all readings are versions of: its cast,
     and everything inside of an operation that is computed for each of them."""
     if kernel.stepped or (node.op in SUMMED and node.name not in scene.several):
@@ -296,7 +298,9 @@ def _versions(scene: Scene, node: Node, kernel: Kernel, y: Box, error: Floats, o
     return plus(own, cast, None if node.op in SUMMED else error)
 
 
-def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -> tuple[Box, Box]:
+def stored(
+    kernel: KernelNumerics, form: Format, y: Box, error: Floats, inner: Format
+) -> tuple[Box, Box]:
     """Return the stored value and its error against real arithmetic (section 2, Storing).
 
     With casts that are steps the rounding to the format is part of `error` where the format is at
@@ -326,7 +330,7 @@ def _fits(value: Box, form: Format) -> None:
         raise Rejected("bound/overflow", f"element {place} may overflow {form.name}")
 
 
-def _freely(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
+def _freely(kernel: KernelNumerics, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
     """Return value and error of a free cast."""
     u, eta = kernel.off(form)
     cast = box.up(u * box.mag(v) + eta)
@@ -335,7 +339,7 @@ def _freely(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box
     return box.widen(v, cast), box.around(box.up(within.hi + cast))
 
 
-def shrunk(kernel: Kernel, form: Format, v: Box) -> Box:
+def shrunk(kernel: KernelNumerics, form: Format, v: Box) -> Box:
     """Return what free casts toward zero leave of numbers: the less, the less the number is; never
     more than it, nor of the other sign."""
     u, eta = kernel.off(form)
@@ -350,7 +354,7 @@ def _inward(v: Box, cast: Floats) -> Box:
     return Box(np.where(v.hi > 0, -cast, 0.0), np.where(v.lo < 0, cast, 0.0))
 
 
-def _step(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
+def _step(kernel: KernelNumerics, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
     """Return value and error of a cast that is a step function."""
     low, high = (stepped(end, form, kernel) for end in (v.lo, v.hi))
     u, eta = kernel.off(form)

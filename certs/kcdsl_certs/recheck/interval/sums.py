@@ -10,7 +10,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import Box, Floats
 from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS
-from kcdsl_certs.recheck.numerics.kernel import Kernel, Unit
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics, Unit
 
 SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
@@ -19,7 +19,7 @@ FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 
 
 def by_late_scales(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     factors: tuple[Floats, Floats],
     size: Floats,
     product: Floats,
@@ -51,7 +51,7 @@ def by_late_scales(
     return box.up(lost)
 
 
-def reduced(kernel: Kernel, size: Floats, error: Floats) -> Floats | float:
+def reduced(kernel: KernelNumerics, size: Floats, error: Floats) -> Floats | float:
     """Return what is lost where the parts of a linear are stored and added in the compute format:
     every term is rounded once for each part, and once with a bias.
 
@@ -68,7 +68,7 @@ def reduced(kernel: Kernel, size: Floats, error: Floats) -> Floats | float:
     return lost
 
 
-def clipped(kernel: Kernel, x: Box, weight: Box, key: str) -> Floats | float:
+def clipped(kernel: KernelNumerics, x: Box, weight: Box, key: str) -> Floats | float:
     """Return what a linear loses where it adds products of bytes two by two in 16 bits.
 
     A pair of products of codes 0 … 255 with codes w, w' of one sign exceeds 2^15 - 1 by at most
@@ -96,7 +96,7 @@ def clipped(kernel: Kernel, x: Box, weight: Box, key: str) -> Floats | float:
 
 
 def flushed(
-    kernel: Kernel, left: Floats, right: Floats, columns: int | None = None
+    kernel: KernelNumerics, left: Floats, right: Floats, columns: int | None = None
 ) -> Floats | float:
     """Return what kernels coarser than float32 lose by reading and storing subnormals as zero.
 
@@ -113,7 +113,7 @@ def flushed(
 
 
 def rounding_of_sums(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     factors: tuple[Floats, Floats],
     size: tuple[Floats, Floats],
     *,
@@ -148,7 +148,7 @@ def rounding_of_sums(
     return box.up(box.up(error + lost) + flushed(kernel, *factors, columns))
 
 
-def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) -> Floats:
+def accumulated(kernel: KernelNumerics, size: Floats, result: Floats, k: int, j: int) -> Floats:
     """Return A_k,j(S, Y), S = `size`, mag(Y) = `result`; refuse sums that may overflow.
 
     Raises Rejected "bound/not-finite" or "bound/overflow".
@@ -170,7 +170,7 @@ _LOOSE = 1 + 2.0**-10
 _BLOCK = 2**22
 
 
-def unit_of(kernel: Kernel, dynamic: bool) -> Unit | None:
+def unit_of(kernel: KernelNumerics, dynamic: bool) -> Unit | None:
     """Return the unit of a product; `dynamic`: a linear whose input is quantised."""
     return kernel.linear_unit if dynamic else kernel.other_unit
 
@@ -185,7 +185,7 @@ def instructions(unit: Unit, terms: int, extra: int) -> tuple[int, int]:
 
 
 def cut_off(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     unit: Unit,
     count: tuple[int, int],
     factors: tuple[Floats, Floats],
@@ -211,7 +211,7 @@ def cut_off(
 
 
 def _exponents(
-    kernel: Kernel, factors: tuple[Floats, Floats], dynamic: bool, key: str
+    kernel: KernelNumerics, factors: tuple[Floats, Floats], dynamic: bool, key: str
 ) -> tuple[Floats, Floats]:
     """Return the largest |a·b| of every sum, and what it may be more for subnormal factors."""
     left, right = factors
@@ -229,7 +229,7 @@ def _exponents(
 
 
 def _least(
-    kernel: Kernel, left: Floats, right: Floats, dynamic: bool, key: str
+    kernel: KernelNumerics, left: Floats, right: Floats, dynamic: bool, key: str
 ) -> tuple[Floats | float, Floats | float]:
     """Return what factors count for at least: the least exponent of their format, scaled."""
     formats = (kernel.compute, kernel.probabilities, kernel.scores)

@@ -27,7 +27,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     cut,
     nearest,
 )
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 _SMALL = 2.0**-20
 
@@ -61,7 +61,11 @@ def _single_below(values: Floats) -> Floats:
 
 
 def both(
-    weight: Floats, rho: Fraction, kernels: tuple[Kernel, Kernel], linear: bool, name: str
+    weight: Floats,
+    rho: Fraction,
+    kernels: tuple[KernelNumerics, KernelNumerics],
+    linear: bool,
+    name: str,
 ) -> tuple[Box, Box, Box]:
     """Return T, I and D of a parameter of every θ' in the region.
 
@@ -80,12 +84,12 @@ def both(
     return t.value, i.value, box.meet(box.sub(i.off, t.off), box.sub(i.value, t.value))
 
 
-def alike(kernels: tuple[Kernel, Kernel], linear: bool) -> bool:
+def alike(kernels: tuple[KernelNumerics, KernelNumerics], linear: bool) -> bool:
     """Say whether two kernels store a parameter in one way, and so the same number of every θ'."""
     return _way(kernels[0], linear) == _way(kernels[1], linear)
 
 
-def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
+def _way(kernel: KernelNumerics, linear: bool) -> tuple[str, ...]:
     """Return all that decides what a kernel stores for a parameter: its codes, and the formats that
     it is rounded to, without those that hold what is rounded."""
     coded = linear and kernel.weights[1] != "none"
@@ -99,7 +103,7 @@ def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
+def _stored(v: Box, kernel: KernelNumerics, linear: bool, name: str) -> Stored:
     as_it_is = Stored(v, box.exact(np.zeros(v.shape)))
     if not linear:
         return _cast(v, as_it_is, kernel.holding, kernel, name)
@@ -126,7 +130,7 @@ def _within(fine: Format, form: Format) -> bool:
     )
 
 
-def _cast(v: Box, found: Stored, form: Format, kernel: Kernel, name: str) -> Stored:
+def _cast(v: Box, found: Stored, form: Format, kernel: KernelNumerics, name: str) -> Stored:
     """Return what the cast of a parameter makes of it; nothing where float32 numbers stay."""
     if _within(FLOAT32, form):
         return found
@@ -138,7 +142,7 @@ def _cast(v: Box, found: Stored, form: Format, kernel: Kernel, name: str) -> Sto
     return Stored(value, box.meet(box.sub(value, v), box.widen(found.off, most)))
 
 
-def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
+def _coded(v: Box, kernel: KernelNumerics, name: str) -> Stored:
     """Return codes times scales: the largest magnitude of a group lies in an interval as well."""
     kind, scale = kernel.weights
     plain = not LAYOUTS[scale].ceiled and scale != "nvfp4" and kernel.scale_format == FLOAT32

@@ -24,7 +24,7 @@ from kcdsl_certs.recheck.interval.state import (
     numeric,
     plus,
 )
-from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, BoundsTape, Functional, Pull
+from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, BoundsTape, FunctionalBatch, Pull
 
 _KEPT = 1 + 2.0**-20  # a linear part is given up only where a box is narrower than this
 
@@ -144,7 +144,7 @@ class Context:
         pull: Pull,
         e: Added,
         d: Added,
-        curved: Callable[[Functional], Floats] | None = None,
+        curved: Callable[[FunctionalBatch], Floats] | None = None,
     ) -> bool:
         """Write an operation with the rounding of its result; say whether all of it is linear.
 
@@ -227,9 +227,11 @@ _NUMBERS = 2**22  # of an adjoint at the largest node
 DEVIATION, DRIFT = "deviation", "drift"
 
 
-def of(unknown: str, adjoint: Adjoint) -> Functional:
+def of(unknown: str, adjoint: Adjoint) -> FunctionalBatch:
     """Return functionals of one unknown."""
-    return Functional(adjoint, None) if unknown == DEVIATION else Functional(None, adjoint)
+    return (
+        FunctionalBatch(adjoint, None) if unknown == DEVIATION else FunctionalBatch(None, adjoint)
+    )
 
 
 def elements(tape: BoundsTape, place: int, unknown: str, rows: Bools) -> Box:

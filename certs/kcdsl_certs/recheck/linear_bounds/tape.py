@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.interval.box import UNIT, Bools, Box, Floats, magnitude
 
 
 @dataclass(frozen=True, slots=True)
-class Functional:
+class FunctionalBatch:
     """A batch of functionals; `e` holds a and `d` holds b, None where they are zero."""
 
     e: Adjoint | None
@@ -40,24 +40,24 @@ class Functional:
         """Return how many numbers one of them has."""
         return sum(part.values[0].size for part in self.parts)
 
-    def map(self, change: Callable[[Adjoint], Adjoint]) -> Functional:
+    def map(self, change: Callable[[Adjoint], Adjoint]) -> FunctionalBatch:
         """Return both parts changed in the same way."""
-        return Functional(
+        return FunctionalBatch(
             None if self.e is None else change(self.e),
             None if self.d is None else change(self.d),
         )
 
-    def times(self, factor: float) -> Functional:
+    def times(self, factor: float) -> FunctionalBatch:
         """Return the functionals multiplied by a number."""
         return self.map(lambda a: Adjoint(a.values * factor, a.start))
 
-    def masked(self, kept: tuple[Bools | None, Bools | None]) -> Functional:
+    def masked(self, kept: tuple[Bools | None, Bools | None]) -> FunctionalBatch:
         """Return the functionals with nothing where an element is not kept."""
         e, d = (
             part if part is None or mask is None else part.times(mask)
             for part, mask in zip((self.e, self.d), kept, strict=True)
         )
-        return Functional(e, d)
+        return FunctionalBatch(e, d)
 
     def sums(self, weights: tuple[Floats, Floats]) -> Floats:
         """Return Σ a·weights_e + Σ b·weights_d [B]."""
@@ -83,9 +83,9 @@ def joined(one: Adjoint | None, two: Adjoint | None) -> Adjoint | None:
     return merged(one, two)
 
 
-def together(one: Functional, two: Functional) -> Functional:
+def together(one: FunctionalBatch, two: FunctionalBatch) -> FunctionalBatch:
     """Return the sum of functionals of one node."""
-    return Functional(joined(one.e, two.e), joined(one.d, two.d))
+    return FunctionalBatch(joined(one.e, two.e), joined(one.d, two.d))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Planes:
     `size` are the magnitudes that a constant was summed from, `inexact` what else float64 may cost.
     """
 
-    functional: Functional
+    functional: FunctionalBatch
     constant: Floats
     size: Floats
     inexact: Floats
@@ -188,7 +188,7 @@ class Relu:
     pair: Polygon
     slopes: Slopes
 
-    def above(self, f: Functional, slopes: Slopes | None) -> Planes:
+    def above(self, f: FunctionalBatch, slopes: Slopes | None) -> Planes:
         """Bound functionals from above by planes with these slopes, None: those to start with."""
         s = self.slopes if slopes is None else slopes
         batch = f.batch
@@ -204,7 +204,7 @@ class Relu:
             through, on_d, (c, k, w) = self._above(f.d, self.pair, below, above)
             on_e = joined(on_e, through)
             constant, size, inexact = constant + c, size + k, inexact + w
-        return Planes(Functional(on_e, on_d), constant, size, inexact)
+        return Planes(FunctionalBatch(on_e, on_d), constant, size, inexact)
 
     def _above(
         self,
@@ -254,7 +254,7 @@ def plain(own: Polygon, pair: Polygon) -> Slopes:
     return Slopes(own_on, own_on, none, pair_on, none, pair_on)
 
 
-Pull = Callable[[Functional], Sequence[tuple[int, Functional]]]
+Pull = Callable[[FunctionalBatch], Sequence[tuple[int, FunctionalBatch]]]
 Pair = tuple[Floats, Floats]
 """What belongs to the deviation, and what belongs to the drift."""
 
@@ -274,7 +274,7 @@ class BoundsEntry:
     centre: Pair
     radius: Pair
     kept: tuple[Bools | None, Bools | None] = (None, None)
-    curved: Callable[[Functional], Floats] | None = None
+    curved: Callable[[FunctionalBatch], Floats] | None = None
     relu: Relu | None = None
 
     @property
@@ -311,7 +311,7 @@ class BoundsTape:
         self.entries[place] = replace(entry, e=box.meet(entry.e, e), d=box.meet(entry.d, d))
 
     def between(
-        self, place: int, functional: Functional, slopes: Mapping[int, Slopes] | None = None
+        self, place: int, functional: FunctionalBatch, slopes: Mapping[int, Slopes] | None = None
     ) -> tuple[Floats, Floats]:
         """Return bounds [B] of functionals of one entry from below and above."""
         middle, wide = self.walk(place, functional, slopes or {})
@@ -322,7 +322,7 @@ class BoundsTape:
         return -box.above(middle + wide), high
 
     def walk(
-        self, place: int, functional: Functional, slopes: Mapping[int, Slopes]
+        self, place: int, functional: FunctionalBatch, slopes: Mapping[int, Slopes]
     ) -> tuple[Floats, Floats]:
         """Return m and s ≥ 0 [B]: functionals are at most m + s, and without ReLUs at least m - s.
 
@@ -341,7 +341,9 @@ class BoundsTape:
                 planes = entry.relu.above(current, slopes.get(at))
                 middle, wide = middle + planes.constant, wide + planes.inexact
                 known = known + planes.size
-                below: Sequence[tuple[int, Functional]] = [(entry.relu.source, planes.functional)]
+                below: Sequence[tuple[int, FunctionalBatch]] = [
+                    (entry.relu.source, planes.functional)
+                ]
             else:
                 middle, known = middle + current.sums(entry.centre), known + _known(current, entry)
                 wide = wide + current.sizes(entry.radius)
@@ -360,7 +362,7 @@ class BoundsTape:
         return np.where(finite, middle, 0.0), np.where(finite, wide, np.inf)
 
 
-def _known(functional: Functional, entry: BoundsEntry) -> Floats:
+def _known(functional: FunctionalBatch, entry: BoundsEntry) -> Floats:
     """Return the magnitudes of the terms of what is known."""
     centre = np.abs(entry.centre[0]), np.abs(entry.centre[1])
     return functional.sizes(centre)

@@ -65,7 +65,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelNumerics:
     """What one kernel may round, and how far."""
 
     compute: Format
@@ -95,10 +95,12 @@ class Kernel:
     amax_limit: float = math.inf  # what dynamic scales are made of is no larger
     batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
     cache: Cache | None = None  # None: keys and values are read as they are computed
-    base: Kernel | None = None  # where a node pins its format: the kernel itself
-    others: tuple[tuple[str, Kernel], ...] = ()  # by pattern, kernels as linears of that name have
+    base: KernelNumerics | None = None  # where a node pins its format: the kernel itself
+    others: tuple[
+        tuple[str, KernelNumerics], ...
+    ] = ()  # by pattern, kernels as linears of that name have
 
-    def serving(self, key: str) -> Kernel:
+    def serving(self, key: str) -> KernelNumerics:
         """Return the kernel as it computes the linear with this weight: by its own name, else by
         the patterns that fit, which must say the same.
 
@@ -115,7 +117,7 @@ class Kernel:
             raise Rejected("rule/override", f"patterns that fit {name[:80]!r} disagree")
         return replace(self, **{field: getattr(fitting[0], field) for field in _OF_LINEARS})
 
-    def at(self, node: Node) -> Kernel:
+    def at(self, node: Node) -> KernelNumerics:
         """Return the kernel as it computes a node: where the program stores the result in a format
         of its own, as one that computes in that, with sums in float32 at best.
 
@@ -163,7 +165,7 @@ class Kernel:
         return max(code.last, code.below)
 
     @property
-    def own(self) -> Kernel:
+    def own(self) -> KernelNumerics:
         """Return the kernel as it computes what has no format of its own."""
         return self.base or self
 
@@ -298,6 +300,6 @@ def _to_nearest(value: float, form: Format) -> float:
     return float(round(Fraction(value) / _grid(value, form)) * _grid(value, form))
 
 
-def stepped(values: Floats, target: Format, kernel: Kernel) -> Floats:
+def stepped(values: Floats, target: Format, kernel: KernelNumerics) -> Floats:
     """Return what a kernel's cast makes of values, where it is a step function."""
     return (cut if kernel.inward else nearest)(values, target)

@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     PLAIN_WEIGHTS,
     Format,
 )
-from kcdsl_certs.recheck.numerics.kernel import Cache, Kernel, Static, Unit
+from kcdsl_certs.recheck.numerics.kernel import Cache, KernelNumerics, Static, Unit
 
 _WEIGHTS = {
     **dict.fromkeys(FORMATS, ("none",)),
@@ -46,7 +46,7 @@ _MOST_SHARDS = 1024
 _MOST_OVERRIDES, _MOST_PATTERNS, _LONGEST_PATTERN = 4096, 64, 256
 
 
-def parse_kernel(value: object, place: str) -> Kernel:
+def parse_kernel(value: object, place: str) -> KernelNumerics:
     """Return the kernel of a numerics record (`Numerics.to_json`).
 
     Raises Rejected "document/numerics" if a field is missing, unknown or has no meaning.
@@ -69,7 +69,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
     attention = record.reader("attention").exactly(
         "style", "scores", "probabilities", "tile", "exp_ulps"
     )
-    kernel = Kernel(
+    kernel = KernelNumerics(
         compute=FORMATS[record.choice("compute", names)],
         accumulate=FORMATS[record.choice("accumulate", names)],
         stepped=stepped,
@@ -102,7 +102,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
     return found
 
 
-def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
+def _of_linears(record: Reader, kernel: KernelNumerics, pairs: bool) -> KernelNumerics:
     """Return the kernel with the `weights` and `activations` of a record.
 
     `pairs`: products of bytes, where there are such, are summed two by two.
@@ -133,7 +133,9 @@ def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
     )
 
 
-def _others(record: Reader, kernel: Kernel, pairs: bool) -> tuple[tuple[str, Kernel], ...]:
+def _others(
+    record: Reader, kernel: KernelNumerics, pairs: bool
+) -> tuple[tuple[str, KernelNumerics], ...]:
     """Read what linears have by their names in place of the kernel's."""
     if not record.has("overrides"):
         return ()
@@ -210,7 +212,7 @@ def _scale_format(record: Reader) -> Format:
     return FORMATS[record.choice("scale_format", ("float16", "bfloat16"))]
 
 
-def _late(weights: Reader, activations: Reader, kernel: Kernel) -> str:
+def _late(weights: Reader, activations: Reader, kernel: KernelNumerics) -> str:
     """Read where scales of weights are multiplied in, if not with the weights themselves."""
     if not weights.has("applied"):
         return ""

@@ -29,9 +29,9 @@ from kcdsl_certs.recheck.interval.state import (
     target,
 )
 from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, halves
-from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.functions import (
     GELU_CURVE,
     GELU_TANH_CURVE,
@@ -57,7 +57,7 @@ class Activation:
     the argument and of the value."""
 
     curve: Curve
-    sized: Callable[[Kernel, Floats, Floats], Floats]
+    sized: Callable[[KernelNumerics, Floats, Floats], Floats]
 
 
 Choice = Callable[[Node], Activation]
@@ -72,7 +72,7 @@ def _activation_interval(choice: Choice, scene: Scene, node: Node, inputs: list[
     tangents = slopes(function, box.join(x.t, x.i))
     d, steep = box.mul(tangents, x.d), box.mag(tangents)
 
-    def error(kernel: Kernel, x: Box, y: Box, apart: Own) -> Floats:
+    def error(kernel: KernelNumerics, x: Box, y: Box, apart: Own) -> Floats:
         sizes = box.mag(x), box.mag(y)
         inside = 16 * kernel.inner.u * activation.sized(kernel, *sizes) + SLACK
         stored = sigmoid_stored(kernel, node, *sizes, inside, by(apart, 2))
@@ -84,7 +84,7 @@ def _activation_interval(choice: Choice, scene: Scene, node: Node, inputs: list[
 
 
 def sigmoid_stored(
-    kernel: Kernel, node: Node, x: Floats, y: Floats, inside: Floats, apart: Own
+    kernel: KernelNumerics, node: Node, x: Floats, y: Floats, inside: Floats, apart: Own
 ) -> Floats | float:
     """Return what it adds to the error inside of x·σ(x) that σ(x) is stored before the product,
     and that it may be of a reading of x up to `apart` from the one that it multiplies."""
@@ -245,11 +245,11 @@ def activation_bounds(choice: Choice, context: Context, node: Node) -> None:
     e_radius = e_radius + lost * np.abs(slope) * far_e
     d_radius = d_radius + lost * (np.abs(steep) * far_d + np.abs(turn) * far_e)
 
-    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else f.e.times(slope)
         if f.d is None:
-            return ((x.place, Functional(e, None)),)
-        return ((x.place, Functional(joined(e, f.d.times(turn)), f.d.times(steep))),)
+            return ((x.place, FunctionalBatch(e, None)),)
+        return ((x.place, FunctionalBatch(joined(e, f.d.times(turn)), f.d.times(steep))),)
 
     context.write(
         node,
@@ -295,7 +295,7 @@ def activation(choice: Choice) -> Operation:
     )
 
 
-def always(curve: Curve, sized: Callable[[Kernel, Floats, Floats], Floats]) -> Choice:
+def always(curve: Curve, sized: Callable[[KernelNumerics, Floats, Floats], Floats]) -> Choice:
     """Return the choice of an activation without attributes."""
 
     def choice(node: Node) -> Activation:

@@ -30,9 +30,9 @@ from kcdsl_certs.recheck.interval.state import (
     target,
 )
 from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Reading
-from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.operation import Operation
 
 _BELOW_NORMAL = 2.0**-126
@@ -73,13 +73,13 @@ def mul_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return settle(scene, node, (y_t, y_i, d), errors, own=own)
 
 
-def _relative(kernel: Kernel, y: Box, count: int = 1, faint: bool = False) -> Floats:
+def _relative(kernel: KernelNumerics, y: Box, count: int = 1, faint: bool = False) -> Floats:
     """Return count·u_f·mag(Y), and η_f where a product may underflow."""
     form = kernel.inner
     return box.up(count * form.u * box.mag(y) + (underflow(kernel) if faint else 0.0))
 
 
-def underflow(kernel: Kernel) -> float:
+def underflow(kernel: KernelNumerics) -> float:
     """Return η_f: one smallest subnormal of the inner format."""
     return 2 * kernel.inner.eta if kernel.inner == FLOAT32 else kernel.inner.eta
 
@@ -88,7 +88,7 @@ def scale_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x * factor."""
     factor = constant(node, "factor")
 
-    def ends(kernel: Kernel) -> tuple[float, float]:
+    def ends(kernel: KernelNumerics) -> tuple[float, float]:
         return kernel.scalar(factor, node)
 
     def move(b: Box) -> Box:
@@ -103,7 +103,7 @@ def divide_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     if divisor == 0:
         raise Rejected("graph/field", "a division by zero")
 
-    def ends(kernel: Kernel) -> tuple[float, float]:
+    def ends(kernel: KernelNumerics) -> tuple[float, float]:
         return inverses(kernel.scalar(divisor, node))
 
     return _scaled(scene, node, inputs, 1 / divisor, lambda b: _divided(b, divisor), ends)
@@ -138,7 +138,7 @@ def _scaled(
     inputs: list[Value],
     factor: float,
     move: Callable[[Box], Box],
-    ends: Callable[[Kernel], tuple[float, float]],
+    ends: Callable[[KernelNumerics], tuple[float, float]],
 ) -> State:
     """Return a multiple of x; `ends` are those of the numbers that a kernel may take as factor."""
     x = numeric(inputs[0])
@@ -165,7 +165,7 @@ def shift_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
         _other(scene.infer.scalar(offset, node), offset),
     )
 
-    def error(kernel: Kernel, y: Box, more: Box) -> Floats:
+    def error(kernel: KernelNumerics, y: Box, more: Box) -> Floats:
         return box.up(
             kernel.inner.u * (box.mag(box.add(y, more)) + abs(offset) * (1 + kernel.inner.u))
         )
@@ -337,7 +337,7 @@ def _sum_bounds(context: Context, node: Node, sign: float) -> None:
     repeated = reference.size // max(1, min(a.reference.size, b.reference.size))
     lost = gamma(SPARE + repeated, UNIT)
 
-    def pull(f: Functional) -> list[tuple[int, Functional]]:
+    def pull(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
         return [_gathered(f, a, 1.0), _gathered(f, b, sign)]
 
     own = 4 * UNIT * (np.abs(a.reference) + np.abs(b.reference))
@@ -351,7 +351,7 @@ def _sum_bounds(context: Context, node: Node, sign: float) -> None:
     )
 
 
-def _gathered(f: Functional, x: Reading, factor: float) -> tuple[int, Functional]:
+def _gathered(f: FunctionalBatch, x: Reading, factor: float) -> tuple[int, FunctionalBatch]:
     return x.place, f.map(lambda a: summed(Adjoint(a.values * factor, a.start), x.shape))
 
 

@@ -12,7 +12,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.curves import symbol
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, known_form
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Entry, Shared
+from kcdsl_certs.recheck.affine.tape import Shared, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Array, Node
 from kcdsl_certs.recheck.interval import box, weight_ball
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.interval.state import Mask, Scene, State, Value, reduce
 from kcdsl_certs.recheck.interval.weight_ball import alike
 from kcdsl_certs.recheck.linear_bounds.context import Added, Context, halves, nothing
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FORMATS, nearest
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.operation import Operation
 from kcdsl_certs.recheck.ops.views import add_versions
 
@@ -85,7 +85,7 @@ def _apart(scene: Scene, x: Box, drift: Box) -> State:
     return reduce(x, box.add(x, drift), drift, scene.entering)
 
 
-def _taken(kernel: Kernel, x: Box) -> tuple[Box, Box]:
+def _taken(kernel: KernelNumerics, x: Box) -> tuple[Box, Box]:
     form = kernel.result("input", "")
     if form.precision >= FLOAT32.precision:
         return x, box.zeros(x.shape)
@@ -114,7 +114,9 @@ def constant_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     return table(array, key, node.format, scene.train, scene.infer)
 
 
-def table(array: Array, key: str, pinned: str, train: Kernel, infer: Kernel) -> State:
+def table(
+    array: Array, key: str, pinned: str, train: KernelNumerics, infer: KernelNumerics
+) -> State:
     """Return a float32 array as both kernels store it: as it is, if its format is pinned."""
     values = np.frombuffer(array.data, dtype="<f4").astype(np.float64).reshape(array.shape)
     if not np.isfinite(values).all():
@@ -180,9 +182,9 @@ def _apart_affine(walk: Walk, centre: Floats, region: Floats, drift: Box) -> For
     reach = raised(region + radius)
     if walk.scene.held is not None:
         apart = walk.tape.cut = symbol(walk, walk.scene.held, middle, radius, reference)
-        place = walk.tape.add(Entry(reach, ((0, lambda a: a), (apart, lambda a: a))))
+        place = walk.tape.add(TapeEntry(reach, ((0, lambda a: a), (apart, lambda a: a))))
         return Form(reference, reach, place)
-    place = walk.tape.add(Entry(reach, ((0, lambda a: a),), radius))
+    place = walk.tape.add(TapeEntry(reach, ((0, lambda a: a),), radius))
     return Form(reference, reach, place)
 
 
@@ -209,7 +211,7 @@ def leaf_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     shared = None
     if alike((walk.scene.train, walk.scene.infer), linear=False):
         shared = Shared(node.name, radius, np.zeros(radius.shape))
-    return Form(found, radius, walk.tape.add(Entry(radius, (), radius, shared=shared)))
+    return Form(found, radius, walk.tape.add(TapeEntry(radius, (), radius, shared=shared)))
 
 
 def around(centre: Floats, wide: Box) -> Floats:

@@ -12,7 +12,7 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import ULP, Floats
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS, Format
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 _SLACK = 1 + 2.0**-44
 
@@ -64,7 +64,7 @@ class Loss:
         return box.up(lost + self.u * (product + lost + bias) + self.tiny, 12)
 
 
-def losses(node: Node, kernel: Kernel, eps: float, norm: Norm) -> Loss:
+def losses(node: Node, kernel: KernelNumerics, eps: float, norm: Norm) -> Loss:
     """Return what the parts of a norm lose.
 
     Raises Rejected "bound/overflow", or "bound/not-finite" where the parts may lose the variance.
@@ -147,12 +147,12 @@ class _Book:
     """The formats of the parts, and the arithmetic inside."""
 
     node: Node
-    kernel: Kernel
+    kernel: KernelNumerics
     u: float
     tiny: float
 
     @staticmethod
-    def of(node: Node, kernel: Kernel) -> _Book:
+    def of(node: Node, kernel: KernelNumerics) -> _Book:
         forms = [FORMATS[form] if form else kernel.holding for form in node.parts.values()]
         if all(form == FLOAT64 for form in forms):
             return _Book(node, kernel, FLOAT64.u, 2.0**-1074)
@@ -199,7 +199,7 @@ LEAST_VARIANCE = 2.0**-100
 MOST_SQUARES = 2.0**126
 
 
-def root_error(kernel: Kernel, size: Floats, least: Floats, centred: bool) -> Floats:
+def root_error(kernel: KernelNumerics, size: Floats, least: Floats, centred: bool) -> Floats:
     """Return the relative error of a row's inverse root, `size` ≥ |x| and v ≥ `least` ([…, 1]).
 
     Raises Rejected "bound/not-finite".

@@ -13,12 +13,12 @@ from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Curve, Pull, Share, Shared
+from kcdsl_certs.recheck.affine.tape import NonlinearPart, Pull, Share, Shared
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma, target
 from kcdsl_certs.recheck.interval.weight_ball import alike
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import underflow
 from kcdsl_certs.recheck.ops.norm_errors import (
     LEAST_VARIANCE,
@@ -311,7 +311,7 @@ class _Inner:
 
 
 def _rounding(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     x: Form,
     at: _Reference,
     moved: _Drift,
@@ -361,7 +361,7 @@ def _rounding(
 
 
 def _written(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     node: Node,
     x: Form,
     at: _Reference,
@@ -397,7 +397,7 @@ def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floa
     return raised((map_error + gamma(4 * n + 32, UNIT) * whole) * (1 + 2.0**-20))
 
 
-def _scalars(scales: list[tuple[Floats, Floats]]) -> Curve:
+def _scalars(scales: list[tuple[Floats, Floats]]) -> NonlinearPart:
     """Return the bound of numbers per row: each at most a size, times a direction."""
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
@@ -408,7 +408,7 @@ def _scalars(scales: list[tuple[Floats, Floats]]) -> Curve:
             found = found + (sums * rows).reshape(adjoint.batch, -1).sum(axis=-1)
         return -found, found
 
-    return Curve(between)
+    return NonlinearPart(between)
 
 
 def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:

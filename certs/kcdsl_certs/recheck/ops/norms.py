@@ -22,8 +22,8 @@ from kcdsl_certs.recheck.linear_bounds.context import (
     halves,
     less_mean,
 )
-from kcdsl_certs.recheck.linear_bounds.tape import Functional
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import underflow
 from kcdsl_certs.recheck.ops.norm_errors import (
     LEAST_VARIANCE,
@@ -98,7 +98,7 @@ def _scaled_own(own: Own, side: Side, weight: Box) -> Own:
 
 
 def _written(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     node: Node,
     eps: float,
     x: Box,
@@ -222,7 +222,7 @@ def _omega(a: Floats, b: Floats) -> Floats:
 
 
 def _error(
-    kernel: Kernel, x: Box, side: Side, weight: Box, bias: Box, centred: bool, own: Own
+    kernel: KernelNumerics, x: Box, side: Side, weight: Box, bias: Box, centred: bool, own: Own
 ) -> Floats:
     """Return the error inside the norm, the affine map included.
 
@@ -300,10 +300,10 @@ def _norm_bounds(context: Context, node: Node, centred: bool) -> None:
     off_e = off_e + lost * np.abs(g_t) * _carried(own, box.magnitude(x.e))
     off_d = lost * np.abs(g_i) * _carried(moved, box.magnitude(x.d))
 
-    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else _back(f.e, own, g_t, centred)
         d = None if f.d is None else _back(f.d, moved, g_i, centred)
-        return ((x.place, Functional(e, d)),)
+        return ((x.place, FunctionalBatch(e, d)),)
 
     context.write(
         node,

@@ -11,7 +11,7 @@ from kcdsl_certs.recheck.affine.adjoint import part, viewed
 from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Entry, Pull
+from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node, View
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
@@ -28,7 +28,13 @@ from kcdsl_certs.recheck.interval.state import (
     target,
 )
 from kcdsl_certs.recheck.linear_bounds.context import Added, Context, nothing
-from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Functional, Polygon, Relu, plain
+from kcdsl_certs.recheck.linear_bounds.tape import (
+    BoundsEntry,
+    FunctionalBatch,
+    Polygon,
+    Relu,
+    plain,
+)
 from kcdsl_certs.recheck.ops.arithmetic import operands_of
 from kcdsl_certs.recheck.ops.operation import Operation
 
@@ -82,7 +88,7 @@ def view_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
         return known_form(reference)
     reach = found.moved(value.reach)
     radius = None if found.copies == 1 else raised(reach * gamma(found.copies, UNIT)) + TINY
-    place = walk.tape.add(Entry(reach, ((value.place, lambda a: viewed(a, found)),), radius))
+    place = walk.tape.add(TapeEntry(reach, ((value.place, lambda a: viewed(a, found)),), radius))
     own, origin = walk.own(node, 0), value.origin
     add_versions(walk, node, None if own is None else found.moved(own))
     if origin is not None:
@@ -122,7 +128,7 @@ def concat_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
         each = zip(parts, forms, strict=True)
         whole = [np.zeros(form.shape) if own is None else own for own, form in each]
         add_versions(walk, node, np.concatenate(whole, axis=axis))
-    return Form(reference, reach, walk.tape.add(Entry(reach, tuple(operands))))
+    return Form(reference, reach, walk.tape.add(TapeEntry(reach, tuple(operands))))
 
 
 def add_versions(walk: Walk, node: Node, own: Floats | None) -> None:
@@ -146,7 +152,7 @@ def view_bounds(context: Context, node: Node) -> None:
         lost = gamma(view.copies + 4, UNIT)
         e, d = (raised(view.moved(magnitude(part)) * lost) + TINY for part in (x.e, x.d))
 
-    def pull(f: Functional) -> list[tuple[int, Functional]]:
+    def pull(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
         return [(x.place, f.map(lambda a: viewed(a, view)))]
 
     context.write(node, reference, pull, Added(none, e), Added(none, d))
@@ -161,13 +167,13 @@ def concat_bounds(context: Context, node: Node) -> None:
     operands = [context.operand(node, k) for k in range(len(node.inputs))]
     reference = np.concatenate([x.reference for x in operands], axis=axis)
 
-    def pull(f: Functional) -> list[tuple[int, Functional]]:
+    def pull(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
         found, offset = [], 0
         for x in operands:
             size = x.shape[axis]
             e, d = (None if p is None else part(p, axis, offset, size) for p in (f.e, f.d))
             if e is not None or d is not None:
-                found.append((x.place, Functional(e, d)))
+                found.append((x.place, FunctionalBatch(e, d)))
             offset += size
         return found
 
@@ -210,7 +216,7 @@ def cast_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if all(form.holds(other) for other in read):
         if x.place is None:
             return known_form(x.reference)
-        place = walk.tape.add(Entry(x.reach, ((x.place, lambda a: a),)))
+        place = walk.tape.add(TapeEntry(x.reach, ((x.place, lambda a: a),)))
         own = walk.own(node, 0)
         if own is not None:
             walk.versions[node.name] = Version(own)
@@ -228,7 +234,7 @@ def neg_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if x.place is None:
         return known_form(-x.reference)
     minus = np.full(x.shape, -1.0)
-    entry = Entry(x.reach, ((x.place, lambda a: a.times(minus)),))
+    entry = TapeEntry(x.reach, ((x.place, lambda a: a.times(minus)),))
     add_versions(walk, node, walk.own(node, 0))
     return Form(-x.reference, x.reach, walk.tape.add(entry))
 
@@ -247,7 +253,7 @@ def relu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     half = np.maximum(box.add_up(hi, -reference), box.add_up(reference, -lo))
     radius = np.where(sure, 0.0, raised(half) + TINY)
     reach = np.where(sure, on * x.reach, radius)
-    entry = Entry(reach, ((x.place, lambda a: a.times(on)),), radius)
+    entry = TapeEntry(reach, ((x.place, lambda a: a.times(on)),), radius)
     add_versions(walk, node, walk.own(node, 0))
     return Form(reference, reach, walk.tape.add(entry))
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kcdsl.exits import Exit
-from kcdsl.verdict.studies.attribution import Attribution, Between
+from kcdsl.verdict.studies.attribution import Attribution, IntermediateKernel
 from kcdsl.verdict.text.attribution import print_attribution
 from kcdsl_backends.empirical.attribution import sources
-from kcdsl_backends.empirical.attribution.document import Frame, assemble
-from kcdsl_backends.empirical.attribution.measurement import Coalition, Measured
+from kcdsl_backends.empirical.attribution.document import AttributionSubject, assemble
+from kcdsl_backends.empirical.attribution.measurement import Coalition, MeasuredCoalitions
 from kcdsl_backends.empirical.attribution.shapley import Array, Statistic, column
 from tests.support.attributions import EAGER, ref
 
@@ -24,7 +24,7 @@ ALL = [np.full(4, 1.0 + i / 40) for i in range(40)]
 
 def document(infer: list[Array], statistic: Statistic, *, differs: bool = True) -> Attribution:
     other = ref("torch.sdpa.math") if differs else EAGER
-    frame = Frame(
+    frame = AttributionSubject(
         contract={"name": "c", "version": "1", "digest": "sha256:0"},
         kernels={"train": EAGER.run, "infer": other.run},
         slice=None,
@@ -41,7 +41,7 @@ def document(infer: list[Array], statistic: Statistic, *, differs: bool = True) 
     if differs:
         coalitions[1] = Coalition(("operator",), end)
     players = ("operator",) if differs else ()
-    return assemble(frame, Measured(players, coalitions, {}, end, None), None, ())
+    return assemble(frame, MeasuredCoalitions(players, coalitions, {}, end, None), None, ())
 
 
 @pytest.mark.parametrize("statistic", ["mean", "p50", "p90", "max"])
@@ -73,10 +73,10 @@ def test_a_source_of_all_requests_is_attributed() -> None:
 def test_each_reason_why_kernels_do_not_run_is_said_once() -> None:
     found = document(ALL, "mean")
     lacking = (
-        Between(("operator",), None, "no such kernel"),
-        Between(("weights",), 1.0),
-        Between(("operator", "batch"), None, "no such kernel"),
-        Between(("weights", "batch"), None, "too large"),
+        IntermediateKernel(("operator",), None, "no such kernel"),
+        IntermediateKernel(("weights",), 1.0),
+        IntermediateKernel(("operator", "batch"), None, "no such kernel"),
+        IntermediateKernel(("weights", "batch"), None, "too large"),
     )
     source = replace(found.sources[0], reason="operator does not run: no such kernel")
     stream = StringIO()

@@ -15,8 +15,8 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.studies.attribution import Layers
 from kcdsl_backends.empirical.attribution.blocks import NoSwap, swap_layers
-from kcdsl_backends.empirical.attribution.measurement import Subject
-from kcdsl_backends.empirical.sources.kernels import Kernel, Plan
+from kcdsl_backends.empirical.attribution.measurement import AttributedMetric
+from kcdsl_backends.empirical.sources.kernels import Kernel, MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 from tests.support.attributions import (
@@ -205,8 +205,8 @@ def test_blocks_of_a_users_module(own_model: Model) -> None:
     """Its attention is exchanged by interception; both kernels keep to their own."""
     requests = (Request("f:0", "0", (1, 2, 3, 4, 5), {}, 1),)
     pair = pair_of(own_model, EAGER, ref("torch.sdpa.math", "bfloat16"))
-    plan = Plan(frozenset({"kl"}), 1.0, 0, encoder=False)
-    found = swap_layers(Subject(pair, requests, plan, "kl", "lower", None))
+    plan = MeasurementPlan(frozenset({"kl"}), 1.0, 0, encoder=False)
+    found = swap_layers(AttributedMetric(pair, requests, plan, "kl", "lower", None))
     assert [row.block for row in found.rows] == ["first", "second"]
     assert all(row.drift > 0 for row in found.rows)
     assert found.outside != 0.0  # the embedding and the last linear are bfloat16 too
@@ -235,8 +235,8 @@ def test_an_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
     )
     requests = (Request("f:0", "0", (1, 2, 3, 4, 5), {}, 1),)
     pair = pair_of(model, EAGER, ref("torch.eager", "bfloat16"))
-    plan = Plan(frozenset({"hidden_l2"}), 1.0, 0, encoder=True)
-    found = swap_layers(Subject(pair, requests, plan, "hidden_l2", "lower", None))
+    plan = MeasurementPlan(frozenset({"hidden_l2"}), 1.0, 0, encoder=True)
+    found = swap_layers(AttributedMetric(pair, requests, plan, "hidden_l2", "lower", None))
     names = [row.block for row in found.rows]
     assert {"attn_0", "mlp_0", "attn_1", "mlp_1"} <= set(names)
     assert all(row.drift > 0 for row in found.rows)
@@ -248,8 +248,8 @@ def test_states_and_logits_are_not_read_off_one_pass() -> None:
     """A metric of the user's that needs both has no blocks, which is said, and no defect."""
     model = small_model()
     pair = pair_of(model, EAGER, ref("torch.eager", "bfloat16"))
-    plan = Plan(frozenset({"kl", "hidden_l2"}), 1.0, 0, encoder=False)
-    subject = Subject(pair, REQUESTS, plan, "kl", "lower", None)
+    plan = MeasurementPlan(frozenset({"kl", "hidden_l2"}), 1.0, 0, encoder=False)
+    subject = AttributedMetric(pair, REQUESTS, plan, "kl", "lower", None)
     with pytest.raises(NoSwap, match="states and logits"):
         swap_layers(subject)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef
-from kcdsl.verdict.studies.attribution import Attribution, Figure, Source
+from kcdsl.verdict.studies.attribution import Attribution, EstimatedNumber, Source
 from kcdsl_backends.empirical.attribution.measurement import measure
 from kcdsl_backends.empirical.sources.kernels import Kernel
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
@@ -160,7 +160,7 @@ def test_a_source_without_effect_has_exactly_nothing_and_is_not_shown() -> None:
     pair = pair_of(exact, EAGER, ref(compute="bfloat16", weights={"format": "float16"}))
     weights = source(attributed(subject_of(pair, REQUESTS)), "weights")
     assert weights.state == "differs"
-    assert weights.shapley == Figure(0.0, 0.0, 0.0)
+    assert weights.shapley == EstimatedNumber(0.0, 0.0, 0.0)
     assert not weights.shown
 
 

@@ -15,9 +15,9 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.verdict.studies.attribution import Attribution
 from kcdsl_backends.empirical.attribution.hybrids import (
     Batches,
-    Group,
     Recorder,
-    Replay,
+    RequestBatch,
+    RouterReplay,
     Unreplayable,
     equal_choices,
 )
@@ -154,24 +154,24 @@ def run(scores: Tensor) -> Tensor:
 
 
 def test_what_was_recorded_is_replayed_with_the_own_scores() -> None:
-    group = Group((3,), together=False)
+    group = RequestBatch((3,), together=False)
     recorder = Recorder(group)
     with recorder:
         first = run(SCORES)
     ((chosen,),) = recorder.choices()
     assert chosen.tolist() == [[1, 2], [0, 2], [0, 2]]
-    replay = Replay(group, recorder.choices())
+    replay = RouterReplay(group, recorder.choices())
     with replay:
         again = run(SCORES)
     replay.finish()
     assert torch.equal(first, again)
-    with Replay(group, recorder.choices()):
+    with RouterReplay(group, recorder.choices()):
         other = run(1 - SCORES)
     assert torch.equal(other, (1 - SCORES).gather(-1, chosen) + 10 * chosen)
 
 
 def test_rows_of_a_batch_keep_their_padding() -> None:
-    group = Group((3, 1), together=True)
+    group = RequestBatch((3, 1), together=True)
     recorder = Recorder(group)
     both = torch.stack([SCORES, SCORES.flip(-1)])  # rows 2 and 3 of the second are padding
     with recorder:
@@ -179,7 +179,7 @@ def test_rows_of_a_batch_keep_their_padding() -> None:
     first, second = recorder.choices()
     assert first[0].shape == (3, 2)
     assert second[0].tolist() == [[1, 0]]
-    replay = Replay(group, [(torch.tensor([[0, 1]] * 3),), (torch.tensor([[0, 2]]),)])
+    replay = RouterReplay(group, [(torch.tensor([[0, 1]] * 3),), (torch.tensor([[0, 2]]),)])
     with replay:
         _, chosen = both.topk(2, dim=-1)
     assert chosen[0].tolist() == [[0, 1]] * 3
@@ -187,17 +187,20 @@ def test_rows_of_a_batch_keep_their_padding() -> None:
 
 
 def test_routers_that_are_not_those_recorded_are_no_replay() -> None:
-    group = Group((3,), together=False)
-    with pytest.raises(Unreplayable, match="more routers"), Replay(group, [()]):
+    group = RequestBatch((3,), together=False)
+    with pytest.raises(Unreplayable, match="more routers"), RouterReplay(group, [()]):
         run(SCORES)
-    with pytest.raises(Unreplayable, match="experts"), Replay(group, [(torch.zeros(3, 1).long(),)]):
+    with (
+        pytest.raises(Unreplayable, match="experts"),
+        RouterReplay(group, [(torch.zeros(3, 1).long(),)]),
+    ):
         run(SCORES)
-    replay = Replay(group, [(torch.zeros(3, 2).long(), torch.zeros(3, 2).long())])
+    replay = RouterReplay(group, [(torch.zeros(3, 2).long(), torch.zeros(3, 2).long())])
     with replay:
         run(SCORES)
     with pytest.raises(Unreplayable, match="1 routers ran, and 2"):
         replay.finish()
-    with pytest.raises(Unreplayable, match="rows"), Recorder(Group((4,), together=False)):
+    with pytest.raises(Unreplayable, match="rows"), Recorder(RequestBatch((4,), together=False)):
         run(SCORES)
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from bench.coverage import LEVELS
 from bench.coverage_shares import game, shares_held
-from kcdsl.verdict.studies.attribution import Figure
+from kcdsl.verdict.studies.attribution import EstimatedNumber
 from kcdsl_backends.empirical.attribution.shapley import (
     Array,
-    Column,
+    CoalitionColumn,
     Statistic,
     Table,
     apply,
@@ -125,11 +125,11 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
 
 def test_an_interval_that_touches_zero_shows_nothing() -> None:
-    assert not Figure(1.0, 0.0, 2.0).shown
-    assert not Figure(1.0).shown
-    assert not Figure(0.0, 0.0, 0.0).shown
-    assert Figure(1.0, 0.5, 2.0).shown
-    assert Figure(-1.0, -2.0, -0.5).shown
+    assert not EstimatedNumber(1.0, 0.0, 2.0).shown
+    assert not EstimatedNumber(1.0).shown
+    assert not EstimatedNumber(0.0, 0.0, 0.0).shown
+    assert EstimatedNumber(1.0, 0.5, 2.0).shown
+    assert EstimatedNumber(-1.0, -2.0, -0.5).shown
 
 
 # --- do intervals hold? --------------------------------------------------------------------------
@@ -152,10 +152,12 @@ def test_a_source_without_any_effect_has_exactly_nothing() -> None:
     """A third of what is added and taken away again leaves no rounding that could be shown."""
     noise = 0.1 * RNG.standard_normal((4, 40)) + 1.0 / 3.0
     counts = np.full(40, 7.0)
-    columns = {m: Column(noise[m & 3], counts, noise[m & 3]) for m in range(8)}
+    columns = {m: CoalitionColumn(noise[m & 3], counts, noise[m & 3]) for m in range(8)}
     own = Table("mean", "lower", columns)
     shares = split(3, columns).shares
-    assert intervals(own, {"shapley": {"x": shares[2]}}, 0)["shapley"]["x"] == Figure(0.0, 0.0, 0.0)
+    assert intervals(own, {"shapley": {"x": shares[2]}}, 0)["shapley"]["x"] == EstimatedNumber(
+        0.0, 0.0, 0.0
+    )
     assert not own.parts(shares[2]).any()
     assert own.parts(shares[0]).sum() / 280 == pytest.approx(
         float(apply(shares[0], own.values())), rel=1e-12

@@ -24,10 +24,10 @@ from kcdsl_backends.drift.affine.tape import (
     INPUT,
     Adjoints,
     Amplified,
-    Entry,
     Nonlinear,
     Shared,
     Tape,
+    TapeEntry,
 )
 from kcdsl_backends.drift.boxes import SAFE, NoBound, gamma
 from kcdsl_backends.drift.boxes.rounding import Apart
@@ -219,7 +219,7 @@ def _centring(matrix: Tensor) -> Tensor:
 def _inside(
     run: KernelRun,
     node: Node,
-    x: Entry,
+    x: TapeEntry,
     y: Tensor,
     r: Tensor,
     moved: _Moved,
@@ -286,7 +286,7 @@ def _inside(
 def _written(
     run: KernelRun,
     node: Node,
-    x: Entry,
+    x: TapeEntry,
     y: Tensor,
     r: Tensor,
     moved: _Moved,

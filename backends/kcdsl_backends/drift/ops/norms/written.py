@@ -32,7 +32,7 @@ def refuse_large_squares(node: str, size: Tensor, eps: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """What storing a part does to it, α = (1 + k·u)(1 + u_F) - 1 and β; and its format."""
 
     form: Format
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenNorm:
     """The roundings of a norm that is written out, before its gain.
 
     `theta` [..., 1] is the relative error of the inverse root, `mean` [..., 1] that of the mean;
@@ -101,7 +101,7 @@ def written(
     least: Tensor,
     most: Tensor,
     apart: Tensor,
-) -> Written:
+) -> WrittenNorm:
     """Return the roundings of a norm that is written out.
 
     Args:
@@ -121,12 +121,12 @@ def written(
     u, eta = (2.0**-53, 2.0**-1074) if wide else (2.0**-24, 2.0**-149)
     final = list(parts)[-1]
 
-    def part(name: str) -> Part:
+    def part(name: str) -> StoredPart:
         form = FORMATS[parts[name] or kernel.own.compute]
         exact = not kernel.free and form.precision >= (53 if wide else 24)
         if name == final or exact:
-            return Part(form, 0.0, eta)
-        return Part(form, kernel.unit(form), kernel.faint(form) + 2 * eta)
+            return StoredPart(form, 0.0, eta)
+        return StoredPart(form, kernel.unit(form), kernel.faint(form) + 2 * eta)
 
     def fits(name: str, magnitude: Tensor) -> None:
         refuse_overflow(node.name, up(magnitude * _SAFE), part(name).form, f", the {name},")
@@ -181,7 +181,9 @@ def written(
     else:
         stored = part("sqrt")
         lost = stored.unit + stored.faint * highest / torch.sqrt(1 - kappa)
-        reciprocal = part("reciprocal") if "reciprocal" in parts else Part(stored.form, 0.0, 0.0)
+        reciprocal = (
+            part("reciprocal") if "reciprocal" in parts else StoredPart(stored.form, 0.0, 0.0)
+        )
         fits("sqrt", torch.sqrt(most * (1 + kappa)) * (1 + stored.unit) + stored.faint)
     if not bool((lost < 1).all()):
         raise NoBound(node.name, "the root may be lost in the roundings of what is written out")
@@ -191,8 +193,8 @@ def written(
         fits("root" if "root" in parts else "reciprocal", highest * (1 + theta))
     name = "quotient" if "quotient" in parts else "normed"
     normed = part(name)
-    weighted = part("weighted") if "weighted" in parts else Part(normed.form, 0.0, eta)
-    return Written(
+    weighted = part("weighted") if "weighted" in parts else StoredPart(normed.form, 0.0, eta)
+    return WrittenNorm(
         theta,
         off,
         own,

@@ -20,7 +20,7 @@ from kcdsl_backends.requests import Request
 _OF_STATES = frozenset(m.name for m in METRICS.values() if m.reads == STATES)
 
 
-class Blocks(Protocol):
+class BlockProgram(Protocol):
     """A program that runs single blocks of a model."""
 
     def block(self, name: str, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Blocks(Protocol):
         ...
 
 
-class Outputs(Blocks, Protocol):
+class Outputs(BlockProgram, Protocol):
     """A program that gives what a model makes of token ids [T]."""
 
     def logits(self, ids: Any) -> Tensor:
@@ -95,7 +95,7 @@ BlockInput = Callable[[Request, str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MeasurementPlan:
     """What to measure."""
 
     metrics: frozenset[str]
@@ -123,7 +123,7 @@ class Plan:
         return not self.encoder
 
 
-def block_drift(train: Blocks, infer: Blocks, block: str, x: Tensor) -> Tensor:
+def block_drift(train: BlockProgram, infer: BlockProgram, block: str, x: Tensor) -> Tensor:
     """Return infer - train of a block on the same float32 input, float64 [T, D]."""
     a, b = train.block(block, x), infer.block(block, x)
     if a.shape != b.shape:

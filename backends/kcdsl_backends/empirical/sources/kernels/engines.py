@@ -26,7 +26,7 @@ from kcdsl_backends.process import quietly
 Program = Callable[[Tensor], Tensor]
 
 
-class Engine(Protocol):
+class ProgramEngine(Protocol):
     """Gives the program of a part. Asked again for the same name, it gives the same program."""
 
     def __call__(self, name: str, part: Program) -> Program:

@@ -30,15 +30,15 @@ from kcdsl_backends.empirical.metrics.measures import (
 )
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
 from kcdsl_backends.empirical.metrics.states import noise_ratio, row_l2, row_linf, row_span
-from kcdsl_backends.empirical.metrics.user import Unusable, call
+from kcdsl_backends.empirical.metrics.user import UnusableFunction, call
 from kcdsl_backends.empirical.sources.kernels import (
     BlockInput,
+    MeasurementPlan,
     Outputs,
-    Plan,
     block_drift,
     tensor_digest,
 )
-from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
+from kcdsl_backends.empirical.table.evidence import Array, RequestRun, SamplingUnit
 from kcdsl_backends.empirical.table.requirements import norm_name
 from kcdsl_backends.requests import Request
 
@@ -49,8 +49,8 @@ _SAMPLED = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
 
 
 def run_request(
-    request: Request, train: Outputs, infer: Outputs, plan: Plan, block_input: BlockInput
-) -> Run:
+    request: Request, train: Outputs, infer: Outputs, plan: MeasurementPlan, block_input: BlockInput
+) -> RequestRun:
     """Run both kernels on a request; where one fails, the unit says so and has no values."""
     seed = sampled.request_seed(plan.seed, request.key)
     digests: dict[str, str] = {}
@@ -60,13 +60,13 @@ def run_request(
                 request, train, infer, plan, block_input, seed, digests
             )
     except (RuntimeError, ValueError, Refusal) as error:
-        unit = Unit(request.key, request.length, failure=str(error) or type(error).__name__)
-        return Run(unit, seed, digests, 0)
+        unit = SamplingUnit(request.key, request.length, failure=str(error) or type(error).__name__)
+        return RequestRun(unit, seed, digests, 0)
     failure = None
     if nonfinite:
         failure = f"{nonfinite} of the numbers that the kernels returned are not finite"
-    return Run(
-        Unit(request.key, request.length, values, failure, problems),
+    return RequestRun(
+        SamplingUnit(request.key, request.length, values, failure, problems),
         seed,
         digests,
         nonfinite,
@@ -77,7 +77,7 @@ def _measure(
     request: Request,
     train: Outputs,
     infer: Outputs,
-    plan: Plan,
+    plan: MeasurementPlan,
     block_input: BlockInput,
     seed: int,
     digests: dict[str, str],
@@ -126,7 +126,9 @@ def _noise_ratio(
     raise ValueError("no run in float32 or wider was recorded beside the logits")
 
 
-def _offer(inputs: dict[str, Any], plan: Plan, need: str, outputs: tuple[Tensor, Tensor]) -> None:
+def _offer(
+    inputs: dict[str, Any], plan: MeasurementPlan, need: str, outputs: tuple[Tensor, Tensor]
+) -> None:
     """Add the outputs of both kernels to what the user's functions may take, if any asks."""
     if any(need in user.metric.needs for user in plan.user):
         for side, output in zip(("train", "infer"), outputs, strict=True):
@@ -140,7 +142,7 @@ def _read_only(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _user_values(
-    request: Request, plan: Plan, inputs: dict[str, Any]
+    request: Request, plan: MeasurementPlan, inputs: dict[str, Any]
 ) -> tuple[dict[str, Array], dict[str, str]]:
     """Return the values of the user's metrics, and why one has none."""
     if not plan.user:
@@ -153,7 +155,7 @@ def _user_values(
     for user in plan.user:
         try:
             values[user.metric.name] = call(user, inputs, request.length)
-        except Unusable as error:
+        except UnusableFunction as error:
             problems[user.metric.name] = str(error)
     return values, problems
 
@@ -181,7 +183,9 @@ def _both(
     return outputs
 
 
-def compared(request: Request, train: Tensor, infer: Tensor, plan: Plan) -> dict[str, Array]:
+def compared(
+    request: Request, train: Tensor, infer: Tensor, plan: MeasurementPlan
+) -> dict[str, Array]:
     """Return the metrics of two outputs for a request: logits [T, V], or states [T, D] of an
     encoder."""
     if plan.encoder:
@@ -192,7 +196,7 @@ def compared(request: Request, train: Tensor, infer: Tensor, plan: Plan) -> dict
 
 
 def _policy_values(
-    request: Request, logits: tuple[Tensor, Tensor], plan: Plan, seed: int
+    request: Request, logits: tuple[Tensor, Tensor], plan: MeasurementPlan, seed: int
 ) -> tuple[dict[str, Array], NDArray[np.int64]]:
     values = _exact_values(logits, plan)
     if not _needs_policies(plan):
@@ -222,7 +226,7 @@ def _policy_values(
     return values, every
 
 
-def _exact_values(logits: tuple[Tensor, Tensor], plan: Plan) -> dict[str, Array]:
+def _exact_values(logits: tuple[Tensor, Tensor], plan: MeasurementPlan) -> dict[str, Array]:
     """Return the metrics of full logits: of positions, and what whole requests make of them."""
     texts = {name: made for name, made in TEXT_FUNCTIONS.items() if name in plan.metrics}
     width = logits[0].shape[1]
@@ -243,7 +247,7 @@ def _exact_values(logits: tuple[Tensor, Tensor], plan: Plan) -> dict[str, Array]
     return values
 
 
-def _needs_policies(plan: Plan) -> bool:
+def _needs_policies(plan: MeasurementPlan) -> bool:
     """Say whether the policies themselves are read: to sample from them, or to score labels."""
     asked = any("sampled" in user.metric.needs for user in plan.user)
     return asked or bool(plan.metrics & (_SAMPLED | _LABELLED | set(AGGREGATES)))
@@ -265,7 +269,9 @@ def _scores(head: PolicyPair, labels: Tensor, metrics: frozenset[str]) -> dict[s
     return values
 
 
-def _sampled_values(pair: PolicyPair, plan: Plan, seed: int) -> tuple[dict[str, Array], Tensor]:
+def _sampled_values(
+    pair: PolicyPair, plan: MeasurementPlan, seed: int
+) -> tuple[dict[str, Array], Tensor]:
     """Return the metrics of sampled tokens, and these tokens (none where none are needed)."""
     found: dict[str, Array] = {}
     read = {name for metric in plan.metrics & set(AGGREGATES) for name in AGGREGATES[metric].inputs}

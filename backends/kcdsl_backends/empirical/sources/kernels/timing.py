@@ -25,7 +25,7 @@ from kcdsl.ir.terms import Clause, Statistic
 from kcdsl_backends.empirical.sources.kernels import Kernel, tensor_digest
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, confidence_over
 from kcdsl_backends.empirical.statistics.planning import units_for_budget
-from kcdsl_backends.empirical.table.evidence import Timing, Unit
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, Timing
 from kcdsl_backends.empirical.table.requirements import GENERATED, WINDOW, slices_of
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
@@ -105,7 +105,7 @@ def time_requests(
             _generated(generate, request, device, clock)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    runs: list[Unit] = []
+    runs: list[SamplingUnit] = []
     digests: dict[str, list[str]] = {}
     for turn in _turns(rounds, seconds, clock, progress):
         for request in requests:
@@ -119,7 +119,7 @@ def time_requests(
                 made = _generated(generate, request, device, clock)
                 values |= {name: made.values[name] for name in GENERATED & made.values.keys()}
                 problems = {name: made.problems[name] for name in GENERATED & made.problems.keys()}
-            runs.append(Unit(request.key, request.length, values, problems=problems))
+            runs.append(SamplingUnit(request.key, request.length, values, problems=problems))
             if turn < DIGEST_ROUNDS:
                 digest = "failed" if output is None else tensor_digest(output)
                 digests.setdefault(request.key, []).append(digest)
@@ -140,12 +140,12 @@ def time_served(
     time: from the request to its first token, between tokens, and to the last one (latency)."""
     device = torch.device("cpu")
 
-    def timed(request: Request) -> Unit:
+    def timed(request: Request) -> SamplingUnit:
         return _generated(generate, request, device, clock)
 
     with closing(in_order(requests[:WARM_UP], timed, at_once)) as units:
         list(units)
-    runs: list[Unit] = []
+    runs: list[SamplingUnit] = []
     for _ in _turns(rounds, seconds, clock, progress):
         with closing(in_order(requests, timed, at_once)) as units:
             runs += units
@@ -186,7 +186,9 @@ def greedy(kernel: Kernel) -> Generate:
     return generate
 
 
-def _generated(generate: Generate, request: Request, device: torch.device, clock: Clock) -> Unit:
+def _generated(
+    generate: Generate, request: Request, device: torch.device, clock: Clock
+) -> SamplingUnit:
     """Return the times of one generation; `problems` say which it does not have, and why.
 
     Tokens that come together with the first have no time of their own, and do not count as further
@@ -203,7 +205,7 @@ def _generated(generate: Generate, request: Request, device: torch.device, clock
         if not came:
             raise Untimed("no token was generated")
     except (RuntimeError, Untimed) as error:
-        return Unit(
+        return SamplingUnit(
             request.key,
             0,
             {name: np.array([math.nan]) for name in OF_GENERATION},
@@ -219,7 +221,7 @@ def _generated(generate: Generate, request: Request, device: torch.device, clock
     else:
         problems["tpot"] = "no token came after the first, so none has a time between tokens"
     values = {name: np.array([value], np.float64) for name, value in found.items()}
-    return Unit(request.key, tokens, values, problems=problems)
+    return SamplingUnit(request.key, tokens, values, problems=problems)
 
 
 def _attempt(forward: Callable[[tuple[int, ...]], Tensor], request: Request) -> Tensor | None:

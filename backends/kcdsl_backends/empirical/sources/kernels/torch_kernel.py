@@ -28,8 +28,8 @@ from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl_backends.empirical.sources.kernels.engines import (
     Compiled,
-    Engine,
     Program,
+    ProgramEngine,
     ScaledLinear,
     as_it_is,
     exact_bytes,
@@ -62,7 +62,7 @@ class TorchKernel:
     device: torch.device
     module: nn.Module
     interception: Interception | None
-    engine: Engine = field(default=as_it_is)
+    engine: ProgramEngine = field(default=as_it_is)
 
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return the output for token ids [T], or [B, T] of equal length.
@@ -200,7 +200,7 @@ def _load(
     use_attention(module, Composed() if composed else ScaledDotProduct(adapter.backend))
     module = module.to(place).eval().requires_grad_(False)
     if ":" in adapter.engine:
-        engine: Engine = resolve_name(adapter.engine)(ref.run, model, module, numerics)
+        engine: ProgramEngine = resolve_name(adapter.engine)(ref.run, model, module, numerics)
         return TorchKernel(ref, numerics, model, place, module, None, engine)
     stored = _stored_weights(model, module, numerics)
     interception = None
@@ -232,7 +232,7 @@ def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics
     )
 
 
-def scaled_products(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+def scaled_products(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
     """Give the linears float8 products by `torch._scaled_mm`."""
     originals = dict(model.module.named_parameters(remove_duplicate=False))
     expected = expected_weights(module, originals, numerics)
@@ -247,7 +247,7 @@ def scaled_products(run: str, model: Model, module: nn.Module, numerics: Numeric
     return as_it_is
 
 
-def torchao_linears(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+def torchao_linears(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
     """Give the linears weights that torchao quantises."""
     device = next(module.parameters()).device.type
     if numerics.activations.format != "none" and not exact_bytes(device):
@@ -274,7 +274,7 @@ def torchao_linears(run: str, model: Model, module: nn.Module, numerics: Numeric
     return as_it_is
 
 
-def onnx_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+def onnx_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
     """Return sessions of ONNX Runtime for the parts of a model."""
     originals = dict(model.module.named_parameters(remove_duplicate=False))
     expected = expected_weights(module, originals, numerics)

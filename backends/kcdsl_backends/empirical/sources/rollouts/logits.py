@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.checkpoint import Stored, header_of
+from kcdsl.model.checkpoint import StoredTensor, header_of
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.source.files import open_file, shown
@@ -48,7 +48,7 @@ class RecordedLogits(NotRun):
     ref: KernelRef
     path: Path
     sha256: str
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     ids: Mapping[tuple[int, ...], str]
     """The id of each request by its tokens."""
     stream: BinaryIO
@@ -146,7 +146,7 @@ def load_recorded_logits(
     return RecordedLogits(ref, path, digest, stored, ids, stream, digests)
 
 
-def _check(path: Path, request: Request, found: Stored) -> None:
+def _check(path: Path, request: Request, found: StoredTensor) -> None:
     if found.kind not in _TYPES:
         raise _damaged(
             path, f"{request.id!r} is stored as {found.kind}, not as F64, F32, F16, BF16"
@@ -160,7 +160,9 @@ def _check(path: Path, request: Request, found: Stored) -> None:
         raise _damaged(path, f"{request.id!r} has {found.end - found.start} bytes, not {size}")
 
 
-def _check_gold(path: Path, request: Request, found: Stored, gold: Stored | None) -> None:
+def _check_gold(
+    path: Path, request: Request, found: StoredTensor, gold: StoredTensor | None
+) -> None:
     if gold is None:
         return
     _check(path, request, gold)
@@ -168,7 +170,7 @@ def _check_gold(path: Path, request: Request, found: Stored, gold: Stored | None
         raise _damaged(path, f"{GOLD}{request.id} is no run in float32 or wider of the same shape")
 
 
-def _hashed(stream: BinaryIO) -> tuple[dict[str, Stored], str, dict[str, str]]:
+def _hashed(stream: BinaryIO) -> tuple[dict[str, StoredTensor], str, dict[str, str]]:
     """Return where the tensors of a file lie, the digest of the file, and that of each tensor."""
     size = os.fstat(stream.fileno()).st_size
     first = stream.read(8)

@@ -27,7 +27,7 @@ from kcdsl_backends.empirical.sources.rollouts.record import (
     TopLogs,
 )
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
-from kcdsl_backends.empirical.table.evidence import Array, Run, Unit
+from kcdsl_backends.empirical.table.evidence import Array, RequestRun, SamplingUnit
 from kcdsl_backends.requests import Request
 
 _OF_PROMPTS = frozenset(MAGNITUDES) - {"adv_weighted_bias"}
@@ -35,7 +35,7 @@ _OF_PROMPTS = frozenset(MAGNITUDES) - {"adv_weighted_bias"}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PromptRollouts:
     """Rollouts of one prompt that a slice selects: a request as the evaluator knows them."""
 
     request: Request
@@ -44,7 +44,7 @@ class Group:
 
 def groups_of(
     file: str, rollouts: Sequence[Rollout], chosen: Sequence[Rollout]
-) -> tuple[Group, ...]:
+) -> tuple[PromptRollouts, ...]:
     """Return the units of the chosen rollouts, in the order in which they come first.
 
     A unit is called by its file and its prompt or group; one that lacks rollouts of the file is
@@ -59,7 +59,7 @@ def groups_of(
     return tuple(_group(file, members, whole[name]) for name, members in inside.items())
 
 
-def _group(file: str, members: Sequence[Rollout], whole: Sequence[Rollout]) -> Group:
+def _group(file: str, members: Sequence[Rollout], whole: Sequence[Rollout]) -> PromptRollouts:
     first = members[0]
     name = f"group {first.group}" if first.group is not None else first.key
     if len(members) != len(whole):
@@ -73,10 +73,10 @@ def _group(file: str, members: Sequence[Rollout], whole: Sequence[Rollout]) -> G
     }
     shared["rollouts"] = Fraction(len(members))
     line = int(first.place.rsplit(" ", 1)[-1]) if first.place else 0
-    return Group(Request(f"{file}:{name}", name, tokens, shared, line), tuple(members))
+    return PromptRollouts(Request(f"{file}:{name}", name, tokens, shared, line), tuple(members))
 
 
-def run_of(group: Group, metrics: Collection[str], seed: int) -> Run:
+def run_of(group: PromptRollouts, metrics: Collection[str], seed: int) -> RequestRun:
     """Return what a unit gives of the metrics: the arrays of its rollouts, one after the other."""
     key, tokens = group.request.key, sum(m.counted for m in group.members)
     digests = _digests(group)
@@ -84,14 +84,14 @@ def run_of(group: Group, metrics: Collection[str], seed: int) -> Run:
     nonfinite = sum(int(np.count_nonzero(~np.isfinite(d))) for d in deltas)
     if nonfinite:
         failure = f"{nonfinite} of its ln-ratios are not finite"
-        return Run(Unit(key, tokens, failure=failure), seed, digests, nonfinite)
+        return RequestRun(SamplingUnit(key, tokens, failure=failure), seed, digests, nonfinite)
     try:
         parts = [measure_rollout(m, metrics) for m in group.members]
     except NotMeasurable as error:
-        return Run(Unit(key, tokens, failure=str(error)), seed, digests, 0)
+        return RequestRun(SamplingUnit(key, tokens, failure=str(error)), seed, digests, 0)
     names = dict.fromkeys(name for part in parts for name in part)
     values = {name: _joined(name, [p[name] for p in parts if name in p]) for name in names}
-    return Run(Unit(key, tokens, values), seed, digests, 0)
+    return RequestRun(SamplingUnit(key, tokens, values), seed, digests, 0)
 
 
 def _joined(name: str, parts: Sequence[Array]) -> Array:
@@ -99,19 +99,19 @@ def _joined(name: str, parts: Sequence[Array]) -> Array:
     return np.array([every.mean()]) if name in _OF_PROMPTS else every
 
 
-def timed(group: Group) -> list[Unit]:
+def timed(group: PromptRollouts) -> list[SamplingUnit]:
     """Return one timed run for each rollout with stamps.
 
     Raises NotMeasurable for stamps that do not ascend.
     """
     return [
-        Unit(group.request.key, len(m.tokens), served(m))
+        SamplingUnit(group.request.key, len(m.tokens), served(m))
         for m in group.members
         if "arrived" in m.numbers and "stamps" in m.arrays and m.tokens
     ]
 
 
-def _digests(group: Group) -> dict[str, str]:
+def _digests(group: PromptRollouts) -> dict[str, str]:
     """Return the sha256 of what the verdicts rest on, so that a replay can be held against it."""
     found: dict[str, str] = {}
     logs: Mapping[str, list[bytes]] = {

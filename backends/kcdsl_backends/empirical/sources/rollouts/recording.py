@@ -26,7 +26,7 @@ from kcdsl_backends.empirical.sources.rollouts.record import (
     TopLogs,
     problem_of,
 )
-from kcdsl_backends.empirical.sources.rollouts.rows import Mapped, Rows, text_dump
+from kcdsl_backends.empirical.sources.rollouts.rows import FileRows, Mapped, text_dump
 
 Array = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ _VECTORS = ("train_gradient", "infer_gradient", "cache")
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedRollouts:
     """The rollouts of a file, and which roles its columns play."""
 
     name: str
@@ -59,13 +59,13 @@ class Recording:
 
 
 def assemble(
-    rows: Rows,
+    rows: FileRows,
     mapped: Mapped,
     format: str,
     train: Semantics | None,
     infer: Semantics | None,
     vocabulary: int | None = None,
-) -> Recording:
+) -> RecordedRollouts:
     """Return the rollouts of a recording.
 
     `train` and `infer` say what each side's log-probabilities are of. Raises Refusal for a column
@@ -101,10 +101,10 @@ def assemble(
     _refuse_counted_prompts(rows, have, found)
     numbers = tuple(rows.number(i) for i in range(rows.count))
     rollouts, groups = joined(found)
-    return Recording(rows.name, rows.sha256, rollouts, frozenset(have), numbers, groups)
+    return RecordedRollouts(rows.name, rows.sha256, rollouts, frozenset(have), numbers, groups)
 
 
-def _lacking(rows: Rows, role: str, column: str) -> Exception:
+def _lacking(rows: FileRows, role: str, column: str) -> Exception:
     return refuse(
         codes.ROLLOUT_COLUMN,
         f"{rows.name} has no column `{column}` ({role})",
@@ -113,7 +113,7 @@ def _lacking(rows: Rows, role: str, column: str) -> Exception:
     )
 
 
-def _refuse_counted_prompts(rows: Rows, have: Mapping[str, str], found: list[Rollout]) -> None:
+def _refuse_counted_prompts(rows: FileRows, have: Mapping[str, str], found: list[Rollout]) -> None:
     """Refuse a file in which the sampled tokens of every row begin with its prompt, and count; and
     a row of which they do although they are too unlikely to have been sampled again."""
     having = [r for r in found if len(r.prompt) >= 2]
@@ -145,7 +145,7 @@ def _chance_of_prompt(rollout: Rollout) -> float:
 class _Reader:
     """Reads one row after the other."""
 
-    rows: Rows
+    rows: FileRows
     have: Mapping[str, str]
     train: Semantics | None
     infer: Semantics | None

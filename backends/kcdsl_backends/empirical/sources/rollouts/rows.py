@@ -26,7 +26,7 @@ from kcdsl_backends.requests import without_duplicates
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class FileRows:
     """The rows of a file: `columns` hold one cell per row, None for null."""
 
     name: str
@@ -223,7 +223,7 @@ _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
 _WAY_OUT = "write the recording again; docs/rollouts.md shows how"
 
 
-def read_rows(path: Path, name: str) -> Rows:
+def read_rows(path: Path, name: str) -> FileRows:
     """Read a recording; `name` is how the contract calls it.
 
     Raises Refusal for a missing, damaged, empty or changing file, a suffix that is not known and
@@ -255,7 +255,7 @@ def _damaged(path: Path, error: object) -> Refusal:
 # --- JSONL ---------------------------------------------------------------------------------------
 
 
-def _jsonl(path: Path, name: str) -> Rows:
+def _jsonl(path: Path, name: str) -> FileRows:
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
     data = read_bytes(path)
@@ -265,7 +265,7 @@ def _jsonl(path: Path, name: str) -> Rows:
             numbers.append(number)
     names = dict.fromkeys(key for row in rows for key in row)
     columns = {key: [row.get(key) for row in rows] for key in names}
-    return Rows(name, hashlib.sha256(data).hexdigest(), len(rows), columns, "line", numbers)
+    return FileRows(name, hashlib.sha256(data).hexdigest(), len(rows), columns, "line", numbers)
 
 
 def _object(path: Path, number: int, data: bytes) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class _Lists(Sequence[Any]):
         return None if self.null[row] else self.values[self.starts[row] : self.ends[row]]
 
 
-def _parquet(path: Path, name: str) -> Rows:
+def _parquet(path: Path, name: str) -> FileRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -323,7 +323,7 @@ def _parquet(path: Path, name: str) -> Rows:
         raise _damaged(path, str(error).splitlines()[0]) from None
     if len(columns) != len(table.column_names):
         raise _damaged(path, "two columns have one name")
-    return Rows(name, hashlib.sha256(data).hexdigest(), table.num_rows, columns)
+    return FileRows(name, hashlib.sha256(data).hexdigest(), table.num_rows, columns)
 
 
 def _column(chunked: Any) -> Sequence[Any]:
@@ -354,7 +354,7 @@ def _is_float(kind: Any) -> bool:
 # --- safetensors ---------------------------------------------------------------------------------
 
 
-def _safetensors(path: Path, name: str) -> Rows:
+def _safetensors(path: Path, name: str) -> FileRows:
     """Read a batch: every tensor [rows, ...]; a file without text columns."""
     import torch
 
@@ -372,7 +372,7 @@ def _safetensors(path: Path, name: str) -> Rows:
     counts = {key: len(cells) for key, cells in columns.items()}
     if len(set(counts.values())) > 1:
         raise _damaged(path, f"its tensors have different numbers of rows: {_differing(counts)}")
-    return Rows(name, file.sha256, next(iter(counts.values()), 0), columns)
+    return FileRows(name, file.sha256, next(iter(counts.values()), 0), columns)
 
 
 def _cells(values: NDArray[Any]) -> Sequence[Any]:
@@ -389,7 +389,7 @@ def _differing(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{key} has {count}" for count, key in first.items())
 
 
-_READERS: Mapping[str, Callable[[Path, str], Rows]] = {
+_READERS: Mapping[str, Callable[[Path, str], FileRows]] = {
     ".jsonl": _jsonl,
     ".parquet": _parquet,
     ".safetensors": _safetensors,

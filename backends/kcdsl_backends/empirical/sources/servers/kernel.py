@@ -26,8 +26,8 @@ from kcdsl_backends.empirical.sources.servers.dialects import (
     streamed,
 )
 from kcdsl_backends.empirical.sources.servers.replies import (
-    Part,
     Reply,
+    StreamPart,
     Vocabulary,
     check_number,
     ends_of,
@@ -191,7 +191,7 @@ class ServerKernel(NotRun):
             )
         return reply
 
-    def _check_same(self, reply: Reply | Part) -> None:
+    def _check_same(self, reply: Reply | StreamPart) -> None:
         model = self.identity.model if reply.model is None else reply.model
         found = differences(
             {"model": self.identity.model, "system_fingerprint": self.stamp},
@@ -333,7 +333,7 @@ def _changed(found: str) -> Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Unusable:
+class UnusableReply:
     """An answer that cannot be used, and why. It is kept: whoever asks again until an answer suits
     no longer has a sample."""
 
@@ -352,7 +352,7 @@ class Silence:
         return _reason(self.refusal)
 
 
-Answer = Continuation | Unusable | Silence
+Answer = Continuation | UnusableReply | Silence
 
 
 def answer_of(server: ServerKernel, prompt: tuple[int, ...], seed: int) -> Answer:
@@ -365,9 +365,9 @@ def answer_of(server: ServerKernel, prompt: tuple[int, ...], seed: int) -> Answe
             raise
         if code is codes.SERVER_UNREACHABLE:
             return Silence(refusal)
-        return Unusable(_reason(refusal))
+        return UnusableReply(_reason(refusal))
     except (RuntimeError, ValueError) as error:
-        return Unusable(str(error) or type(error).__name__)
+        return UnusableReply(str(error) or type(error).__name__)
 
 
 def _reason(refusal: Refusal) -> str:
@@ -378,9 +378,9 @@ def _reason(refusal: Refusal) -> str:
 # --- bytes ---------------------------------------------------------------------------------------
 
 
-def to_bytes(answer: Continuation | Unusable) -> bytes:
+def to_bytes(answer: Continuation | UnusableReply) -> bytes:
     """Return an answer as a line of JSON, whose numbers come back bit by bit."""
-    if isinstance(answer, Unusable):
+    if isinstance(answer, UnusableReply):
         return json.dumps({"unusable": answer.reason}).encode()
     top = answer.side.top
     lists = None if top is None else [top.ids.tolist(), top.logs.tolist()]
@@ -388,14 +388,14 @@ def to_bytes(answer: Continuation | Unusable) -> bytes:
     return json.dumps(found).encode()
 
 
-def from_bytes(content: bytes, semantics: Semantics) -> Continuation | Unusable:
+def from_bytes(content: bytes, semantics: Semantics) -> Continuation | UnusableReply:
     """Return the answer of `to_bytes`; `semantics` is what the server's values are of.
 
     Raises ValueError or KeyError for other bytes.
     """
     found = json.loads(content)
     if "unusable" in found:
-        return Unusable(str(found["unusable"]))
+        return UnusableReply(str(found["unusable"]))
     top = None
     if found["top"] is not None:
         ids, logs = found["top"]

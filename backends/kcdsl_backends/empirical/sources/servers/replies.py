@@ -25,7 +25,7 @@ _ID = re.compile(r"token_id:(\d{1,18})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ServedToken:
     """A token as a server names it: by id, by bytes, by text; what it does not say is None."""
 
     id: int | None
@@ -37,9 +37,9 @@ class Named:
 class Drawn:
     """One drawn token with its ln-probability, and the likeliest ones at its position."""
 
-    token: Named
+    token: ServedToken
     log: float
-    top: tuple[tuple[Named, float], ...]
+    top: tuple[tuple[ServedToken, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def read_reply(answer: Any, most: int) -> Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StreamPart:
     """What one event of a streamed answer says; `reason` is why the text ended, None before."""
 
     tokens: int
@@ -102,7 +102,7 @@ class Part:
     fingerprint: str | None
 
 
-def read_part(event: Any) -> Part:
+def read_part(event: Any) -> StreamPart:
     """Return what an event of a streamed answer says: how many tokens came, and of which model.
 
     Raises Refusal for an event with a text without log-probabilities, whose tokens are not known.
@@ -113,7 +113,7 @@ def read_part(event: Any) -> Part:
         raise _bad("an event of the answer has no text, or several")
     choice = _mapping(choices[0], "the text of an event") if choices else {}
     usage = whole.get("usage")
-    return Part(
+    return StreamPart(
         _tokens_of(choice),
         choice.get("finish_reason"),
         _whole(usage.get("completion_tokens")) if isinstance(usage, dict) else None,
@@ -176,7 +176,7 @@ def _of_chat(content: Sequence[Any]) -> tuple[tuple[Drawn, ...], Literal["log", 
     return tuple(drawn), scale
 
 
-def _named(entry: Mapping[str, Any]) -> Named:
+def _named(entry: Mapping[str, Any]) -> ServedToken:
     raw = entry.get("bytes")
     given = (
         bytes(raw)
@@ -187,7 +187,7 @@ def _named(entry: Mapping[str, Any]) -> Named:
     found = _whole(entry.get("id"))
     if found is None and text is not None:
         found = _id_in(text)
-    return Named(found, given, text)
+    return ServedToken(found, given, text)
 
 
 def _of_lists(logs: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[Drawn, ...]:
@@ -210,17 +210,17 @@ def _of_lists(logs: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[Drawn
         own = None if text is None else _id_in(text)
         if known is not None and own is not None and known != own:
             raise _bad(f"token {place} is {own} in `tokens` and {known} in `token_ids`")
-        token = Named(own if known is None else known, None, text)
+        token = ServedToken(own if known is None else known, None, text)
         drawn.append(Drawn(token, _log(value, "log", f"token {place}"), _top(tops[place], place)))
     return tuple(drawn)
 
 
-def _top(raw: Any, place: int) -> tuple[tuple[Named, float], ...]:
+def _top(raw: Any, place: int) -> tuple[tuple[ServedToken, float], ...]:
     if raw is None:
         return ()
     rows = _mapping(raw, f"`top_logprobs` of token {place}")
     return tuple(
-        (Named(_id_in(text), None, text), _log(value, "log", f"token {place}", drawn=False))
+        (ServedToken(_id_in(text), None, text), _log(value, "log", f"token {place}", drawn=False))
         for text, value in rows.items()
     )
 
@@ -284,7 +284,7 @@ class Vocabulary:
     """The tokens that end texts, as far as the files of the model say; empty where they do not."""
     _ids: dict[str, list[int]] = field(default_factory=dict)
 
-    def id_of(self, token: Named) -> int:
+    def id_of(self, token: ServedToken) -> int:
         """Return the id of a token. Refuse one that is out of the vocabulary, that has other bytes
         here than there, and one that is given without id and could be several."""
         if token.id is not None:
@@ -311,7 +311,7 @@ class Vocabulary:
         except Refusal:
             return None
 
-    def _checked(self, found: int, token: Named) -> int:
+    def _checked(self, found: int, token: ServedToken) -> int:
         if found < 0 or (self.size is not None and found >= self.size):
             raise _doubt(f"the token {found} is out of the vocabulary of {self.size}")
         if token.bytes is None or self.tokenizer is None:

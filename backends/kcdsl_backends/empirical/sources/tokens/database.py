@@ -342,7 +342,7 @@ def view(table: TokenTable) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class ValueLimit:
     """A requirement on a value: `op` is <=, <, >= or >."""
 
     op: str
@@ -363,7 +363,7 @@ class Asked:
     percentiles."""
 
     metric: str
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[ValueLimit, ...] = ()
     quantiles: tuple[Fraction, ...] = ()
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Entry
+from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Scene, State, Value, numeric, reduce, stored, target
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import operands_of, times
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 from kcdsl_certs.recheck.ops.operation import Operation
@@ -23,7 +23,7 @@ from kcdsl_certs.recheck.ops.operation import Operation
 _PARTS = {"scores": "keys", "context": "values"}
 
 
-def refuse_uncached(block: Block, *kernels: Kernel) -> None:
+def refuse_uncached(block: Block, *kernels: KernelNumerics) -> None:
     """Refuse a block in which a kernel with a cache might read keys or values beside it.
 
     Every product of two results must be one of scores or a context, and read its second factor from
@@ -97,7 +97,7 @@ def cache_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return reduce(t, i, box.add(drift, box.sub(wrong_i, wrong_t)))
 
 
-def coded(kernel: Kernel, node: Node, x: Box) -> tuple[Box, Box] | None:
+def coded(kernel: KernelNumerics, node: Node, x: Box) -> tuple[Box, Box] | None:
     """Return the values of codes, and what they are off by; None for a kernel without a cache.
 
     Raises Rejected "rule/static-scale" or "bound/overflow".
@@ -158,7 +158,7 @@ def cache_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if found is None:
         if x.place is None:
             return known_form(x.reference)
-        place = walk.tape.add(Entry(x.reach, ((x.place, lambda a: a),)))
+        place = walk.tape.add(TapeEntry(x.reach, ((x.place, lambda a: a),)))
         own = walk.own(node, 0)
         if own is not None:
             walk.versions[node.name] = Version(own)

@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.interval.state import (
     settle,
 )
 from kcdsl_certs.recheck.interval.sums import rounding_of_sums
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.attention import probabilities, rope
 from kcdsl_certs.recheck.ops.linear.matmul import check_product
 
@@ -51,7 +51,7 @@ def _centres(v: Box) -> tuple[Floats, Floats]:
     return low / 2 + high / 2, (v.lo / 2 + v.hi / 2).mean(axis=-2, keepdims=True)
 
 
-def _context_error(kernel: Kernel, p: Box, rounding: Floats, v: Box, y: Box) -> Floats:
+def _context_error(kernel: KernelNumerics, p: Box, rounding: Floats, v: Box, y: Box) -> Floats:
     n = p.shape[-1]
     tiles = -(-n // kernel.tile) if kernel.fused else 1
     size = box.mag(v)
@@ -132,7 +132,7 @@ def probabilities_at_any_length(
     return Probabilities(star, most, single[0], single[1], allowed, stored, (total[0], total[1]))
 
 
-def _misplaced(kernel: Kernel, theta: Floats, columns: int) -> Floats:
+def _misplaced(kernel: KernelNumerics, theta: Floats, columns: int) -> Floats:
     """Return Σ|stored - p| over so many columns, whose p sum to at most 1."""
     u, eta = kernel.off(kernel.probabilities)
     lost = columns * probabilities.ZETA
@@ -175,7 +175,7 @@ def _filled(v: Box, shape: tuple[int, ...]) -> Box:
     return v.map(lambda ends: np.broadcast_to(ends, shape))
 
 
-def _error(kernel: Kernel, off: Floats, values: Box, longest: int) -> Floats:
+def _error(kernel: KernelNumerics, off: Floats, values: Box, longest: int) -> Floats:
     """Return E of the product: every row, from 1 to the longest number of columns."""
     size = box.mag(values)
     weight, wrong = box.up(1 + off), box.up(box.lifted(off) * size)

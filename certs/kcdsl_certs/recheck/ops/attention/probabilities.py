@@ -11,7 +11,7 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import ULP, Bools, Box, Floats, others
 from kcdsl_certs.recheck.interval.state import Mask, Own
 from kcdsl_certs.recheck.numerics.formats import FLOAT32
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 _FAR = 600.0  # beyond this a drift of the logit counts as unbounded
 _TRUST = 2.0**-49
@@ -122,7 +122,7 @@ def total_variation(star: Box, drift: Box, allowed: Bools) -> Floats:
 
 
 def softmax_rounding(
-    kernel: Kernel, scores: Box, high: Floats, allowed: Bools, own: Own = None
+    kernel: KernelNumerics, scores: Box, high: Floats, allowed: Bools, own: Own = None
 ) -> Floats:
     """Return B_K ≥ |stored probability - exact softmax of the stored scores|, high ≥ the latter.
 
@@ -139,7 +139,7 @@ def softmax_rounding(
 
 
 def relative_rounding(
-    kernel: Kernel, scores: Box, allowed: Bools, columns: int | None = None, own: Own = None
+    kernel: KernelNumerics, scores: Box, allowed: Bools, columns: int | None = None, own: Own = None
 ) -> Floats:
     """Return Θ_K of each row, the relative error before the cast of the probabilities.
 

@@ -27,8 +27,8 @@ from kcdsl_certs.recheck.interval.state import (
     settle,
 )
 from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context
-from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import operands_of, settled, underflow
 from kcdsl_certs.recheck.ops.operation import Operation
 
@@ -76,7 +76,7 @@ def _rotate(x: Box) -> Box:
     return Box(lo, hi)
 
 
-def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
+def rope_error(kernel: KernelNumerics, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
     """Return E of rope, `turned` the boxes that the sines meet.
 
     Raises Rejected "bound/overflow".
@@ -159,13 +159,13 @@ def rope_bounds(context: Context, node: Node) -> None:
     change = infer[0] - train[0], infer[1] - train[1]
     moves = bool(change[0].any() or change[1].any())
 
-    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else _back(f.e, train)
         if f.d is None:
-            return ((x.place, Functional(e, None)),)
+            return ((x.place, FunctionalBatch(e, None)),)
         if moves:
             e = joined(e, _back(f.d, change))
-        return ((x.place, Functional(e, _back(f.d, infer))),)
+        return ((x.place, FunctionalBatch(e, _back(f.d, infer))),)
 
     lost = gamma(SPARE, UNIT)
     own = np.abs(x.reference) + magnitude(x.e)

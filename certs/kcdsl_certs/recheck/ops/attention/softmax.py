@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import cases, reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
-from kcdsl_certs.recheck.affine.form import Form, Operand, Steps, Walk, form_of
+from kcdsl_certs.recheck.affine.form import Form, Operand, StepRemainder, Walk, form_of
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Entry, Pull
+from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
@@ -26,7 +26,7 @@ from kcdsl_certs.recheck.linear_bounds.context import (
     halves,
     less_mean,
 )
-from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, Functional
+from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, FunctionalBatch
 from kcdsl_certs.recheck.ops.attention.probabilities import (
     ZETA,
     allowed_columns,
@@ -91,7 +91,7 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     operands: tuple[tuple[int, Pull], ...] = ()
     if scores.place is not None:
         operands = ((scores.place, _times(p)),)
-    numerator = walk.tape.add(Entry(numerator_reach, operands, radius, half))
+    numerator = walk.tape.add(TapeEntry(numerator_reach, operands, radius, half))
     # the map Π, with everything that the float64 p is off by
     carried = raised(numerator_reach + p * _row(numerator_reach))
     own = p * wrong * (1 + 4 * (scores.reach + usual) + 2 * moved)
@@ -133,7 +133,9 @@ def _balance(walk: Walk, form: Form, lost: Floats) -> Floats | None:
     return raised(_row(own) + lost) + TINY
 
 
-def _chosen(scores: Form, form: Form, steps: Steps, allowed: Bools, error: Floats) -> Steps:
+def _chosen(
+    scores: Form, form: Form, steps: StepRemainder, allowed: Bools, error: Floats
+) -> StepRemainder:
     """Return what is stored as well in every case of the scores, where these are steps."""
     one = scores.box
     around = Box(one.lo[None], one.hi[None])
@@ -269,10 +271,10 @@ def softmax_bounds(context: Context, node: Node) -> None:
         )
     )
 
-    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else _projected(f.e, p)
         d = None if f.d is None else _projected(f.d, q)
-        return ((numerator, Functional(e, d)),)
+        return ((numerator, FunctionalBatch(e, d)),)
 
     lost = gamma(p.shape[-1] + SPARE, UNIT) + 4 * trust
     off_e = lost * (size_e + p * size_e.sum(axis=-1, keepdims=True))
@@ -340,10 +342,10 @@ def _from_way(q: Floats, c: Floats, t: Floats) -> Floats:
     return raised(away * t + high * (away * t).sum(axis=-1, keepdims=True))
 
 
-def _weighed(f: Functional, p: Floats, q: Floats) -> Functional:
+def _weighed(f: FunctionalBatch, p: Floats, q: Floats) -> FunctionalBatch:
     e = None if f.e is None else f.e.times(p)
     d = None if f.d is None else f.d.times(q)
-    return Functional(e, d)
+    return FunctionalBatch(e, d)
 
 
 def _projected(adjoint: Adjoint, p: Floats) -> Adjoint:

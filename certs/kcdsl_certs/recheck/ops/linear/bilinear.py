@@ -16,12 +16,12 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Row, longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.reverse_passes import until
-from kcdsl_certs.recheck.affine.tape import Averaged, Curve, Entry, Pull
+from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, Pull, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.linear_bounds.context import Context, flat_product, halves
-from kcdsl_certs.recheck.linear_bounds.tape import Functional
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Straight:
     ellipsoids: Ellipsoids
 
 
-def radius_of(entry: Entry) -> Floats:
+def radius_of(entry: TapeEntry) -> Floats:
     """Return |o| ≤ |centre| + radius of an entry, element by element."""
     found = np.zeros(entry.reach.shape) if entry.radius is None else entry.radius
     return found if entry.centre is None else found + np.abs(entry.centre)
@@ -109,7 +109,7 @@ def _norms(operand: Straight, h: int) -> Floats:
     return np.array(found)
 
 
-def context_curve(p: Floats, v: Straight, rest: Floats) -> Curve:
+def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
     """Return the bound of Σ_j e_p,j (α·e_v,j), at most that of the elementwise remainder.
 
     p is the reach of the probabilities [heads, T, T'], `rest` = p @ (reach of v).
@@ -133,7 +133,7 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> Curve:
             found = found + np.minimum(linear.sum(-1), plain.sum(-1)).sum(-1)
         return -found * slack, found * slack
 
-    return Curve(between)
+    return NonlinearPart(between)
 
 
 def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
@@ -184,7 +184,7 @@ def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
         return -found * slack, found * slack
 
     return Averaged(
-        Curve(between),
+        NonlinearPart(between),
         (
             (p.place, _to_probabilities(v.reference, p.shape)),
             (source.place, _to_inputs(p.reference, weight)),
@@ -249,7 +249,7 @@ class Second:
     """Bounds of what is of second order: of each element in e and in D, or of functionals."""
 
     elements: tuple[Floats, Floats] | None = None
-    curved: Callable[[Functional], Floats] | None = None
+    curved: Callable[[FunctionalBatch], Floats] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ def second_order_context(context: Context, node: Node) -> Second | None:
             found = found + (reached * weight[h, rows]).sum(axis=(1, 2))
         return raised(found)
 
-    def curved(f: Functional) -> Floats:
+    def curved(f: FunctionalBatch) -> Floats:
         found = np.zeros(f.batch)
         if f.e is not None:
             found = found + met(f.e, v.e, r)

@@ -12,7 +12,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
 from kcdsl_certs.recheck.affine.storing import Early, Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Entry, Pull, Shared
+from kcdsl_certs.recheck.affine.tape import Pull, Shared, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
@@ -37,8 +37,8 @@ from kcdsl_certs.recheck.linear_bounds.context import (
     Reading,
     flat_product,
 )
-from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.leaves import around, held
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation, quantised
@@ -83,7 +83,7 @@ def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner, own=(own_t, own_i))
 
 
-def _entering(kernel: Kernel, x: Box, key: str) -> tuple[Box, Box]:
+def _entering(kernel: KernelNumerics, x: Box, key: str) -> tuple[Box, Box]:
     """Return a linear's input after its quantisation, and its error."""
     return quantisers.quantised(kernel, x, quantisation(kernel, x, key), key)
 
@@ -109,7 +109,7 @@ def _size(x: Box, weight: Box, bias: Box, y: Box) -> tuple[Floats, Floats]:
 
 
 def _error(
-    kernel: Kernel,
+    kernel: KernelNumerics,
     x: Box,
     weight: Box,
     size: tuple[Floats, Floats],
@@ -274,7 +274,7 @@ def _quantised_affine(walk: Walk, x: Form, key: str) -> Form:
     uncut = walk.kernel.amax_limit == math.inf
     if uncut and scale not in ("mx", "nvfp4") and form not in ("uint8", "int8_full"):
         split = only_sure(np.zeros(radius.shape)).with_one(radius)
-    entry = Entry(reach, operands, radius, split=split)
+    entry = TapeEntry(reach, operands, radius, split=split)
     return Form(x.reference, reach, walk.tape.add(entry))
 
 
@@ -324,13 +324,13 @@ def linear_bounds(context: Context, node: Node) -> None:
             flat_product(adjoint.values, matrix[adjoint.window[-1]]), (*adjoint.start[:-1], 0)
         )
 
-    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else through(f.e, train)
         if f.d is None:
-            return ((x.place, Functional(e, None)),)
+            return ((x.place, FunctionalBatch(e, None)),)
         if moves:
             e = joined(e, through(f.d, change))
-        return ((x.place, Functional(e, through(f.d, infer))),)
+        return ((x.place, FunctionalBatch(e, through(f.d, infer))),)
 
     straight = context.write(
         node,

@@ -15,7 +15,7 @@ from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of, produc
 from kcdsl_certs.recheck.affine.independent import of_sum
 from kcdsl_certs.recheck.affine.reverse_passes import until
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Averaged, Curve, Pull
+from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, Pull
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, magnitude, raised
@@ -32,8 +32,8 @@ from kcdsl_certs.recheck.interval.state import (
 )
 from kcdsl_certs.recheck.interval.sums import rounding_of_sums
 from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Reading, halves
-from kcdsl_certs.recheck.linear_bounds.tape import Functional, joined
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import mul_affine, mul_interval
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.bilinear import averages
@@ -59,7 +59,7 @@ def matmul_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return settle(scene, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
 
 
-def product_roundings(kernel: Kernel, node: Node, n: int) -> tuple[int, int]:
+def product_roundings(kernel: KernelNumerics, node: Node, n: int) -> tuple[int, int]:
     """Return how often partial sums, and terms before, of a product of n terms may be rounded.
 
     A fused score product may scale both operands before. A fused context product that does not read
@@ -144,7 +144,7 @@ def _in_cases(p: Form, v: Form, error: Floats) -> Cases | None:
 
 def _remainder(
     walk: Walk, node: Node, context: bool
-) -> tuple[Floats, tuple[Curve, ...], Averaged | None]:
+) -> tuple[Floats, tuple[NonlinearPart, ...], Averaged | None]:
     """Return an elementwise bound of e_a e_b, and bounds of its functionals where there are any:
     of all, and of those of one row with the own errors of the values."""
     a, b = form_of(walk.forms[node.inputs[0]]), form_of(walk.forms[node.inputs[1]])
@@ -291,7 +291,7 @@ def _product(
         d = Added(centre_d, raised(own_d) + TINY, second_d)
     drifting = bool(da.any() or db.any())
 
-    def pull(f: Functional) -> tuple[tuple[int, Functional], ...]:
+    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         on_a: list[Adjoint | None] = [None, None]
         on_b: list[Adjoint | None] = [None, None]
         if f.e is not None:
@@ -301,7 +301,7 @@ def _product(
             if drifting:
                 one, two = back(f.d, da, db)
                 on_a[0], on_b[0] = joined(on_a[0], one), joined(on_b[0], two)
-        return ((a.place, Functional(*on_a)), (b.place, Functional(*on_b)))
+        return ((a.place, FunctionalBatch(*on_a)), (b.place, FunctionalBatch(*on_b)))
 
     context.write(node, reference, pull, e, d, curved)
 

@@ -11,19 +11,19 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Together
 from kcdsl_certs.recheck.affine.form import Form, Walk
-from kcdsl_certs.recheck.affine.tape import Entry, Pull
+from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
-from kcdsl_certs.recheck.interval.quantisers import Ranks, Steps
+from kcdsl_certs.recheck.interval.quantisers import QuantizerSteps, Ranks
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.interval.sums import FAINT_SCALE, SMALL
 from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS, LEAST_POWER, NESTED, Format
-from kcdsl_certs.recheck.numerics.kernel import Kernel
+from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 _FAINT_TENSOR = 2.0**-113  # nvfp4: where 1/(m·s) is infinite, any code may be the largest
 
 
-def quantisation(kernel: Kernel, x: Box, key: str = "") -> Floats:
+def quantisation(kernel: KernelNumerics, x: Box, key: str = "") -> Floats:
     """Return Q ≥ |x̂ - x| of the quantisation of what enters the linear with the weight `key`.
 
     The mx scale is a power of two made from the block's actual maximum, which the box bounds from
@@ -38,7 +38,7 @@ def quantisation(kernel: Kernel, x: Box, key: str = "") -> Floats:
     return box.up(found + FAINT_SCALE)  # the scale itself may be subnormal
 
 
-def _calibrated(kernel: Kernel, x: Box, key: str) -> Floats:
+def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> Floats:
     size, scale = box.mag(x), quantisers.steps(kernel, x, key).scale.hi
     kind = kernel.activations[0]
     if CODES[kind].grid is None:
@@ -46,7 +46,7 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Floats:
     return _cast(CODES[kind].form, size, scale)
 
 
-def _coded(kernel: Kernel, x: Box, key: str) -> Floats:
+def _coded(kernel: KernelNumerics, x: Box, key: str) -> Floats:
     kind, scale = kernel.activations
     size = box.mag(x)
     if scale == "none":
@@ -90,7 +90,7 @@ def _shifted(kind: str, x: Box, size: Floats, most: Floats) -> Floats:
     return np.maximum(_cast(CODES[kind].form, size, step), box.up(cut + size * SMALL))
 
 
-def _nested(kernel: Kernel, x: Box, key: str) -> Floats:
+def _nested(kernel: KernelNumerics, x: Box, key: str) -> Floats:
     """Return Q of nvfp4, whose largest code stands for 15/16 of the largest number of the group at
     least, for all of it but 6·2^-10 of the tensor's scale, or for 6·448 of that scale."""
     kind, size = kernel.activations[0], box.mag(x)
@@ -164,17 +164,17 @@ def quantised(walk: Walk, x: Form, error: Floats, key: str) -> Form:
         others = np.where(few, raised(sums * along), raised(error)) + TINY
         steps = _steps((each[0] - middle, each[1] - middle), scale, slip, few, x.cases.width)
         together = Together(steps, others)
-    entry = Entry(reach, tuple(operands), radius, together=together)
+    entry = TapeEntry(reach, tuple(operands), radius, together=together)
     return Form(reference, reach, walk.tape.add(entry))
 
 
-def _codes(by: Steps, of: Cases, least: Floats, most: Floats) -> tuple[Floats, Floats]:
+def _codes(by: QuantizerSteps, of: Cases, least: Floats, most: Floats) -> tuple[Floats, Floats]:
     """Return the least and the greatest codes in every case, within those of all cases."""
     low, high = quantisers.codes(by, Box(of.lo, of.hi))
     return np.clip(low, least, most), np.clip(high, least, most)
 
 
-def _widest(walk: Walk, codes: tuple[Floats, Floats], by: Steps, x: Form) -> Floats:
+def _widest(walk: Walk, codes: tuple[Floats, Floats], by: QuantizerSteps, x: Form) -> Floats:
     """Return a bound of |x̂ - x|: half a step of the farthest code met, and float32 roundings.
 
     With mx, a limited scale, or a zero point, the last code may stand for numbers that were cut
@@ -280,7 +280,7 @@ def _leads(kind: str, around: Box, x: Form, scale: str) -> list[tuple[_Lead, Flo
     ]
 
 
-def _shared(walk: Walk, x: Form, around: Box, by: Steps) -> _Shared:
+def _shared(walk: Walk, x: Form, around: Box, by: QuantizerSteps) -> _Shared:
     """Write the entry of the scales: that of the leading elements, where it is certain which."""
     name, scale = walk.kernel.activations[1], by.scale
     middle = scale.lo / 2 + scale.hi / 2
@@ -314,7 +314,7 @@ def _shared(walk: Walk, x: Form, around: Box, by: Steps) -> _Shared:
         return _given_back(adjoint, picked, name)
 
     operands = () if x.place is None else ((x.place, pull),)
-    entry = Entry(moved.reshape(shape), operands, own.reshape(shape))
+    entry = TapeEntry(moved.reshape(shape), operands, own.reshape(shape))
     place = walk.tape.add(entry)
     spread = [np.broadcast_to(part[:, None], slopes.shape) for part in (reference, moved)]
     one, two = (_ungrouped(part, x.shape, name) for part in spread)
