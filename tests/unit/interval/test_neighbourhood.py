@@ -42,6 +42,13 @@ def states(some: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(centre).double(), torch.zeros(1, 1, dtype=torch.float64)
 
 
+def drift_of(some: Any) -> float:
+    """Return the largest drift by affine forms and boxes together."""
+    found = problem(some)
+    box = found.forms(*states(some)).box().meet(found.bound(*states(some)).output.drift)
+    return float(box.mag().amax())
+
+
 def stated(some: Any, path: Path, weights: Any, **case: Any) -> bytes:
     sha256 = proofs.write_safetensors(path, some.tensors)
     document = proofs.document(some, *RECORDS, sha256, states(some)[0].numpy())
@@ -72,10 +79,23 @@ def test_affine_forms_know_the_region(tmp_path: Path) -> None:
     assert known.ok, known
     assert found.ok, found
     assert float.fromhex(found.bound) > 1.2 * float.fromhex(known.bound)
-    near_by = problem(some)
-    box = near_by.forms(*states(some)).box().meet(near_by.bound(*states(some)).output.drift)
-    assert float.fromhex(found.bound) <= float(box.mag().amax()) * (1 + 2.0**-10)
-    assert float(box.mag().amax()) <= float.fromhex(found.bound) * 1.1
+    assert float.fromhex(found.bound) <= drift_of(some) * (1 + 2.0**-10)
+    assert drift_of(some) <= float.fromhex(found.bound) * 1.1
+
+
+def test_the_constant_gain_of_a_norm_does_not_move(tmp_path: Path) -> None:
+    some = graph()
+    norm = next(node for node in some.nodes if node["op"] == "layer_norm")
+    gain = next(node for node in some.nodes if node["name"] == norm["inputs"][1])
+    moving = drift_of(some)
+    gain["op"] = "constant"
+    some.constants[gain["attrs"]["key"]] = some.tensors.pop(gain["attrs"]["key"])
+    fixed = drift_of(some)
+    assert fixed < moving
+    path = tmp_path / "model.safetensors"
+    found = recheck(stated(some, path, "0.015625", domain="affine"), path)
+    assert found.ok, found
+    assert fixed <= float.fromhex(found.bound) * 1.1
 
 
 def test_a_table_of_rotations_that_moves_has_no_bound() -> None:

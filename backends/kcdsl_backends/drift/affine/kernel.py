@@ -246,7 +246,8 @@ class KernelRun:
         """Return how far a parameter input may be from `optional`; None where it does not move."""
         if self.spread is None or len(node.inputs) <= position:
             return None
-        return self.spread.of(self.source(node, position))
+        source = self.source(node, position)
+        return self.spread.of(source) if source.op == "param" else None
 
     def quantises(self, linear: Node) -> bool:
         """Say whether the input of a linear is quantised."""
