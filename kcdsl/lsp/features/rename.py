@@ -153,7 +153,7 @@ def under_new_name(program: ir.Program, target: Occurrence, name: str) -> ir.Pro
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value with a change made at every part of it, from the inside out."""
-    if isinstance(value, tuple) and not isinstance(value, Span):
+    if type(value) is tuple:  # no record: a span, for one, is a named tuple
         return tuple(_rebuilt(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {
