@@ -140,7 +140,7 @@ def _quantified(formula: Quantified) -> Placement:
 
 
 def _observed(formula: Quantified) -> Placement:
-    """A quantifier over the rows of a slice, about the drift that was observed on each."""
+    """Place a quantifier over the rows of a slice about the drift that was observed on each."""
     if formula.region.kind is not RegionKind.POINTS:
         reason = "`measured_drift` is observed at points, and the region holds more"
         return _outside(reason, formula.region.span)

@@ -236,6 +236,7 @@ def _stored(run: KernelRun, output: str) -> Box:
 
 
 def output_entry(run: KernelRun, output: str) -> TapeEntry:
+    """Return the tape entry of the output of a run."""
     return run.tape.entries[run.computed[output]]
 
 

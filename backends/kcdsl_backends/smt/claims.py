@@ -66,7 +66,7 @@ def evidence_rank(demanded: EvidenceKind | None) -> int:
 
 
 def covers(program: Program) -> Callable[[Clause, Clause], bool]:
-    """Return covers(a, b): a violation of `a` has every consequence that one of `b` has.
+    """Return whether a violation of clause `a` has every consequence of one of `b`, as (a, b).
 
     A held-out clause does not stand for one that training is to see.
     """
@@ -330,4 +330,5 @@ def _cluster() -> Callable[[str], str]:
 
 
 def quantified(clause: Clause) -> Iterator[Quantified]:
+    """Return the quantified parts of a requirement."""
     return (part for part in walk(clause.require) if isinstance(part, Quantified))

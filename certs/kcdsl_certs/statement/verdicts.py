@@ -195,7 +195,7 @@ def _by_count(clause: CertifiedClause, n: int) -> frozenset[Verdict]:
 
 
 def _admitted_by_sample(clause: CertifiedClause) -> frozenset[Verdict]:
-    """A sample shows a rate or a statistic at a confidence, never that no unit exceeds."""
+    """Return the verdicts that a sample shows: of a rate or statistic, never that none exceeds."""
     if clause.n is None or clause.n == 0:
         return _OPEN
     if clause.alpha is not None and not 0 < clause.alpha <= LARGEST_ALPHA:

@@ -190,8 +190,7 @@ def _comparison(clause: CertifiedClause) -> tuple[str, Quantity, str, Fraction]:
 
 
 def _machine(clause: CertifiedClause, triple: Triple) -> None:
-    """What was timed, took memory or was repeated holds of a machine, which must be named; the
-    inference kernel is what such clauses are about."""
+    """Refuse a passed time, memory or repetition where the inference kernel names no machine."""
     if clause.verdict is not Verdict.PASSED or not clause.quantity.is_of_a_machine:
         return
     if not states_machine(triple.infer):
@@ -203,7 +202,7 @@ def _machine(clause: CertifiedClause, triple: Triple) -> None:
 
 
 def _weights(clause: CertifiedClause) -> None:
-    """A region around the weights is of proofs alone, and of a size that proofs know."""
+    """Refuse a region around the weights without a proof, or of a size that proofs do not know."""
     if clause.weights is None:
         return
     if clause.proof is None or not clause.evidence.is_proof:
@@ -225,7 +224,7 @@ def _check_scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> No
 
 
 def _numerics(clause: CertifiedClause, triple: Triple) -> None:
-    """A proof speaks about the numerics that the two kernels of the triple claim."""
+    """Refuse a proof about other numerics than those that the kernels of the triple claim."""
     if clause.numerics is None:
         if clause.proof is not None:
             raise Rejected("clause/numerics-missing", f"{clause.label} names no numerics")

@@ -144,7 +144,7 @@ class Recount:
     def _spanned(
         self, clause: CertifiedClause, kind: str, names: list[str], chosen: Selected
     ) -> None:
-        """A box for each length of the slice's rows, or one of any length."""
+        """Demand a box for each length of the slice's rows, or one of any length."""
         if not chosen.rows and not chosen.open:
             raise Rejected("recount/rows-missing", f"{clause.label}: the slice selects no row")
         if kind == "rows" and len(names) != 1:
@@ -236,7 +236,7 @@ class Recount:
             raise Rejected("recount/rows-missing", f"{clause.label}: a row was never timed")
 
     def _fields(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
-        """The share of records that carry every field is counted again as well."""
+        """Count the records that carry every field again."""
         if clause.quantity.kind != "share":
             return
         names = clause.quantity.fields
@@ -278,7 +278,7 @@ def _content(region: Fields) -> str:
 
 
 def _fits(clause: CertifiedClause, row: Row, region: Fields) -> None:
-    """A region is of the tokens of its row: the same ids, or as many states."""
+    """Demand that a region has the tokens of its row: the same ids, or as many states."""
     if row.tokens is None:
         return
     if "ids" in region.record:

@@ -113,13 +113,15 @@ def refused(step: str, rejection: Rejected) -> Report:
 
 
 class NotRun(Exception):
+    """Raised by a step that has nothing to check; carries the reason."""
+
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
         super().__init__(reason)
 
 
 class Stop(Exception):
-    pass
+    """Raised to end the steps after a failure."""
 
 
 @dataclass(slots=True)

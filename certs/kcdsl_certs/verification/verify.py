@@ -171,7 +171,7 @@ def verify(
 def _authenticate(
     log: Log, state: _State, bundle: bytes, trusted: TrustPolicy, moment: datetime
 ) -> None:
-    """Steps 1 to 7: nothing of the payload is read before its signature verified."""
+    """Run steps 1 to 7; nothing of the payload is read before its signature verified."""
 
     def parse() -> str:
         state.raw = dsse.parse_bundle(bundle)

@@ -129,6 +129,7 @@ def arithmetic(
 
 
 def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> MetricDefinition | None:
+    """Return the metric of a name; report one that is no metric."""
     found = scope.metrics.find(name.id)
     if found is not None:
         return found
@@ -182,6 +183,7 @@ def in_words(record_name: str, metrics: Registry) -> str:
 
 
 def aggregate(name: ast.Name, scope: Scope, reporter: Reporter) -> Typed | None:
+    """Return the type of an aggregate metric; report a metric that has a value for each unit."""
     definition = metric_reference(name, scope, reporter)
     if definition is None:
         return None
@@ -199,6 +201,7 @@ def aggregate(name: ast.Name, scope: Scope, reporter: Reporter) -> Typed | None:
 
 
 def statistic(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
+    """Return the type of a statistic of a metric; report wrong arguments."""
     name, arguments = call.function.id, call.arguments
     kind, q = name, None
     percentile = PERCENTILE.fullmatch(name)

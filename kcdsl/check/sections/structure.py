@@ -260,7 +260,7 @@ def _clauses(reader: StructureReader, root: Mapping) -> tuple[RawClause, ...]:
 
 
 def _listed(reader: StructureReader, item: Node) -> list[RawClause | None]:
-    """An item of the list form: a record with `id`, or one or more `ID: body` pairs."""
+    """Return the clauses of a list item: a record with `id`, or one or more `ID: body` pairs."""
     if not isinstance(item, Mapping):
         reader.wrong_kind(item, "clauses", "records with `id`, or `ID: {...}`")
         return []

@@ -49,7 +49,7 @@ def _dropout(s: Lowering, a: Arguments) -> Any:
 
 @_handles("to", "_to_copy", "type_as")
 def _cast(s: Lowering, a: Arguments) -> Any:
-    """The types of the results in every format say what `dtype` or `other` asks for."""
+    """Return a cast; the type of the result says what `dtype` or `other` asks for."""
     a.shown_by_the_result("dtype", "other")
     s.need(isinstance(a["self"], Ref), "a cast to the type of a result")
     return s.cast(a["self"], s.out_format)
@@ -413,7 +413,7 @@ def _var(s: Lowering, a: Arguments) -> Any:
 
 @_handles("linear")
 def _linear(s: Lowering, a: Arguments) -> Any:
-    """A weight that is no parameter makes it a plain product, and so does a bias that is none."""
+    """Return a linear, or a plain product where the weight or the bias is no parameter."""
     weight, bias = s.ref(a["weight"]), None if a["bias"] is None else s.ref(a["bias"])
     if _is_param(s, weight) and (bias is None or s.drafts.nodes[bias.name].op in LEAVES):
         return s.emit(

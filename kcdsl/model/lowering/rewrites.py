@@ -58,7 +58,7 @@ def rounded_once(drafts: Drafts, node: Draft) -> Draft | None:
 
 
 def written_out_silu(drafts: Drafts, node: Draft) -> Draft | None:
-    """x * sigmoid(x) -> silu(x)."""
+    """Rewrite x * sigmoid(x) as silu(x)."""
     if node.op != "mul":
         return None
     for x, gate in (node.inputs, node.inputs[::-1]):
@@ -73,7 +73,7 @@ def written_out_silu(drafts: Drafts, node: Draft) -> Draft | None:
 
 
 def written_out_norm(drafts: Drafts, node: Draft) -> Draft | None:
-    """x / sqrt(mean(x²) + eps) -> rms_norm(x), (x - mean(x)) / sqrt(var(x) + eps) -> layer_norm(x).
+    """Rewrite x / sqrt(mean(x²) + eps) as rms_norm(x), of x - mean(x) as layer_norm(x).
 
     The variance is one operation or the mean of the centred squares, the root one of those of
     `_normalised`.
@@ -116,7 +116,7 @@ def norm_weight(drafts: Drafts, node: Draft) -> Draft | None:
 
 
 def written_out_rope(drafts: Drafts, node: Draft) -> Draft | None:
-    """x * cos + concat(-x[h:], x[:h]) * sin -> rope(x, cos, sin)."""
+    """Rewrite x * cos + concat(-x[h:], x[:h]) * sin as rope(x, cos, sin)."""
     if node.op != "add":
         return None
     for straight, turned in (node.inputs, node.inputs[::-1]):

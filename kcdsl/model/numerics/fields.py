@@ -194,12 +194,14 @@ def section_of(base: Mapping[str, Any], given: Mapping[str, Any], key: str) -> d
 
 
 def mapping_of(name: str, value: Any) -> dict[str, Any]:
+    """Return a mapping; refuse any other value."""
     if not isinstance(value, dict):
         raise refusal(f"{name} must be a mapping, not {value!r}")
     return value
 
 
 def refuse_unknown(raw: Mapping[str, Any], name: str, known: Iterable[str]) -> None:
+    """Refuse a mapping with a key that is not known."""
     known = tuple(known)
     for key in raw:
         if key not in known:
@@ -207,6 +209,7 @@ def refuse_unknown(raw: Mapping[str, Any], name: str, known: Iterable[str]) -> N
 
 
 def choice_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Return a value that is one of those allowed; refuse any other."""
     options = tuple(allowed)
     if not isinstance(value, str) or value not in options:
         raise refusal(f"{name} is {value!r}", options, value)
@@ -214,6 +217,7 @@ def choice_of(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 def count_of(name: str, value: Any, largest: int) -> int:
+    """Return an integer from 1 to `largest`; refuse any other value."""
     number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
     if not number or not 1 <= value <= largest or value != int(value):
         raise refusal(f"{name} is {value!r}; it must be an integer from 1 to {largest}")

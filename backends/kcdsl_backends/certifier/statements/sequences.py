@@ -262,7 +262,7 @@ def _without_rows(seen: _Seen, operand: Node, rank: int, axes: Axes) -> None:
 
 
 def _row_wise(seen: _Seen) -> Axes:
-    """An operation on the last dimension of every row, with parameters beside it."""
+    """Return the axes of an operation on the last dimension of every row, parameters beside it."""
     axes = seen.axes[0]
     if any(seen.axes[1:]):
         raise seen.refuse("a parameter depends on the rows")

@@ -23,6 +23,7 @@ def whole(shape: Sequence[int]) -> Window:
 
 
 def at(window: Window) -> tuple[slice, ...]:
+    """Return the index that selects a window."""
     return tuple(slice(start, stop) for start, stop in window)
 
 

@@ -72,6 +72,7 @@ def several(graph: BlockGraph, *, followed: bool = False) -> frozenset[str]:
 
 
 def added(*parts: Apart) -> Apart:
+    """Return an upper bound of the sum of the parts; None where all are None."""
     found: Apart = None
     for part in parts:
         if part is not None:

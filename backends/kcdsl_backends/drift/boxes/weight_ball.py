@@ -263,6 +263,7 @@ def _single(x: Tensor) -> Tensor:
 
 
 def at_rows(moved: BallTensor, ids: Tensor) -> BallTensor:
+    """Return the rows of a table at the token ids."""
 
     def rows(box: Box) -> Box:
         low = box.lo[ids]

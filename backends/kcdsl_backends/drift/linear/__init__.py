@@ -261,6 +261,7 @@ def zero_part(like: Tensor) -> LinearPart:
 
 
 def inside(box: Box, reference: Tensor) -> Box:
+    """Return a box relative to a reference point, rounded outward."""
     return Box(down(box.lo - reference), up(box.hi - reference))
 
 

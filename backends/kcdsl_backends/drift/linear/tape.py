@@ -215,6 +215,7 @@ def _noise(functional: Functional, noise: Noise) -> tuple[Tensor, Tensor, Tensor
 
 
 def sum_up(a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b rounded up."""
     return up(a + b)
 
 

@@ -34,10 +34,12 @@ def _faintly(kernel: Rounding, exact: Box) -> Tensor:
 
 
 def interval_add(step: Step) -> State:
+    """Return the boxes of a + b."""
     return _interval_sum(step, step.operand(1))
 
 
 def interval_sub(step: Step) -> State:
+    """Return the boxes of a - b."""
     return _interval_sum(step, -step.operand(1))
 
 
@@ -146,11 +148,13 @@ def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
 
 
 def interval_scale(step: Step) -> State:
+    """Return the boxes of a constant multiple of the operand."""
     factor = constant_of(step.node, "factor")
     return _by_constant(step, "factor", lambda box: box.scaled(factor))
 
 
 def interval_divide(step: Step) -> State:
+    """Return the boxes of the operand divided by a constant."""
     divisor = constant_of(step.node, "divisor")
 
     def apply(box: Box) -> Box:
@@ -162,6 +166,7 @@ def interval_divide(step: Step) -> State:
 
 
 def interval_shift(step: Step) -> State:
+    """Return the boxes of the operand plus a constant."""
     x, offset = step.operand(0), constant_of(step.node, "offset")
     constant = Box.point(torch.full_like(x.train.lo, offset))
 

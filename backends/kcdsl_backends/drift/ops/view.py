@@ -37,6 +37,7 @@ def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
 
 
 def interval_view(step: Step) -> State:
+    """Return the boxes of the operand in another arrangement."""
     return move(step.operand(0), View.of(step.node).moved)
 
 
@@ -67,6 +68,7 @@ def interval_concat(step: Step) -> State:
 
 
 def interval_neg(step: Step) -> State:
+    """Return the boxes of -x."""
     return -step.operand(0)
 
 

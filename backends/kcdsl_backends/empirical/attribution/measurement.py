@@ -262,6 +262,7 @@ def _or_refuse(side: str, work: Callable[[], None]) -> None:
 
 
 def failure_words(error: BaseException) -> str:
+    """Return the first line of what an error says."""
     if isinstance(error, Refusal):
         return error.diagnostics[0].message
     lines = str(error).strip().splitlines()

@@ -178,7 +178,7 @@ _SQUARED = 1e100
 
 
 def support_check(ratios: Sequence[Array]) -> Precheck:
-    """Sampled ratios must average to one; otherwise q misses mass of p, or the sides are swapped.
+    """Check that sampled ratios average to one; else q misses mass of p, or sides are swapped.
 
     The tolerance is `_ERRORS` standard errors: over requests or over tokens, whichever is larger.
     Each token is drawn by itself from a policy under which E w = 1, so the squares of w - 1

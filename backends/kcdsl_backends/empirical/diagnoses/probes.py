@@ -89,7 +89,7 @@ def _reference(request: Request, reference: Reference) -> tuple[Tensor, Tensor, 
 
 
 def self_determinism(probes: Sequence[Probe]) -> Precheck:
-    """A kernel run twice should give the same bits; otherwise its noise is part of every drift."""
+    """Check that a kernel run twice gives the same bits; else its noise is part of every drift."""
     name = "self_determinism"
     if not probes:
         return not_applicable(name, "no request could be run")

@@ -148,7 +148,7 @@ def _not_the_policy(law: Law, temperature: float) -> str | None:
 
 
 def sampling_units(rollouts: Sequence[Rollout]) -> Precheck:
-    """It must be known which rollouts share a prompt: those depend on each other."""
+    """Check that it is known which rollouts share a prompt: those depend on each other."""
     name = "sampling_units"
     apart = [r for r in rollouts if r.tokens and not r.prompt and r.group is None]
     detail = f"{len({r.unit for r in rollouts})} units of {len(rollouts)} rollouts"
@@ -233,7 +233,7 @@ _FEWEST = 16
 
 
 def cloned_rollouts(rollouts: Sequence[Rollout]) -> Precheck:
-    """Samples after one prompt must differ where their probability is small.
+    """Check that samples after one prompt differ where their probability is small.
 
     Equal ones come of a seed that was given to every member of a group, or of rows that were
     written twice; they are no samples, and counting them overstates what is known.
@@ -269,8 +269,9 @@ def _chance(rollout: Rollout) -> float:
 
 
 def copied_side(rollouts: Sequence[Rollout], recomputed: bool) -> Precheck:
-    """Recorded sides must not be one array written twice, as trainers do that skip recomputing: not
-    in every rollout, and not in most of them.
+    """Check that the recorded sides are not one array written twice, in all or most rollouts.
+
+    Trainers that skip recomputing write it so.
 
     `recomputed` says that the contract states otherwise: then equal bits are a result.
     """

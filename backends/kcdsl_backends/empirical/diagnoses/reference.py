@@ -170,6 +170,8 @@ def _store_matrices(model: Model, module: nn.Module, part: nn.Module, claim: Num
 def input_quantiser(
     claim: Numerics, key: str
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
+    """Return a hook that rounds the input of a linear to the format that the numerics claim."""
+
     def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
         x = arguments[0]
         return (to_nearest(x.to(torch.float64), claim, key).to(x.dtype),)

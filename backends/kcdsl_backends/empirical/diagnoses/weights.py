@@ -40,7 +40,7 @@ def weights_checksum(checkpoints: Mapping[str, str]) -> Precheck:
 def stale_weights(
     noise: RoundingNoise | None, localised: Localised | None, cause: str | None
 ) -> Precheck:
-    """An error that no repair, mask or coarser format explains is that of other weights.
+    """Report other weights where no repair, mask or coarser format explains an error.
 
     `cause` is what has been named already; `value` is how many times its claims a side errs.
     """

@@ -106,7 +106,7 @@ def _as_before(node: Node, given: _Given) -> Marks:
 
 
 def _together(node: Node, given: _Given) -> Marks:
-    """Marks of operands that are broadcast: they agree, and what has none has no size there."""
+    """Return the marks of broadcast operands: they agree, and what has none has no size there."""
     found = [""] * len(node.shape)
     if any(len(marks) > len(found) for marks in given.marks):
         raise Rejected("graph/shape", "operands of more dimensions than their result")
@@ -127,7 +127,7 @@ def _together(node: Node, given: _Given) -> Marks:
 
 
 def _of_each_row(node: Node, given: _Given) -> Marks:
-    """An operation along the last dimension, beside which there are parameters."""
+    """Return the marks of an operation along the last dimension, with parameters beside it."""
     marks = given.marks[0]
     if any(any(more) for more in given.marks[1:]):
         raise _wrong("a parameter that depends on rows")
@@ -187,7 +187,10 @@ def _viewed(node: Node, given: _Given) -> Marks:
 
 
 def _reordered(marks: Marks, before: tuple[int, ...], after: tuple[int, ...]) -> Marks:
-    """The elements stay in their order: a dimension of rows keeps the number of those before."""
+    """Return the marks of another shape of the same elements in order.
+
+    A dimension of rows keeps the number of elements before it.
+    """
     found = [""] * len(after)
     for place, mark in enumerate(marks):
         if not mark:

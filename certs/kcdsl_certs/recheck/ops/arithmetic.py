@@ -292,10 +292,12 @@ def shift_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def settled(walk: Walk, node: Node, formed: Formed) -> Form:
+    """Return a form with the roundings of its node in the format of the kernel."""
     return settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
 
 
 def operands_of(*parts: tuple[Form, Pull]) -> tuple[tuple[int, Pull], ...]:
+    """Return the places of operands with their adjoint maps, without those that are constant."""
     return tuple((form.place, pull) for form, pull in parts if form.place is not None)
 
 
@@ -318,6 +320,7 @@ def _scaled_functionals(shape: tuple[int, ...], factor: float) -> Pull:
 
 
 def times(factor: Floats, shape: tuple[int, ...]) -> Pull:
+    """Return the adjoint map of an elementwise product by `factor`, summed to `shape`."""
     return lambda a: summed(a.times(factor), shape)
 
 

@@ -158,7 +158,7 @@ def gelu_bend(x: Box) -> Box:
 
 
 def gelu_tanh_bend(x: Box) -> Box:
-    """Return the range of the same of the form by tanh, whose extremes are at 0 and ±2.0134807…"""
+    """Return the range of the second derivative of tanh-GELU; extremes at 0 and ±2.0134807."""
     return _even(x, gelu_tanh_second, 2.013480724624258)
 
 
@@ -217,11 +217,13 @@ TANH_CURVE = Curve(TANH, _tanh_second, tanh_bend, 0.7699, 2.0001)
 
 
 def value_of(function: Function, x: Floats) -> Floats:
+    """Return the middle of the enclosure of the value at x."""
     low, high = function.value(x)
     return np.asarray(low / 2 + high / 2)
 
 
 def slope_of(function: Function, x: Floats) -> Floats:
+    """Return the middle of the enclosure of the slope at x."""
     low, high = function.slope(x)
     return np.asarray(low / 2 + high / 2)
 

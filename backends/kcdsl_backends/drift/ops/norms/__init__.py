@@ -107,6 +107,10 @@ def _centred(x: Box) -> Box:
 
 
 def normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
+    """Return the parts of x / sqrt(mean(x²) + eps), of x less its mean where `centre` says so.
+
+    Raises NoBound where a centred row has a single element.
+    """
     n = x.shape[-1]
     if centre and n < 2:
         raise NoBound(node, "a single element has no variance")
