@@ -133,7 +133,7 @@ format: setup ## rewrite the sources in the house format
 grammar: setup ## write the parse table of the expression grammar
 	$(BIN)/python -m tests.support.expression_tables
 
-pages: setup ## write docs/codes.md, the index of diagnostic codes
+pages: setup ## write docs/reference/codes.md, the index of diagnostic codes
 	$(BIN)/python -c "from tests.unit.diagnostics.test_code_texts import INDEX, index; open(INDEX, 'w', encoding='utf-8').write(index())"
 
 docs: setup ## links, tables and help texts of the documentation agree with the code

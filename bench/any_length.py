@@ -5,7 +5,7 @@ attention. Every row of the sequence lies in one box: a ball around the state of
 hull of all states of a sentence. The any-length bound covers 1 to 256 rows; beside it stands what
 the interval domain says of each length by itself, and the strongest run that was found there.
 
-    make bench-any-length    # also the table and the picture of docs/any-length.md
+    make bench-any-length    # also the table and the picture of docs/proofs/any-length.md
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def main() -> int:
         rows.append(Figure(f"{name}: seconds of a bound", taken, Better.LOWER, 2.0))
     assert all(math.isfinite(one.any_length) for one in measured)
     PICTURE.write_text(draw(measured), encoding="utf-8")
-    show_in("any-length.md", "any_length", table(measured))
+    show_in("proofs/any-length.md", "any_length", table(measured))
     return report("any_length", rows)
 
 

@@ -38,7 +38,7 @@ def main() -> int:
             line = measure(Case(f"{block}, bfloat16, casts {word}", block, numerics, None), MIDDLE)
             print(block, word, line, flush=True)
             found.append((block, word, line))
-    show_in("numerics.md", "casts", _table(found))
+    show_in("reference/numerics.md", "casts", _table(found))
     return report("casts", list(_figures(found)))
 
 

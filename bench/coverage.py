@@ -1,7 +1,7 @@
 """How often the limits of samples err: false passes, false violations, coverage, by simulation.
 
-`make bench-coverage` prints the figures that docs/statistics.md quotes. Every simulation is seeded,
-so that a second run prints the same.
+`make bench-coverage` prints the figures that docs/explanation/statistics.md quotes. Every
+simulation is seeded, so that a second run prints the same.
 """
 
 from __future__ import annotations

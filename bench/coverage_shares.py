@@ -1,8 +1,8 @@
 """How often the intervals of an attribution hold: shares of three sources, by simulation.
 
-`make bench-coverage` prints the figures that docs/attribution.md quotes. The effects of the sources
-vary from request to request by a level with a mean of 1; two add up but for a tenth, and the third
-does nothing on average.
+`make bench-coverage` prints the figures that docs/reference/attribution.md quotes. The effects of
+the sources vary from request to request by a level with a mean of 1; two add up but for a tenth,
+and the third does nothing on average.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ counted by slice.
     make bench-evaluator
     python -m bench.evaluator --rows 1e7    # a smaller table of tokens
 
-The table of docs/metrics.md is written by it.
+The table of docs/reference/metrics.md is written by it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--rows", type=float, default=ROWS, help="tokens that are aggregated")
     rows = int(parser.parse_args().rows)
     tier_a = tier_a_figures()
-    show_in("metrics.md", "evaluator", tier_a_table(tier_a))
+    show_in("reference/metrics.md", "evaluator", tier_a_table(tier_a))
     return report("evaluator", [*tier_a, *diagnosis_figures(), *aggregation_figures(rows)])
 
 

@@ -4,7 +4,7 @@ Every kernel of the matrix runs blocks of both models on hundreds of inputs
 (bench/kernels_inputs.py); the training kernel is PyTorch's eager float32. For every element of
 every run the measured drift is divided by the certified bound (the smaller of the interval and the
 affine domain's, where the second was asked): no quotient may exceed 1. The table goes into
-docs/real-kernels.md, the picture of all quotients beside it.
+docs/explanation/real-kernels.md, the picture of all quotients beside it.
 
     make bench-kernels
     python -m bench.kernels --share 0.25      a quarter of the texts and random sequences
@@ -165,7 +165,7 @@ def main() -> int:
     if not chosen.only:
         known = [c for c in found if math.isfinite(c.bound) or c.ratio > 1]
         PICTURE.write_text(draw([(c.case, c.model, c.ratio) for c in known]), encoding="utf-8")
-        show_in("real-kernels.md", "kernels", table(found))
+        show_in("explanation/real-kernels.md", "kernels", table(found))
     return report("kernels" + chosen.only, figures(found))
 
 

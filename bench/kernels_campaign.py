@@ -226,7 +226,7 @@ def main() -> int:
     runs = [Run(**run) for seed, part in _known().items() if seed in wanted for run in part]
     text = table(runs)
     if chosen.write:
-        show_in("real-kernels.md", "kernels_campaign", text)
+        show_in("explanation/real-kernels.md", "kernels_campaign", text)
     print(text)
     return report("kernels_campaign", list(figures(runs)))
 

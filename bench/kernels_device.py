@@ -2,7 +2,8 @@
 
 As bench/kernels.py does on the CPU: both kernels run on the device, the bounds are those of the
 CPU, and no quotient of a drift by its bound may exceed 1. Half-precision and float8 products are
-held to the published units of their tensor cores. The table goes into docs/real-kernels.md.
+held to the published units of their tensor cores. The table goes into
+docs/explanation/real-kernels.md.
 
     python -m bench.kernels_device
 """
@@ -151,7 +152,7 @@ def main() -> int:
         for block, case in cases(torch.cuda.get_device_capability(0)):
             found.append(measure(model, case, block))
             print(f"  {found[-1]}", file=sys.stderr, flush=True)
-    show_in("real-kernels.md", "kernels_device", table(device, found))
+    show_in("explanation/real-kernels.md", "kernels_device", table(device, found))
     return report(
         "kernels_device",
         [

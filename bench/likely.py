@@ -116,7 +116,7 @@ def main() -> int:
         for sentence in sentences:
             lines.append(_line(name, block, numerics, sentence))
             print(lines[-1], flush=True)
-    show_in("verify.md", "likely", _table(lines))
+    show_in("reference/verify.md", "likely", _table(lines))
     where = f"alpha {float(ALPHA):g}, {RUNS} random runs"
     return report(
         "likely",

@@ -72,7 +72,7 @@ def _stated(metric: MetricDefinition) -> tuple[str, ...]:
 
 
 TABLES = {
-    "docs/metrics.md": (
+    "docs/reference/metrics.md": (
         "| metric | formula | tier | bias | estimates | better | unit | from | function |",
         _measured,
     ),

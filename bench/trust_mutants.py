@@ -3,8 +3,8 @@
 `Scene` is a certificate that is valid: a proof that is derived again, and measured results with the
 files that they rest on. Each generator yields mutants for ever; a mutant is carried out by `tried`,
 which says whether it was accepted and, where the change means nothing or says less, which row of
-docs/certificate-fields.md allows that. A mutant that is accepted without such a row is a wrong
-acceptance. Nothing here knows beforehand what the checker says.
+docs/proofs/certificate-fields.md allows that. A mutant that is accepted without such a row is a
+wrong acceptance. Nothing here knows beforehand what the checker says.
 
 `python bench/trust_mutants.py --count 50000` tries them all, in as many processes as `--jobs` says.
 """

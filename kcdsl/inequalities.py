@@ -3,7 +3,8 @@
 With u = (z_inf - z_train)/T, **s = span(u) = max u - min u**, p = softmax(z_train/T) and
 q = softmax(z_inf/T), every function of s below bounds a quantity of the pair (p, q) for all pairs
 whose span is at most s. All logarithms are natural. The values are rounded outward (relative
-1e-11), are monotone in s and sharp: two classes attain them. Derivations: docs/bound-chain.md.
+1e-11), are monotone in s and sharp: two classes attain them. Derivations:
+docs/proofs/bound-chain.md.
 
 Domain: s >= 0; s = +inf gives the limit; NaN, negative and non-numbers raise DomainError.
 """

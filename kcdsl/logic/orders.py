@@ -2,8 +2,9 @@
 
 Edges are linear: *small* <= factor times *large* for every token. Their products along paths are
 bounds too, so `least_factor` looks at all paths. Curves are not linear: *small* <= f(bound) where
-*large* <= bound, f monotone. Sources: norms of one row of logits; docs/bound-chain.md; Pinsker;
-J. Lin, Divergence measures based on the Shannon entropy, IEEE Trans. Inf. Theory 37 (1991).
+*large* <= bound, f monotone. Sources: norms of one row of logits; docs/proofs/bound-chain.md;
+Pinsker; J. Lin, Divergence measures based on the Shannon entropy, IEEE Trans. Inf. Theory 37
+(1991).
 
 p and q are the two distributions of the next token, L = max |ln p/q|, s = span(dz)/T.
 """

@@ -3,8 +3,8 @@
 Every translation of contracts into logic takes its assumptions from here and makes no others. A
 *small* quantity is at most a factor times a *large* one, value by value; an order that holds value
 by value holds of every mean, minimum, maximum and quantile of the same values too. Sources: norms
-of one row of logits, and `docs/bound-chain.md`, sections 1 and 2. Which metrics bound which others
-is in `kcdsl.logic.orders`.
+of one row of logits, and `docs/proofs/bound-chain.md`, sections 1 and 2. Which metrics bound which
+others is in `kcdsl.logic.orders`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Nothing is imported that computes; torch is asked only where it has been imported, and where the
 device is a GPU. The rest is told by the installed distributions, the system and the environment.
-Every probe can be replaced, so that another machine can be described. docs/certificate-fields.md
-lists the parts and what a checker may relax.
+Every probe can be replaced, so that another machine can be described.
+docs/proofs/certificate-fields.md lists the parts and what a checker may relax.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ and relu: their format is not read. Parameters, embeddings and inputs have none.
 
 `form` "fused" (or absent) is one operation that rounds its result once; "written" is the same
 written out, each of its `parts` a stored result: a list of [part, format], the format as above, in
-the order of the program (docs/relational-interval.md, section 6). silu and rope may be written too,
-without parts: their sigmoid and their products are stored in the format of the node.
+the order of the program (docs/proofs/relational-interval.md, section 6). silu and rope may be
+written too, without parts: their sigmoid and their products are stored in the format of the node.
 
 `cache` stands before a product that reads keys (part "keys", [.., d, T]) or values ("values",
 [.., T, d]), if one of two kernels has a quantised cache; `source` is the key of the weight of the

@@ -17,10 +17,11 @@ class Goal:
     forall x in region: functional(drift(block, x)) `op` threshold, or: the top k never change.
     `functional` is "inf", "2", "span" or "no_flip"; `threshold` is None for "no_flip". With
     `weights` ρ it is asked for every θ' with |θ' - θ| <= ρ|θ|, element by element (a clause speaks
-    of ρ = 0, and whoever verifies it may ask for more: docs/weights-region.md), and with `states`
-    for every state within that of those of the region, in every feature. `domains` are those that a
-    backend may bound it in; None leaves the choice to the backend. With `alpha` it is enough that
-    the roundings of a run, taken as independent, break it with at most that probability.
+    of ρ = 0, and whoever verifies it may ask for more: docs/proofs/weights-region.md), and with
+    `states` for every state within that of those of the region, in every feature. `domains` are
+    those that a backend may bound it in; None leaves the choice to the backend. With `alpha` it is
+    enough that the roundings of a run, taken as independent, break it with at most that
+    probability.
     """
 
     obligation: Obligation

@@ -4,7 +4,8 @@ Covers plain, single-quoted, double-quoted, literal and folded scalars with chom
 indentation indicators, escapes, folds and CRLF. The decoding made here is compared with the value
 that the YAML parser delivered, so a map is never silently wrong: where the two differ, every
 position falls back to the span of the whole scalar, and an expression there is refused (KC999).
-No document is known for which they differ; docs/spans.md says what each character maps to.
+No document is known for which they differ; docs/reference/spans.md says what each character maps
+to.
 """
 
 from __future__ import annotations

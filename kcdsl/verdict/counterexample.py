@@ -1,7 +1,7 @@
 """Counterexamples as documents: a run that breaks a clause, with all that it takes to run it again.
 
-The schema is counterexample.schema.json; docs/counterexamples.md says what the fields mean. The
-document is canonical JSON (RFC 8785); `sha256` is the digest of the rest of it.
+The schema is counterexample.schema.json; docs/reference/counterexamples.md says what the fields
+mean. The document is canonical JSON (RFC 8785); `sha256` is the digest of the rest of it.
 """
 
 from __future__ import annotations

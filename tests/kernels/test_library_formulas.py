@@ -1,4 +1,5 @@
-"""What the libraries do to numbers, as docs/numerics.md writes it down: formula by formula."""
+"""What the libraries do to numbers, as docs/reference/numerics.md writes it down: formula by
+formula."""
 
 from __future__ import annotations
 

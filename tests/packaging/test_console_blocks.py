@@ -33,7 +33,7 @@ OWN_TESTS = "kcdsl/diagnostics/pages/"
 """Pages of codes: tests/unit/diagnostics/test_pages.py runs them."""
 
 ELSEWHERE = {
-    "docs/ir.md": "tests/packaging/test_ir_page.py",
+    "docs/reference/ir.md": "tests/packaging/test_ir_page.py",
     "grammar/README.md": "tests/unit/grammar/test_reference.py",
 }
 """Pages whose commands another test runs, with the rest of the page."""
@@ -47,12 +47,12 @@ MINUTES = {
 """Pages whose commands take a minute or more of computing."""
 
 SYNOPSES = {
-    "docs/aggregation.md": "aggregate",
-    "docs/attribution.md": "attribute",
-    "docs/experiments.md": "experiment",
-    "docs/evaluate.md": "evaluate",
-    "docs/report.md": "report",
-    "docs/verify.md": "verify",
+    "docs/reference/aggregation.md": "aggregate",
+    "docs/reference/attribution.md": "attribute",
+    "docs/reference/experiments.md": "experiment",
+    "docs/reference/evaluate.md": "evaluate",
+    "docs/reference/report.md": "report",
+    "docs/reference/verify.md": "verify",
 }
 """Pages whose block ```text is the synopsis of a command."""
 
@@ -174,7 +174,7 @@ NOT_RUN = {
         "make format": SOURCES,
         ".venv/bin/pre-commit install": HOOKS,
     },
-    "docs/editors.md": {
+    "docs/how-to/editors.md": {
         'pip install "kcdsl[lsp]"': NETWORK,
         "kcdsl lsp": EDITOR,
     },
@@ -243,7 +243,7 @@ def escaping(name: str, text: str) -> list[str]:
 
 
 def test_no_command_escapes(pages: dict[str, str]) -> None:
-    assert {"README.md", "docs/lint.md", "examples/tiny_lm/README.md"} <= set(pages)
+    assert {"README.md", "docs/reference/lint.md", "examples/tiny_lm/README.md"} <= set(pages)
     found = {name: escaping(name, text) for name, text in pages.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
@@ -336,10 +336,10 @@ def _example(name: str) -> Callable[[Path, Path], Path]:
 FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "README.md": _example("tiny_lm"),
     "certs/README.md": _example("tiny_lm"),
-    "docs/attribution.md": _example("tiny_lm"),
-    "docs/counterexamples.md": _example("tiny_lm"),
-    "docs/experiments.md": _example("tiny_lm"),
-    "docs/traces.md": _example("tiny_lm"),
+    "docs/reference/attribution.md": _example("tiny_lm"),
+    "docs/reference/counterexamples.md": _example("tiny_lm"),
+    "docs/reference/experiments.md": _example("tiny_lm"),
+    "docs/reference/traces.md": _example("tiny_lm"),
     "examples/tiny_lm/README.md": _example("tiny_lm"),
     "examples/own_metric/README.md": _example("own_metric"),
     "examples/minilm/README.md": _example("minilm"),

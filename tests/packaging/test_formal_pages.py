@@ -17,8 +17,8 @@ PAGES = (
     "weights-region.md",
 )
 STATEMENT = re.compile(r"^\*\*(Definition|Lemma|Rule|Statement|Assumption) (\d+\.\d+)\b", re.M)
-LINK = re.compile(r"\[`(\w+(?:\.\w+)?)`\]\((\.\./[^)]+\.py)\)")
-PROVER, CHECKER = "../backends/kcdsl_backends/", "../certs/kcdsl_certs/"
+LINK = re.compile(r"\[`(\w+(?:\.\w+)?)`\]\(((?:\.\./)+[^)]+\.py)\)")
+PROVER, CHECKER = "../../backends/kcdsl_backends/", "../../certs/kcdsl_certs/"
 
 
 def table(text: str) -> list[tuple[list[str], list[tuple[str, str]], list[tuple[str, str]]]]:
@@ -52,7 +52,7 @@ def defined(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_statements_are_numbered_in_order(repository: Path, page: str) -> None:
-    text = (repository / "docs" / page).read_text(encoding="utf-8")
+    text = (repository / "docs" / "proofs" / page).read_text(encoding="utf-8")
     numbers = [tuple(map(int, number.split("."))) for _, number in STATEMENT.findall(text)]
     assert len(numbers) > 5
     assert numbers == sorted(set(numbers))
@@ -63,7 +63,7 @@ def test_statements_are_numbered_in_order(repository: Path, page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_rule_has_an_implementation_in_both_programs(repository: Path, page: str) -> None:
-    path = repository / "docs" / page
+    path = repository / "docs" / "proofs" / page
     text = path.read_text(encoding="utf-8")
     rows = table(text)
     listed = [rule for rules, _, _ in rows for rule in rules]
@@ -72,13 +72,15 @@ def test_every_rule_has_an_implementation_in_both_programs(repository: Path, pag
         for side, found in ((PROVER, prover), (CHECKER, checker)):
             assert found, f"{rules}: none in {side}"
             for name, file in found:
-                assert file.startswith((side, "../kcdsl/model/") if side == PROVER else side), file
+                assert file.startswith((side, "../../kcdsl/model/") if side == PROVER else side), (
+                    file
+                )
                 assert name in defined(path.parent / file), f"{name} is not in {file}"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_formulas_are_closed(repository: Path, page: str) -> None:
-    text = (repository / "docs" / page).read_text(encoding="utf-8")
+    text = (repository / "docs" / "proofs" / page).read_text(encoding="utf-8")
     plain = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
     assert plain.count("$$") % 2 == 0
     inline = re.sub(r"\$\$.*?\$\$", "", plain, flags=re.S)

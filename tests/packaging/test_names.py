@@ -46,12 +46,12 @@ NO_MODULES = {
 }
 OTHERS = {
     "CONTRIBUTING.md": {"kcdsl/diagnostics/pages/KCnnn.md"},
-    "docs/comparison.md": {
+    "docs/explanation/comparison.md": {
         "beta_crown.py", "bound_multi_gpu.py", "docs/why.md", "tests/test_parser_error.py"
     },
-    "docs/lint.md": {"kcdsl/kcdsl.toml"},
-    "docs/numerics.md": {"quant_utils.py", "quant_primitives.py"},
-    "docs/verify.md": {"kcdsl/certifier"},
+    "docs/reference/lint.md": {"kcdsl/kcdsl.toml"},
+    "docs/reference/numerics.md": {"quant_utils.py", "quant_primitives.py"},
+    "docs/reference/verify.md": {"kcdsl/certifier"},
     "grammar/README.md": {"metrics.py"},
 }  # fmt: skip
 """Files of users and of other projects, by the page that names them."""

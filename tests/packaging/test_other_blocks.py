@@ -21,7 +21,7 @@ from tests.support.files import files_below
 from tests.support.pages import Block
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCTESTS = {"docs/ir.md"}
+DOCTESTS = {"docs/reference/ir.md"}
 """Pages whose Python is a dialogue; tests/packaging/test_ir_page.py has it."""
 
 
@@ -63,7 +63,7 @@ def test_programs_can_be_compiled(name: str, block: Block) -> None:
 
 @pytest.mark.parametrize(("which", "keys"), [(0, 7), (1, 3), (2, 2), (3, 3), (4, 4)])
 def test_the_numerics_of_the_page_are_those_of_a_kernel(which: int, keys: int) -> None:
-    found = [block.text for name, block in blocks("yaml") if name == "docs/numerics.md"]
+    found = [block.text for name, block in blocks("yaml") if name == "docs/reference/numerics.md"]
     assert len(found) == 5
     indented = "".join(f"    {line}\n" for line in found[which].splitlines())
     contract = (

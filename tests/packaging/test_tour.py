@@ -1,4 +1,4 @@
-"""docs/tour.md: the functions exist, and the two values go through them as it says."""
+"""docs/explanation/tour.md: the functions exist, and the two values go through them as it says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny(repository: Path) -> Path:
 
 
 def test_each_road_has_few_steps_and_every_function_exists(repository: Path) -> None:
-    page = repository / "docs" / "tour.md"
+    page = repository / "docs" / "explanation" / "tour.md"
     text = page.read_text(encoding="utf-8")
     assert WEIGHT in text
     roads = re.findall(r"^\| step \|.*?(?=\n\n)", text, re.M | re.S)

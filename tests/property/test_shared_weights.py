@@ -1,4 +1,5 @@
-"""Weights that both kernels store alike are off alike in both (docs/weights-region.md, section 2).
+"""Weights that both kernels store alike are off alike in both (docs/proofs/weights-region.md,
+section 2).
 
 Where all is exact but one rounding, the largest drift over all weights of a region is known in
 closed form; elsewhere weights are searched for that take two kernels as far apart as they can.

@@ -1,7 +1,7 @@
 """Every metric by its definition, in plain Python floats: a second implementation.
 
-Written from the formulas of docs/metrics.md and the papers they name, position by position, without
-arrays and without the functions that are measured with.
+Written from the formulas of docs/reference/metrics.md and the papers they name, position by
+position, without arrays and without the functions that are measured with.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What an operation computes on one run or on many, the roundings inside it, and sums in an
 accumulator: how far any order may be off, and concrete orders.
 
-The formulas of roundings are those of docs/relational-interval.md (sections 4 to 6), taken at the
-values of one run instead of a box. Where docs/affine-forms.md knows more - one mean and one inverse
-root for each row of a norm - that is what a run may have. Many runs are one run with one more
-dimension in front; what is the same for all of them may be without it.
+The formulas of roundings are those of docs/proofs/relational-interval.md (sections 4 to 6), taken
+at the values of one run instead of a box. Where docs/proofs/affine-forms.md knows more - one mean
+and one inverse root for each row of a norm - that is what a run may have. Many runs are one run
+with one more dimension in front; what is the same for all of them may be without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a block graph in float64 with every rounding of a numerics specification explicit.
 
 A run is admitted by a specification if every stored result obeys its error model
-(docs/relational-interval.md). Symbols s in [-1, 1], chosen by the caller, make it one:
+(docs/proofs/relational-interval.md). Symbols s in [-1, 1], chosen by the caller, make it one:
 
 - accumulation: a dot product is exact + s·A_k,j (section 3 there), or, instead of that, the sum
   in a concrete order (operations.py);

@@ -1,4 +1,4 @@
-"""Bound a case stage by stage (docs/chains.md): each on what the one before may return."""
+"""Bound a case stage by stage (docs/proofs/chains.md): each on what the one before may return."""
 
 from __future__ import annotations
 

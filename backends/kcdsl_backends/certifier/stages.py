@@ -1,5 +1,5 @@
-"""Where a block graph falls apart into links (docs/chains.md), and the bound of one link on the
-interface before it: a region that every training run stays in, and a box of the drift.
+"""Where a block graph falls apart into links (docs/proofs/chains.md), and the bound of one link on
+the interface before it: a region that every training run stays in, and a box of the drift.
 
 A graph can be cut behind an operation if nothing after it reads anything else that was computed
 before: only one state goes on. Between two such places stands either a single operation or a knot,

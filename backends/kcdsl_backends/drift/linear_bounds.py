@@ -1,4 +1,4 @@
-"""Linear bounds of both kernels' difference (docs/difference-planes.md); slopes of ReLU
+"""Linear bounds of both kernels' difference (docs/proofs/difference-planes.md); slopes of ReLU
 searched by descent, and the hints about them that stand in a proof."""
 
 from __future__ import annotations

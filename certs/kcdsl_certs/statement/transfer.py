@@ -2,7 +2,7 @@
 
 A result whose proof holds in a region around the weights holds for every checkpoint in it. The
 statement names the earlier certificate, the triple with the later checkpoint and, for each result,
-how far the weights that its proof reads have moved (docs/weights-region.md).
+how far the weights that its proof reads have moved (docs/proofs/weights-region.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing here is shared with the program that wrote the certificate: the formulas are evaluated in
 their exponential form with as many digits as the argument needs (at least 60 significant ones in
-the result) and rounded up. docs/bound-chain.md states them and their conditions.
+the result) and rounded up. docs/proofs/bound-chain.md states them and their conditions.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def _show_metric(metric: MetricDefinition, format: AnswerFormat) -> None:
     from kcdsl.lsp.features.knowledge import describe_metric
 
     if format is AnswerFormat.JSON:
-        help = "leave --format out; docs/metrics.md has the table of all metrics"
+        help = "leave --format out; docs/reference/metrics.md has the table of all metrics"
         raise refuse(USAGE, "a metric is not explained as JSON", help=help)
     text = describe_metric(metric)
     if format is AnswerFormat.MARKDOWN:
@@ -258,7 +258,7 @@ def _contract_for(topic: str, given: str | None) -> Path:
             help=suggest(topic, known)
             if nearest(topic, known)
             else f"name the contract of the clause: kcdsl explain {topic} CONTRACT;"
-            " docs/metrics.md lists the metrics, `kcdsl explain` the codes",
+            " docs/reference/metrics.md lists the metrics, `kcdsl explain` the codes",
         ) from refusal
 
 

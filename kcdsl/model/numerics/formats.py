@@ -1,4 +1,4 @@
-"""Formats of numbers and of codes, and layouts of scales (docs/numerics.md).
+"""Formats of numbers and of codes, and layouts of scales (docs/reference/numerics.md).
 
 A format, a format of codes or a layout is one definition here; rules ask it for what they need.
 Imports neither numpy nor torch: tensors are used by their own methods.

@@ -1,6 +1,6 @@
-"""Presets of numerics and matrix units, as tables (docs/numerics.md).
+"""Presets of numerics and matrix units, as tables (docs/reference/numerics.md).
 
-The sources of all numbers stand in docs/numerics.md.
+The sources of all numbers stand in docs/reference/numerics.md.
 """
 
 from __future__ import annotations
@@ -131,4 +131,4 @@ TENSOR_CORES = {
     "ampere_16": TensorCore(_AMPERE_16, _AMPERE_16),
     "blackwell_fp8": TensorCore(_BLACKWELL_8, _HOPPER_16),
 }
-"""Matrix units as published (docs/numerics.md, section Tensor cores)."""
+"""Matrix units as published (docs/reference/numerics.md, section Tensor cores)."""

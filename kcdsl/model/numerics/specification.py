@@ -1,4 +1,5 @@
-"""Numerics specifications: which roundings a kernel may take (docs/relational-interval.md)."""
+"""Numerics specifications: which roundings a kernel may take
+(docs/proofs/relational-interval.md)."""
 
 from __future__ import annotations
 
@@ -262,7 +263,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MatrixUnit:
-    """A matrix unit (docs/relational-interval.md, section 3).
+    """A matrix unit (docs/proofs/relational-interval.md, section 3).
 
     One instruction adds up to `chunk` exact products to an accumulator. Every term and the
     accumulator are cut off, toward zero, `fraction_bits` below the largest of their exponents; the

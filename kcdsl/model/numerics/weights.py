@@ -1,6 +1,6 @@
 """The exact parameter values of a kernel: rounding and quantisation of stored weights.
 
-Defined so that a second implementation can match bit for bit (docs/relational-interval.md,
+Defined so that a second implementation can match bit for bit (docs/proofs/relational-interval.md,
 section 2). All arithmetic is float32, round to nearest even; plain casts may cut off instead.
 """
 

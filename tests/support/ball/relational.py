@@ -1,4 +1,5 @@
-"""docs/relational-interval.md a third time, in ball arithmetic: what the formulas say, no more.
+"""docs/proofs/relational-interval.md a third time, in ball arithmetic: what the formulas say, no
+more.
 
 Written from that page alone, for tests. Kernels that quantise activations are left out.
 """

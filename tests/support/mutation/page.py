@@ -1,11 +1,11 @@
-"""docs/certificate-fields.md, read as the tests compare it."""
+"""docs/proofs/certificate-fields.md, read as the tests compare it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "certificate-fields.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "proofs" / "certificate-fields.md"
 ROW = re.compile(r"\| `([^`]+)` \| ([a-z ,]+) \| (.+) \|\Z")
 
 

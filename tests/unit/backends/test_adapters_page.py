@@ -1,4 +1,4 @@
-"""docs/adapters.md says of each adapter what the code says."""
+"""docs/reference/adapters.md says of each adapter what the code says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS
 
 @pytest.fixture(scope="module")
 def page(repository: Path) -> str:
-    return (repository / "docs" / "adapters.md").read_text("utf-8")
+    return (repository / "docs" / "reference" / "adapters.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")

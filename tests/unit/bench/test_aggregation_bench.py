@@ -31,5 +31,5 @@ def test_answers_that_differ_are_an_error() -> None:
 
 
 def test_the_page_has_the_limit_of_the_figure(repository: Path) -> None:
-    page = (repository / "docs" / "aggregation.md").read_text(encoding="utf-8")
+    page = (repository / "docs" / "reference" / "aggregation.md").read_text(encoding="utf-8")
     assert f"| {evaluator_aggregation.LIMIT:g} |" in page

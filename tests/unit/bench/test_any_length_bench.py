@@ -40,7 +40,7 @@ def test_the_table_has_a_row_for_every_region() -> None:
 
 
 def test_the_page_holds_the_recorded_results() -> None:
-    shown = shown_in("any-length.md", "any_length")
+    shown = shown_in("proofs/any-length.md", "any_length")
     rows = re.findall(r"^\| (MiniLM|tiny LM), ([^|]+) \|(.+)\|$", shown, re.MULTILINE)
     assert len(rows) == 2 * (len(RADII) + 1)
     for _, _, numbers in rows:

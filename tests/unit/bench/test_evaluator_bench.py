@@ -14,7 +14,7 @@ def test_the_page_shows_every_figure_of_full_logits(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(evaluator_tier_a, "ROUNDS", 1)
     figures = evaluator_tier_a.tier_a_figures()
     table = evaluator_tier_a.tier_a_table(figures)
-    shown = shown_in("metrics.md", "evaluator")
+    shown = shown_in("reference/metrics.md", "evaluator")
     names = [[line.split("|")[1] for line in text.splitlines()] for text in (table, shown)]
     assert names[0] == names[1]
     assert [f.limit for f in figures if f.limit is not None] == [4.0, 4.0, 4.0, 2.0]

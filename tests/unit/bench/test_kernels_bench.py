@@ -56,7 +56,7 @@ def test_the_picture_is_well_formed_and_places_runs_by_their_quotient() -> None:
 
 
 def test_the_page_holds_the_recorded_results() -> None:
-    shown = shown_in("real-kernels.md", "kernels")
+    shown = shown_in("explanation/real-kernels.md", "kernels")
     for case in CASES:
         for model in MODELS:
             assert f"| {case.name} | {model} |" in shown

@@ -2,7 +2,7 @@
 
 Once without a new signature, where nothing of the payload may change; once signed again by a key
 that is trusted, where the checks of the statement stand alone. The certificate rests on a proof
-that is derived again. docs/certificate-fields.md names what is accepted, and why.
+that is derived again. docs/proofs/certificate-fields.md names what is accepted, and why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Every field of a proof is changed in every way; what is accepted all the same is listed.
 
-docs/certificate-fields.md names the fields of which some change is accepted, the kinds of change
-and the reason. Whatever it does not name must be rejected. An accepted document makes a statement
-of its own: pairs of simulated runs that it admits must lie within its claims and witnesses.
+docs/proofs/certificate-fields.md names the fields of which some change is accepted, the kinds of
+change and the reason. Whatever it does not name must be rejected. An accepted document makes a
+statement of its own: pairs of simulated runs that it admits must lie within its claims and
+witnesses.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def accepted_of_a_part(name: str, part: int, folder: Path) -> tuple[int, Counter
 
 
 def summary(total: int, found: Counter[tuple[str, str]]) -> str:
-    """Return what docs/certificate-fields.md says of a run; pytest shows it with -rP."""
+    """Return what docs/proofs/certificate-fields.md says of a run; pytest shows it with -rP."""
     kinds: Counter[str] = Counter()
     for (_, kind), count in found.items():
         kinds[kind] += count

@@ -64,7 +64,9 @@ def test_a_metric_of_the_user(cli: Cli, repository: Path) -> None:
     assert found.stdout.startswith("entropy_rise: Real[nats] per token\n")
 
 
-@pytest.mark.parametrize(("name", "help"), [("kll", "`kl`"), ("zzzzzz", "docs/metrics.md")])
+@pytest.mark.parametrize(
+    ("name", "help"), [("kll", "`kl`"), ("zzzzzz", "docs/reference/metrics.md")]
+)
 def test_no_metric_and_no_contract(cli: Cli, tmp_path: Path, name: str, help: str) -> None:
     found = cli("explain", name, cwd=tmp_path)
     assert (found.code, found.stdout) == (2, "")

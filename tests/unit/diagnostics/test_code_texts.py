@@ -20,7 +20,7 @@ from kcdsl.diagnostics.render.documents import render_sarif
 if TYPE_CHECKING:
     from tests.conftest import Cli
 
-INDEX = "docs/codes.md"
+INDEX = "docs/reference/codes.md"
 NO_CODES = {
     "KC000": "kcdsl/lsp/features/completion.py",  # a snippet has it where the author writes a code
     "KC799": "kcdsl/diagnostics/pages/KC902.md",  # the page of the unknown code
@@ -51,7 +51,7 @@ def index() -> str:
         ]
         for code in all_codes():
             if code.id.startswith(family):
-                link = f"[{code.id}](../kcdsl/diagnostics/pages/{code.id}.md)"
+                link = f"[{code.id}](../../kcdsl/diagnostics/pages/{code.id}.md)"
                 text = code.summary.rstrip(".").replace("|", "\\|")
                 lines.append(f"| {link} | {code.title} | {text} |")
     lines += ["", "## Retired", "", "| code | reported now as |", "|---|---|"]

@@ -398,7 +398,7 @@ def test_long_requests_are_compared_on_as_many_rows_as_memory_should_hold(
 
 
 def test_the_documents_name_every_diagnosis_with_its_question() -> None:
-    docs = Path(__file__).resolve().parents[3] / "docs"
+    docs = Path(__file__).resolve().parents[3] / "docs" / "reference"
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (docs / "evaluate.md").read_text("utf-8"), re.M)
     asked = {name: question for name, question in rows if name in DIAGNOSES}
     assert asked == {d.name: d.question for d in DIAGNOSES.values() if "kernels" in d.of}

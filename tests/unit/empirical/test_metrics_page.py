@@ -18,7 +18,7 @@ def test_documents_list_what_the_definitions_have(document: str) -> None:
 
 def test_a_document_without_the_table_is_refused() -> None:
     with pytest.raises(ValueError, match="no table"):
-        fresh("docs/metrics.md", "nothing")
+        fresh("docs/reference/metrics.md", "nothing")
 
 
 @pytest.mark.parametrize("name", METRICS)

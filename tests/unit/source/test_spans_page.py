@@ -1,4 +1,4 @@
-"""The tables of docs/spans.md are what the map of scalars says."""
+"""The tables of docs/reference/spans.md are what the map of scalars says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.scalar_map import map_scalar
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "spans.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "spans.md"
 TABLE = re.compile(
     r"^\| (plain|quoted|literal|folded) \| ranges \|\n\|---\|---\|\n((?:\|.*\n)+)", re.M
 )

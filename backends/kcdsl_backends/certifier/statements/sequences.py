@@ -1,9 +1,9 @@
 """A block at any number of rows: its graph at two rows, shown to be the block at others too.
 
-The graph at `SHOWN` rows stands for the block at every length (docs/any-length.md). A node without
-a dimension of rows holds parameters; one with one dimension holds something of every row; the
-scores of attention have two, that of the rows which ask and that of the rows which are asked. What
-mixes rows in any other way has another meaning at every length and is refused.
+The graph at `SHOWN` rows stands for the block at every length (docs/proofs/any-length.md). A node
+without a dimension of rows holds parameters; one with one dimension holds something of every row;
+the scores of attention have two, that of the rows which ask and that of the rows which are asked.
+What mixes rows in any other way has another meaning at every length and is refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An operation on exact operands is formed in round-to-nearest float64 and then pushed outward: by one
 unit in the last place for a single operation, by an a-priori bound γ·Σ|terms| for sums and products
-of many terms (docs/relational-interval.md, section 7). Tensors may live on any torch device.
+of many terms (docs/proofs/relational-interval.md, section 7). Tensors may live on any torch device.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ Axes = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Any number of rows, up to `longest`: the dimensions of rows of every node, and what both
-    kernels hold of the tables of positions, by the name of their constant (docs/any-length.md)."""
+    kernels hold of the tables of positions, by the name of their constant
+    (docs/proofs/any-length.md)."""
 
     longest: int
     axes: Mapping[str, Axes]
@@ -221,7 +222,7 @@ class InterfaceEllipsoids:
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """How a block stands among others (docs/chains.md).
+    """How a block stands among others (docs/proofs/chains.md).
 
     `drift` is the box of inference minus training of the state that it reads, `ellipsoids` lie
     around its rows. `readings` bound how far a reading of that state may be from the value of which

@@ -1,6 +1,6 @@
 """What a kernel stores for parameters that may lie anywhere near those of the checkpoint.
 
-The region around the weights (docs/weights-region.md): every float32 element θ' with
+The region around the weights (docs/proofs/weights-region.md): every float32 element θ' with
 |θ' - θ| <= ρ|θ|. Both kernels store the same θ', each in its own format and with scales of its own,
 so of every element it is enclosed what a kernel holds of θ' and by how much that is off from θ'.
 """

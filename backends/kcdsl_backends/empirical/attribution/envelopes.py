@@ -4,7 +4,7 @@ Let x be what enters a block in training, T the training kernel's block with num
 numerics t in which the source s alone is that of infer (`sources.mixed`). The interval backend
 gives B >= 0, elementwise, with |K(x) - K'(x)| <= B for every block K that computes as h admits and
 every K' that computes as t admits: that is what it states of the pair (t, h)
-(docs/relational-interval.md).
+(docs/proofs/relational-interval.md).
 
 The measured T is one such K'. So let D = |I(x) - T(x)| be what was measured between infer and
 train. If D > B in one element, then I is no block that h admits: no kernel that differs from
@@ -73,7 +73,7 @@ def certify_with(model: Model) -> MakeCertify:
 
 def most_of(metric: str, temperature: Fraction) -> OfLogits:
     """Return what bounds of the drift of the logits mean for a metric, by the bound chain
-    (docs/bound-chain.md); of a metric with two signs, for its size."""
+    (docs/proofs/bound-chain.md); of a metric with two signs, for its size."""
 
     def most(limits: Array) -> float | None:
         found = logit_bounds(RequestBounds(-limits, limits), temperature).get(metric)

@@ -1,9 +1,9 @@
 """Certified bounds of the metrics of single requests, beside what was measured of them.
 
 A bound of the drift of the logits, token by token, holds for every run of kernels with the claimed
-numerics. The bound chain (docs/bound-chain.md) makes of it a bound of every divergence at every
-position. What was measured must lie below: else a kernel does not compute as it claims, or the
-bound is wrong, and nothing that was measured can be trusted (KC625).
+numerics. The bound chain (docs/proofs/bound-chain.md) makes of it a bound of every divergence at
+every position. What was measured must lie below: else a kernel does not compute as it claims, or
+the bound is wrong, and nothing that was measured can be trusted (KC625).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOWER_BOUNDS = frozenset({"top1_overlap", "jaccard1", "stable_fraction"})
 MAGNITUDES = frozenset({"log_ratio", "k1"})
 """Signed metrics whose size is bounded."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-12
-"""How far the rounding of a measurement may lie beyond a bound: what docs/metrics.md states of the
-fused pass, ten times."""
+"""How far the rounding of a measurement may lie beyond a bound: what docs/reference/metrics.md
+states of the fused pass, ten times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 Tokens of a request are dependent, so the request is drawn, with all that it has. The limits of a
 ratio of sums (a mean over tokens, tokens per second) are those of the studentised bootstrap
-(Efron 1981); they hold for large n and are good, not exact, for small: docs/statistics.md has the
-coverage that was measured. No limit here holds at every look.
+(Efron 1981); they hold for large n and are good, not exact, for small:
+docs/explanation/statistics.md has the coverage that was measured. No limit here holds at every
+look.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Hints of linear bounds in a proof (docs/difference-planes.md, section 8): nothing rests on them.
+"""Hints of linear bounds in a proof (docs/proofs/difference-planes.md, section 8): nothing rests on
+them.
 
 Which elements functionals are to bound, slopes of the planes of ReLUs, and other slopes for some
 elements of the output. Any slopes are sound, and a functional that is left out costs only width.

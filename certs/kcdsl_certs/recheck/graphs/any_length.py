@@ -1,4 +1,4 @@
-"""Blocks at any number of rows (docs/any-length.md): which dimensions stand for the rows.
+"""Blocks at any number of rows (docs/proofs/any-length.md): which dimensions stand for the rows.
 
 The graph is that of two rows. Here every node gets a mark for each of its dimensions: "" for what
 has the same size at every length, "row" for the rows of the sequence, "key" for the rows that

@@ -1,1 +1,2 @@
-"""Boxes of values and drifts (docs/relational-interval.md), and what kernels store of numbers."""
+"""Boxes of values and drifts (docs/proofs/relational-interval.md), and what kernels store of
+numbers."""

@@ -1,4 +1,5 @@
-"""Checkpoint tensors, and what kernels store of them (docs/relational-interval.md, section 2)."""
+"""Checkpoint tensors, and what kernels store of them (docs/proofs/relational-interval.md, section
+2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions around the weights (docs/weights-region.md).
+"""Regions around the weights (docs/proofs/weights-region.md).
 
 Of each element of every θ' in the region: where the stored number lies, and where its difference to
 the element does. Of two checkpoints: how far the weights of the later one moved. Elements are

@@ -1,1 +1,2 @@
-"""Linear bounds of deviation and drift on the difference graph (docs/difference-planes.md)."""
+"""Linear bounds of deviation and drift on the difference graph
+(docs/proofs/difference-planes.md)."""

@@ -1,4 +1,4 @@
-"""What one kernel may round, and how far (docs/relational-interval.md, section 2)."""
+"""What one kernel may round, and how far (docs/proofs/relational-interval.md, section 2)."""
 
 from __future__ import annotations
 
