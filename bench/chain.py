@@ -1,4 +1,4 @@
-"""Blocks proved link by link and as one: bounds, attack, seconds, and what a training step costs.
+"""Blocks proved stage by stage and as one: bounds, attack, seconds, and what a training step costs.
 
 MiniLM (real weights, one short sentence) under one free rounding to float32 at every operation, and
 the tiny language model between torch eager and its flash kernel in float32, any order and any cast;

@@ -92,7 +92,7 @@ class IntervalBackend:
             progress: told after every piece of work.
             execution: where cases run, how many at a time, and what may be remembered. Nothing of
                 an outcome but seconds, memory and what the cache had depends on it.
-            chain: prove each goal link by link, instead of its block as one.
+            chain: prove each goal stage by stage, instead of its block as one.
             artefacts: the files of the command, with which the digests of what is read are
                 recorded.
 

@@ -132,9 +132,9 @@ def _settled(goal: Goal, outcome: CaseOutcome) -> bool:
 def _unchainable(goal: Goal, case: Case) -> str | None:
     """Return why a case has no chain; None if it may have one."""
     if case.longest is not None:
-        return "links have one length; the region has any"
+        return "stages have one length; the region has any"
     if goal.weights:
-        return "links are of one checkpoint; the region is also one around the weights"
+        return "stages are of one checkpoint; the region is also one around the weights"
     return None
 
 
@@ -183,7 +183,7 @@ class _Walk:
             try:
                 linked = self._inner(graph, entering)
             except NoBound as no:
-                place = f"link {number + 1} of {len(self.links)}, {graph.block}"
+                place = f"stage {number + 1} of {len(self.links)}, {graph.block}"
                 return _without(self.case, f"{place}: {no}", tuple(self.outcomes))
             region = {} if number == 0 else {"region": entering.region()}
             output = {"output": linked.output.to_json()}

@@ -88,7 +88,7 @@ class VerifyCommand(RunsCode, Certifies):
         "most this probability (default: 1e-9)",
     )
     attack: Switch = choice(Switch, "search for concrete runs beside the bounds", Switch.ON)
-    chain: bool = switch("prove blocks link by link, and show the slack of each link")
+    chain: bool = switch("prove blocks stage by stage, and show the slack of each stage")
     confirm: Switch = choice(
         Switch, "have the independent checker re-derive every proof", Switch.ON
     )
@@ -302,7 +302,7 @@ def _refuse_unchained(backend: Any) -> None:
     if "chain" not in signature(backend.decide).parameters:
         raise refuse(
             NO_BACKEND,
-            f"backend {backend.name!r} does not prove blocks link by link",
+            f"backend {backend.name!r} does not prove blocks stage by stage",
             help="leave out --chain, or name the backend `interval`",
         )
 

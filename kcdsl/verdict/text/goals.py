@@ -108,7 +108,7 @@ def chain_table(outcome: GoalOutcome) -> Table | None:
         numbers = (quantity(x, "1") for x in (link.bound, link.attack, ratio, growth))
         rows.append((link.name, *numbers, "known" if link.cached else ""))
         before = ratio
-    head = Column(Text(f"{outcome.goal.clause.id}, {case.name}: link"), no_wrap=True)
+    head = Column(Text(f"{outcome.goal.clause.id}, {case.name}: stage"), no_wrap=True)
     names = (head, ">bound", ">attack", ">ratio", ">growth", Column("", no_wrap=True))
     return table(names, rows, pad_edge=False, padding=(0, 1))
 

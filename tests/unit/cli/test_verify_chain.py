@@ -96,13 +96,13 @@ def test_the_slack_of_each_link_is_shown(cli: Any, folder: Path) -> None:
     assert (first.code, second.code) == (0, 0)
     for ran, known in ((first, 0), (second, 2)):
         lines = ran.stdout.splitlines()
-        (start,) = [i for i, line in enumerate(lines) if line.startswith("N-0, p0: link")]
+        (start,) = [i for i, line in enumerate(lines) if line.startswith("N-0, p0: stage")]
         table = lines[start + 1 : start + 3]
         assert [line.split()[0] for line in table] == ["layer_1[0]", "layer_1[1]"]
         assert sum("known" in line for line in table) == known
     assert "growth" in first.stdout
     without = cli("verify", *QUICK, cwd=folder)
-    assert "link" not in without.stdout
+    assert ": stage" not in without.stdout
 
 
 def test_a_block_that_does_not_fall_apart(cli: Any, folder: Path) -> None:
@@ -118,4 +118,4 @@ def test_a_backend_that_has_no_chains_is_refused() -> None:
 
     with pytest.raises(Refusal) as refused:
         verify._refuse_unchained(SimpleNamespace(name="other", decide=decide))
-    assert "does not prove blocks link by link" in refused.value.diagnostics[0].message
+    assert "does not prove blocks stage by stage" in refused.value.diagnostics[0].message
