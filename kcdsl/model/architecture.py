@@ -33,7 +33,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import own_code, registry
-from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
+from kcdsl.model.checkpoint.tensors import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.configuration import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.numerics import Numerics

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.source.config import allowed_folders
 from kcdsl.source.files import excerpt, open_file, read_bytes, shown
 
@@ -90,7 +91,7 @@ class Artefacts:
 
     def beside(self, checkpoint: Path, name: str) -> Path | None:
         """Return the path of a file in the folder of the weights; None where there is none."""
-        path = checkpoint.parent / name
+        path = weights_folder(checkpoint) / name
         if not os.path.lexists(path):
             return None
         return self.admitted(path, name)

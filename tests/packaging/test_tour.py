@@ -14,7 +14,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.check.expressions.statements import formula
 from kcdsl.diagnostics import Sink
 from kcdsl.ir.obligations import obligations_of
-from kcdsl.model.checkpoint import load_checkpoint
+from kcdsl.model.checkpoint.tensors import load_checkpoint
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
 from kcdsl.release.requirements import required_clauses

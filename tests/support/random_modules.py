@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.model.architecture import Model
-from kcdsl.model.checkpoint import Checkpoint
+from kcdsl.model.checkpoint.tensors import Checkpoint
 
 Step = Callable[[Tensor], Tensor]
 LONGEST = 300

@@ -20,7 +20,7 @@ from kcdsl.diagnostics.codes import (
     FILE_MISSING,
     Code,
 )
-from kcdsl.model.checkpoint import load_checkpoint, match_tensors
+from kcdsl.model.checkpoint.tensors import load_checkpoint, match_tensors
 from kcdsl.model.files import resolve_file
 
 PUBLISHED = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

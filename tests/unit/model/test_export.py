@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import EXPORT_FAILED, OPERATION_UNSUPPORTED, SEQUENCE, UNKNOWN_BLOCK
 from kcdsl.model.architecture import Model
-from kcdsl.model.checkpoint import Checkpoint
+from kcdsl.model.checkpoint.tensors import Checkpoint
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph
 from kcdsl.model.lowering.drafts import OPERATIONS

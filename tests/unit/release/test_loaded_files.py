@@ -19,7 +19,7 @@ from kcdsl.cli.commands.verify import VerifyCommand
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.kernels import Recording
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.checkpoint import load_checkpoint
+from kcdsl.model.checkpoint.tensors import load_checkpoint
 from kcdsl.model.files import CHECKPOINT, Artefacts, copy_hashed
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.requests import Request
@@ -195,7 +195,7 @@ def test_a_file_that_grows_or_shrinks_is_refused(
         return fstat
 
     for more in (-8, 8):
-        monkeypatch.setattr("kcdsl.model.checkpoint.os.fstat", claims(more))
+        monkeypatch.setattr("kcdsl.model.checkpoint.tensors.os.fstat", claims(more))
         with pytest.raises(Refusal) as caught:
             load_checkpoint(path)
         assert caught.value.diagnostics[0].code is codes.CHECKPOINT_FORMAT

@@ -22,7 +22,7 @@ from kcdsl.model.adapters import Adapter
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.hf import HuggingFace, load_folder
 from kcdsl.model.attention import SDP_BACKENDS, composed_attention
-from kcdsl.model.checkpoint import load_checkpoint
+from kcdsl.model.checkpoint.tensors import load_checkpoint
 from kcdsl.model.files import Artefacts, copy_hashed, folder_files, folder_name, weight_files
 
 ATTENTION = {"composed": "eager", "fused": "sdpa"}

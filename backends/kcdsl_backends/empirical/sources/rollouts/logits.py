@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.checkpoint import StoredTensor, header_of
+from kcdsl.model.checkpoint.headers import StoredTensor, header_of
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.source.files import open_file, shown

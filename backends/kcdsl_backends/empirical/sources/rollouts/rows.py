@@ -358,7 +358,7 @@ def _safetensors(path: Path, name: str) -> FileRows:
     """Read a batch: every tensor [rows, ...]; a file without text columns."""
     import torch
 
-    from kcdsl.model.checkpoint import read_tensors
+    from kcdsl.model.checkpoint.tensors import read_tensors
 
     columns: dict[str, Sequence[Any]] = {}
     try:

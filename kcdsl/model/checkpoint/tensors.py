@@ -7,48 +7,21 @@ nobody can replace or rewrite the file between the two. It is never mapped.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
+from kcdsl.model.checkpoint.headers import StoredTensor, header_of, not_readable
 from kcdsl.source.files import open_file, shown
 
 EXACT_AS_FLOAT32 = {"F32", "F16", "BF16"}
 _OTHER_PROGRAM = "check model.architecture and the configuration beside the checkpoint"
 _CHUNK = 1 << 22
-_LARGEST_HEADER = 100_000_000
-_BITS = {
-    "F64": 64,
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "C64": 64,
-    "BOOL": 8,
-    "F4": 4,
-    "I64": 64,
-    "I32": 32,
-    "I16": 16,
-    "I8": 8,
-    "U64": 64,
-    "U32": 32,
-    "U16": 16,
-    "U8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -64,16 +37,6 @@ _TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies in a file: its type, its shape and its bytes."""
-
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,50 +84,6 @@ def read_tensors(path: Path) -> TensorFile:
     return TensorFile(path, digest.hexdigest(), memory, header_of(view, size))
 
 
-def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
-    """Return where the tensors of a file lie, by its beginning and its size in bytes.
-
-    They lie one after the other, with nothing between or after them; ValueError where they do not.
-    """
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
-        raise ValueError("its header is cut off")
-    try:
-        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=_once)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
-    if not isinstance(header, dict):
-        raise ValueError("its header is no object")
-    header.pop("__metadata__", None)
-    first = 8 + length
-    found = {name: _stored(name, told, first) for name, told in header.items()}
-    end = first
-    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
-        if one.start != end:
-            raise ValueError(f"{name} does not begin where the tensor before it ends")
-        end = one.end
-    if end != size:
-        raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
-    return found
-
-
-def _stored(name: str, told: Any, first: int) -> StoredTensor:
-    match told:
-        case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, end], **rest}:
-            numbers = [*shape, start, end]
-            plain = all(type(n) is int and n >= 0 for n in numbers) and not rest
-            if plain and (end - start) * 8 == math.prod(shape) * _BITS.get(kind, -1):
-                return StoredTensor(kind, tuple(shape), first + start, first + end)
-    raise ValueError(f"the type, shape and bytes of {ascii(name)[1:-1][:80]} do not fit")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("its header names something twice")
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The tensors of one file, by key.
@@ -194,11 +113,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         file = read_tensors(path)
     except (ValueError, OSError) as error:
-        raise refuse(
-            codes.CHECKPOINT_FORMAT,
-            f"{shown(path)} is not a readable safetensors file: {error}",
-            help="save the weights with safetensors.torch.save_file",
-        ) from None
+        raise not_readable(path, error) from None
     for key, stored in sorted(file.stored.items()):
         if stored.kind in EXACT_AS_FLOAT32:
             tensors[key] = file.tensor(key).to(torch.float32)

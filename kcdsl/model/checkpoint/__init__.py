@@ -1,0 +1,1 @@
+"""Checkpoints: their files and headers (without torch), and their tensors."""

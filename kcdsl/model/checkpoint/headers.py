@@ -1,0 +1,283 @@
+"""The files of a checkpoint and the headers of its tensors, read without torch and without weights.
+
+A checkpoint is one safetensors file, an index `*.safetensors.index.json` with its shards, or a
+folder that has either under the name that Hugging Face gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.source.files import excerpt, is_file, is_folder, open_file, read_bytes, shown
+
+SINGLE = "model.safetensors"
+"""The one file of weights in a folder of Hugging Face."""
+INDEX = "model.safetensors.index.json"
+"""The file of a folder that says in which shard each tensor lies."""
+INDEX_SUFFIX = ".index.json"
+_LARGEST_HEADER = 100_000_000
+_LARGEST_INDEX = 1 << 26
+_MOST_SHARDS = 10_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "C64": 64,
+    "BOOL": 8,
+    "F4": 4,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a file: its type, its shape and its bytes."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointHeaders:
+    """What the files of a checkpoint say of its tensors; no weight was read.
+
+    `index` is the file that names the shards, None for a single file. `files` has the headers of
+    each file of weights, in the order of their names; `folder` is where config.json is looked for.
+    """
+
+    index: Path | None
+    files: Mapping[Path, Mapping[str, StoredTensor]]
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return type, shape and place of every tensor by its key, sorted."""
+        found = {key: one for header in self.files.values() for key, one in header.items()}
+        return dict(sorted(found.items()))
+
+    @property
+    def places(self) -> dict[str, Path]:
+        """Return the file of every tensor."""
+        return {key: path for path, header in self.files.items() for key in header}
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the files."""
+        return next(iter(self.files)).parent
+
+
+def weights_folder(checkpoint: Path) -> Path:
+    """Return the folder of a checkpoint: itself, or that of its file."""
+    return checkpoint if is_folder(checkpoint) else checkpoint.parent
+
+
+def weights_entry(checkpoint: Path) -> Path:
+    """Return the file that a checkpoint begins with: the one of a folder, or the path as it stands.
+
+    Refuse a folder without safetensors, and one that has both a single file and an index.
+    """
+    if not is_folder(checkpoint):
+        return checkpoint
+    found = [checkpoint / name for name in (SINGLE, INDEX) if is_file(checkpoint / name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise refuse(
+            codes.CHECKPOINT_FORMAT,
+            f"{shown(checkpoint)} has both {SINGLE} and {INDEX}",
+            help="name the file that is meant",
+        )
+    with os.scandir(checkpoint) as entries:
+        names = sorted(entry.name for entry in entries)
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    others = [name for name in names if name.endswith(".safetensors")]
+    if pickles and not others:
+        said = f"; {excerpt(pickles[0])} is a pickle, which is never loaded"
+        help = "save the model with save_pretrained(FOLDER, safe_serialization=True)"
+    else:
+        said = ""
+        help = f"name the file: {excerpt(others[0])}" if others else f"expected {SINGLE} or {INDEX}"
+    message = f"{shown(checkpoint)} has neither {SINGLE} nor {INDEX}{said}"
+    raise refuse(codes.FILE_MISSING, message, help=help)
+
+
+def read_headers(
+    checkpoint: Path, admitted: Callable[[Path], Path] = lambda path: path
+) -> CheckpointHeaders:
+    """Return what a checkpoint says of its tensors: names, types and shapes; weights are not read.
+
+    `checkpoint` is a safetensors file, an index of shards, or the folder of either; `admitted`
+    returns the path of each shard where it may be read, or refuses it. Refuse what is missing or
+    damaged, and an index that is not exact: every tensor must lie once, in the shard that it names.
+    """
+    entry = weights_entry(checkpoint)
+    if not entry.name.endswith(INDEX_SUFFIX):
+        return CheckpointHeaders(None, {entry: file_header(entry)})
+    named = _index(entry)
+    shards = sorted(set(named.values()))
+    if len(shards) > _MOST_SHARDS:
+        raise _bad_index(entry, f"it names more than {_MOST_SHARDS} files")
+    files = {admitted(entry.parent / name): name for name in shards}
+    headers = {path: file_header(path) for path in files}
+    _refuse_inexact(entry, named, {files[path]: header for path, header in headers.items()})
+    return CheckpointHeaders(entry, headers)
+
+
+def file_header(path: Path) -> dict[str, StoredTensor]:
+    """Return where the tensors of one safetensors file lie. Refuse a file that is missing or
+    damaged; only its header is read."""
+    try:
+        with open_file(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            first = stream.read(8)
+            length = int.from_bytes(first, "little")
+            if length > _LARGEST_HEADER:
+                raise ValueError("its header is cut off")
+            return header_of(first + stream.read(length), size)
+    except (ValueError, OSError) as error:
+        raise not_readable(path, error) from None
+
+
+def not_readable(path: Path, error: Exception) -> Refusal:
+    """Return the refusal of a file that is no sound safetensors file."""
+    return refuse(
+        codes.CHECKPOINT_FORMAT,
+        f"{shown(path)} is not a readable safetensors file: {error}",
+        help="save the weights with safetensors.torch.save_file",
+    )
+
+
+def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
+    """Return where the tensors of a file lie, by its beginning and its size in bytes.
+
+    They lie one after the other, with nothing between or after them; ValueError where they do not.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
+        raise ValueError("its header is cut off")
+    try:
+        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    header.pop("__metadata__", None)
+    first = 8 + length
+    found = {name: _stored(name, told, first) for name, told in header.items()}
+    end = first
+    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        if one.start != end:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        end = one.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
+    return found
+
+
+def _stored(name: str, told: Any, first: int) -> StoredTensor:
+    match told:
+        case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, end], **rest}:
+            numbers = [*shape, start, end]
+            plain = all(type(n) is int and n >= 0 for n in numbers) and not rest
+            if plain and (end - start) * 8 == math.prod(shape) * _BITS.get(kind, -1):
+                return StoredTensor(kind, tuple(shape), first + start, first + end)
+    raise ValueError(f"the type, shape and bytes of {ascii(name)[1:-1][:80]} do not fit")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header names something twice")
+    return found
+
+
+# --- the index of shards --------------------------------------------------------------------------
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Return the name of the shard of every tensor that an index names."""
+    data = read_bytes(path, _LARGEST_INDEX + 1)
+    try:
+        if len(data) > _LARGEST_INDEX:
+            raise ValueError(f"it is larger than {_LARGEST_INDEX} bytes")
+        raw = json.loads(data.decode(), object_pairs_hook=_once_each)
+    except (ValueError, RecursionError) as error:
+        raise _bad_index(path, f"it is not JSON: {error}") from None
+    named = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(named, dict) or not named:
+        raise _bad_index(path, "it has no weight_map from tensors to files")
+    for key, name in named.items():
+        if not isinstance(name, str) or not _is_plain(name):
+            raise _bad_index(
+                path, f"the file of {excerpt(key)} is {excerpt(name)!r}, no name in its folder"
+            )
+    return named
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{excerpt(twice)} stands in it twice")
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    """Say whether a name is that of a safetensors file in the same folder."""
+    separators = ("/", "\\", "\0", ":")
+    return (
+        name.endswith(".safetensors")
+        and name.isprintable()
+        and not any(part in name for part in separators)
+    )
+
+
+def _refuse_inexact(
+    index: Path, named: Mapping[str, str], headers: Mapping[str, Mapping[str, StoredTensor]]
+) -> None:
+    """Refuse tensors that lie elsewhere than the index says, nowhere, or twice."""
+    where: dict[str, str] = {}
+    for file, header in headers.items():
+        for key in header:
+            if key in where:
+                raise _bad_index(index, f"{excerpt(key)} lies in {where[key]} and in {file}")
+            if key not in named:
+                raise _bad_index(index, f"{excerpt(key)} lies in {file} and is not in the index")
+            where[key] = file
+    for key, file in named.items():
+        if where.get(key) != file:
+            found = f"lies in {where[key]}" if key in where else "is not there"
+            raise _bad_index(index, f"{excerpt(key)} should lie in {file}, and {found}")
+
+
+def _bad_index(path: Path, why: str) -> Refusal:
+    return refuse(
+        codes.CHECKPOINT_FORMAT,
+        f"{shown(path)} is no index of its shards: {why}",
+        help="save the checkpoint again with save_pretrained, or copy all of its files",
+    )

@@ -1,0 +1,102 @@
+"""Headers of checkpoints: files, folders and shards, read without weights and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.codes import CHECKPOINT_FORMAT, FILE_MISSING
+from kcdsl.model.checkpoint.headers import INDEX, SINGLE, read_headers
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+HELD = {ONE: {"a": (2, 3)}, TWO: {"b": (4,), "c": (1,)}}
+
+
+def sharded(folder: Path, held: Mapping[str, Mapping[str, tuple[int, ...]]] = HELD) -> Path:
+    """Write shards and their index; return the folder."""
+    folder.mkdir(exist_ok=True)
+    for name, tensors in held.items():
+        made = {key: torch.ones(shape, dtype=torch.bfloat16) for key, shape in tensors.items()}
+        save_file(made, folder / name)
+    index = {key: name for name, tensors in held.items() for key in tensors}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def test_folder_index_and_single_file_say_the_same_of_their_tensors(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    by_folder, by_index = read_headers(folder), read_headers(folder / INDEX)
+    assert by_folder == by_index
+    told = {key: (one.kind, one.shape) for key, one in by_folder.tensors.items()}
+    assert told == {"a": ("BF16", (2, 3)), "b": ("BF16", (4,)), "c": ("BF16", (1,))}
+    assert by_folder.places == {"a": folder / ONE, "b": folder / TWO, "c": folder / TWO}
+    single = tmp_path / "s"
+    single.mkdir()
+    save_file({"a": torch.ones(2, 3)}, single / SINGLE)
+    assert read_headers(single) == read_headers(single / SINGLE)
+    assert read_headers(single).folder == single
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"d": ONE}, "is not there"),
+        ({"b": ONE}, "lies in"),
+        ({"c": None}, "is not in the index"),
+        ({"a": "../" + ONE}, "no name in its folder"),
+        ({"a": "/" + ONE}, "no name in its folder"),
+        ({"a": "..\\" + ONE}, "no name in its folder"),
+        ({"a": "pytorch_model.bin"}, "no name in its folder"),
+        ({"a": 1}, "no name in its folder"),
+    ],
+)
+def test_an_index_that_is_not_exact_is_refused(
+    tmp_path: Path, change: dict[str, object], word: str
+) -> None:
+    folder = sharded(tmp_path / "m")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= change
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v is not None}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(Refusal, match=word) as refused:
+        read_headers(folder)
+    assert refused.value.diagnostics[0].code == CHECKPOINT_FORMAT
+
+
+def test_a_tensor_in_two_shards_and_a_name_twice_in_the_index_are_refused(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", {ONE: {"a": (2,), "x": (1,)}, TWO: {"a": (2,), "b": (1,)}})
+    with pytest.raises(Refusal, match="lies in"):
+        read_headers(folder)
+    text = f'{{"weight_map": {{"a": "{ONE}", "a": "{TWO}"}}}}'
+    (folder / INDEX).write_text(text)
+    with pytest.raises(Refusal, match="twice"):
+        read_headers(folder)
+
+
+def test_a_folder_without_safetensors_and_one_with_two_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
+    with pytest.raises(Refusal, match="pickle") as refused:
+        read_headers(tmp_path)
+    assert refused.value.diagnostics[0].code == FILE_MISSING
+    folder = sharded(tmp_path / "m")
+    save_file({"a": torch.ones(1)}, folder / SINGLE)
+    with pytest.raises(Refusal, match="both"):
+        read_headers(folder)
+    (folder / SINGLE).unlink()
+    (folder / ONE).unlink()
+    with pytest.raises(Refusal, match=ONE):
+        read_headers(folder)
+
+
+def test_headers_are_read_without_torch_and_numpy() -> None:
+    code = "import sys, kcdsl.model.checkpoint.headers; print({'torch', 'numpy'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
