@@ -40,6 +40,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.metrics import Registry, user_metric
+from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.source.files import is_there, read_source, suggest_file
 from kcdsl.source.removal import remove_entry
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
@@ -356,7 +357,7 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
     architecture = model.architecture or ""
     named = model.config or model.checkpoint
     installed = named.startswith("package:")
-    beside = folder / named if model.config else (folder / named).parent / "config.json"
+    beside = folder / named if model.config else weights_folder(folder / named) / "config.json"
     if model.module is not None or not (installed or is_there(beside)):
         return
     from kcdsl.model import registry
@@ -368,7 +369,7 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
     try:
         path = resolve_file(named, folder) if installed else beside
         if installed and not model.config:
-            path = path.parent / "config.json"
+            path = weights_folder(path) / "config.json"
         family_of(architecture, read_config(path))
     except Refusal as refusal:
         for found in refusal.diagnostics:

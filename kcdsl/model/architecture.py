@@ -33,7 +33,21 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import own_code, registry
-from kcdsl.model.checkpoint.tensors import Checkpoint, load_checkpoint, match_tensors
+from kcdsl.model.checkpoint.modules import (
+    Unfilled,
+    empty_parameters,
+    fill,
+    fill_with_zeros,
+    filled_as_it_runs,
+)
+from kcdsl.model.checkpoint.ranges import changed
+from kcdsl.model.checkpoint.tensors import (
+    Checkpoint,
+    StoredTensors,
+    is_large,
+    load_checkpoint,
+    match_tensors,
+)
 from kcdsl.model.configuration import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.numerics import Numerics
@@ -48,7 +62,8 @@ class Model:
     """A loaded model: the training program in float32 on the CPU.
 
     `keys` gives the checkpoint key of every parameter name; `built_in` says that the module is one
-    of `kcdsl.model`; `files` has the digests of what was read for it.
+    of `kcdsl.model`; `files` has the digests of what was read for it. With `by_block` the module
+    holds no weights: a part reads them when it runs, or when it is filled.
     """
 
     module: nn.Module
@@ -58,6 +73,7 @@ class Model:
     tokenizer_source: Tokenizer | None
     built_in: bool
     files: Artefacts = field(default_factory=lambda: Artefacts.of(Path()))
+    by_block: bool = False
 
     @property
     def encoder_only(self) -> bool:
@@ -137,6 +153,22 @@ class Model:
             )
         return blocks[name]
 
+    def fill(self, part: nn.Module, *, zeros: bool = False) -> None:
+        """Read the weights of a part of the module that holds none yet, each in the type of its
+        parameter; with `zeros`, give it zeros instead, which take no memory."""
+        if zeros:
+            fill_with_zeros(part)
+        elif self.by_block:
+            fill(part, self._keys_by_parameter(), self._weights())
+
+    def _keys_by_parameter(self) -> dict[int, str]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {id(tensor): self.keys[name] for name, tensor in named if name in self.keys}
+
+    def _weights(self) -> StoredTensors:
+        assert isinstance(self.checkpoint.tensors, StoredTensors)
+        return self.checkpoint.tensors
+
     def ids(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Return token ids as a tensor [T]. Refuse a sequence that the model cannot take."""
         ids = torch.as_tensor(tokens)
@@ -170,10 +202,17 @@ class Model:
         handles = []
         for name, found in seen.items():
             entry = entries.get(name, self.block(name))
-            handles.append(entry.register_forward_pre_hook(_remember(found)))
+            last = list(seen.values()) if self.by_block else []
+            handles.append(entry.register_forward_pre_hook(_remember(found, last)))
+        running = nullcontext() if self.built_in else unchanged(self.module)
+        if self.by_block:
+            keys = self._keys_by_parameter()
+            running = filled_as_it_runs(self.module, keys, self._weights())
         try:
-            with torch.no_grad(), nullcontext() if self.built_in else unchanged(self.module):
+            with torch.no_grad(), running:
                 self.module(ids)
+        except _Enough:
+            pass
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             if self.built_in or isinstance(error, Refusal):
                 raise
@@ -196,9 +235,19 @@ class Model:
         return result
 
 
-def _remember(found: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+class _Enough(BaseException):
+    """Ends a forward pass when everything was seen that it is run for."""
+
+
+def _remember(
+    found: list[Tensor], wanted: Sequence[list[Tensor]]
+) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Return what notes the input of a module; raises `_Enough` once all that is wanted is."""
+
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         found.append(args[0].detach().clone())
+        if wanted and all(wanted):
+            raise _Enough
 
     return hook
 
@@ -211,28 +260,36 @@ def _summary(names: tuple[str, ...]) -> str:
     return ", ".join(spans)
 
 
-def load_model(ref: ModelRef, base: Path | Artefacts) -> Model:
+def load_model(ref: ModelRef, base: Path | Artefacts, *, by_block: bool = False) -> Model:
     """Load the model that a contract names; `base` is the folder of the contract, or the files of
     the command so far, with which the digests of those that are read here are recorded.
 
+    With `by_block` the weights of a large built-in model are read when a part of it needs them.
     Refuse every defect of the checkpoint, the configuration, the tokenizer or the factory.
     """
     with at(ref.span):
-        return _load(ref, Artefacts.of(base))
+        return _load(ref, Artefacts.of(base), by_block)
 
 
-def _load(ref: ModelRef, files: Artefacts) -> Model:
-    path = files.find(ref.checkpoint)
+def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
+    path = files.find_weights(ref.checkpoint)
     config = find_config(ref, path, files)
-    module, rule = _build(ref, config, files)
-    checkpoint = load_checkpoint(path)
+    name = ref.architecture
+    own = registry.declared(name) if name in registry.names() and name is not None else None
+    built_in = ref.module is None and own is not None and not own.foreign
+    empty = by_block and built_in and is_large(path, files.admitted)
+    with Unfilled() if empty else nullcontext():
+        module, rule = _build(ref, config, files)
+    checkpoint = load_checkpoint(path, files.admitted)
     files.record(CHECKPOINT, checkpoint.root_digest)
+    if empty:
+        if not isinstance(checkpoint.tensors, StoredTensors):
+            raise changed(path)
+        empty_parameters(module)
     keys = _take_weights(module, checkpoint, rule)
     module.eval().requires_grad_(False)
     tokenizer = find_tokenizer(ref, path, files, config)
-    own = None if ref.architecture is None else registry.declared(ref.architecture)
-    built_in = ref.module is None and own is not None and not own.foreign
-    return Model(module, checkpoint, config, keys, tokenizer, built_in, files)
+    return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty)
 
 
 def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.Module, KeyRule]:
@@ -329,7 +386,8 @@ def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> d
     keys = match_tensors(checkpoint, names, expected, optional)
     with torch.no_grad():
         for name, key in keys.items():
-            stored[name].copy_(checkpoint.tensors[key])
+            if not stored[name].is_meta:
+                stored[name].copy_(checkpoint.tensors[key])
     return keys
 
 

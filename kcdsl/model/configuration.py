@@ -18,6 +18,7 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
+from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.files import Artefacts, companion
 from kcdsl.model.registry import ModelFamily, declared
 from kcdsl.source.files import excerpt, read_bytes, shown
@@ -137,7 +138,7 @@ def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict
         beside = files.beside(checkpoint, "config.json")
         if beside is None and ref.module is not None:
             return {}
-        path = beside or checkpoint.parent / "config.json"
+        path = beside or weights_folder(checkpoint) / "config.json"
     return parse_config(path, files.read(path, companion("config"), _LARGEST_CONFIG))
 
 

@@ -82,6 +82,12 @@ class Artefacts:
             raise self._missing(reference)
         return path
 
+    def find_weights(self, reference: str) -> Path:
+        """Return the path of a checkpoint that a contract names, a file or a folder; as `locate`,
+        and refuse one that is not there."""
+        path = self.locate(reference)
+        return path if os.path.isdir(path) else self.find(reference)
+
     def at_hand(self, reference: str) -> Path | None:
         """Return the path of a file as `find` does; None where it would be refused."""
         try:
@@ -216,7 +222,7 @@ def _package_file(ref: str) -> tuple[Path, Path]:
         )
     for root in roots:
         path = Path(root).joinpath(*rest)
-        if path.is_file():
+        if path.exists():
             return Path(root), path
     raise refuse(codes.FILE_MISSING, f"the package {name!r} has no file {'/'.join(rest)}")
 

@@ -16,6 +16,7 @@ from kcdsl.diagnostics.codes import (
     METRIC_FUNCTION,
 )
 from kcdsl.ir.terms import KernelRef, ModelRef, Program
+from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.files import (
     CHECKPOINT,
     MODULE,
@@ -110,7 +111,9 @@ def _folder(program: Program, kernel: KernelRef, files: Artefacts) -> tuple[Path
     if not kernel.run.startswith("hf."):
         return ()
     named = kernel.folder
-    folder = files.locate(program.model.checkpoint).parent if named is None else files.locate(named)
+    folder = weights_folder(files.locate(program.model.checkpoint))
+    if named is not None:
+        folder = files.locate(named)
     return folder_files(folder)
 
 

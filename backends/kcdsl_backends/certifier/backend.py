@@ -107,7 +107,7 @@ class IntervalBackend:
             )
         base = base.resolve()
         files = artefacts or Artefacts.of(base)
-        model = load_model(program.model, files)
+        model = load_model(program.model, files, by_block=True)
         loaded = dict(files.digests)
         train, infer = resolve(program.train), resolve(program.infer)
         for kernel, numerics in ((program.train, train), (program.infer, infer)):
@@ -160,7 +160,7 @@ class IntervalBackend:
         artefacts: Artefacts | None = None,
     ) -> dict[str, int]:
         """Return how many rows each of these slices of the contract has."""
-        model = load_model(program.model, artefacts or base)
+        model = load_model(program.model, artefacts or base, by_block=True)
         return {name: len(slice_rows(program, model, name)) for name in slices}
 
     def regions(
@@ -180,7 +180,7 @@ class IntervalBackend:
             Refusal: the model, the data or a block cannot be used.
         """
         files = Artefacts.of(base)
-        model = load_model(with_weights(program.model, files, checkpoint), files)
+        model = load_model(with_weights(program.model, files, checkpoint), files, by_block=True)
         factory = ProblemFactory(
             model, resolve(program.train), resolve(program.infer), torch.device(device)
         )

@@ -87,7 +87,7 @@ def replay(
     if checkpoint is not None:
         named = replace(named, checkpoint=str(Path(checkpoint).absolute()))
         files.allow(Path(checkpoint).parent)
-    model = load_model(named, files)
+    model = load_model(named, files, by_block=True)
     _same("checkpoint.sha256", document["checkpoint"]["sha256"], model.checkpoint.sha256)
     factory = ProblemFactory(
         model, resolve(program.train), resolve(program.infer), torch.device(device)

@@ -171,7 +171,9 @@ def open_context(setting: RunSettings, model: Model | None = None) -> WorkerCont
         Refusal: the model cannot be loaded, or it is not the model, or this is not the program,
             that gave out the work.
     """
-    loaded = load_model(setting.program.model, setting.base) if model is None else model
+    loaded = model
+    if loaded is None:
+        loaded = load_model(setting.program.model, setting.base, by_block=True)
     if loaded.checkpoint.sha256 != setting.checkpoint:
         raise _changed("the checkpoint")
     for name, digest in loaded.files.digests.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,7 +147,7 @@ def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> Non
         _check_chain(parse_chain(record), path, part, found)
         return
     proof = proof_of(record)
-    tensors = _tensors(proof, path)
+    tensors = _tensors(proof, path, proof.parameters)
     refuse_larger(proof)
     derive = Derivation(proof, tensors).derive
     bounds = []
@@ -161,7 +161,8 @@ def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> Non
 
 
 def _check_chain(chain: ChainDocument, path: Path, part: tuple[int, int], found: _Found) -> None:
-    tensors = _tensors(chain.last, path)
+    keys = {*chain.inner.parameters, *chain.last.parameters}
+    tensors = _tensors(chain.last, path, keys)
     refuse_gaps(chain)
     for proof in (chain.inner, chain.last):
         refuse_larger(proof)
@@ -189,8 +190,8 @@ def _check_chain(chain: ChainDocument, path: Path, part: tuple[int, int], found:
     found.bound = max(bounds).hex() if chain.last.claim is not None else "held"
 
 
-def _tensors(proof: Proof, path: Path) -> Mapping[str, Tensor]:
-    checkpoint = read(path)
+def _tensors(proof: Proof, path: Path, keys: Collection[str]) -> Mapping[str, Tensor]:
+    checkpoint = read(path, keys)
     if checkpoint.sha256 != proof.checkpoint:
         raise Rejected("checkpoint/digest", "the checkpoint is not the one of the proof")
     return checkpoint.tensors

@@ -17,6 +17,7 @@ from typing import Any
 from kcdsl_certs.encoding.files import open_regular, shown
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import canonical_digest
+from kcdsl_certs.statement.weights import weight_files
 
 SCHEMA = "kcdsl.checkpoint-manifest/1"
 _CHUNK = 1 << 20
@@ -54,6 +55,12 @@ class Manifest:
         return canonical_digest(self.to_json())
 
     @property
+    def weights_digest(self) -> str:
+        """Return how proofs name the checkpoint, in hex: the sha256 of its one file, and of several
+        the digest of the manifest."""
+        return self.resources[0].sha256 if len(self.resources) == 1 else self.digest
+
+    @property
     def root_digest(self) -> str:
         """Return the OpenSSF root digest (hex): equals the subject of a `model.sig`."""
         root = hashlib.sha256()
@@ -63,13 +70,16 @@ class Manifest:
 
 
 def build_manifest(checkpoint: Path) -> Manifest:
-    """Hash a checkpoint file, or every file below a checkpoint folder (nothing is ignored).
+    """Hash a checkpoint file, an index with its shards, or the weights of a folder.
+
+    Of a folder that holds weights as Hugging Face names them, these files are the checkpoint; of
+    any other, every file below it (nothing is ignored).
 
     Raises Rejected: `checkpoint/symlink`, `checkpoint/special-file`, `checkpoint/hardlink` (two
     names of one file), `checkpoint/name` (one that cannot be read safely, or two that differ in
-    case alone), `checkpoint/empty`, `checkpoint/sparse` (a file that is almost all hole),
-    `checkpoint/changed` (a file was changed, added or replaced meanwhile). Raises OSError where a
-    file cannot be read.
+    case alone), `checkpoint/index` and `checkpoint/ambiguous` (see `weights`), `checkpoint/empty`,
+    `checkpoint/sparse` (a file that is almost all hole), `checkpoint/changed` (a file was changed,
+    added or replaced meanwhile). Raises OSError where a file cannot be read.
     """
     found = files_of(checkpoint)
     seen: dict[tuple[int, int], str] = {}
@@ -93,7 +103,10 @@ def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
     mode = os.lstat(checkpoint).st_mode
     if stat.S_ISLNK(mode):
         raise Rejected("checkpoint/symlink", f"{shown(checkpoint.name)} is a symbolic link")
-    if stat.S_ISDIR(mode):
+    weights = weight_files(checkpoint)
+    if weights is not None:
+        pairs = [(_checked_name(path.name), _plain(path)) for path in weights]
+    elif stat.S_ISDIR(mode):
         pairs = [(_name(path, checkpoint), path) for path in _walk(checkpoint)]
     elif stat.S_ISREG(mode):
         pairs = [(_checked_name(checkpoint.name), checkpoint)]
@@ -107,6 +120,16 @@ def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
         if same != name:
             raise Rejected("checkpoint/name", f"{same} and {name} are one name on some systems")
     return sorted(pairs, key=lambda pair: PurePosixPath(pair[0]))
+
+
+def _plain(path: Path) -> Path:
+    """Return a path that leads to a regular file without a link."""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
+        raise Rejected("checkpoint/symlink", f"{shown(path.name)} is a symbolic link")
+    if not stat.S_ISREG(mode):
+        raise Rejected("checkpoint/special-file", f"{shown(path.name)} is no regular file")
+    return path
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -238,10 +237,8 @@ class Weights:
 
     @property
     def digests(self) -> tuple[str, str]:
-        """Return the root digest of both: the sha256 of that of their one file."""
-        pair = self._earlier.sha256, self._later.sha256
-        one, two = (hashlib.sha256(bytes.fromhex(digest)).hexdigest() for digest in pair)
-        return one, two
+        """Return the root digest of both."""
+        return self._earlier.root_digest, self._later.root_digest
 
     def refuse_others(self, earlier: Triple, later: Triple) -> None:
         """Raise Rejected `transfer/changed` unless the weights read are those of both triples."""

@@ -208,10 +208,11 @@ def _library(library: Library) -> str:
 
 def _weights(model: ModelRef, folder: Path) -> str:
     """Return the digest of the checkpoint as it is now, or where it was looked for in vain."""
-    from kcdsl.model.files import file_digest, resolve_file
+    from kcdsl.model.checkpoint.ranges import weights_digest
+    from kcdsl.model.files import Artefacts
 
     try:
-        return f"sha256:{file_digest(resolve_file(model.checkpoint, folder))}"
+        return f"sha256:{weights_digest(Artefacts.of(folder).find_weights(model.checkpoint))}"
     except Refusal as refusal:
         return refusal.diagnostics[0].message
 

@@ -7,10 +7,12 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,7 +113,11 @@ def compared_program(
         return None
     longest = min(_LONGEST_COMPARED, model.limits[1] or _LONGEST_COMPARED)
     known = dict.fromkeys(tuple(row[:longest]) for row in rows if len(row))
-    found = compare(architecture, model.module, model.config, tuple(known)[:_ROWS_COMPARED])
+    module = model.module
+    if model.by_block and sum(map(Tensor.numel, module.parameters())) <= LARGEST_COMPARED:
+        module = copy.deepcopy(module)
+        replace(model, module=module).fill(module)
+    found = compare(architecture, module, model.config, tuple(known)[:_ROWS_COMPARED])
     return f"the architecture {architecture} is the program of the checkpoint: {found}"
 
 

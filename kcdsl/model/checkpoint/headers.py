@@ -66,12 +66,12 @@ class StoredTensor:
 class CheckpointHeaders:
     """What the files of a checkpoint say of its tensors; no weight was read.
 
-    `index` is the file that names the shards, None for a single file. `files` has the headers of
-    each file of weights, in the order of their names; `folder` is where config.json is looked for.
+    `files` has the headers of each file of weights, in the order of their names. `index` is the
+    file that names the shards, with its bytes; None for a single file.
     """
 
-    index: Path | None
     files: Mapping[Path, Mapping[str, StoredTensor]]
+    index: tuple[Path, bytes] | None = None
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -83,11 +83,6 @@ class CheckpointHeaders:
     def places(self) -> dict[str, Path]:
         """Return the file of every tensor."""
         return {key: path for path, header in self.files.items() for key in header}
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the files."""
-        return next(iter(self.files)).parent
 
 
 def weights_folder(checkpoint: Path) -> Path:
@@ -136,15 +131,16 @@ def read_headers(
     """
     entry = weights_entry(checkpoint)
     if not entry.name.endswith(INDEX_SUFFIX):
-        return CheckpointHeaders(None, {entry: file_header(entry)})
-    named = _index(entry)
+        return CheckpointHeaders({entry: file_header(entry)})
+    data = read_bytes(entry, _LARGEST_INDEX + 1)
+    named = _index(entry, data)
     shards = sorted(set(named.values()))
     if len(shards) > _MOST_SHARDS:
         raise _bad_index(entry, f"it names more than {_MOST_SHARDS} files")
     files = {admitted(entry.parent / name): name for name in shards}
     headers = {path: file_header(path) for path in files}
     _refuse_inexact(entry, named, {files[path]: header for path, header in headers.items()})
-    return CheckpointHeaders(entry, headers)
+    return CheckpointHeaders(headers, (entry, data))
 
 
 def file_header(path: Path) -> dict[str, StoredTensor]:
@@ -218,9 +214,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- the index of shards --------------------------------------------------------------------------
 
 
-def _index(path: Path) -> dict[str, str]:
+def _index(path: Path, data: bytes) -> dict[str, str]:
     """Return the name of the shard of every tensor that an index names."""
-    data = read_bytes(path, _LARGEST_INDEX + 1)
     try:
         if len(data) > _LARGEST_INDEX:
             raise ValueError(f"it is larger than {_LARGEST_INDEX} bytes")

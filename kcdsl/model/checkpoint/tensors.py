@@ -1,14 +1,15 @@
 """Checkpoints: safetensors files, their digest, and the tensors as exact float32.
 
-A file is read once, into memory: what is hashed are the bytes that the tensors consist of, so
-nobody can replace or rewrite the file between the two. It is never mapped.
+What is hashed are the bytes that the tensors consist of, so nobody can replace or rewrite a file
+between the two. A small checkpoint is read once, into memory; of a large one every tensor is read
+when it is needed (`ranges`). No file is mapped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,29 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
-from kcdsl.model.checkpoint.headers import StoredTensor, header_of, not_readable
+from kcdsl.model.checkpoint.headers import (
+    INDEX_SUFFIX,
+    CheckpointHeaders,
+    StoredTensor,
+    header_of,
+    not_readable,
+    read_headers,
+    weights_entry,
+)
+from kcdsl.model.checkpoint.ranges import (
+    RESIDENT,
+    HashedFile,
+    changed,
+    hashed_file,
+    manifest_of,
+)
 from kcdsl.source.files import open_file, shown
+from kcdsl_certs.statement.manifest import Resource
 
 EXACT_AS_FLOAT32 = {"F32", "F16", "BF16"}
 _OTHER_PROGRAM = "check model.architecture and the configuration beside the checkpoint"
 _CHUNK = 1 << 22
+_ROWS = 256
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -84,43 +102,171 @@ def read_tensors(path: Path) -> TensorFile:
     return TensorFile(path, digest.hexdigest(), memory, header_of(view, size))
 
 
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors that are read from files whenever they are asked for, as float32."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], files: Mapping[str, HashedFile]) -> None:
+        """Take where each tensor lies, and the file that it lies in."""
+        self.stored = stored
+        self._files = files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Read a tensor. Refuse one that is NaN or infinite, and a file that changed."""
+        one = self.stored[key]
+        return self._read(key, one.start, one.end).reshape(one.shape)
+
+    def rows(self, key: str, numbers: Tensor) -> Tensor:
+        """Read these rows of a matrix."""
+        one = self.stored[key]
+        width = (one.end - one.start) // one.shape[0]
+        starts = [one.start + width * number for number in numbers.tolist()]
+        found = [self._read(key, start, start + width) for start in starts]
+        return torch.stack(found).reshape(-1, *one.shape[1:])
+
+    def blocks(self, key: str) -> Iterator[Tensor]:
+        """Read a matrix, some of its rows at a time."""
+        one = self.stored[key]
+        step = _ROWS * (one.end - one.start) // max(one.shape[0], 1)
+        for start in range(one.start, one.end, max(step, 1)):
+            yield self._read(key, start, min(start + step, one.end))
+
+    def _read(self, key: str, start: int, end: int) -> Tensor:
+        if start == end:
+            return torch.empty(0)
+        kind, file = _TYPES[self.stored[key].kind], self._files[key]
+        raw = torch.frombuffer(file.read(start, end), dtype=torch.uint8)
+        if raw.storage_offset() % kind.itemsize or raw.data_ptr() % kind.itemsize:
+            raw = raw.clone()
+        found = raw.view(kind).to(torch.float32)
+        _refuse_non_finite(file.path, {key: found})
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of one file, by key.
+    """The tensors of a checkpoint, by key.
 
     `tensors` holds those stored as float32, bfloat16 or float16, as float32; `others` the type of
-    every tensor stored otherwise. `sha256` is that of the file, in hex.
+    every tensor stored otherwise. `sha256` (hex) is how proofs name it: that of its one file, or
+    the digest of the manifest of an index and its shards. `root` is the OpenSSF root digest (hex)
+    of several files.
     """
 
     path: Path
     sha256: str
     tensors: Mapping[str, Tensor]
     others: Mapping[str, str]
+    root: str | None = None
 
     @property
     def root_digest(self) -> str:
-        """Return the OpenSSF root digest (hex) of the one file."""
-        return hashlib.sha256(bytes.fromhex(self.sha256)).hexdigest()
+        """Return the OpenSSF root digest (hex)."""
+        return self.root or hashlib.sha256(bytes.fromhex(self.sha256)).hexdigest()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor; nothing is read for it."""
+        if isinstance(self.tensors, StoredTensors):
+            return self.tensors.stored[key].shape
+        return tuple(self.tensors[key].shape)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Say whether two tensors of one shape hold the same numbers; large ones row by row."""
+        held, shape = self.tensors, self.shape(one)
+        if not isinstance(held, StoredTensors) or len(shape) != 2:
+            return torch.equal(held[one], held[other])
+        pairs = zip(held.blocks(one), held.blocks(other), strict=True)
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a safetensors file.
+def load_checkpoint(path: Path, admitted: Callable[[Path], Path] = lambda path: path) -> Checkpoint:
+    """Read a checkpoint: a safetensors file, an index of shards, or the folder of either.
 
-    Refuse a file that is missing or damaged, and one with a weight that is NaN or infinite.
+    Up to `RESIDENT` bytes are read at once; of more, each tensor when it is asked for. `admitted`
+    returns the path of a shard where it may be read. Refuse a file that is missing or damaged, and
+    a weight that is NaN or infinite.
     """
-    tensors: dict[str, Tensor] = {}
-    others: dict[str, str] = {}
+    entry = weights_entry(path)
+    several = entry.name.endswith(INDEX_SUFFIX)
+    if not several and _size(entry) <= RESIDENT:
+        file = _resident(entry)
+        tensors, others = _taken(file)
+        return Checkpoint(path, file.sha256, tensors, others)
+    headers = read_headers(path, admitted)
+    large = sum(map(_size, headers.files)) > RESIDENT
+    found, files = (_read_on_demand if large else _read_at_once)(headers)
+    others = {k: t.kind for k, t in headers.tensors.items() if t.kind not in EXACT_AS_FLOAT32}
+    if headers.index is None:
+        return Checkpoint(path, files[0].sha256, found, others)
+    index, data = headers.index
+    files.append(Resource(index.name, len(data), hashlib.sha256(data).hexdigest()))
+    manifest = manifest_of(files)
+    return Checkpoint(path, manifest.weights_digest, found, others, manifest.root_digest)
+
+
+def _read_at_once(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], list[Resource]]:
+    """Return the tensors of all files, in memory, and the digests of the files."""
+    found: dict[str, Tensor] = {}
+    files: list[Resource] = []
+    for path, header in headers.files.items():
+        file = _resident(path)
+        if file.stored != header:
+            raise changed(path)
+        found |= _taken(file)[0]
+        files.append(Resource(path.name, file.memory.numel(), file.sha256))
+    return dict(sorted(found.items())), files
+
+
+def _read_on_demand(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], list[Resource]]:
+    """Return the tensors of all files, none of them read yet, and the digests of the files."""
+    where: dict[str, HashedFile] = {}
+    files: list[Resource] = []
+    for path, header in headers.files.items():
+        file = hashed_file(path)
+        end = min((one.start for one in header.values()), default=file.size)
+        if header_of(file.read(0, end), file.size) != header:
+            raise changed(path)
+        where |= dict.fromkeys(header, file)
+        files.append(Resource(path.name, file.size, file.sha256))
+    stored = {k: one for k, one in headers.tensors.items() if one.kind in EXACT_AS_FLOAT32}
+    return StoredTensors(stored, where), files
+
+
+def is_large(path: Path, admitted: Callable[[Path], Path] = lambda path: path) -> bool:
+    """Say whether the weights of a checkpoint are more than is held in memory as a whole."""
+    entry = weights_entry(path)
+    files = read_headers(path, admitted).files if entry.name.endswith(INDEX_SUFFIX) else (entry,)
+    return sum(map(_size, files)) > RESIDENT
+
+
+def _size(path: Path) -> int:
+    with open_file(path) as stream:
+        return os.fstat(stream.fileno()).st_size
+
+
+def _resident(path: Path) -> TensorFile:
     try:
-        file = read_tensors(path)
+        return read_tensors(path)
     except (ValueError, OSError) as error:
         raise not_readable(path, error) from None
+
+
+def _taken(file: TensorFile) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file that are exact as float32, and the types of the others."""
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, str] = {}
     for key, stored in sorted(file.stored.items()):
         if stored.kind in EXACT_AS_FLOAT32:
             tensors[key] = file.tensor(key).to(torch.float32)
         else:
             others[key] = stored.kind
-    _refuse_non_finite(path, tensors)
-    return Checkpoint(path, file.sha256, tensors, others)
+    _refuse_non_finite(file.path, tensors)
+    return tensors, others
 
 
 def _refuse_non_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -202,12 +348,12 @@ def _shape_problems(
     problems = [
         Diagnostic(
             codes.CHECKPOINT_SHAPE,
-            f"{found[name]} has shape {tuple(checkpoint.tensors[found[name]].shape)};"
+            f"{found[name]} has shape {checkpoint.shape(found[name])};"
             f" the configuration demands {shape}",
             help=_OTHER_PROGRAM,
         )
         for name, shape in expected.items()
-        if tuple(checkpoint.tensors[found[name]].shape) != shape
+        if checkpoint.shape(found[name]) != shape
     ]
     problems += [
         Diagnostic(
@@ -216,7 +362,10 @@ def _shape_problems(
         )
         for name, of in optional.items()
         if name in found
-        and not torch.equal(checkpoint.tensors[found[name]], checkpoint.tensors[found[of]])
+        and not (
+            checkpoint.shape(found[name]) == checkpoint.shape(found[of])
+            and checkpoint.equal(found[name], found[of])
+        )
     ]
     return problems
 

@@ -60,20 +60,24 @@ def block_graph(
     simplify(drafts)
     graph = finish(drafts, block, None if ids is not None else tuple(example.shape))
     if max(math.prod(node.shape) for node in graph.nodes) <= MOST:
-        params = {k: t.numpy() for k, t in model.checkpoint.tensors.items()}
+        params = {key: model.checkpoint.tensors[key].numpy() for key in graph.parameters}
         refuse_other_program(graph, params, lambda f: _part(model, block, f), wanted, ids)
     return graph
 
 
 def _part(model: Model, block: str, format: str) -> nn.Module:
     """Return a block of a copy of the model that is converted to a format."""
-    return replace(model, module=converted(model, format)).block(block)
+    whole = replace(model, module=converted(model, format))
+    part = whole.block(block)
+    whole.fill(part)
+    return part
 
 
 def _traced(model: Model, block: str, format: str, example: Tensor, seed: int) -> Traced:
     """Return a block of the model, converted to a format as adapters do it, exported."""
     whole = converted(model, format)
     part = replace(model, module=whole).block(block)
+    model.fill(part, zeros=True)
     keys = {id(t): model.keys[n] for n, t in _tensors(whole) if n in model.keys}
     entering = example.to(TYPES[format]) if example.is_floating_point() else example
     with _chance(seed):

@@ -53,7 +53,8 @@ class AffineBound:
 
     def __post_init__(self) -> None:
         """Count the work once: every request asks for it."""
-        shapes = [tensor.shape for tensor in self.factory.model.checkpoint.tensors.values()]
+        checkpoint = self.factory.model.checkpoint
+        shapes = [checkpoint.shape(key) for key in checkpoint.tensors]
         widest = max((size for shape in shapes for size in shape), default=1)
         object.__setattr__(self, "_work", 2.0 * widest * sum(prod(shape) for shape in shapes))
 

@@ -21,7 +21,8 @@ from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.adapters import unproved
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures.hf import compared_program
-from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.checkpoint.ranges import weights_digest
+from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.bounds.blocks import Certify
@@ -165,7 +166,7 @@ def prepare(
         encoder=model.encoder_only,
         blocks=frozenset(model.block_names() if shown else ()),
         weights=weights_digests(
-            train, infer, model.checkpoint.sha256, file_digest(model.checkpoint.path)
+            train, infer, model.checkpoint.sha256, weights_digest(model.checkpoint.path)
         ),
         digests={
             side: fingerprint_digest(kernel.fingerprint())

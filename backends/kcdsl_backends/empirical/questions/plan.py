@@ -341,5 +341,5 @@ def _load(program: Program, base: Path, name: str) -> RequestFile | None:
 def _tokenizer(model: ModelRef, files: Artefacts) -> Tokenizer | None:
     if model.tokenizer == "bytes":  # which needs no checkpoint
         return ByteTokenizer()
-    checkpoint = files.find(model.checkpoint)
+    checkpoint = files.find_weights(model.checkpoint)
     return find_tokenizer(model, checkpoint, files, find_config(model, checkpoint, files))

@@ -22,6 +22,7 @@ from kcdsl.model.adapters import Adapter
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.hf import HuggingFace, load_folder
 from kcdsl.model.attention import SDP_BACKENDS, composed_attention
+from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.checkpoint.tensors import load_checkpoint
 from kcdsl.model.files import Artefacts, copy_hashed, folder_files, folder_name, weight_files
 
@@ -40,7 +41,7 @@ def hugging_face(
     while they are hashed, so that nobody can change them in between.
     """
     named = ref.folder
-    folder = model.checkpoint.path.parent if named is None else files.base / named
+    folder = weights_folder(model.checkpoint.path) if named is None else files.base / named
     if named is not None:
         folder = files.admitted(folder, named)
     with TemporaryDirectory(prefix="kcdsl-") as copied:

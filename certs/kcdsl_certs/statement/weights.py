@@ -1,0 +1,81 @@
+"""The files of a checkpoint's weights: one, or an index and the shards that it names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kcdsl_certs.encoding.files import open_regular, shown
+from kcdsl_certs.encoding.rejected import Rejected
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_INDEX = 1 << 26
+
+
+def index_of(checkpoint: Path) -> Path | None:
+    """Return the index of a checkpoint in shards, itself or in its folder; None for any other.
+
+    Raises Rejected `checkpoint/ambiguous` for a folder that has one file of weights as well.
+    """
+    if not os.path.isdir(checkpoint):
+        return checkpoint if checkpoint.name.endswith(".index.json") else None
+    index = checkpoint / INDEX
+    if not os.path.lexists(index):
+        return None
+    if os.path.lexists(checkpoint / SINGLE):
+        detail = f"{shown(checkpoint.name)} has both {SINGLE} and {INDEX}"
+        raise Rejected("checkpoint/ambiguous", detail)
+    return index
+
+
+def weight_files(checkpoint: Path) -> tuple[Path, ...] | None:
+    """Return the files of the weights of an index or a folder; None where a path is one file, or a
+    folder whose files are not named as Hugging Face names them: then all of it is the checkpoint.
+
+    Raises Rejected as `index_of` and `shards_of` do.
+    """
+    index = index_of(checkpoint)
+    if index is not None:
+        return (index, *(index.parent / name for name in sorted(set(shards_of(index).values()))))
+    single = checkpoint / SINGLE
+    folder = os.path.isdir(checkpoint)
+    return (single,) if folder and os.path.lexists(single) else None
+
+
+def shards_of(index: Path) -> Mapping[str, str]:
+    """Return the name of the shard of every tensor that an index names.
+
+    Raises Rejected `checkpoint/index` for what is none, and for a name that leads out of the folder
+    of the index; OSError where it cannot be read.
+    """
+    with open_regular(index, "checkpoint/special-file", links=False) as file:
+        return parse_index(file.read(LARGEST_INDEX + 1))
+
+
+def parse_index(data: bytes) -> Mapping[str, str]:
+    """Return what the bytes of an index say; see `shards_of`."""
+    try:
+        if len(data) > LARGEST_INDEX:
+            raise ValueError(f"more than {LARGEST_INDEX} bytes")
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise Rejected("checkpoint/index", f"no JSON of an index: {error}") from None
+    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise Rejected("checkpoint/index", "it has no weight_map")
+    for name in names.values():
+        good = isinstance(name, str) and name.isprintable() and name.endswith(".safetensors")
+        if not good or any(part in name for part in "/\\:"):
+            raise Rejected("checkpoint/index", f"{ascii(name)[:80]} is no file beside the index")
+    return names
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found

@@ -1,0 +1,126 @@
+"""Modules that hold no weights until a part of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class WeightReader(Protocol):
+    """Where weights are read from, as float32, by the key of the checkpoint."""
+
+    def __getitem__(self, key: str, /) -> Tensor: ...
+
+    def rows(self, key: str, numbers: Tensor) -> Tensor:
+        """Return these rows of a matrix."""
+        ...
+
+
+class Unfilled(TorchFunctionMode):
+    """Gives tensors that are made empty, as those of `nn.Linear` are, no memory."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one torch function; `torch.empty` on the device that has no memory."""
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def empty_parameters(module: nn.Module) -> None:
+    """Replace every parameter by one that holds nothing; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, held in part._parameters.items():
+            if held is not None:
+                if id(held) not in made:
+                    made[id(held)] = nn.Parameter(held.detach().to("meta"), requires_grad=False)
+                part._parameters[name] = made[id(held)]
+
+
+def fill(part: nn.Module, keys: Mapping[int, str], weights: WeightReader) -> None:
+    """Read the weights of a part of a module, each in the type of its parameter.
+
+    `keys` are those of the checkpoint, by the identity of the parameters.
+    """
+    _replace(part, lambda held: weights[keys[id(held)]].to(held.dtype))
+
+
+def fill_with_zeros(part: nn.Module) -> None:
+    """Give the parameters of a part zeros, of which no page takes memory before it is written."""
+
+    def zeros(held: Tensor) -> Tensor:
+        raw = torch.from_numpy(np.zeros(held.numel() * held.dtype.itemsize, dtype=np.uint8))
+        return raw.view(held.dtype).view(held.shape)
+
+    _replace(part, zeros)
+
+
+def _replace(part: nn.Module, value: Callable[[Tensor], Tensor]) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for module in part.modules():
+        for name, held in module._parameters.items():
+            if held is not None and held.is_meta:
+                if id(held) not in made:
+                    made[id(held)] = nn.Parameter(value(held), requires_grad=False)
+                module._parameters[name] = made[id(held)]
+
+
+@contextmanager
+def filled_as_it_runs(
+    module: nn.Module, keys: Mapping[int, str], weights: WeightReader
+) -> Iterator[None]:
+    """Run a module inside: each part that has parameters of its own reads them when it begins and
+    drops them when it ends. Of an embedding only the rows that it looks up are read."""
+    handles: list[Any] = []
+    looked_up: list[nn.Module] = []
+    emptied = {
+        part: dict(part._parameters)
+        for part in module.modules()
+        if any(held is not None and held.is_meta for held in part._parameters.values())
+    }
+
+    def drop(part: nn.Module, *_: object) -> None:
+        part._parameters.update(emptied[part])
+
+    def take(part: nn.Module, _: object) -> None:
+        for name, held in emptied[part].items():
+            if held is not None and held.is_meta:
+                read = weights[keys[id(held)]].to(held.dtype)
+                part._parameters[name] = nn.Parameter(read, requires_grad=False)
+
+    try:
+        for part in emptied:
+            if type(part) is nn.Embedding and part.max_norm is None:
+                key = keys[id(part.weight)]
+                part.forward = partial(_looked_up, weights, key)  # type: ignore[method-assign]
+                looked_up.append(part)
+            else:
+                handles.append(part.register_forward_pre_hook(take))
+                handles.append(part.register_forward_hook(drop))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for part in looked_up:
+            del part.forward
+        for part in emptied:
+            drop(part)
+
+
+def _looked_up(weights: WeightReader, key: str, ids: Tensor) -> Tensor:
+    numbers, places = torch.unique(ids, return_inverse=True)
+    return weights.rows(key, numbers)[places]
