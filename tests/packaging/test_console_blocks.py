@@ -51,6 +51,7 @@ SYNOPSES = {
     "docs/reference/attribution.md": "attribute",
     "docs/reference/experiments.md": "experiment",
     "docs/reference/evaluate.md": "evaluate",
+    "docs/reference/init.md": "init",
     "docs/reference/report.md": "report",
     "docs/reference/verify.md": "verify",
 }

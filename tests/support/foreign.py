@@ -320,6 +320,7 @@ those that would run code ask first (2)."""
 
 
 READING: Mapping[str, tuple[str, ...]] = {
+    "init": ("init", "-o", "drafted.yaml"),
     "compile": ("compile", "--consistency", "contract.yaml"),
     "lint": ("lint", "."),
     "fmt": ("fmt", "--check", "contract.yaml"),

@@ -66,6 +66,15 @@ class EmpiricalBackend:
         recipe = Recipe(program, base.resolve(), device, tuple(slices), seed, threads)
         return ParallelPlan(recipe, engine, jobs)
 
+    def recording(
+        self, path: Path
+    ) -> tuple[str, frozenset[str], tuple[dict[str, Any], ...]] | None:
+        """Return what a file of recorded rollouts is: its format, the roles of its columns, and the
+        texts of each row that slices may test; None for rows of requests."""
+        from kcdsl_backends.empirical.sources.rollouts.rows import recognised
+
+        return recognised(path)
+
     def checkpoint(self, path: Path, *, fresh: bool, tell: Callable[[str], None]) -> RunCheckpoint:
         """Return the run checkpoint that a killed evaluation goes on from."""
         return RunCheckpoint(path, fresh, tell)

@@ -18,6 +18,9 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS: Mapping[str, CommandEntry] = {
+    "init": CommandEntry(
+        "init:InitCommand", "draft a contract from a model, recorded rollouts, or nothing"
+    ),
     "compile": CommandEntry(
         "compile:CompileCommand", "check a contract, build its IR and show the route of each clause"
     ),

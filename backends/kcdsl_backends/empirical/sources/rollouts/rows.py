@@ -217,6 +217,30 @@ def text_dump(format: str, present: Collection[str]) -> str | None:
     )
 
 
+def recognised(
+    path: Path,
+) -> tuple[str, frozenset[str], tuple[dict[str, Any], ...]] | None:
+    """Return the format of a recording, the roles of its columns, and the texts of each row; None
+    where no format finds sampled tokens with log-probabilities. Refuse a file as `read_rows`."""
+    rows = read_rows(path, path.name)
+    best = max(FORMATS, key=lambda name: len(_roles(name, rows)))
+    roles = _roles(best, rows)
+    if "tokens" not in roles or not roles & {"train_logs", "infer_logs"}:
+        for name in TEXT_DUMPS:
+            why = text_dump(name, rows.columns)
+            if why is not None:
+                raise refuse(codes.ROLLOUT_COLUMN, f"{rows.name}: {why}")
+        return None
+    plain = [n for n in rows.columns if n not in FORMATS[best].values()]
+    texts = [n for n in plain if all(isinstance(cell, str) for cell in rows.columns[n])]
+    fields = tuple({n: rows.columns[n][i] for n in texts} for i in range(rows.count))
+    return best, roles, fields
+
+
+def _roles(format: str, rows: FileRows) -> frozenset[str]:
+    return frozenset(role for role, name in FORMATS[format].items() if name in rows.columns)
+
+
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")
 """The files that are read."""
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")

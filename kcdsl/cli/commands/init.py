@@ -1,0 +1,106 @@
+"""`kcdsl init`: draft a contract from a model, a recording, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.cli.common import Command, argument, choice, switch, value
+from kcdsl.cli.common.options import output_option
+from kcdsl.cli.common.output import say
+from kcdsl.diagnostics import Refusal, Sink
+from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.draft.clauses import DraftPurpose
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.draft.origin import DraftFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitCommand(Command):
+    """Draft a contract from a model, a recording of rollouts, or nothing."""
+
+    source: str | None = argument(
+        "FROM",
+        "a folder of Hugging Face, or recorded rollouts (default: this folder; without a model "
+        "in it, a small random one)",
+        "?",
+    )
+    purpose: DraftPurpose | None = choice(
+        DraftPurpose,
+        "what the contract is for (default: serving; rl for recorded rollouts)",
+        name="for",
+    )
+    data: str | None = value("FILE", "requests (JSONL), or rollouts that the model is to score")
+    quantised: str | None = value(
+        "FOLDER", "the weights as they are served: its quantisation configuration is read"
+    )
+    temperature: str = value("T", "the temperature that recorded tokens were drawn at", "1")
+    force: bool = switch("replace files that are already there")
+    output: str | None = output_option(
+        "FILE", "the contract (default: contract.yaml here, or beside a model that lies elsewhere)"
+    )
+
+    def run(self) -> Exit:
+        """Write the contract, and what it needs beside it; nothing is replaced without --force."""
+        from kcdsl.draft.origin import DraftRequest, draft_of
+        from kcdsl.source.writing import NewFile, make_folder, write_together
+
+        here = Path()
+        wanted = DraftRequest(
+            source=_path(self.source),
+            data=_path(self.data),
+            quantised=_path(self.quantised),
+            purpose=self.purpose,
+            output=_path(self.output),
+            temperature=self.temperature,
+        )
+        found = draft_of(wanted, here, _recording)
+        make_folder(found.contract.parent)
+        files = [NewFile(path, data, 0o644) for path, data in found.more]
+        text = found.text
+        _refuse_defect(text, found.contract)
+        files.append(NewFile(found.contract, text.encode(), 0o644))
+        write_together(files, replace=self.force)
+        _print(found, [file.path for file in files])
+        return Exit.HELD
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+def _recording(path: Path) -> Any:
+    """Return what the measuring backend says of a recording; None for rows that are none."""
+    from kcdsl.cli.common.plugins import measuring_backend
+
+    return measuring_backend().recording(path)
+
+
+def _refuse_defect(text: str, path: Path) -> None:
+    """Refuse a draft that would not compile, with its diagnostics: nothing is written then."""
+    from kcdsl.check.compile import compile_source
+    from kcdsl.diagnostics.spans import SourceFile
+
+    sink = Sink()
+    if compile_source(SourceFile(str(path), text), sink) is None:
+        raise Refusal(tuple(sink))
+
+
+def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
+    for path in paths:
+        print(one_line(f"wrote {path}"))
+    for note in found.draft.notes:
+        say(f"note: {note}")
+    named = "" if found.contract.parent == Path() else f" {found.contract}"
+    if found.allow:
+        folders = ",".join(str(folder) for folder in found.allow)
+        print(one_line(f"first: export KCDSL_ALLOW_FOLDERS={folders}"))
+    proved = [c.goal.split("drift(")[1].split(",")[0] for c in found.draft.clauses if c.quantified]
+    print("next:")
+    print(f"  kcdsl evaluate{named}")
+    if proved:
+        print(f"  kcdsl verify{named} --block {proved[0]}")

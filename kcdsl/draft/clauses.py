@@ -1,0 +1,235 @@
+"""The clauses of a draft, by purpose: what each demands, its first limit, and a line about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+USUAL = "usual"
+"""Where a limit comes from that no run of this model is behind."""
+
+
+class DraftPurpose(StrEnum):
+    """What a drafted contract is for."""
+
+    SERVING = "serving"
+    RL = "rl"
+    RELEASE = "release"
+
+
+class Evidence(StrEnum):
+    """Where a drafted contract takes its evidence from: both kernels run here, recorded tokens that
+    the training kernel scores, or two recorded sides."""
+
+    RUN = "run"
+    SCORED = "scored"
+    RECORDED = "recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftClause:
+    """One clause: `goal` compared with `limit` by `op`, and a sentence about it.
+
+    `slices` are those it holds on beside its own; of a `quantified` one the goal names the slice.
+    `note` says where the limit comes from; `timed` that it is about the speed of this machine.
+    """
+
+    id: str
+    goal: str
+    op: str
+    limit: str
+    unit: str
+    why: str
+    level: str = "L2"
+    slices: tuple[str, ...] = ("all",)
+    then: str | None = None
+    evidence: str | None = None
+    note: str = USUAL
+    timed: bool = False
+
+    @property
+    def quantified(self) -> bool:
+        """Say whether the clause is about all inputs of a region."""
+        return self.goal.startswith("forall ")
+
+    @property
+    def require(self) -> str:
+        """Return the requirement as the contract states it."""
+        unit = self.unit if self.unit in ("", "%") else f" {self.unit}"
+        return f"{self.goal} {self.op} {self.limit}{unit}"
+
+
+TRACE = ("build_fingerprint", "request_shape", "rng_seed", "sampling_params", "replay_signature")
+
+
+def clauses_for(
+    purpose: DraftPurpose,
+    evidence: Evidence,
+    *,
+    width: int | None,
+    blocks: Sequence[str],
+    long: bool,
+    named: Sequence[str],
+    replayed: bool = True,
+) -> tuple[DraftClause, ...]:
+    """Return the clauses of a purpose.
+
+    Args:
+        width: the width of the states that an encoder ends in; None for a model with logits.
+        blocks: the blocks whose drift can be proved, the first ones of the model.
+        long: whether there is a slice of long requests.
+        named: the slices that columns of the data name.
+        replayed: whether traces have the fields of runs; recordings have none.
+    """
+    wide = ("all", "long") if long else ("all",)
+    release = purpose is DraftPurpose.RELEASE
+    found: list[DraftClause] = []
+    if evidence is Evidence.RUN:
+        found += _proved(blocks if release else blocks[:1], ball=release)
+    if evidence is not Evidence.RUN:
+        found += _of_rollouts(("all", *named), scored=evidence is Evidence.SCORED)
+    elif width is not None:
+        found += _of_states(width, wide, named)
+    else:
+        found += _of_policies(purpose, wide, ("all", *named))
+    if evidence is Evidence.RUN:
+        found += _of_times(release)
+    if replayed:
+        found.append(_trace(release))
+    return tuple(found)
+
+
+def _proved(blocks: Sequence[str], *, ball: bool) -> list[DraftClause]:
+    found = [
+        DraftClause(
+            f"N-{block.upper().replace('_', '-')}",
+            f"forall x in points(short): norm_inf(drift({block}, x))",
+            "<=",
+            "1",
+            "",
+            f"Proved: no run of both kernels moves an output of {block} further, on short prompts.",
+            evidence="proof",
+        )
+        for block in blocks
+    ]
+    if ball and found:
+        first = blocks[0]
+        found.append(
+            DraftClause(
+                f"N-{first.upper().replace('_', '-')}-BALL",
+                f"forall x in ball(short, 1e-4): norm_inf(drift({first}, x))",
+                "<=",
+                "2",
+                "",
+                f"Proved: the same for every input of {first} within 0.0001 of those.",
+                evidence="proof",
+            )
+        )
+    return found
+
+
+def _of_policies(
+    purpose: DraftPurpose, wide: tuple[str, ...], named: tuple[str, ...]
+) -> list[DraftClause]:
+    release = purpose is DraftPurpose.RELEASE
+    kl = DraftClause(
+        "N-KL", "p99(kl)", "<=", "0.02", "nats",
+        "The next-token distributions of both kernels agree: 99 % of requests have a smaller KL "
+        "divergence at every token.",
+        slices=wide, then="guard", level="L3" if release else "L2",
+    )  # fmt: skip
+    if release:
+        kl = replace(kl, then="fallback")
+    top = DraftClause(
+        "S-TOP1", "mean(top1_agreement)", ">=", "99", "%",
+        "Both kernels choose the same likeliest token.",
+        level="L3", slices=named,
+    )  # fmt: skip
+    if purpose is not DraftPurpose.RL:
+        tv = DraftClause(
+            "N-TV", "p99(tv)", "<=", "0.1", "",
+            "No event is more likely under one kernel than under the other by more than this.",
+            slices=("all",),
+        )  # fmt: skip
+        return [kl, tv, top] if release else [kl, top]
+    return [
+        DraftClause(
+            "N-RATIO", "mean(abs(log_ratio))", "<=", "0.01", "nats",
+            "Importance ratios of sampled tokens stay near 1; beyond, gradients are biased.",
+            then="importance_correct",
+        ),
+        DraftClause(
+            "N-W-LOG-W", "mean(w_log_w)", "<=", "1e-3", "nats",
+            "The policy that samples is the one that is trained, up to this divergence.",
+            then="importance_correct",
+        ),
+        replace(kl, slices=("all",)),
+    ]  # fmt: skip
+
+
+def _of_states(width: int, wide: tuple[str, ...], named: Sequence[str]) -> list[DraftClause]:
+    return [
+        DraftClause(
+            "N-HIDDEN",
+            "p99(hidden_l2)",
+            "<=",
+            f"{0.05 * width**0.5:.2g}",
+            "",
+            "The hidden states of both kernels agree, about to 5 % of their norm.",
+            slices=wide,
+        ),
+        DraftClause(
+            "N-COSINE", "min(embedding_cosine)", ">=", "0.99", "",
+            "Embeddings of both kernels point in one direction.",
+            level="L3", slices=("all", *named),
+        ),
+    ]  # fmt: skip
+
+
+def _of_rollouts(slices: tuple[str, ...], *, scored: bool) -> list[DraftClause]:
+    del scored
+    return [
+        DraftClause(
+            "N-RATIO", "mean(abs(log_ratio))", "<=", "0.01", "nats",
+            "Importance ratios of sampled tokens stay near 1; beyond, gradients are biased.",
+            slices=slices, then="importance_correct",
+        ),
+        DraftClause(
+            "N-W-LOG-W", "mean(w_log_w)", "<=", "1e-3", "nats",
+            "The policy that sampled is the one that is trained, up to this divergence.",
+            then="importance_correct",
+        ),
+        DraftClause(
+            "N-K3", "mean(k3)", "<=", "1e-3", "nats",
+            "The k3 estimate of the divergence, which trainers log.",
+            level="L1",
+        ),
+    ]  # fmt: skip
+
+
+def _of_times(release: bool) -> list[DraftClause]:
+    found = [
+        DraftClause(
+            "R-LATENCY", "p95(latency)", "<=", "10", "s",
+            "One forward pass of the inference kernel on a request.",
+            level="L1", timed=True,
+        )
+    ]  # fmt: skip
+    if release:
+        found.append(
+            DraftClause(
+                "R-THROUGHPUT", "throughput", ">=", "1", "tok/s",
+                "Tokens that the inference kernel reads in a second.",
+                level="L1", timed=True,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _trace(release: bool) -> DraftClause:
+    return DraftClause(
+        "O-TRACE", f"has(trace, [{', '.join(TRACE)}])", "", "", "",
+        "Every request can be run again from its record.",
+        level="L3" if release else "L2", note="", then="rollback" if release else "freeze",
+    )  # fmt: skip

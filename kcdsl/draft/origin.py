@@ -1,0 +1,359 @@
+"""From what a user has to a draft: a model, a recording of rollouts, or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.draft.clauses import DraftPurpose, Evidence, clauses_for
+from kcdsl.draft.folder import COMPUTE, ModelFolder, quantisation_of, read_folder
+from kcdsl.draft.quantisation import serving_kernel, training_kernel
+from kcdsl.draft.rows import given_rows, own_rows, slices_of
+from kcdsl.draft.text import Draft, RecordedKernel, contract_text
+from kcdsl.model.configuration import read_config
+from kcdsl.model.files import Artefacts
+from kcdsl.source.files import is_file, missing, shown
+
+CONTRACT, PROMPTS = "contract.yaml", "prompts.jsonl"
+_DUMPS = (".jsonl", ".parquet")
+_UNREAD = "there are no log-probabilities of both sides in it"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What the readers of recordings say of a file: its layout, roles of its columns, its rows as
+    fields that slices may test."""
+
+    format: str
+    roles: frozenset[str]
+    fields: tuple[dict[str, Any], ...]
+
+
+class ReadsRecordings(Protocol):
+    """What reads recordings: a function of the measuring backend."""
+
+    def __call__(self, path: Path) -> tuple[str, frozenset[str], Sequence[dict[str, Any]]] | None:
+        """Return layout, roles and fields of rows; None for a file that is no recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """What a draft is to be made of; everything may be left out.
+
+    `source` is a folder of a model, a file of its weights, or a recording; `data` requests or a
+    recording beside a model; `quantised` the folder of the weights as they are served.
+    """
+
+    source: Path | None = None
+    data: Path | None = None
+    quantised: Path | None = None
+    purpose: DraftPurpose | None = None
+    output: Path | None = None
+    temperature: str = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFiles:
+    """A draft, the path of its contract, and further files that it brings.
+
+    `allow` are folders that the environment must allow before commands read them.
+    """
+
+    draft: Draft
+    contract: Path
+    more: tuple[tuple[Path, bytes], ...] = ()
+    allow: tuple[Path, ...] = ()
+    example: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the text of the contract."""
+        return contract_text(self.draft)
+
+
+def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> DraftFiles:
+    """Return the draft of a contract for what a user has, in the folder `here`.
+
+    Refuse what is missing, an ONNX graph, weights that are quantised and no others, and a
+    recording without log-probabilities.
+    """
+    source = request.source
+    if source is None and not is_file(here / "config.json"):
+        if request.data is not None:
+            return draft_of(replace(request, source=request.data, data=None), here, recordings)
+        return _example(request, here)
+    path = here if source is None else source
+    if not os.path.lexists(path):
+        raise missing(path)
+    if path.suffix.lower() == ".onnx":
+        raise _graph(path)
+    beside = is_file(path.parent / "config.json") and path.suffix.lower() not in _DUMPS
+    if path.is_dir() or beside:
+        return _of_model(request, read_folder(path), here, recordings)
+    return _of_recording(request, path, here, recordings)
+
+
+def _graph(path: Path) -> Refusal:
+    """Return the refusal of an ONNX graph, with what is in it."""
+    from collections import Counter
+
+    import onnx
+
+    try:
+        graph = onnx.load(str(path), load_external_data=False).graph
+        counts = Counter(node.op_type for node in graph.node).most_common()
+    except Exception as error:  # the reader raises many kinds for a damaged file
+        raise refuse(
+            codes.USAGE, f"{shown(path)} is no ONNX graph: {type(error).__name__}"
+        ) from None
+    listed = ", ".join(f"{name} ×{count}" for name, count in counts[:12])
+    more = f" and {len(counts) - 12} more kinds" if len(counts) > 12 else ""
+    return refuse(
+        codes.USAGE,
+        f"{shown(path)} is an ONNX graph, and `model` of a contract names a checkpoint, no graph",
+        notes=(f"its operations: {listed}{more}",),
+        help="draft from the folder of Hugging Face that it was exported from; the kernels "
+        "onnxruntime.float32 and onnxruntime.dynamic_int8 export that themselves",
+    )
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+def _of_model(
+    request: DraftRequest, model: ModelFolder, here: Path, recordings: ReadsRecordings
+) -> DraftFiles:
+    _refuse_quantised(model)
+    contract = request.output or _beside(model.path, here) / CONTRACT
+    base = contract.parent
+    recorded = None if request.data is None else recordings(request.data)
+    if recorded is not None and "infer_logs" in recorded[1]:
+        return _scored(
+            request, model, Recording(recorded[0], recorded[1], tuple(recorded[2])), contract
+        )
+    rows = (
+        own_rows(model, PROMPTS)
+        if request.data is None
+        else given_rows(request.data, _reference(request.data, base), model)
+    )
+    purpose = request.purpose or DraftPurpose.SERVING
+    train = training_kernel(model.compute, model.architecture)
+    folder = request.quantised
+    config = None if folder is None else _quantisation(folder)
+    if config is None:
+        config = model.quantised
+    infer = serving_kernel(model.compute, model.architecture, config, model.tensors)
+    blocks = () if model.unproved else ("attn_0", "mlp_0")
+    notes = [f"not in this contract: {text}" for text in infer.unmet]
+    if model.unproved:
+        notes.append(f"nothing is proved, only measured: {model.unproved}")
+    clauses = clauses_for(
+        purpose,
+        Evidence.RUN,
+        width=model.width if model.encoder else None,
+        blocks=blocks,
+        long=rows.long,
+        named=rows.named,
+    )
+    draft = Draft(
+        model.name,
+        purpose,
+        _reference(model.checkpoint, base),
+        model.architecture,
+        _about(model),
+        train,
+        infer,
+        rows.path,
+        rows.slices,
+        clauses,
+        tuple(notes),
+    )
+    more = () if rows.text is None else ((base / rows.path, rows.text.encode()),)
+    named = [
+        model.checkpoint,
+        *model.files,
+        model.path / "config.json",
+        model.tokenizer,
+        request.data,
+    ]
+    return DraftFiles(draft, contract, more, _outside(base, named))
+
+
+def _refuse_quantised(model: ModelFolder) -> None:
+    plain = model.stored in COMPUTE
+    if model.quantised is None or plain:
+        return
+    raise refuse(
+        codes.CHECKPOINT_DTYPE,
+        f"{shown(model.path)} holds quantised weights ({model.stored}) and not those that were "
+        "trained",
+        help="name the trained model, and these as what is served: "
+        f"kcdsl init TRAINED --quantised {shown(model.path)}",
+    )
+
+
+def _quantisation(folder: Path) -> Any:
+    """Return the quantisation configuration of the folder of served weights; refuse none."""
+    if not is_file(folder / "config.json"):
+        raise refuse(
+            codes.HF_FOLDER,
+            f"{shown(folder)} has no config.json",
+            help="name the folder of the quantised model",
+        )
+    found = quantisation_of(folder, read_config(folder / "config.json"))
+    if found is None:
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"the config.json of {shown(folder)} has no quantization_config",
+            help="leave --quantised out where the weights are served as they were trained",
+        )
+    return found
+
+
+def _about(model: ModelFolder) -> str:
+    count = sum(_size(one.shape) for one in model.tensors.values())
+    return (
+        f"The weights that both kernels read: {_millions(count)} parameters in "
+        f"{len(model.tensors)} tensors, stored as {model.stored}. The architecture says which "
+        "program they belong to; config.json and the tokenizer lie beside them."
+    )
+
+
+def _size(shape: Sequence[int]) -> int:
+    from math import prod
+
+    return prod(shape)
+
+
+def _millions(count: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if count >= size:
+            return f"{count / size:.3g} {word}"
+    return str(count)
+
+
+# --- recordings -----------------------------------------------------------------------------------
+
+
+def _scored(
+    request: DraftRequest, model: ModelFolder, recording: Recording, contract: Path
+) -> DraftFiles:
+    """Return the draft in which the training kernel scores recorded tokens."""
+    assert request.data is not None
+    base = contract.parent
+    train = training_kernel(model.compute, model.architecture)
+    infer, note = _recorded(request, recording)
+    slices = slices_of(recording.fields, lengths=False)
+    named = tuple(s.name for s in slices if s.name != "all")
+    clauses = clauses_for(
+        request.purpose or DraftPurpose.RL, Evidence.SCORED, width=None,
+        blocks=(), long=False, named=named, replayed=False,
+    )  # fmt: skip
+    draft = Draft(
+        model.name, request.purpose or DraftPurpose.RL, _reference(model.checkpoint, base),
+        model.architecture, _about(model), train, infer, _reference(request.data, base), slices,
+        clauses, (note,),
+    )  # fmt: skip
+    named_files = [model.checkpoint, *model.files, model.path / "config.json", request.data]
+    return DraftFiles(draft, contract, (), _outside(base, named_files))
+
+
+def _of_recording(
+    request: DraftRequest, path: Path, here: Path, recordings: ReadsRecordings
+) -> DraftFiles:
+    """Return the draft in which both kernels are recorded."""
+    found = recordings(path)
+    if found is None or not {"tokens", "train_logs", "infer_logs"} <= found[1]:
+        lacking = sorted({"tokens", "train_logs", "infer_logs"} - (found[1] if found else set()))
+        raise refuse(
+            codes.ROLLOUT_COLUMN,
+            f"{shown(path)} has no column for {', '.join(lacking)}, so {_UNREAD}",
+            help="record both (docs/rollouts.md), or let the training kernel score the tokens: "
+            f"kcdsl init MODEL_FOLDER --data {shown(path)}",
+        )
+    recording = Recording(found[0], found[1], tuple(found[2]))
+    contract = request.output or _beside(path.parent, here) / CONTRACT
+    infer, note = _recorded(request, recording)
+    slices = slices_of(recording.fields, lengths=False)
+    named = tuple(s.name for s in slices if s.name != "all")
+    purpose = request.purpose or DraftPurpose.RL
+    clauses = clauses_for(
+        purpose, Evidence.RECORDED, width=None, blocks=(), long=False, named=named,
+        replayed=False,
+    )  # fmt: skip
+    draft = Draft(
+        "rollouts", purpose, "model.safetensors", "llama",
+        "The weights are not read where both kernels are recorded; name yours, so that later "
+        "contracts can run the training kernel.",
+        infer, infer, _reference(path, contract.parent), slices, clauses, (note,),
+    )  # fmt: skip
+    return DraftFiles(draft, contract, (), _outside(contract.parent, [path]))
+
+
+def _recorded(request: DraftRequest, recording: Recording) -> tuple[RecordedKernel, str]:
+    values = "raw" if recording.format == "rows" else "processed"
+    kernel = RecordedKernel(recording.format, values, request.temperature)
+    note = (
+        f"assumed: log-probabilities are {values}, at temperature {request.temperature}; no file "
+        "states that, so compare it with the settings of your sampler"
+    )
+    return kernel, note
+
+
+# --- nothing --------------------------------------------------------------------------------------
+
+
+def _example(request: DraftRequest, here: Path) -> DraftFiles:
+    """Return a draft about a small random model, which it brings along."""
+    from tempfile import TemporaryDirectory
+
+    from kcdsl.draft import example
+
+    contract = request.output or here / CONTRACT
+    brought = (
+        ("config.json", example.config_text().encode()),
+        ("model.safetensors", example.weights()),
+    )
+    with TemporaryDirectory(prefix="kcdsl-init-") as name:
+        folder = Path(name) / "example"
+        folder.mkdir()
+        for file, data in brought:
+            (folder / file).write_bytes(data)
+        inner = replace(request, source=folder, output=folder / CONTRACT)
+        made = draft_of(inner, folder, lambda path: None)
+    base = contract.parent
+    files = tuple((base / file, data) for file, data in brought)
+    more = tuple((base / path.name, data) for path, data in made.more)
+    return DraftFiles(made.draft, contract, (*files, *more), example=True)
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def _beside(folder: Path, here: Path) -> Path:
+    """Return the folder of the contract: `here` where the files lie below it, else theirs."""
+    return here if folder.resolve().is_relative_to(here.resolve()) else folder
+
+
+def _reference(path: Path, base: Path) -> str:
+    """Return how a contract in the folder `base` names a file."""
+    whole = Path(os.path.abspath(path))
+    return Path(os.path.relpath(whole, Path(os.path.abspath(base)))).as_posix()
+
+
+def _outside(base: Path, paths: Sequence[Path | None]) -> tuple[Path, ...]:
+    """Return the folders of files that a contract in `base` may not read yet."""
+    files = Artefacts.of(base)
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            files.admitted(path)
+        except Refusal:
+            found[Path(os.path.realpath(path)).parent] = None
+    return tuple(found)

@@ -1,0 +1,353 @@
+"""`kcdsl init`: every drafted contract compiles, has no finding, and evaluates at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.draft.clauses import DraftPurpose
+from kcdsl.draft.quantisation import serving_kernel
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.presets import resolve
+from tests.support.small_models import DECODER, ENCODER, write_model
+
+PURPOSES = tuple(DraftPurpose)
+QUICK = ("--seconds", "0.2", "--bound-seconds", "0")
+TINY: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def accepted(cli: Any, contract: Path) -> None:
+    """Assert that a contract compiles and that nothing is found in it."""
+    ran = cli("compile", contract)
+    assert ran.code == 0, ran.stderr
+    assert "warning" not in ran.stderr
+    assert cli("lint", "--fail-on", "note", contract).code == 0
+    assert cli("fmt", "--check", contract).code == 0
+
+
+def evaluated(cli: Any, contract: Path) -> dict[str, Any]:
+    ran = cli("evaluate", contract, *QUICK, "--json")
+    assert ran.code in (0, 1, 3), ran.stderr  # 3: too few timed runs on a busy machine
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def saved(folder: Path, kind: str, **changes: Any) -> Path:
+    """Save a random model of transformers in bfloat16."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(TINY | changes))
+    maker: Any = transformers.AutoModel if kind == "bert" else transformers.AutoModelForCausalLM
+    maker.from_config(config).to(torch.bfloat16).save_pretrained(folder / kind)
+    return folder / kind
+
+
+def test_a_folder_of_transformers_becomes_a_contract(cli: Any, tmp_path: Path) -> None:
+    saved(tmp_path, "llama", num_key_value_heads=2)
+    rows = [{"id": f"r{i}", "tokens": [5 + i, 7, 9][: i + 1]} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ran = cli("init", "llama", "--data", "rows.jsonl", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    contract = tmp_path / "contract.yaml"
+    accepted(cli, contract)
+    program = load_program(contract)
+    assert program.model.architecture == "llama"
+    assert (program.train.run, program.infer.run) == ("torch.eager", "torch.sdpa")
+    assert resolve(program.train).compute == "bfloat16"
+    assert {row["clause"] for row in evaluated(cli, contract)["clauses"]} == {
+        *("N-KL", "S-TOP1", "R-LATENCY", "O-TRACE")
+    }
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("config", [DECODER, ENCODER], ids=["decoder", "encoder"])
+def test_every_purpose_compiles(
+    cli: Any, tmp_path: Path, config: dict[str, Any], purpose: DraftPurpose
+) -> None:
+    write_model(tmp_path, config=config)
+    (tmp_path / "prompts.jsonl").unlink()
+    ran = cli("init", "--for", purpose.value, cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    accepted(cli, tmp_path / "contract.yaml")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("qwen2", {"num_key_value_heads": 2}),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": 8}),
+        ("bert", {}),
+        ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 64}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_every_family_and_purpose_evaluates(
+    cli: Any, tmp_path: Path, kind: str, changes: dict[str, Any], purpose: DraftPurpose
+) -> None:
+    folder = saved(tmp_path, kind, **changes)
+    assert cli("init", folder, "--for", purpose.value, cwd=folder).code == 0
+    accepted(cli, folder / "contract.yaml")
+    assert evaluated(cli, folder / "contract.yaml")["clauses"]
+
+
+def test_nothing_at_all_becomes_an_example_that_is_the_same_each_time(
+    cli: Any, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        assert cli("init", cwd=tmp_path / name).code == 0
+    one, two = (sorted((tmp_path / name).iterdir()) for name in ("one", "two"))
+    assert [p.name for p in one] == [
+        "config.json", "contract.yaml", "model.safetensors", "prompts.jsonl"
+    ]  # fmt: skip
+    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in two]
+    accepted(cli, tmp_path / "one" / "contract.yaml")
+
+
+@pytest.mark.full
+def test_the_example_keeps_its_contract(cli: Any, tmp_path: Path) -> None:
+    assert cli("init", cwd=tmp_path).code == 0
+    report = evaluated(cli, tmp_path / "contract.yaml")
+    assert {row["verdict"] for row in report["clauses"]} <= {"held", "inconclusive"}
+
+
+def test_nothing_is_replaced_without_force(cli: Any, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "contract.yaml").write_text("mine")
+    before = (tmp_path / "prompts.jsonl").read_bytes()
+    ran = cli("init", cwd=tmp_path)
+    assert ran.code == 2
+    assert "already there" in ran.stderr
+    assert (tmp_path / "contract.yaml").read_text() == "mine"
+    assert (tmp_path / "prompts.jsonl").read_bytes() == before
+    assert cli("init", "--force", cwd=tmp_path).code == 0
+    assert (tmp_path / "contract.yaml").read_text() != "mine"
+
+
+def test_slices_come_from_the_columns_of_the_data(cli: Any, tmp_path: Path) -> None:
+    rows = [
+        {"id": f"r{i}", "tokens": [1 + i] * (i + 2), "lang": "de" if i % 2 else "en", "n": i}
+        for i in range(8)
+    ]
+    write_model(tmp_path, rows=rows)
+    ran = cli("init", "--data", "prompts.jsonl", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    program = load_program(tmp_path / "contract.yaml")
+    assert {s.name for s in program.slices} == {"all", "short", "long", "de", "en"}
+    accepted(cli, tmp_path / "contract.yaml")
+
+
+def test_a_model_elsewhere_gets_its_contract_beside_it(cli: Any, tmp_path: Path) -> None:
+    model, here = tmp_path / "model", tmp_path / "here"
+    model.mkdir()
+    here.mkdir()
+    write_model(model)
+    (model / "prompts.jsonl").unlink()
+    ran = cli("init", Path("..") / "model", cwd=here)
+    assert ran.code == 0, ran.stderr
+    assert os.listdir(here) == []
+    accepted(cli, model / "contract.yaml")
+
+
+def test_links_out_of_the_folder_are_named_with_the_way_to_allow_them(
+    cli: Any, tmp_path: Path
+) -> None:
+    blobs, model = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    model.mkdir()
+    write_model(blobs)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(blobs / name)
+    ran = cli("init", cwd=model)
+    assert ran.code == 0, ran.stderr
+    assert f"export KCDSL_ALLOW_FOLDERS={blobs}" in ran.stdout
+    allowed = {"KCDSL_ALLOW_FOLDERS": str(blobs)}
+    ran = cli("compile", cwd=model, env=allowed)
+    assert "checkpoint  sha256:" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("write", "words", "said"),
+    [
+        ({}, ("missing",), "there is no file missing"),
+        ({"empty/x": b""}, ("empty",), "no config.json"),
+        ({"m/config.json": b"{}"}, ("m",), "neither model.safetensors"),
+        ({"g.onnx": b""}, ("g.onnx",), "is an ONNX graph"),
+        ({"g.onnx": b"\xff\xff"}, ("g.onnx",), "is no ONNX graph"),
+        ({"r.jsonl": b'{"a": 1}'}, ("r.jsonl",), "no column for infer_logs, tokens, train_logs"),
+        ({"r.jsonl": b"[1]"}, ("r.jsonl",), "a row is a JSON object"),
+        (
+            {"r.jsonl": b'{"prompt": "a", "completion": "b"}'},
+            ("r.jsonl",),
+            "no tokens and no log-probabilities",
+        ),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused_with_a_way_out(
+    cli: Any, tmp_path: Path, write: dict[str, bytes], words: tuple[str, ...], said: str
+) -> None:
+    for name, data in write.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    ran = cli("init", *words, cwd=tmp_path)
+    assert ran.code == 2
+    assert said in ran.stderr
+    assert not (tmp_path / "contract.yaml").exists()
+
+
+# --- recordings -----------------------------------------------------------------------------------
+
+
+def rollouts(path: Path, *, trained: bool = True, kind: str = "rows") -> None:
+    names = {
+        "rows": ("prompt", "tokens", "infer_logs", "train_logs", "group"),
+        "verl": ("prompts", "responses", "rollout_log_probs", "old_log_probs", "uid"),
+    }[kind]
+    rows = []
+    for i in range(8):
+        ids = [(3 * i + j) % 100 for j in range(5)]
+        logs = [-1.0 - 0.1 * j - 0.01 * i for j in range(5)]
+        near = [value + (0.001 if j % 2 else -0.001) for j, value in enumerate(logs)]
+        row = dict(zip(names, ([i, i + 1], ids, logs, near, f"g{i}"), strict=True))
+        if not trained:
+            del row[names[3]]
+        rows.append({**row, "task": "math" if i % 2 else "code"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_recorded_rollouts_need_no_model(cli: Any, tmp_path: Path) -> None:
+    rollouts(tmp_path / "rollouts.jsonl")
+    ran = cli("init", "rollouts.jsonl", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert "assumed: log-probabilities are raw" in ran.stderr
+    contract = tmp_path / "contract.yaml"
+    program = load_program(contract)
+    assert {s.name for s in program.slices} == {"all", "math", "code"}
+    ran = cli("lint", contract)
+    assert "warning" not in ran.stdout
+    report = cli("evaluate", contract, *QUICK, "--json")
+    assert report.code in (0, 1, 3), report.stderr
+    assert "invalid" not in {row["verdict"] for row in json.loads(report.stdout)["clauses"]}
+
+
+def test_recorded_tokens_are_scored_by_the_model(cli: Any, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    rollouts(tmp_path / "r.jsonl", trained=False)
+    ran = cli("init", "--data", "r.jsonl", "--temperature", "0.7", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    program = load_program(tmp_path / "contract.yaml")
+    assert program.infer.recording is not None
+    assert program.train.recording is None
+    assert program.data == "r.jsonl"
+
+
+def test_the_layout_of_a_trainer_is_recognised(cli: Any, tmp_path: Path) -> None:
+    rollouts(tmp_path / "batch.jsonl", kind="verl")
+    assert cli("init", "batch.jsonl", cwd=tmp_path).code == 0
+    program = load_program(tmp_path / "contract.yaml")
+    assert program.infer.recording is not None
+    assert program.infer.recording.format == "verl"
+    assert program.infer.recording.logprobs is not None
+    assert program.infer.recording.logprobs.values == "processed"
+
+
+# --- quantised weights ----------------------------------------------------------------------------
+
+
+def eight_bits(kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, **more}
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+    group = {"weights": weights, "input_activations": activations, "targets": ["Linear"]}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+LINEARS = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("config", "run", "weights", "activations", "unmet"),
+    [
+        (
+            compressed(eight_bits("float", "channel"), eight_bits("float", "token", dynamic=True)),
+            *("torch.scaled_mm", "fp8_e4m3 per_channel", "fp8_e4m3 per_token", "lm_head"),
+        ),
+        (
+            compressed({**eight_bits("int", "group", group_size=128), "num_bits": 4}, None),
+            *("torch.sdpa", "int4_full group_128", "none none", ""),
+        ),
+        (
+            compressed(eight_bits("float", "tensor"), eight_bits("float", "tensor", dynamic=False)),
+            *("torch.sdpa", "fp8_e4m3 per_tensor", "none none", "stored scales"),
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            *("torch.sdpa", "fp8_e4m3 block_128", "none none", "activations in fp8_e4m3"),
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+            *("torch.sdpa", "int4_full group_128", "none none", "desc_act"),
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128},
+            *("torch.sdpa", "uint4 group_128", "none none", "AWQ scaled"),
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            *("torch.sdpa", "fp4_e2m1 nvfp4", "none none", "activations in fp4_e2m1"),
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            *("torch.sdpa", "bfloat16 none", "none none", "the method 'bitsandbytes'"),
+        ),
+    ],
+    ids=["fp8", "int4", "static", "blocks", "gptq", "awq", "nvfp4", "unknown"],
+)
+def test_the_serving_kernel_follows_the_quantisation(
+    config: dict[str, Any], run: str, weights: str, activations: str, unmet: str
+) -> None:
+    kernel = serving_kernel("bfloat16", "llama", config, LINEARS)
+    assert kernel.run == run
+    pairs = KernelRef(kernel.run, tuple(sorted(_pairs(kernel.numerics))))
+    found = resolve(pairs)
+    assert f"{found.weights.format} {found.weights.scale}" == weights
+    assert f"{found.activations.format} {found.activations.scale}" == activations
+    assert unmet in "; ".join(kernel.unmet)
+    assert bool(unmet) == bool(kernel.unmet)
+
+
+def _pairs(section: dict[str, Any]) -> list[tuple[str, object]]:
+    return [
+        (key, tuple(sorted(_pairs(value))) if isinstance(value, dict) else value)
+        for key, value in section.items()
+    ]
+
+
+def test_quantised_weights_beside_the_trained_ones(cli: Any, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "served").mkdir()
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fbgemm_fp8"}}
+    (tmp_path / "served" / "config.json").write_text(json.dumps(config))
+    ran = cli("init", "--quantised", "served", "--force", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    accepted(cli, tmp_path / "contract.yaml")
+    assert load_program(tmp_path / "contract.yaml").infer.run == "torch.scaled_mm"
