@@ -55,6 +55,8 @@ from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 from kcdsl.source.modules import find_module
 
 KeyRule = Callable[[str], "str | None"]
+WeightLoader = Callable[[Any, Checkpoint], tuple[nn.Module, Mapping[str, str]]]
+"""Puts the weights into a module; returns it, and the checkpoint key of every parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,22 +281,24 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
     built_in = ref.module is None and own is not None and not own.foreign
     empty = by_block and built_in and is_large(path, files.admitted)
     with Unfilled() if empty else nullcontext():
-        module, rule = _build(ref, config, files)
+        outline, load_weights = _build(ref, config, files)
     checkpoint = load_checkpoint(path, files.admitted)
     files.record(CHECKPOINT, checkpoint.root_digest)
     if empty:
         if not isinstance(checkpoint.tensors, StoredTensors):
             raise changed(path)
-        empty_parameters(module)
-    keys = _take_weights(module, checkpoint, rule)
+        empty_parameters(outline)
+    module, keys = load_weights(outline, checkpoint)
     module.eval().requires_grad_(False)
     tokenizer = find_tokenizer(ref, path, files, config)
     return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty)
 
 
-def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.Module, KeyRule]:
+def _build(
+    ref: ModelRef, config: dict[str, Any], files: Artefacts
+) -> tuple[nn.Module, WeightLoader]:
     if ref.module is not None:
-        return _recorded_factory(ref.module, config, files), lambda key: key
+        return _recorded_factory(ref.module, config, files), _loader(lambda key: key)
     name, known = ref.architecture or "", registry.names()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -305,7 +309,9 @@ def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.
         )
     found = registry.load(name)
     try:
-        return found.build(config), found.canonical_key
+        foreign = registry.declared(name).foreign
+        loader = found.load_weights if foreign else _loader(found.canonical_key)
+        return found.build(config), loader
     except (RuntimeError, MemoryError) as error:
         raise refuse(
             codes.MODEL_CONFIG, f"no model can be built from the configuration: {error}"
@@ -366,6 +372,10 @@ def _forget_namesake(package: str, base: Path) -> None:
     if getattr(getattr(loaded, "__spec__", None), "origin", None) != spec.origin:
         for name in [n for n in sys.modules if n.partition(".")[0] == package]:
             del sys.modules[name]
+
+
+def _loader(rule: KeyRule) -> WeightLoader:
+    return lambda module, checkpoint: (module, _take_weights(module, checkpoint, rule))
 
 
 def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> dict[str, str]:

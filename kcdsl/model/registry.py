@@ -6,7 +6,8 @@ a checkpoint key has in what is built. It declares, as literals:
 - `READ`: the keys of config.json that the forward passes of all its families read and check;
 - `FAMILIES`: by `model_type` of Hugging Face transformers, what `ModelFamily` says;
 - `ENCODER_ONLY` (default False): it ends in hidden states instead of logits;
-- `FOREIGN` (default False): its program is not one of `kcdsl.model`.
+- `FOREIGN` (default False): its program is not one of `kcdsl.model`. Instead of `canonical_key` it
+  defines `load_weights(module, checkpoint)`, which returns a module and the key of each parameter.
 
 The literals are read from the text of the module, so that commands that only read a contract import
 neither the module nor torch.

@@ -13,7 +13,7 @@ from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.adapters import find_adapter, refuse_unserved, unproved
 from kcdsl.model.architecture import load_model
-from kcdsl.model.architectures.hf import compared_program
+from kcdsl.model.comparison import compared_program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays, resolve

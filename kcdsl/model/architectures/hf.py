@@ -7,12 +7,10 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
 from kcdsl.model.files import weight_files
-from kcdsl.source.files import shown
+from kcdsl.source.files import excerpt, shown
 
 if TYPE_CHECKING:
-    from kcdsl.model.architecture import Model
+    from kcdsl.model.checkpoint.tensors import Checkpoint
 
 FOREIGN = True
 _PREFIX = "program."
-_POOLER = "pooler."
+POOLER = "pooler."
 
 
 class HuggingFace(nn.Module):
@@ -55,9 +53,24 @@ class HuggingFace(nn.Module):
     @property
     def limits(self) -> tuple[int, int]:
         """Return the vocabulary size and the longest sequence."""
-        config = self.program.config
+        config = self.program.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None) or 1 << 24
         return int(config.vocab_size), int(longest)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HuggingFace:
+        """Convert parameters alone, as transformers does: it computes its tables, such as the
+        frequencies of RoPE, in the format in which it made them."""
+        tables = {
+            id(owner): {n: owner._buffers[n] for n in owner._non_persistent_buffers_set}
+            for owner in self.modules()
+        }
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
+        for owner in self.modules():
+            for name, table in tables.get(id(owner), {}).items():
+                moved = owner._buffers.get(name)
+                if table is not None and moved is not None:
+                    owner._buffers[name] = table.to(moved.device)
+        return self
 
 
 def _run(program: Any, ids: Tensor, name: str) -> Tensor:
@@ -70,138 +83,234 @@ def _run(program: Any, ids: Tensor, name: str) -> Tensor:
 
 
 def build(raw: Mapping[str, Any]) -> HuggingFace:
-    """Build the causal language model of a configuration, its weights unset."""
+    """Build the causal language model of a configuration, without weights (`load_weights`).
+
+    Refuse a configuration that transformers builds no such model of from code of its own.
+    """
     if find_spec("transformers") is None:
         raise refuse(
             codes.NO_PACKAGE,
             "the architecture hf needs transformers, which is not installed",
             help='pip install "kcdsl[hf]"',
         )
-    with _offline():
+    with offline():
         library: Any = import_module("transformers")
+        return HuggingFace(_outline(library, _configuration(library, raw)))
+
+
+def load_weights(
+    outline: HuggingFace, checkpoint: Checkpoint
+) -> tuple[HuggingFace, dict[str, str]]:
+    """Return a built model with the weights of a checkpoint, and the checkpoint key of every
+    parameter that is stored as a tensor of its own.
+
+    transformers puts the tensors in place, for it may store them otherwise than it holds them:
+    under other names, or each expert of a layer by itself. Refuse weights that do not fit.
+    """
+    config = outline.program.config
+    with offline():
         try:
-            config = library.AutoConfig.for_model(**raw)
-            make = library.AutoModelForCausalLM.from_config
-            program = make(config, attn_implementation="sdpa")
-        except (Exception, SystemExit) as error:  # configurations fail in many ways
+            program, found = type(outline.program).from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(checkpoint.tensors),
+                dtype=torch.float32,
+                attn_implementation=config._attn_implementation,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
             raise refuse(
-                codes.MODEL_CONFIG,
-                f"transformers builds no causal language model of the configuration: {error}",
-                help="give the config.json that was saved with the model",
+                codes.CHECKPOINT_TENSORS,
+                f"transformers cannot take the weights of the checkpoint: {_first_line(error)}",
+                help=_TOGETHER,
             ) from error
-    return HuggingFace(program)
+        _refuse_misfits(found, checkpoint)
+        # one product for each expert, whose weights the kernels can see
+        if getattr(program.config, "_experts_implementation", None) is not None:
+            program.set_experts_implementation("eager")
+        keys = keys_of(program, checkpoint.tensors, torch.float32, "the checkpoint")
+    return HuggingFace(program), {_PREFIX + name: key for name, key in keys.items()}
 
 
-AGREEMENT = 1e-4
-"""Relative distance up to which two float32 programs of one model agree; two runs of MiniLM or of
-the tiny LM are about 1e-6 apart, and one ignored key of a configuration 1e-2 and more."""
-LARGEST_COMPARED = 2**31
-"""Parameters up to which a second copy of the model is made for a comparison."""
-_ROWS_COMPARED, _LONGEST_COMPARED = 3, 256
-"""How many rows, and up to how many tokens of each, are run by transformers too."""
+_TOGETHER = "give config.json and weights that were saved together"
+_OWN_MODULE = "give the model as `module: package.module:factory`"
 
 
-def compared_program(
-    architecture: str | None, model: Model, rows: Iterable[Sequence[int]]
-) -> str | None:
-    """Compare a model of a built-in architecture with transformers on the first distinct rows, and
-    say what came of it; None for a module of the user's own, which no other program is known for.
+def _configuration(library: Any, raw: Mapping[str, Any]) -> Any:
+    """Return the configuration of transformers. Refuse those of other programs than its own."""
+    kind = raw.get("model_type")
+    own = kind in library.models.auto.configuration_auto.CONFIG_MAPPING
+    if not own and raw.get("auto_map"):
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"the program of model_type {excerpt(kind)!r} is code of the checkpoint's folder "
+            "('auto_map'), which kcdsl does not run",
+            help=f"look at that code, and {_OWN_MODULE}",
+        )
+    if not own:
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"transformers {library.__version__} has no model_type {excerpt(kind)!r}",
+            help=f"install a transformers that has it, or {_OWN_MODULE}",
+        )
+    if raw.get("quantization_config"):
+        raise refuse(
+            codes.MODEL_CONFIG,
+            "the checkpoint is stored quantised ('quantization_config'), and `architecture: hf` "
+            "measures plain weights",
+            help="give the checkpoint it was made of, and the quantisation as `numerics.weights`",
+        )
+    if raw.get("is_encoder_decoder"):
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"{kind} is an encoder and a decoder; `architecture: hf` runs causal language models",
+            help=_OWN_MODULE,
+        )
+    try:
+        return library.AutoConfig.for_model(**{k: v for k, v in raw.items() if k != "auto_map"})
+    except (Exception, SystemExit) as error:  # configurations fail in many ways
+        raise _no_model(error) from error
 
-    Raises Refusal (KC455) where the two are different programs.
-    """
-    if not model.built_in or architecture is None:
-        return None
-    longest = min(_LONGEST_COMPARED, model.limits[1] or _LONGEST_COMPARED)
-    known = dict.fromkeys(tuple(row[:longest]) for row in rows if len(row))
-    module = model.module
-    if model.by_block and sum(map(Tensor.numel, module.parameters())) <= LARGEST_COMPARED:
-        module = copy.deepcopy(module)
-        replace(model, module=module).fill(module)
-    found = compare(architecture, module, model.config, tuple(known)[:_ROWS_COMPARED])
-    return f"the architecture {architecture} is the program of the checkpoint: {found}"
 
-
-def compare(
-    architecture: str, module: nn.Module, raw: Mapping[str, Any], rows: Sequence[Sequence[int]]
-) -> str:
-    """Compare a built-in model with that of transformers on rows of token ids.
-
-    Returns a sentence that says whether, with which version and on how many rows it was done.
-    Raises Refusal (KC455) where the logits of one row (an encoder: the states) differ by more than
-    `AGREEMENT` of their 2-norm: the checkpoint is of another program.
-    """
-    if find_spec("transformers") is None:
-        return "it was not compared with transformers, which is not installed"
-    if not rows:
-        return "it was not compared with transformers: there are no rows"
-    if sum(tensor.numel() for tensor in module.state_dict().values()) > LARGEST_COMPARED:
-        return "it was not compared with transformers, for it is too large to be there twice"
-    encoder = bool(getattr(module, "encoder_only", False))
-    with _offline():
-        library: Any = import_module("transformers")
+def _outline(library: Any, config: Any) -> Any:
+    """Return the causal language model of a configuration, without weights: with
+    `scaled_dot_product_attention` where transformers has that for it, else with its own."""
+    make = library.AutoModelForCausalLM.from_config
+    failed: BaseException | None = None
+    for attention in ("sdpa", "eager"):
         try:
-            config = library.AutoConfig.for_model(**{"model_type": architecture, **raw})
-            make = library.AutoModel if encoder else library.AutoModelForCausalLM
-            program = make.from_config(config, attn_implementation="sdpa").eval().float()
-            found = program.load_state_dict(module.state_dict(), strict=False, assign=True)
+            with torch.device("meta"):
+                return make(config, attn_implementation=attention, trust_remote_code=False)
         except (Exception, SystemExit) as error:  # configurations fail in many ways
-            first = str(error).strip().partition("\n")[0]
-            return f"it was not compared with transformers, which cannot build the model: {first}"
-    lost = [key for key in (*found.missing_keys, *found.unexpected_keys) if _counts(key)]
-    if lost:
-        raise _another_program(f"transformers has other weights: {', '.join(sorted(lost)[:4])}")
-    theirs = HuggingFace(program, encoder_only=encoder)
-    done = 0
-    with torch.no_grad():
-        for row in rows:
-            ids = torch.tensor(list(row))
-            results = (module(ids), theirs(ids))
-            if not any(bool(torch.isfinite(result).all()) for result in results):
-                continue  # neither gives numbers, which no distance can be told of
-            done += 1
-            apart = _distance(*results)
-            if not apart <= AGREEMENT:
-                raise _another_program(
-                    f"on a row of {len(row)} tokens its results are {apart:.2g} of their norm away "
-                    f"from those of transformers {library.__version__}"
-                )
-    if not done:
-        return "it was not compared with transformers: no row gives finite numbers"
-    return (
-        f"it was compared with transformers {library.__version__} on {done} row(s): the "
-        f"results agree within {AGREEMENT:g} of their norm"
-    )
+            failed = error
+    assert failed is not None
+    raise _no_model(failed) from failed
 
 
-def _counts(key: str) -> bool:
-    """Say whether a weight takes part; the pooler and tables of RoPE do not, nor a tied head."""
-    return not key.startswith(_POOLER) and not key.endswith(
-        ("rotary.cos", "rotary.sin", "inv_freq", "position_ids", "lm_head.weight")
-    )
-
-
-def _distance(own: Tensor, theirs: Tensor) -> float:
-    """Return the relative distance in the 2-norm, in float64; infinite where a shape differs."""
-    if own.shape != theirs.shape:
-        return float("inf")
-    first, second = own.double(), theirs.double()
-    norm = float(first.norm())
-    apart = float((first - second).norm())
-    return apart / norm if norm > 0 else apart
-
-
-def _another_program(why: str) -> Exception:
+def _no_model(error: BaseException) -> Refusal:
     return refuse(
         codes.MODEL_CONFIG,
-        f"the built-in architecture is not the program of this checkpoint: {why}",
-        help="`architecture: hf` measures what transformers runs; to prove bounds, give the model "
-        "as `module: package.module:factory`",
+        f"transformers builds no causal language model of the configuration: {_first_line(error)}",
+        help="give the config.json that was saved with the model",
     )
 
 
-def canonical_key(key: str) -> str | None:
-    """Return the module's name for a checkpoint key."""
-    return _PREFIX + key
+def _first_line(error: BaseException) -> str:
+    return excerpt(str(error).strip().partition("\n")[0] or type(error).__name__, 300)
+
+
+def _refuse_misfits(found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Refuse weights that are missing, left over or of another shape, as `match_tensors` does."""
+    problems = []
+    misfits = {name: _misfits(found, name) for name in _MISFITS}
+    if misfits["missing_keys"] and checkpoint.others:
+        key, kind = next(iter(checkpoint.others.items()))
+        problems.append(
+            Diagnostic(
+                codes.CHECKPOINT_DTYPE,
+                f"{key} is stored as {kind}; supported: F32, BF16, F16",
+                help="save the weights as they were trained; `numerics` says how a kernel stores "
+                "them",
+            )
+        )
+    for name, words in (
+        ("missing_keys", "the checkpoint lacks"),
+        ("unexpected_keys", "the architecture does not know"),
+        ("mismatched_keys", "the configuration demands other shapes of"),
+    ):
+        code = codes.CHECKPOINT_SHAPE if name == "mismatched_keys" else codes.CHECKPOINT_TENSORS
+        if misfits[name]:
+            named = ", ".join(misfits[name][:4])
+            problems.append(Diagnostic(code, f"{words} {named}", help=_TOGETHER))
+    if problems:
+        raise Refusal(problems)
+
+
+_MISFITS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+def _misfits(found: Mapping[str, Any], name: str) -> list[str]:
+    """Return what transformers says of its weights under a name, without those of a pooler."""
+    said = sorted(_said(key) for key in found.get(name, ()))
+    return [key for key in said if not key.startswith(POOLER)]
+
+
+def keys_of(
+    program: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, said: str
+) -> dict[str, str]:
+    """Return the key of every parameter of a loaded model that is stored as a tensor of its own.
+
+    Args:
+        program: a model of transformers.
+        tensors: the weights that it was loaded from, as they are stored.
+        dtype: the format that they were loaded in.
+        said: what messages call them.
+
+    Refuse a model that holds a parameter, or in its stored form a part of one, that is none of the
+    tensors: the library would have made it up or changed it.
+    """
+    held = dict(program.named_parameters(remove_duplicate=False))
+    names = {(p.data_ptr(), p.shape): name for name, p in reversed(held.items())}
+    stored = _stored_form(program, {name: p.detach() for name, p in held.items()})
+    keys: dict[str, str] = {}
+    renamed: list[tuple[str, Tensor]] = []
+    for key, part in stored.items():
+        if key not in tensors:
+            renamed.append((key, part))
+            continue
+        if not _holds(part, tensors[key], dtype):
+            raise _another_weight(key, said)
+        _name(keys, names, part, key)
+    known = {names[place] for key, part in stored.items() if (place := _place(part)) in names
+             and names[place] in keys}  # fmt: skip
+    rest = [key for key in tensors if key not in stored]
+    for key, part in renamed:
+        if names.get(_place(part)) in known:
+            continue  # tied to a parameter that is stored
+        same = next((k for k in rest if _holds(part, tensors[k], dtype)), None)
+        if same is None:
+            raise _another_weight(key, said)
+        rest.remove(same)
+        _name(keys, names, part, same)
+    return keys
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
+
+
+def _name(
+    keys: dict[str, str], names: Mapping[tuple[int, torch.Size], str], part: Tensor, key: str
+) -> None:
+    name = names.get(_place(part))
+    if name is not None:
+        keys.setdefault(name, key)
+
+
+def _holds(part: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Say whether a weight is a stored one, rounded to `dtype` or to the format that it has."""
+    return part.shape == tensor.shape and any(
+        torch.equal(part, tensor.to(one).to(part.dtype)) for one in (dtype, part.dtype)
+    )
+
+
+def _stored_form(program: Any, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters under the names and in the shapes in which transformers stores them."""
+    try:
+        reverse: Any = import_module("transformers.core_model_loading").revert_weight_conversion
+    except (ImportError, AttributeError):  # a release that stores them as it holds them
+        return held
+    found: dict[str, Tensor] = reverse(program, held)
+    return found
+
+
+def _another_weight(name: str, said: str) -> Refusal:
+    return refuse(
+        codes.HF_FOLDER,
+        f"transformers holds another weight {name} than {said}",
+        help="give weights that are plain: float32, bfloat16 or float16",
+    )
 
 
 def load_folder(
@@ -226,7 +335,7 @@ def load_folder(
             f"{said} is no folder of a model: it needs config.json and *.safetensors",
             help="save the model with save_pretrained, and name the folder as `folder`",
         )
-    with _offline():
+    with offline():
         library: Any = import_module("transformers")
         kind = library.AutoModel if encoder_only else library.AutoModelForCausalLM
         try:
@@ -241,20 +350,22 @@ def load_folder(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except (Exception, SystemExit) as error:  # foreign code may raise anything
+            composed = attention == "sdpa" and "scaled_dot_product_attention" in str(error)
             raise refuse(
                 codes.HF_FOLDER,
-                f"transformers cannot load {said}: {type(error).__name__}: {error}",
+                f"transformers cannot load {said}: {type(error).__name__}: {_first_line(error)}",
+                help="transformers composes its attention: run hf.transformers"
+                if composed
+                else None,
             ) from error
-    for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(
-            _said(key) for key in found.get(name, ()) if not _said(key).startswith(_POOLER)
-        )
+    for name in _MISFITS:
+        keys = _misfits(found, name)
         if keys:
             raise refuse(
                 codes.HF_FOLDER,
                 f"the weights of {said} do not fit its config.json:"
                 f" {name.replace('_', ' ')} {', '.join(keys[:4])}",
-                help="give config.json and weights that were saved together",
+                help=_TOGETHER,
             )
     return HuggingFace(program.eval(), encoder_only=encoder_only)
 
@@ -269,7 +380,7 @@ def _said(key: Any) -> str:
 
 
 @contextlib.contextmanager
-def _offline() -> Iterator[None]:
+def offline() -> Iterator[None]:
     """Keep transformers from the network while it is imported and used, and its remarks quiet."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     before = {name: os.environ.get(name) for name in names}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import MODEL_CONFIG
 from kcdsl.model.architectures import bert, llama
-from kcdsl.model.architectures.hf import compare
+from kcdsl.model.comparison import compare
 from kcdsl.model.configuration import family_of
 from kcdsl.model.registry import declared, names
 
@@ -167,7 +167,7 @@ def test_another_program_with_the_same_weights_is_refused(attribute: str, value:
 def test_it_is_said_when_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     module, raw = build("llama")
     assert "no rows" in compare("llama", module, raw, ())
-    monkeypatch.setattr("kcdsl.model.architectures.hf.find_spec", lambda name: None)
+    monkeypatch.setattr("kcdsl.model.comparison.find_spec", lambda name: None)
     assert "not installed" in compare("llama", module, raw, ROWS)
 
 

@@ -20,8 +20,8 @@ from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.adapters import unproved
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.architectures.hf import compared_program
 from kcdsl.model.checkpoint.ranges import weights_digest
+from kcdsl.model.comparison import compared_program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve

@@ -20,7 +20,7 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import Adapter
 from kcdsl.model.architecture import Model
-from kcdsl.model.architectures.hf import HuggingFace, load_folder
+from kcdsl.model.architectures.hf import HuggingFace, keys_of, load_folder
 from kcdsl.model.attention import SDP_BACKENDS, composed_attention
 from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.checkpoint.tensors import load_checkpoint
@@ -58,7 +58,7 @@ def hugging_face(
             f" that of the contract {model.limits[0]}",
             help="name the folder of the contract's model",
         )
-    _compare(program, tensors, dtype)
+    keys_of(program.program, tensors, dtype, "the files of the folder")
     same = tensors.keys() == model.checkpoint.tensors.keys() and all(
         torch.equal(tensor, model.checkpoint.tensors[key]) for key, tensor in tensors.items()
     )
@@ -75,19 +75,6 @@ def _read(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _compare(program: HuggingFace, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Refuse where a weight of the program is another one than that of this name in the files."""
-    held = program.program.state_dict()
-    for name, tensor in tensors.items():
-        own = held.get(name)
-        if own is not None and not torch.equal(own, tensor.to(dtype).to(own.dtype)):
-            raise refuse(
-                codes.HF_FOLDER,
-                f"transformers holds another weight {name} than the files of the folder",
-                help="give a folder whose weights are plain: float32, bfloat16 or float16",
-            )
-
-
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the sha256 over names, shapes and float32 values."""
     found = hashlib.sha256()
@@ -101,7 +88,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 _SOFTMAX = frozenset({"softmax", "_softmax"})
 _PRODUCTS = frozenset({
     "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "einsum", "bilinear", "mv", "addmv",
-    "dot", "inner", "tensordot", "__matmul__", "__rmatmul__",
+    "dot", "inner", "tensordot", "__matmul__", "__rmatmul__", "grouped_mm", "_grouped_mm",
 })  # fmt: skip
 _WHOLE = frozenset({
     "multi_head_attention_forward", "_native_multi_head_attention",
@@ -123,7 +110,11 @@ class Interception(TorchFunctionMode):
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._adapter = adapter
         self._stored = {id(parameters[name]): weight for name, weight in stored.items()}
-        self._owners = {parameters[n].untyped_storage().data_ptr(): n for n in stored}
+        # weights of more than two dimensions, such as those of experts, have no stored form
+        unstored = [n for n, p in parameters.items() if p.dim() > 2] if stored else []
+        seen = (*stored, *unstored)
+        self._owners = {parameters[n].untyped_storage().data_ptr(): n for n in seen}
+        self._batched = isinstance(module, HuggingFace)
         self.softmax_calls = 0
         self.whole_layers: set[str] = set()
         self.matrix_products: set[str] = set()
@@ -143,12 +134,17 @@ class Interception(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _SOFTMAX:
-            self.softmax_calls += 1
+            self.softmax_calls += not self._is_router(args)
         elif name in _WHOLE:
             self.whole_layers.add(name)
         elif name in _PRODUCTS:
             self._note((*args, *kwargs.values()))
         return func(*args, **kwargs)
+
+    def _is_router(self, args: tuple[Any, ...]) -> bool:
+        """Say whether a softmax chooses experts: over rows [tokens, experts], where the scores of
+        an attention have a dimension for the batch too."""
+        return self._batched and bool(args) and isinstance(args[0], Tensor) and args[0].dim() == 2
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         stored = self._stored.get(id(weight))
