@@ -31,6 +31,7 @@ from kcdsl_backends.empirical.decide.values import (
     worst_of_units,
 )
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, MAGNITUDES, RECORDED_AGGREGATES
+from kcdsl_backends.empirical.metrics.sums import REDRAWN, SHARES, SUMS, Sums
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import (
     Confidence,
@@ -38,7 +39,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
     EstimateInterval,
     NotMeasurable,
 )
-from kcdsl_backends.empirical.table.evidence import SliceData
+from kcdsl_backends.empirical.table.evidence import Array, SliceData
 
 _TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
 _STORED = Fraction(1, 10**6)
@@ -69,10 +70,21 @@ def evaluate(
         case Abs(of) if any(isinstance(t, Statistic) for t in subterms(of)):
             return _magnitude(of, data, side, settings)
         case Statistic(kind, of, q):
-            found = _exactly(of, _statistic(kind, of, q, data, side, settings), data)
+            found = _once(kind, of, q, data, side, settings)
         case Metric() | Norm() | Abs():
-            found = _exactly(term, _statistic("aggregate", term, None, data, side, settings), data)
+            found = _once("aggregate", term, None, data, side, settings)
     return EstimateInterval.of(found), found.n
+
+
+def _once(
+    kind: str, of: Term, q: Fraction | None, data: SliceData, side: Side, settings: Settings
+) -> Estimate:
+    """Return the estimate of a statistic, formed once for a slice."""
+    key = (kind, of, q, side, settings)
+    if key not in data.known:
+        data.known[key] = _exactly(of, _statistic(kind, of, q, data, side, settings), data)
+    found: Estimate = data.known[key]
+    return found
 
 
 def _tails(
@@ -272,27 +284,68 @@ def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimat
 
 
 def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
-    """Return one number of the arrays of all requests, with limits by resampling requests."""
+    """Return one number of the arrays of all requests, with limits by resampling requests: from
+    sums of each where the number is a function of them."""
     aggregate = AGGREGATES.get(name) or RECORDED_AGGREGATES[name]
     parts = [[recorded(of, unit) for of in aggregate.inputs] for unit in data.requests]
+    try:
+        value = float(estimates.check_values([aggregate.of(parts)], name)[0])
+        if name in SHARES:
+            return _share(name, [SHARES[name](arrays[0]) for arrays in parts], settings)
+    except NotMeasurable as error:
+        raise NotMeasurable(f"{name}: {error}") from error
+    seed, confidence = settings.seed, settings.confidence
+    bare = Estimate(value, None, None, len(parts), "cluster-bootstrap")
+    if confidence is None:
+        return bare
+    measure = data.measures[name]
+    try:
+        if name in SUMS:
+            return bootstrap.clustered_function(
+                value,
+                _smooth(SUMS[name], parts),
+                seed=seed,
+                confidence=confidence,
+                bounds=(measure.low, measure.high),
+            )
+        if name in REDRAWN:
+            of = REDRAWN[name](parts)
+            return bootstrap.clustered_redrawn(
+                value, of, len(parts), seed=seed, confidence=confidence
+            )
+    except NotMeasurable:
+        return bare
 
-    def value(drawn: Sequence[int]) -> float | None:
+    def redrawn(drawn: Sequence[int]) -> float | None:
         try:
             return aggregate.of([parts[i] for i in drawn])
         except NotMeasurable:
             return None
 
-    try:
-        estimates.check_values([aggregate.of(parts)], name)
-    except NotMeasurable as error:
-        raise NotMeasurable(f"{name}: {error}") from error
     return bootstrap.clustered_statistic(
-        value,
-        len(parts),
+        redrawn, len(parts), seed=seed, confidence=confidence, count=_RESAMPLES
+    )
+
+
+def _share(name: str, values: Sequence[Array], settings: Settings) -> Estimate:
+    return bootstrap.clustered_ratio(
+        [float(v.sum()) for v in values],
+        [float(v.size) for v in values],
         seed=settings.seed,
         confidence=settings.confidence,
-        count=_RESAMPLES,
+        bounds=(0.0, 1.0),
+        what=name,
     )
+
+
+def _smooth(sums: Sums, parts: Sequence[Sequence[Array]]) -> bootstrap.Smooth:
+    def beyond(worst: Array) -> Array | None:
+        try:
+            return worst if sums.beyond is None else sums.beyond(parts, worst)
+        except NotMeasurable:
+            return None
+
+    return bootstrap.Smooth(sums.of(parts), sums.value, sums.back, beyond)
 
 
 def _magnitude_of_mean(name: str, data: SliceData, settings: Settings) -> Estimate:

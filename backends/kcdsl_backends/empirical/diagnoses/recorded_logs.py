@@ -7,7 +7,7 @@ whole policies where the training kernel scored the tokens. The more there is, t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ _FEWEST = 64
 """Fewest tokens from which a law is told by the shape of its ln-ratios alone."""
 _SHAPED = 0.78
 """Share of mean |ln w| that another temperature may leave, where only its shape tells it."""
+_SOUGHT_ON = 2**16
+"""Tokens on which a temperature is sought by its shape."""
 _CONTRASTS = 24
 """Fewest shared positions that tell a temperature: of fewer, one alone may set it."""
 _NO_OTHER = 1e-3
@@ -253,19 +255,27 @@ def _shaped(ratios: Ratios) -> Repair:
 
 
 def _bent(delta: Array, logs: Array) -> tuple[float, float]:
-    """Return what the best temperature leaves of mean |ln w|, and its logarithm."""
-    rest = np.log(np.clip(-np.expm1(logs), 1e-300, None))
+    """Return what the best temperature leaves of mean |ln w|, and its logarithm. It is sought on
+    some of many tokens and judged on all."""
     here = float(np.abs(delta).mean())
+
+    def gaps(some: Array, at: Array, others: int) -> Callable[[float], float]:
+        rest = np.log(np.clip(-np.expm1(at), 1e-300, None))
+
+        def gap(log_t: float) -> float:
+            t = math.exp(log_t)
+            whole = np.logaddexp(t * at, (1 - t) * math.log(others) + t * rest)
+            return float(np.abs(some - (t * at - whole - at)).mean())
+
+        return gap
+
+    part = np.arange(delta.size)
+    if delta.size > _SOUGHT_ON:
+        part = np.random.default_rng(0).choice(delta.size, _SOUGHT_ON, replace=False)
     best = (math.inf, 0.0)
     for others in (1, 2, 4, 8, 32, 128):
-
-        def gap(log_t: float, others: int = others) -> float:
-            t = math.exp(log_t)
-            whole = np.logaddexp(t * logs, (1 - t) * math.log(others) + t * rest)
-            return float(np.abs(delta - (t * logs - whole - logs)).mean())
-
-        log_t = minimise(gap, -WIDEST, WIDEST)
-        best = min(best, (gap(log_t) / here, log_t))
+        log_t = minimise(gaps(delta[part], logs[part], others), -WIDEST, WIDEST)
+        best = min(best, (gaps(delta, logs, others)(log_t) / here, log_t))
     return best
 
 

@@ -323,13 +323,20 @@ def length_scaling(deltas: ArrayLike, lengths: ArrayLike, groups: int = 6) -> fl
     if len(found) < 8 or shortest < 4:
         raise NotMeasurable(f"{len(found)} sequences of at least {shortest} tokens: needs 8 of 4")
     prefixes = [2**j for j in range(shortest.bit_length())][-groups:]
-    sums = np.array([[math.fsum(d[:n]) for n in prefixes] for d in found])
+    sums = np.array([[rounded_sum(d[:n]) for n in prefixes] for d in found])
     spread = np.sqrt(np.mean(sums * sums, axis=0))
     if not (spread > 0).all():
         raise NotMeasurable("sequences without drift have no scaling")
-    x, y = np.log(np.array(prefixes, dtype=np.float64)), np.log(spread)
+    return slope_of_spreads(spread * spread, groups)
+
+
+def slope_of_spreads(squares: Array, groups: int = 6) -> float:
+    """Return the slope of ln of the spread on ln of the length, from the mean squares of prefixes
+    of 1, 2, 4 and so on tokens; the last `groups` count."""
+    last = squares[-groups:]
+    x = np.log(2.0) * np.arange(last.size)
     x = x - x.mean()
-    return float(x @ y / (x @ x))
+    return float(x @ np.log(last) / 2 / (x @ x))
 
 
 def intraclass_correlation(values: ArrayLike, lengths: ArrayLike) -> float:
@@ -344,10 +351,10 @@ def intraclass_correlation(values: ArrayLike, lengths: ArrayLike) -> float:
     n, count = float(sizes.sum()), len(groups)
     if count < 2 or n <= count:
         raise NotMeasurable(f"{count} sequences of {int(n)} tokens have no correlation within")
-    means = np.array([math.fsum(g) / g.size for g in groups])
+    means = np.array([rounded_sum(g) / g.size for g in groups])
     grand = math.fsum(sizes * means) / n
     between = math.fsum(sizes * (means - grand) ** 2) / (count - 1)
-    within = math.fsum(math.fsum((g - m) ** 2) for g, m in zip(groups, means, strict=True)) / (
+    within = math.fsum(rounded_sum((g - m) ** 2) for g, m in zip(groups, means, strict=True)) / (
         n - count
     )
     typical = (n - math.fsum(sizes * sizes) / n) / (count - 1)

@@ -107,18 +107,18 @@ def ess_fraction(log_weights: ArrayLike) -> float:
     """
     values = column(log_weights, "ln w")
     weights = np.exp(values - values.max())
-    return math.fsum(weights) ** 2 / (values.size * math.fsum(weights * weights))
+    return rounded_sum(weights) ** 2 / (values.size * rounded_sum(weights * weights))
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
     """Return the correlation of two columns; raises NotMeasurable where one of them is constant."""
     a, b = columns(2, x=x, y=y)
     a, b = (np.ldexp(v, -math.frexp(float(np.abs(v).max()))[1]) for v in (a, b))  # no square is inf
-    a, b = a - math.fsum(a) / a.size, b - math.fsum(b) / b.size
-    spread = math.sqrt(math.fsum(a * a)) * math.sqrt(math.fsum(b * b))
+    a, b = a - rounded_sum(a) / a.size, b - rounded_sum(b) / b.size
+    spread = math.sqrt(rounded_sum(a * a)) * math.sqrt(rounded_sum(b * b))
     if not spread > 0:
         raise NotMeasurable("a column without spread has no correlation")
-    return max(-1.0, min(1.0, math.fsum(a * b) / spread))
+    return max(-1.0, min(1.0, rounded_sum(a * b) / spread))
 
 
 def pearson_probabilities(train_log: ArrayLike, infer_log: ArrayLike) -> float:
@@ -127,16 +127,25 @@ def pearson_probabilities(train_log: ArrayLike, infer_log: ArrayLike) -> float:
     return pearson(np.exp(a), np.exp(b))
 
 
-def pareto_k(delta: ArrayLike) -> float:
+def tail_length(n: int) -> int:
+    """Return how many of the largest of n ratios form the tail: ceil(min(n/5, 3 sqrt n))."""
+    return math.ceil(min(n / 5, 3 * math.sqrt(n)))
+
+
+def pareto_k(delta: ArrayLike, n: int | None = None) -> float:
     """Return the shape of the generalised Pareto law that fits the largest ratios w.
 
     The estimator of Zhang and Stephens (2009) with the prior of Vehtari et al. (2024): the
     diagnostic of Pareto-smoothed importance sampling. Above 0.7 means of w are not reliable. Equal
-    ratios have no tail and give -inf. The tail is the ceil(min(n/5, 3 sqrt n)) largest. Raises
-    NotMeasurable below 26 tokens.
+    ratios have no tail and give -inf. `n` says how many tokens there are where `delta` holds the
+    largest of them alone, more than their tail. Raises NotMeasurable below 26 tokens.
     """
-    values = np.sort(column(delta, "ln w", fewest=_FEWEST_TAIL + 1))
-    count = math.ceil(min(values.size / 5, 3 * math.sqrt(values.size)))
+    size = len(np.atleast_1d(delta)) if n is None else n
+    fewest = _FEWEST_TAIL + 1 if n is None else min(tail_length(n), _FEWEST_TAIL) + 1
+    values = np.sort(column(delta, "ln w", fewest=fewest))
+    if size <= _FEWEST_TAIL:
+        raise NotMeasurable(f"ln w: {size} values, needs at least {_FEWEST_TAIL + 1}")
+    count = tail_length(size)
     weights = np.exp(values - values[-1])
     excess = weights[-count:] - weights[-count - 1]
     if not excess[-1] > 0:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,8 @@ _MOST_RESAMPLES = 199_999
 _MOST_DRAWS = 2**32
 """Draws of requests that a limit at a small error may cost; it is not given where it costs more."""
 _BLOCK = 2**22
+_REDRAWN = 299
+"""Resamples of a number that no linearisation gives, at least."""
 
 Range = tuple[float | None, float | None]
 
@@ -103,6 +107,146 @@ def clustered_ratio(
         exact,
         weight,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Smooth:
+    """A smooth function of sums of requests: `rows` [n, S] are their sums, `value` the number on a
+    scale of nearly equal spread, of totals [..., S], real or complex, and `back` the number itself.
+
+    `beyond` gives the row of one more request from the worst row; None where nothing bounds it.
+    """
+
+    rows: Array
+    value: Callable[[NDArray[Any]], NDArray[Any]]
+    back: Callable[[float], float]
+    beyond: Callable[[Array], Array | None] = lambda worst: worst
+
+
+def clustered_function(
+    value: float,
+    smooth: Smooth,
+    *,
+    seed: int,
+    confidence: Confidence | None,
+    bounds: Range = (None, None),
+) -> Estimate:
+    """Return a smooth function of sums of requests with limits by the studentised bootstrap.
+
+    `value` is the function of all requests. The standard error, of the requests and of each
+    resample, is that of the delta method (linearisation). A function whose requests do not differ
+    has no limits, and neither have fewer than 20 requests; requests too skewed for their number
+    are treated as in `clustered_ratio`, with the row of `beyond` for the worst counted twice.
+    """
+    n = len(smooth.rows)
+    bare = Estimate(value, None, None, n, "cluster-bootstrap-t")
+    if n < FEWEST_CLUSTERS or confidence is None or confidence.anytime:
+        return bare
+    count = resamples_needed(confidence, RESAMPLES)
+    if count is None or (count > RESAMPLES and count * n > _MOST_DRAWS):
+        return bare
+    limits = _smooth_limits(smooth, smooth.rows, confidence, seed, count)
+    if limits is None:
+        return bare
+    low, high = limits
+    slope = _gradient(smooth.value, smooth.rows.sum(axis=0)[None])[0]
+    influence = (smooth.rows - smooth.rows.mean(axis=0)) @ slope
+    scaled = influence / np.abs(influence).max()
+    skew = float((scaled**3).mean() / (scaled**2).mean() ** 1.5)
+    if n <= _COCHRAN * skew**2:
+        worst = smooth.beyond(smooth.rows[scaled.argmax() if skew > 0 else scaled.argmin()])
+        wider = None
+        if worst is not None:
+            again = np.vstack([smooth.rows, worst])
+            wider = _smooth_limits(smooth, again, confidence, seed, count)
+        far = (-math.inf, math.inf) if wider is None else wider
+        low, high = (low, max(high, far[1])) if skew > 0 else (min(low, far[0]), high)
+    return replace(
+        bare,
+        low=_clip(smooth.back(low), bounds) if math.isfinite(low) else None,
+        high=_clip(smooth.back(high), bounds) if math.isfinite(high) else None,
+    )
+
+
+def _smooth_limits(
+    smooth: Smooth, rows: Array, confidence: Confidence, seed: int, count: int
+) -> tuple[float, float] | None:
+    """Return limits on the scale of a smooth function; None where a resample has no value."""
+    n = len(rows)
+    apart = rows - rows.mean(axis=0)
+    products = (apart[:, :, None] * apart[:, None, :]).reshape(n, -1)
+
+    def at(counts: Array) -> tuple[Array, Array]:
+        totals, gaps = counts @ rows, counts @ apart
+        spread = (counts @ products).reshape(len(counts), rows.shape[1], rows.shape[1])
+        spread = (spread - gaps[:, :, None] * gaps[:, None, :] / n) * n / (n - 1)
+        slope = _gradient(smooth.value, totals)
+        squares = np.einsum("bi,bij,bj->b", slope, spread, slope)
+        return smooth.value(totals), np.sqrt(np.maximum(squares, 0.0))
+
+    with np.errstate(all="ignore"):
+        (center,), (error,) = at(np.ones((1, n)))
+        if not (math.isfinite(center) and math.isfinite(error) and error > 0):
+            return None
+        parts = []
+        for counts in multiplicities(n, seed, count):
+            values, errors = at(counts)
+            t = (values - center) / errors
+            parts.append(np.where(errors > 0, t, np.copysign(np.inf, values - center)))
+        t = np.concatenate(parts)
+    if np.count_nonzero(np.isnan(t)) > 0.01 * count:
+        return None
+    t = t[~np.isnan(t)]
+    return (
+        float(center - np.quantile(t, confidence.share, method="higher") * error),
+        float(center - np.quantile(t, float(confidence.error), method="lower") * error),
+    )
+
+
+def _gradient(value: Callable[[NDArray[Any]], NDArray[Any]], totals: Array) -> Array:
+    """Return the derivatives [B, S] of a function of totals [B, S], by complex steps."""
+    width = totals.shape[1]
+    steps = 1e-30 * np.maximum(np.abs(totals), 1e-30)
+    moved = totals[:, None, :] + 1j * steps[:, :, None] * np.eye(width)
+    found: Array = value(moved).imag / steps
+    return found
+
+
+def clustered_redrawn(
+    value: float,
+    of: Callable[[Array], Array],
+    n: int,
+    *,
+    seed: int,
+    confidence: Confidence | None,
+) -> Estimate:
+    """Return a function of the multiplicities of n requests with the limits of
+    `clustered_statistic`: `of` gives the values of resamples [B] from how often each draws each
+    request [B, n], NaN where there is none."""
+    bare = Estimate(value, None, None, n, "cluster-bootstrap")
+    if n < FEWEST_CLUSTERS or confidence is None or confidence.anytime:
+        return bare
+    wanted = resamples_needed(confidence.divided(2), _REDRAWN)
+    if wanted is None or wanted > 20 * _REDRAWN:
+        return bare
+    draws = np.concatenate([of(counts) for counts in multiplicities(n, seed, wanted)])
+    draws = draws[~np.isnan(draws)]
+    if draws.size < 0.99 * wanted:
+        return bare
+    low, high = resampled_limits(value, draws, confidence)
+    return replace(
+        bare,
+        low=low if math.isfinite(low) else None,
+        high=high if math.isfinite(high) else None,
+    )
+
+
+def multiplicities(n: int, seed: int, count: int) -> Iterator[Array]:
+    """Yield how often `count` resamples draw each of n requests, in blocks [at most count, n]."""
+    for drawn in resamples(n, seed, count):
+        rows = np.arange(len(drawn))[:, None] * n
+        found = np.bincount((drawn + rows).ravel(), minlength=drawn.size)
+        yield found.reshape(drawn.shape).astype(np.float64)
 
 
 def clustered_statistic(

@@ -137,7 +137,7 @@ class FileRows:
 def _no_number(value: Any) -> tuple[str, str] | None:
     """Return the place, such as "3, 0", and the word of the first item of nested lists that would
     become a number without being one: null, or a truth value."""
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or set(map(type, value)) <= {int, float}:
         return None
     for i, item in enumerate(value):
         if item is None or isinstance(item, bool):

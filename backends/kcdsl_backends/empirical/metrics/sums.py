@@ -1,0 +1,254 @@
+"""Numbers of a slice that are functions of sums over its requests.
+
+The requests of a slice are resampled whole, so what a resample gives of such a number follows from
+a few sums of each request: nothing of the tokens is read again. The sums are formed around the
+values of no drift, so that a small drift is no difference of large numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_backends.empirical.metrics.recorded import slope_of_spreads
+from kcdsl_backends.empirical.metrics.sampled import pareto_k, tail_length
+from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
+
+Requests = Sequence[Sequence[Array]]
+"""The arrays of each request, in the order of the inputs of a metric."""
+Counts = NDArray[np.float64]
+"""How often each resample draws each request [B, n]."""
+_LARGE = 300.0
+"""The square of e^x for x beyond this is soon no float64."""
+_FAR = 700.0
+_SHOWN, _HEAVY = 100, 0.45
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A smooth function of sums over requests.
+
+    `of` gives the sums [n, S] of the requests; it raises NotMeasurable where they would overflow.
+    `value` is the number on a scale of nearly equal spread, of totals [..., S], real or complex;
+    `back` gives the number itself. `beyond` gives the sums of one more request, from those of the
+    worst that was seen: what is rare and large was hardly all seen. It raises NotMeasurable where
+    nothing bounds what was not seen; None stands for the worst request itself.
+    """
+
+    of: Callable[[Requests], Array]
+    value: Callable[[NDArray[Any]], NDArray[Any]]
+    back: Callable[[float], float]
+    beyond: Callable[[Requests, Array], Array] | None = None
+
+
+Redrawn = Callable[[Requests], Callable[[Counts], Array]]
+"""From requests to the function that gives the number of each resample, NaN where it has none."""
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def _weights(requests: Requests) -> Array:
+    """Return n, the sum of w - 1, and the sum of (w - 1)^2."""
+    rows = []
+    for (delta,) in requests:
+        if float(delta.max()) > _LARGE:
+            raise NotMeasurable("ratios beyond e^300 have no sums of squares")
+        excess = np.expm1(delta)
+        rows.append((delta.size, excess.sum(), excess @ excess))
+    return np.array(rows, dtype=np.float64)
+
+
+def _logit_ess(totals: NDArray[Any]) -> NDArray[Any]:
+    """Return ln(e / (1 - e)) = ln((n + U)^2 / (n V - U^2)) of e = (sum w)^2 / (n sum w^2)."""
+    n, u, v = (totals[..., i] for i in range(3))
+    found: NDArray[Any] = 2 * np.log(n + u) - np.log(n * v - u * u)
+    return found
+
+
+def _logistic(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit > -_FAR else 0.0
+
+
+def _beyond_ratios(requests: Requests, worst: Array) -> Array:
+    """Add to a request what a Pareto law of the fitted shape k has beyond the largest ratio: its
+    expected square is 1 / (1 - 2 k) times that of the largest.
+
+    Raises NotMeasurable from k = 1/2 on, where no square has a mean; a tail of fewer than 100
+    ratios does not show that, and counts as 0.45.
+    """
+    every = np.concatenate([delta for (delta,) in requests])
+    shape = pareto_k(every)
+    if shape >= 0.5 and tail_length(every.size) >= _SHOWN:
+        raise NotMeasurable("the squares of ratios may have no mean")
+    shape = min(shape, _HEAVY)
+    largest = math.expm1(float(every.max()))
+    found = worst.copy()
+    found[2] += largest * largest / (1 - 2 * max(shape, 0.0))
+    return found
+
+
+# --- correlations --------------------------------------------------------------------------------
+
+
+def _pairs(requests: Requests) -> Array:
+    return _centred([(infer, train - infer) for train, infer in requests])
+
+
+def _probabilities(requests: Requests) -> Array:
+    """Return the sums of q and of p - q = q (e^(ln p - ln q) - 1)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        pairs = [(np.exp(q), np.exp(q) * np.expm1(p - q)) for p, q in requests]
+    if not all(bool(np.isfinite(gap).all()) for _, gap in pairs):
+        raise NotMeasurable("ratios beyond float64 have no sums")
+    return _centred(pairs)
+
+
+def _centred(pairs: Sequence[tuple[Array, Array]]) -> Array:
+    """Return n and the sums of x, d, x^2, x d, d^2 with x and d from their means and scaled."""
+    size = sum(x.size for x, _ in pairs)
+    middle = sum(float(x.sum()) for x, _ in pairs) / size
+    shift = sum(float(d.sum()) for _, d in pairs) / size
+    scale = max(float(np.abs(x - middle).max()) for x, _ in pairs) or 1.0
+    rows = []
+    for x, d in pairs:
+        a, b = (x - middle) / scale, (d - shift) / scale
+        rows.append((a.size, a.sum(), b.sum(), a @ a, a @ b, b @ b))
+    return np.array(rows, dtype=np.float64)
+
+
+def _fisher(totals: NDArray[Any]) -> NDArray[Any]:
+    """Return artanh of the correlation of x and x + d; 1 - r^2 = (Vx Vd - C^2) / (Vx Vy)."""
+    n, x, d, xx, xd, dd = (totals[..., i] for i in range(6))
+    var, cross, gap = xx - x * x / n, xd - x * d / n, dd - d * d / n
+    other = var + 2 * cross + gap
+    r = (var + cross) / np.sqrt(var * other)
+    found: NDArray[Any] = np.log1p(r) - np.log((var * gap - cross * cross) / (var * other)) / 2
+    return found
+
+
+# --- sequences -----------------------------------------------------------------------------------
+
+
+def _within(requests: Requests) -> Array:
+    """Return of the sequences of each request: tokens, sequences, and the sums of s, s^2/m, of the
+    squares of tokens and of m^2; s is the sum of a sequence of m tokens from the mean of all."""
+    middle = sum(float(d.sum()) for d, _ in requests) / sum(d.size for d, _ in requests)
+    rows = []
+    for delta, lengths in requests:
+        values, sizes = delta - middle, np.asarray(lengths)
+        sums = np.add.reduceat(values, np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(int))
+        rows.append(
+            (values.size, sizes.size, sums.sum(), (sums * sums / sizes).sum(), values @ values,
+             (sizes * sizes).sum())
+        )  # fmt: skip
+    return np.array(rows, dtype=np.float64)
+
+
+def _icc(totals: NDArray[Any]) -> NDArray[Any]:
+    n, count, s, q, squares, sizes = (totals[..., i] for i in range(6))
+    between = (q - s * s / n) / (count - 1)
+    within = (squares - q) / (n - count)
+    typical = (n - sizes / n) / (count - 1)
+    found: NDArray[Any] = (between - within) / (between + (typical - 1) * within)
+    return found
+
+
+SUMS: Mapping[str, Sums] = {
+    "ess_frac": Sums(_weights, _logit_ess, _logistic, _beyond_ratios),
+    "ess_seq": Sums(_weights, _logit_ess, _logistic, _beyond_ratios),
+    "pearson_p": Sums(_probabilities, _fisher, math.tanh),
+    "pearson_logp": Sums(_pairs, _fisher, math.tanh),
+    "icc": Sums(_within, _icc, lambda x: x),
+}
+"""Smooth functions of sums, by metric."""
+
+
+# --- numbers that are not smooth -----------------------------------------------------------------
+
+
+def _tails(requests: Requests) -> Callable[[Counts], Array]:
+    """Return the Pareto shape of resamples from the largest ratios of all requests."""
+    sizes = np.array([delta.size for (delta,) in requests], dtype=np.float64)
+    every = np.concatenate([delta for (delta,) in requests])
+    owner = np.repeat(np.arange(sizes.size), sizes.astype(int))
+    order = np.argsort(-every, kind="stable")
+
+    def of(counts: Counts) -> Array:
+        found = np.full(len(counts), math.nan)
+        for row, drawn in enumerate(counts):
+            total = int(drawn @ sizes)
+            wanted = tail_length(total) + 1
+            reach = 2 * wanted
+            while True:
+                first = order[:reach]
+                copies = drawn[owner[first]].astype(int)
+                if copies.sum() >= wanted or reach >= order.size:
+                    break
+                reach *= 2
+            try:
+                found[row] = pareto_k(np.repeat(every[first], copies), total)
+            except NotMeasurable:
+                continue
+        return found
+
+    return of
+
+
+def _scaling(requests: Requests) -> Callable[[Counts], Array]:
+    """Return the slope of resamples from sums of squares of prefixes; what is shortest among those
+    drawn limits the prefixes."""
+    shortest = np.array([float(np.min(lengths)) for _, lengths in requests])
+    counted = np.array([len(lengths) for _, lengths in requests], dtype=np.float64)
+    longest = int(shortest.max()).bit_length()
+    squares = np.full((len(requests), longest), math.nan)
+    for row, (delta, lengths) in enumerate(requests):
+        running = np.concatenate([[0.0], np.cumsum(delta)])
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(int)
+        for j in range(int(shortest[row]).bit_length()):
+            sums = running[starts + 2**j] - running[starts]
+            squares[row, j] = sums @ sums
+
+    def of(counts: Counts) -> Array:
+        found = np.full(len(counts), math.nan)
+        for row, drawn in enumerate(counts):
+            there = drawn > 0
+            levels = int(shortest[there].min()).bit_length()
+            sequences = float(drawn @ counted)
+            means = drawn[there] @ squares[there, :levels] / sequences
+            if sequences >= 8 and shortest[there].min() >= 4 and bool((means > 0).all()):
+                found[row] = slope_of_spreads(means)
+        return found
+
+    return of
+
+
+def _least(requests: Requests) -> Callable[[Counts], Array]:
+    """Return the mean share of the layer that agrees least, from sums by layer."""
+    layers = {float(count) for _, counts in requests for count in counts}
+    if len(layers) != 1:
+        raise NotMeasurable("rollouts have routes of different numbers of layers")
+    (width,) = (int(count) for count in layers)
+    rows = [shares.reshape(-1, width) for shares, _ in requests]
+    sums = np.array([row.sum(axis=0) for row in rows])
+    sizes = np.array([len(row) for row in rows], dtype=np.float64)
+    return lambda counts: np.asarray((counts @ sums / (counts @ sizes)[:, None]).min(axis=1))
+
+
+REDRAWN: Mapping[str, Redrawn] = {
+    "tail_index": _tails,
+    "length_scaling": _scaling,
+    "router_agreement": _least,
+}
+"""Functions of a few numbers of each request that are not smooth, by metric."""
+
+SHARES: Mapping[str, Callable[[Array], Array]] = {
+    "tail_mass_seq": lambda sums: (np.abs(sums) > math.log(2)).astype(np.float64),
+    "tokens_any_flip": lambda rerouted: rerouted,
+}
+"""Shares: means of indicators, by metric."""
