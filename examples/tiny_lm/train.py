@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from kcdsl.model.architectures.llama import Llama, build
+from kcdsl.model.architectures.llama import build
 from kcdsl.model.attention import ScaledDotProduct, use_attention
 from kcdsl.model.configuration import read_config
+from kcdsl.model.decoder.program import Decoder
 
 HERE = Path(__file__).parent
 WINDOW = 160
@@ -35,7 +36,7 @@ def read_bytes(path: Path) -> Tensor:
     return torch.tensor(list(path.read_bytes()), dtype=torch.long)
 
 
-def initialise(model: Llama) -> None:
+def initialise(model: Decoder) -> None:
     """Draw all matrices from a normal distribution, smaller where they feed a residual."""
     depth = len(model.model.layers)
     for name, parameter in model.named_parameters():
@@ -52,7 +53,7 @@ def rate(step: int, steps: int) -> float:
     return PEAK_RATE * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def batch_loss(model: Llama, data: Tensor, starts: Tensor) -> Tensor:
+def batch_loss(model: Decoder, data: Tensor, starts: Tensor) -> Tensor:
     """Return the mean loss of predicting the next byte in the windows at `starts`."""
     windows = torch.stack([data[s : s + WINDOW + 1] for s in starts.tolist()])
     logits = model(windows[:, :-1])
@@ -60,13 +61,13 @@ def batch_loss(model: Llama, data: Tensor, starts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(model: Llama, data: Tensor) -> float:
+def held_out_loss(model: Decoder, data: Tensor) -> float:
     """Return the mean loss over all whole windows of the held-out text."""
     starts = torch.arange(0, len(data) - WINDOW - 1, WINDOW)
     return float(batch_loss(model, data, starts))
 
 
-def train(steps: int) -> Llama:
+def train(steps: int) -> Decoder:
     """Return the trained model in evaluation mode."""
     torch.manual_seed(20)
     data, held_out = read_bytes(HERE / "corpus.txt"), read_bytes(HERE / "held_out.txt")

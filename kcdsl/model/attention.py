@@ -21,15 +21,26 @@ SDP_BACKENDS: dict[str, SDPBackend] = {
 
 
 class AttentionProgram(Protocol):
-    """Evaluates softmax(q·kᵀ·scale + mask)·v."""
+    """Evaluates softmax(form(q·kᵀ·scale) + mask)·v."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        keys: Tensor | None,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Return [..., H, T, d] for q, k, v of that shape.
 
         `keys` is a boolean mask [..., T], True where a key may be attended to; None means all.
-        Every row may attend to itself, so that rows of padding stay finite.
+        Every row may attend to itself, so that rows of padding stay finite. `window` is how many
+        positions a row sees, its own and those before it; None means all. With `cap`, form(s) is
+        cap * tanh(s / cap), else s.
         """
         ...
 
@@ -39,11 +50,22 @@ class Composed:
     """Three separate operations: matmul, softmax, matmul."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        keys: Tensor | None,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Return the context; see `AttentionProgram`."""
         scores = (q @ k.transpose(-2, -1)) * scale
-        mask = attention_mask(q.shape[-2], causal, keys, q.device)
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
+        mask = attention_mask(q.shape[-2], causal, keys, q.device, window)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         return torch.softmax(scores, dim=-1) @ v
@@ -59,14 +81,28 @@ class ScaledDotProduct:
     backend: str | None = None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        keys: Tensor | None,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Return the context; see `AttentionProgram`."""
-        mask = attention_mask(q.shape[-2], causal, keys, q.device) if keys is not None else None
+        if cap is not None:
+            raise ValueError("scaled_dot_product_attention does not cap scores")
+        near = window is not None and window < q.shape[-2]
+        mask = None
+        if keys is not None or near:
+            mask = attention_mask(q.shape[-2], causal, keys, q.device, window)
         lead = q.shape[:-3]
         q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
         if mask is not None:
-            mask = mask.reshape(-1, *mask.shape[-3:])
+            mask = mask.reshape(-1, *mask.shape[-3:]) if mask.dim() > 2 else mask
         chosen = sdpa_kernel([SDP_BACKENDS[self.backend]]) if self.backend else nullcontext()
         with chosen:
             context = F.scaled_dot_product_attention(
@@ -101,13 +137,22 @@ def composed_attention(
 
 
 def attention_mask(
-    length: int, causal: bool, keys: Tensor | None, device: torch.device
+    length: int,
+    causal: bool,
+    keys: Tensor | None,
+    device: torch.device,
+    window: int | None = None,
 ) -> Tensor | None:
-    """Return the boolean mask, [T, T] or [..., 1, T, T], True = takes part; None where all do."""
+    """Return the boolean mask, [T, T] or [..., 1, T, T], True = takes part; None where all do.
+
+    With a `window`, which a causal mask may have, a row sees that many positions up to its own.
+    """
     if not causal and keys is None:
         return None
     full = torch.ones(length, length, dtype=torch.bool, device=device)
     mask = full.tril() if causal else full
+    if window is not None and window < length:
+        mask = mask.triu(1 - window)
     if keys is None:
         return mask
     itself = torch.eye(length, dtype=torch.bool, device=device)

@@ -46,13 +46,16 @@ class Fields:
         if not holds:
             raise self._refusal(message)
 
-    def count(self, name: str, default: int | None = None, most: int = LARGEST_COUNT) -> int:
-        """Return a positive integer up to `most`; a missing or null field takes the default."""
+    def count(
+        self, name: str, default: int | None = None, most: int = LARGEST_COUNT, least: int = 1
+    ) -> int:
+        """Return an integer from `least` to `most`; a missing or null field takes the default."""
         value = self._raw.get(name)
         value = default if value is None else value
         self.check(value is not None, f"the field {name!r} is missing")
-        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        self.check(good, f"{name!r} must be a positive integer, not {value!r}")
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
+        self.check(good, f"{name!r} must be {wanted}, not {value!r}")
         assert isinstance(value, int)
         self.check(value <= most, f"{name!r} is greater than {most}")
         return value
@@ -66,6 +69,10 @@ class Fields:
             f"{name!r} must be a positive number, not {value!r}",
         )
         return float(value)
+
+    def optional(self, name: str, default: float | None = None) -> float | None:
+        """Return a finite positive number; a missing or null field takes the default."""
+        return default if self._raw.get(name) is None else self.number(name, 0.0)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean."""
@@ -169,8 +176,20 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
+        *("beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (
+        *("short_factor", "long_factor", "factor", "original_max_position_embeddings"),
+        "attention_factor",
+    ),
 }
-"""The positive numbers that each form of RoPE scaling needs, and beside which it knows none."""
+"""The fields that each form of RoPE scaling has, beside those of all forms."""
+ROPE_BY_LAYER = ("full_attention", "sliding_attention")
+"""Kinds of layers by which a family may state its RoPE parameters."""
+_OLD_NAMES = {"su": "longrope"}
+"""Earlier names of forms of RoPE scaling."""
 _ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _ONE_STACK: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
@@ -217,7 +236,7 @@ def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:
                 f"{key!r} is no key that the architecture implements for {name}, and it may change "
                 "what the model computes",
             )
-    _check_rope(architecture, raw)
+    _check_rope(architecture, raw, family.rope)
     return family
 
 
@@ -229,28 +248,44 @@ def _one_of(architecture: str, key: str, value: Any, allowed: tuple[Any, ...]) -
         raise _refusal(architecture, f"{key!r} is {value!r}; implemented: {shown}")
 
 
-def _check_rope(architecture: str, raw: Mapping[str, Any]) -> None:
-    """Refuse forms of RoPE, and fields of them, that the tables do not honour."""
-    tables = [raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
-    for table in tables:
+def _check_rope(architecture: str, raw: Mapping[str, Any], forms: tuple[str, ...]) -> None:
+    """Refuse forms of RoPE, and fields of them, that the tables of a family do not honour."""
+    named = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
+    for table in named.values():
         if not isinstance(table, Mapping):
             raise _refusal(architecture, f"the RoPE parameters are no object: {table!r}")
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in ROPE_FIELDS:
-            shown = ", ".join(ROPE_FIELDS)
-            raise _refusal(architecture, f"RoPE scaling {kind!r} is not implemented, only {shown}")
-        if table.get("type", kind) != kind:
-            raise _refusal(architecture, f"RoPE is of type {table['type']!r} and of {kind!r}")
-        for key, value in table.items():
-            if key == "partial_rotary_factor":
-                _one_of(architecture, key, value, (1, None))
-            elif key not in _ROPE_COMMON and key not in ROPE_FIELDS[str(kind)]:
-                raise _refusal(architecture, f"{key!r} is no field of RoPE scaling {kind!r}")
-    if len(tables) == 2 and dict(tables[0]) != dict(tables[1]):
+    if len(named) == 2 and dict(named["rope_parameters"]) != dict(named["rope_scaling"]):
         raise _refusal(architecture, "'rope_parameters' and 'rope_scaling' differ")
-    thetas = [source["rope_theta"] for source in (raw, *tables) if "rope_theta" in source]
+    by_layer = named.get("rope_parameters", {})
+    if "by layer" in forms and set(by_layer) <= set(ROPE_BY_LAYER) and by_layer:
+        if "rope_theta" in raw:
+            raise _refusal(architecture, "'rope_theta' is stated twice, by layer and for all")
+        for table in by_layer.values():
+            if not isinstance(table, Mapping):
+                raise _refusal(architecture, f"the RoPE parameters are no object: {table!r}")
+            _check_form(architecture, table, forms)
+        return
+    for table in named.values():
+        _check_form(architecture, table, forms)
+    thetas = [t["rope_theta"] for t in (raw, *named.values()) if "rope_theta" in t]
     if any(theta != thetas[0] for theta in thetas):
         raise _refusal(architecture, "'rope_theta' is stated twice, with two values")
+
+
+def _check_form(architecture: str, table: Mapping[str, Any], forms: tuple[str, ...]) -> None:
+    """Refuse one object of RoPE parameters whose form or fields a family does not honour."""
+    stated = [table[name] for name in ("rope_type", "type") if name in table] or ["default"]
+    kind, *same = (_OLD_NAMES.get(str(name), name) for name in stated)
+    if kind not in forms or kind not in ROPE_FIELDS:
+        shown = ", ".join(form for form in forms if form in ROPE_FIELDS)
+        raise _refusal(architecture, f"RoPE scaling {kind!r} is not implemented, only {shown}")
+    if any(other != kind for other in same):
+        raise _refusal(architecture, f"RoPE is of type {stated[1]!r} and of {stated[0]!r}")
+    for key, value in table.items():
+        if key == "partial_rotary_factor":
+            _one_of(architecture, key, value, (1, None))
+        elif key not in _ROPE_COMMON and key not in ROPE_FIELDS[str(kind)]:
+            raise _refusal(architecture, f"{key!r} is no field of RoPE scaling {kind!r}")
 
 
 def _refusal(architecture: str, message: str) -> Refusal:

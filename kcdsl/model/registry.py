@@ -5,6 +5,7 @@ a checkpoint key has in what is built. It declares, as literals:
 
 - `READ`: the keys of config.json that the forward passes of all its families read and check;
 - `FAMILIES`: by `model_type` of Hugging Face transformers, what `ModelFamily` says;
+- `DECODER` (default False): it is a form of `kcdsl.model.decoder`, whose keys it reads as well;
 - `ENCODER_ONLY` (default False): it ends in hidden states instead of logits;
 - `FOREIGN` (default False): its program is not one of `kcdsl.model`. Instead of `canonical_key` it
   defines `load_weights(module, checkpoint)`, which returns a module and the key of each parameter.
@@ -24,7 +25,14 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _FOLDER = Path(__file__).with_name("architectures")
-_LITERALS = frozenset({"READ", "FAMILIES", "ENCODER_ONLY", "FOREIGN"})
+_LITERALS = frozenset({"READ", "FAMILIES", "DECODER", "ENCODER_ONLY", "FOREIGN"})
+_DECODER = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rope_theta"),
+    *("rope_scaling", "rope_parameters", "tie_word_embeddings"),
+)
+"""The keys that every form of the decoder reads."""
+_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,8 @@ class ModelFamily:
 
     `read` are the keys that the forward pass reads and checks itself, `only` the values of keys
     that it implements with nothing else, `inert` keys that change no result, `needed` the keys
-    whose default differs between families.
+    whose default differs between families, `rope` the forms of RoPE scaling; "by layer" among them
+    says that each kind of layer may have its own.
     """
 
     classes: tuple[str, ...]
@@ -41,6 +50,7 @@ class ModelFamily:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
+    rope: tuple[str, ...] = _ROPE
 
 
 class Architecture(NamedTuple):
@@ -68,7 +78,7 @@ def declared(name: str) -> Architecture:
         match node:
             case ast.Assign(targets=[ast.Name(id=literal)]) if literal in _LITERALS:
                 found[literal] = ast.literal_eval(node.value)
-    read = found.get("READ", ())
+    read = (*found.get("READ", ()), *(_DECODER if found.get("DECODER", False) else ()))
     families = {
         kind: ModelFamily(
             tuple(said["classes"]),
@@ -76,6 +86,7 @@ def declared(name: str) -> Architecture:
             said.get("only", {}),
             frozenset(said.get("inert", ())),
             frozenset(said.get("needed", ())),
+            tuple(said.get("rope", _ROPE)),
         )
         for kind, said in found.get("FAMILIES", {}).items()
     }

@@ -93,9 +93,19 @@ class Masked:
     sees: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        keys: Tensor | None,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Return the context; see `AttentionProgram`."""
+        assert window is cap is None
         length = q.shape[-2]
         row, column = torch.arange(length)[:, None], torch.arange(length)[None]
         mask = self.sees(row, column) | (row == column)

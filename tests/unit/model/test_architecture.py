@@ -29,8 +29,8 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.architectures import llama
 from kcdsl.model.architectures.bert import sentence_embedding
-from kcdsl.model.architectures.llama import LlamaConfig
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
+from kcdsl.model.decoder.rotary import Rotary
 
 Array = NDArray[np.float64]
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -169,7 +169,9 @@ def test_llama_3_scaling_follows_the_published_rule() -> None:
         "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 1, "max_position_embeddings": 4, "rope_theta": 500000.0,
     }  # fmt: skip
-    rotary = llama.Rotary(LlamaConfig.read(raw | {"rope_scaling": scaling}))
+    (rotation,) = llama.read(raw | {"rope_scaling": scaling}).rotations
+    assert rotation is not None
+    rotary = Rotary(rotation, 64, 4)
     expected = []
     for i in range(32):
         step = 500000.0 ** (-2 * i / 64)
@@ -191,7 +193,7 @@ def test_llama_3_scaling_follows_the_published_rule() -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": "10000"}, "rope_theta"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
@@ -201,7 +203,7 @@ def test_a_configuration_that_would_not_be_honoured_is_refused(
     tiny_llama: Model, change: dict[str, Any], word: str
 ) -> None:
     with expect(MODEL_CONFIG, word):
-        LlamaConfig.read(dict(tiny_llama.config) | change)
+        llama.read(dict(tiny_llama.config) | change)
 
 
 # --- bert ----------------------------------------------------------------------------------------

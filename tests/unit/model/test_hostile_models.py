@@ -13,7 +13,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import MODEL_CONFIG, MODEL_FACTORY
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
-from kcdsl.model.architectures.llama import LlamaConfig
+from kcdsl.model.architectures import llama
 from kcdsl.model.configuration import read_config
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
@@ -40,7 +40,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings"
 )
 def test_a_number_that_no_model_has_is_refused(change: dict[str, Any], word: str) -> None:
     with pytest.raises(Refusal) as refusal:
-        LlamaConfig.read(CONFIG | change)
+        llama.read(CONFIG | change)
     (diagnostic,) = refusal.value.diagnostics
     assert diagnostic.code == MODEL_CONFIG
     assert word in diagnostic.message

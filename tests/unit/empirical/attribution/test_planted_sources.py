@@ -47,7 +47,7 @@ class Coarse:
     """Attention whose probabilities are rounded to a few bits."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: object
     ) -> Tensor:
         scores = (q @ k.transpose(-2, -1)) * scale
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()

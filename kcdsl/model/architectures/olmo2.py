@@ -1,0 +1,41 @@
+"""OLMo 2: norms after each sub-layer, and over all heads of queries and keys together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.model.configuration import Fields
+from kcdsl.model.decoder import (
+    DecoderConfig,
+    build_decoder,
+    canonical_key,
+    read_common,
+    rotation_of,
+)
+
+if TYPE_CHECKING:
+    from kcdsl.model.decoder.program import Decoder
+
+__all__ = ["build", "canonical_key", "read"]
+
+DECODER = True
+READ = ("hidden_act", "attention_bias")
+FAMILIES = {"olmo2": {"classes": ("Olmo2ForCausalLM", "Olmo2Model")}}
+
+
+def read(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    common = read_common("olmo2", raw, eps=1e-5)
+    f = Fields(raw, "olmo2")
+    f.require("hidden_act", ("silu", "swish"), default="silu")
+    bias = f.flag("attention_bias", False)
+    common["rotations"] = (rotation_of("olmo2", raw, common),) * common["layers"]
+    return DecoderConfig(
+        **common, qkv_bias=bias, output_bias=bias, norms="after", head_norm="width"
+    )
+
+
+def build(raw: Mapping[str, Any]) -> Decoder:
+    """Build the module of a configuration (Hugging Face field names)."""
+    return build_decoder(read(raw))

@@ -1,0 +1,43 @@
+"""The decoder: one program, of which the built-in architectures of the Llama kind are forms.
+
+`config` says which form, without torch; `rotary`, `parts` and `program` are its modules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kcdsl.model.decoder.config import (
+    LAYER_KINDS,
+    DecoderConfig,
+    Rotation,
+    canonical_key,
+    optional_windows,
+    read_common,
+    rotation_of,
+    scaled_rotation,
+    windows_of,
+)
+
+if TYPE_CHECKING:
+    from kcdsl.model.decoder.program import Decoder
+
+__all__ = [
+    "LAYER_KINDS",
+    "DecoderConfig",
+    "Rotation",
+    "build_decoder",
+    "canonical_key",
+    "optional_windows",
+    "read_common",
+    "rotation_of",
+    "scaled_rotation",
+    "windows_of",
+]
+
+
+def build_decoder(config: DecoderConfig) -> Decoder:
+    """Build the module of a form, its weights at their defaults; imports torch."""
+    from kcdsl.model.decoder.program import Decoder
+
+    return Decoder(config)

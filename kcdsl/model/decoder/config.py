@@ -1,0 +1,268 @@
+"""The configuration of a decoder: what the forward pass of any of its forms depends on.
+
+Needs no tensor library, so that a configuration can be read where nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kcdsl.model.configuration import LARGEST_DEPTH, Fields, family_of
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A rotary embedding: `kind` is a form of scaling, `scaling` its numbers by name.
+
+    `factors` are the divisors of the pairs that a form states one by one (longrope).
+    """
+
+    theta: float
+    kind: str = "default"
+    scaling: tuple[tuple[str, float], ...] = ()
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A form of the decoder.
+
+    `windows` and `rotations` have an entry for each layer; None is full attention, and a layer
+    without positions. `norms` says where the norms of a sub-layer are: before it, after it (before
+    the residual is added), or both. `offset_gain`: norms multiply with 1 + weight. `head_norm`:
+    queries and keys are normalised, each head by itself or all heads together. `fused`: one matrix
+    holds the query, key and value maps, and one the gate and up maps. `score_cap` and `logit_cap`
+    bound scores and logits by cap * tanh(x / cap).
+    """
+
+    vocabulary: int
+    width: int
+    inner_width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    eps: float
+    positions: int
+    tied: bool
+    windows: tuple[int | None, ...]
+    rotations: tuple[Rotation | None, ...]
+    score_scale: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norms: Literal["before", "after", "around"] = "before"
+    offset_gain: bool = False
+    head_norm: Literal["", "head", "width"] = ""
+    fused: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float | None = None
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    logit_divisor: float = 1.0
+
+
+def read_common(
+    architecture: str, raw: Mapping[str, Any], *, eps: float = 1e-6, tied: bool = False
+) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` that all forms read alike.
+
+    `eps` and `tied` are defaults of the family. Raises Refusal (KC455) for a configuration that no family of
+    the architecture may have, and for values that the decoder does not implement.
+    """
+    family_of(architecture, raw)
+    f = Fields(raw, architecture)
+    heads, width = f.count("num_attention_heads"), f.count("hidden_size")
+    layers = f.count("num_hidden_layers", most=LARGEST_DEPTH)
+    kv_heads = f.count("num_key_value_heads", heads)
+    head_width = f.count("head_dim", max(1, width // heads))
+    f.check(heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
+    f.check(head_width % 2 == 0, "head_dim must be even for RoPE")
+    f.check(
+        raw.get("head_dim") is not None or width % heads == 0,
+        "hidden_size is no multiple of num_attention_heads",
+    )
+    positions = f.count("max_position_embeddings", 2048)
+    return {
+        "vocabulary": f.count("vocab_size"),
+        "width": width,
+        "inner_width": f.count("intermediate_size"),
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_width": head_width,
+        "eps": f.number("rms_norm_eps", eps),
+        "positions": positions,
+        "tied": f.flag("tie_word_embeddings", tied),
+        "windows": (None,) * layers,
+        "rotations": (None,) * layers,
+        "score_scale": 1.0 / math.sqrt(head_width),
+    }
+
+
+# --- attention windows ----------------------------------------------------------------------------
+
+
+def windows_of(
+    architecture: str, raw: Mapping[str, Any], layers: int, otherwise: Sequence[str]
+) -> tuple[int | None, ...]:
+    """Return how many positions each layer sees: by `layer_types`, else by the kinds `otherwise`.
+
+    Refuse a list of another length, and a sliding layer without a window.
+    """
+    f = Fields(raw, architecture)
+    kinds = f.kinds("layer_types", LAYER_KINDS) or tuple(otherwise)
+    f.check(len(kinds) == layers, f"'layer_types' has {len(kinds)} entries for {layers} layers")
+    if "sliding_attention" not in kinds:
+        return (None,) * layers
+    f.check(raw.get("sliding_window") is not None, "the field 'sliding_window' is missing")
+    window = f.count("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def optional_windows(
+    architecture: str, raw: Mapping[str, Any], layers: int
+) -> tuple[int | None, ...]:
+    """Return the windows of a family with `use_sliding_window`: those of the layers from
+    `max_window_layers` on, unless `layer_types` says which.
+
+    Refuse sliding layers where no window is used.
+    """
+    f = Fields(raw, architecture)
+    used = f.flag("use_sliding_window", False) and raw.get("sliding_window") is not None
+    first = f.count("max_window_layers", 28, least=0)
+    usual = [LAYER_KINDS[used and i >= first] for i in range(layers)]
+    found = windows_of(architecture, raw, layers, usual)
+    f.check(
+        used or not any(found), "'layer_types' has sliding layers, and 'use_sliding_window' is off"
+    )
+    return found
+
+
+# --- rotary embeddings ----------------------------------------------------------------------------
+
+
+def rotation_of(
+    architecture: str,
+    raw: Mapping[str, Any],
+    config: Mapping[str, Any],
+    theta: float = 10000.0,
+) -> Rotation:
+    """Return the rotation of a configuration with one; `theta` is its default base.
+
+    `config` has the common fields. Refuse numbers that are missing or out of range.
+    """
+    f = Fields(raw, architecture)
+    table = f.mapping("rope_parameters") or f.mapping("rope_scaling")
+    return scaled_rotation(architecture, table, config, f.number("rope_theta", theta))
+
+
+def scaled_rotation(
+    architecture: str, table: Mapping[str, Any], config: Mapping[str, Any], theta: float
+) -> Rotation:
+    """Return the rotation of one object of RoPE parameters; `theta` is the base if it has none."""
+    kind = str(table.get("rope_type", table.get("type", "default")))
+    f = Fields(table, f"{architecture} RoPE")
+    base = f.number("rope_theta", theta)
+    f.check(base > 1, "'rope_theta' must be greater than 1")
+    match kind:
+        case "linear" | "llama3":
+            return Rotation(base, kind, _numbers(f, table, kind))
+        case "yarn":
+            return Rotation(base, kind, _yarn(f, table))
+        case "longrope" | "su":
+            return _longrope(f, table, config, base)
+        case _:
+            return Rotation(base)
+
+
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+}  # fmt: skip
+
+
+def _numbers(f: Fields, table: Mapping[str, Any], kind: str) -> tuple[tuple[str, float], ...]:
+    for name in _NEEDED[kind]:
+        f.check(name in table, f"the field {name!r} is missing")
+    found = {name: f.number(name, 1.0) for name in _NEEDED[kind]}
+    if kind == "llama3":
+        ordered = found["low_freq_factor"] < found["high_freq_factor"]
+        f.check(ordered, "'low_freq_factor' must be less than 'high_freq_factor'")
+    return tuple(sorted(found.items()))
+
+
+def _yarn(f: Fields, table: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Return factor, original length, the two turns, and by how much tables are multiplied."""
+    for name in ("factor", "original_max_position_embeddings"):
+        f.check(table.get(name) is not None, f"the field {name!r} is missing")
+    factor = f.number("factor", 1.0)
+    fast, slow = (f.optional(n, d) for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    f.check(slow < fast, "'beta_slow' must be less than 'beta_fast'")
+
+    def grown(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    stated = table.get("attention_factor")
+    scales = [table.get(name) for name in ("mscale", "mscale_all_dim")]
+    if stated is not None:
+        attention = f.number("attention_factor", 1.0)
+    elif all(scales):
+        one, all_ = (f.number(name, 1.0) for name in ("mscale", "mscale_all_dim"))
+        attention = grown(one) / grown(all_)
+    else:
+        f.check(not any(scales), "'mscale' and 'mscale_all_dim' are stated together or not at all")
+        attention = grown(1.0)
+    found = {
+        "factor": factor,
+        "original": float(f.count("original_max_position_embeddings")),
+        "fast": fast,
+        "slow": slow,
+        "attention": attention,
+        "truncate": float(f.flag("truncate", True)),
+    }
+    return tuple(sorted(found.items()))
+
+
+def _longrope(
+    f: Fields, table: Mapping[str, Any], config: Mapping[str, Any], base: float
+) -> Rotation:
+    """Return the rotation of sequences up to the original length, which divides pairs by
+    `short_factor`; of longer ones nothing is said (`original_length`)."""
+    original = f.count("original_max_position_embeddings")
+    for name in ("short_factor", "long_factor"):
+        divisors = table.get(name)
+        f.check(
+            isinstance(divisors, list)
+            and len(divisors) == config["head_width"] // 2
+            and all(isinstance(d, int | float) and not isinstance(d, bool) for d in divisors)
+            and all(0 < d < math.inf for d in divisors),
+            f"{name!r} must be a list of {config['head_width'] // 2} positive numbers",
+        )
+    factor = f.optional("factor", config["positions"] / original)
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    found = {"attention": f.optional("attention_factor", usual), "original": float(original)}
+    return Rotation(
+        base, "longrope", tuple(sorted(found.items())), tuple(map(float, table["short_factor"]))
+    )
+
+
+def original_length(rotation: Rotation | None, positions: int) -> int:
+    """Return the length up to which a rotation is implemented."""
+    if rotation is None or rotation.kind != "longrope":
+        return positions
+    return min(positions, int(dict(rotation.scaling)["original"]))
+
+
+def canonical_key(key: str) -> str | None:
+    """Return the module's name for a checkpoint key; None for a key that carries no weights."""
+    return None if key.endswith("rotary_emb.inv_freq") else key

@@ -1,0 +1,83 @@
+"""Rotary position embeddings: their tables, and the module that turns queries and keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.model.decoder.config import Rotation
+
+
+class Rotary(nn.Module):
+    """Rotation of the two halves of each head by position (half-rotation RoPE).
+
+    The tables are computed in float64 on the CPU and stored as float32, so that every device and
+    every kernel starts from the same numbers.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, rotation: Rotation, head_width: int, positions: int) -> None:
+        super().__init__()
+        steps, size = frequencies(rotation, head_width)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float64), steps)
+        table = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", (table.cos() * size).to(torch.float32), persistent=False)
+        self.register_buffer("sin", (table.sin() * size).to(torch.float32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rotated [..., H, T, d]; the arithmetic is at least float32, rounded once."""
+        length, half = x.shape[-2], x.shape[-1] // 2
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
+        return (wide * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
+
+
+def frequencies(rotation: Rotation, head_width: int) -> tuple[Tensor, float]:
+    """Return the angular step per position of each pair, float64 [d/2], and what both tables are
+    multiplied with."""
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
+    steps = rotation.theta**-exponents
+    scaling = dict(rotation.scaling)
+    match rotation.kind:
+        case "linear":
+            return steps / scaling["factor"], 1.0
+        case "llama3":
+            return _llama3(steps, scaling), 1.0
+        case "yarn":
+            return _yarn(steps, scaling, rotation.theta), scaling["attention"]
+        case "longrope":
+            divisors = torch.tensor(rotation.factors, dtype=torch.float64)
+            return steps / divisors, scaling["attention"]
+        case _:
+            return steps, 1.0
+
+
+def _llama3(steps: Tensor, scaling: dict[str, float]) -> Tensor:
+    """Follow the published Llama 3.1 rule: wavelengths beyond the old context are stretched by
+    `factor`, short ones stay, and those between are interpolated."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * steps / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - share) * steps / scaling["factor"] + share * steps
+
+
+def _yarn(steps: Tensor, scaling: dict[str, float], theta: float) -> Tensor:
+    """Follow YaRN (arXiv:2309.00071, section 3.2): pairs that turn more than `fast` times over the
+    original length stay, those that turn less than `slow` times are stretched by `factor`, and
+    the share between goes by the number of the pair."""
+    pairs = len(steps)
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(scaling["original"] / (times * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_that_turns(scaling["fast"]), pair_that_turns(scaling["slow"])
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last += 0.001 if first == last else 0.0
+    stretched = ((torch.arange(pairs, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
+    return stretched * steps / scaling["factor"] + (1 - stretched) * steps
