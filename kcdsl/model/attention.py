@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kcdsl.diagnostics import codes, refuse
+
 SDP_BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -159,11 +161,23 @@ def attention_mask(
     return (mask & (keys[..., None, :] | itself)).unsqueeze(-3)
 
 
+def caps_scores(module: nn.Module) -> bool:
+    """Say whether an attention inside `module` caps its scores: an attribute `score_cap`."""
+    return any(getattr(part, "score_cap", None) is not None for part in module.modules())
+
+
 def use_attention(module: nn.Module, program: AttentionProgram) -> bool:
     """Set the program of every attention inside `module`; say whether there was one to set.
 
-    An attention announces itself by an attribute `attention_program`.
+    An attention announces itself by an attribute `attention_program`. Refuse a program that does
+    not cap scores for an attention that does (KC465).
     """
+    if caps_scores(module) and isinstance(program, ScaledDotProduct):
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            "the model caps its attention scores, which scaled_dot_product_attention does not do",
+            help="take an adapter whose attention is composed, such as torch.eager",
+        )
     found = False
     for part in module.modules():
         if hasattr(part, "attention_program"):

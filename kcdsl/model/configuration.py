@@ -70,9 +70,9 @@ class Fields:
         )
         return float(value)
 
-    def optional(self, name: str, default: float | None = None) -> float | None:
-        """Return a finite positive number; a missing or null field takes the default."""
-        return default if self._raw.get(name) is None else self.number(name, 0.0)
+    def optional(self, name: str) -> float | None:
+        """Return a finite positive number; None where the field is missing or null."""
+        return None if self._raw.get(name) is None else self.number(name, 0.0)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean."""

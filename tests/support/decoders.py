@@ -194,7 +194,7 @@ def transformers_logits(module: nn.Module, raw: Mapping[str, Any], ids: Tensor) 
     try:
         with _Float64():
             config = transformers.AutoConfig.for_model(**raw)
-            make = transformers.AutoModelForCausalLM.from_config
+            make: Any = transformers.AutoModelForCausalLM.from_config
             program = make(config, attn_implementation="eager", dtype=torch.float64)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -207,7 +207,7 @@ def transformers_logits(module: nn.Module, raw: Mapping[str, Any], ids: Tensor) 
     found = program.load_state_dict(module.state_dict(), strict=False)
     missing = [key for key in found.missing_keys if key != "lm_head.weight"]
     extra = [k for k in found.unexpected_keys if "rotary" not in k]
-    assert not missing and not extra, (missing, extra)
+    assert missing == extra == []
     program.tie_weights()
     with torch.no_grad(), _Float64():
         logits: Tensor = program.eval()(input_ids=ids, use_cache=False).logits

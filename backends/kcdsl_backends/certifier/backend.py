@@ -12,7 +12,8 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.adapters import find_adapter, refuse_unserved, unproved
-from kcdsl.model.architecture import load_model
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.attention import caps_scores
 from kcdsl.model.comparison import compared_program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.numerics import Numerics
@@ -117,8 +118,8 @@ class IntervalBackend:
             with at(goal.span):
                 model.block(goal.block)
         notes = (
-            *_unserved(program.train, train, "training", device),
-            *_unserved(program.infer, infer, "inference", device),
+            *_unserved(program.train, train, "training", device, model),
+            *_unserved(program.infer, infer, "inference", device, model),
         )
         rows = []
         for goal in goals:
@@ -284,14 +285,19 @@ def _batches(
         yield batch
 
 
-def _unserved(kernel: KernelRef, numerics: Numerics, side: str, device: str) -> tuple[str, ...]:
+def _unserved(
+    kernel: KernelRef, numerics: Numerics, side: str, device: str, model: Model
+) -> tuple[str, ...]:
     """Return why the kernel's adapter may not compute as the numerics say; empty if it does."""
     why = unproved(kernel.run)
     if why is not None:
         reason = f"{kernel.run}: {why}"
         return (f"the {side} kernel is not held to the numerics that are proved about: {reason}",)
+    adapter = find_adapter(kernel.run)
     try:
-        refuse_unserved(kernel.run, find_adapter(kernel.run), numerics, device)
+        if adapter.style == "fused" and caps_scores(model.module):
+            return (f"the {side} kernel cannot run this model: {kernel.run} does not cap scores",)
+        refuse_unserved(kernel.run, adapter, numerics, device)
     except Refusal as refusal:
         reason = refusal.diagnostics[0].message
         return (f"the {side} kernel keeps numerics that were never run here: {reason}",)

@@ -1,4 +1,4 @@
-"""Granite: the Llama program with factors of its own on embeddings, scores, residuals and logits."""
+"""Granite: the Llama program with factors on embeddings, scores, residuals and logits."""
 
 from __future__ import annotations
 

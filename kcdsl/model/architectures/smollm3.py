@@ -47,7 +47,8 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
     usual = [LAYER_KINDS[used and not one] for one in turned]
     windows = windows_of("smollm3", raw, layers, usual)
     f.check(
-        used or not any(windows), "'layer_types' has sliding layers, and 'use_sliding_window' is off"
+        used or not any(windows),
+        "'layer_types' has sliding layers, and 'use_sliding_window' is off",
     )
     common |= {"windows": windows, "rotations": tuple(rotation if t else None for t in turned)}
     mlp_bias = f.flag("mlp_bias", False)

@@ -74,8 +74,8 @@ def read_common(
 ) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` that all forms read alike.
 
-    `eps` and `tied` are defaults of the family. Raises Refusal (KC455) for a configuration that no family of
-    the architecture may have, and for values that the decoder does not implement.
+    `eps` and `tied` are defaults of the family. Raises Refusal (KC455) for a configuration that no
+    family of the architecture may have, and for values that the decoder does not implement.
     """
     family_of(architecture, raw)
     f = Fields(raw, architecture)
@@ -206,7 +206,7 @@ def _yarn(f: Fields, table: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     for name in ("factor", "original_max_position_embeddings"):
         f.check(table.get(name) is not None, f"the field {name!r} is missing")
     factor = f.number("factor", 1.0)
-    fast, slow = (f.optional(n, d) for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    fast, slow = f.optional("beta_fast") or 32.0, f.optional("beta_slow") or 1.0
     f.check(slow < fast, "'beta_slow' must be less than 'beta_fast'")
 
     def grown(by: float) -> float:
@@ -237,7 +237,7 @@ def _longrope(
     f: Fields, table: Mapping[str, Any], config: Mapping[str, Any], base: float
 ) -> Rotation:
     """Return the rotation of sequences up to the original length, which divides pairs by
-    `short_factor`; of longer ones nothing is said (`original_length`)."""
+    `short_factor`; it says nothing of longer ones."""
     original = f.count("original_max_position_embeddings")
     for name in ("short_factor", "long_factor"):
         divisors = table.get(name)
@@ -248,19 +248,12 @@ def _longrope(
             and all(0 < d < math.inf for d in divisors),
             f"{name!r} must be a list of {config['head_width'] // 2} positive numbers",
         )
-    factor = f.optional("factor", config["positions"] / original)
+    factor = f.optional("factor") or config["positions"] / original
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    found = {"attention": f.optional("attention_factor", usual), "original": float(original)}
+    found = {"attention": f.optional("attention_factor") or usual, "original": float(original)}
     return Rotation(
         base, "longrope", tuple(sorted(found.items())), tuple(map(float, table["short_factor"]))
     )
-
-
-def original_length(rotation: Rotation | None, positions: int) -> int:
-    """Return the length up to which a rotation is implemented."""
-    if rotation is None or rotation.kind != "longrope":
-        return positions
-    return min(positions, int(dict(rotation.scaling)["original"]))
 
 
 def canonical_key(key: str) -> str | None:

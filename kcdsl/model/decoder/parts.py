@@ -55,6 +55,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.window = window
+        self.score_cap = config.score_cap
         self.attention_program: AttentionProgram = Composed()
         inner, kv = config.heads * config.head_width, config.kv_heads * config.head_width
         if config.fused:
@@ -84,7 +85,7 @@ class Attention(nn.Module):
         k, v = (_repeat_heads(t, c.heads // c.kv_heads) for t in (k, v))
         context = self.attention_program(
             q, k, v, scale=c.score_scale, causal=True, keys=keys,
-            window=self.window, cap=c.score_cap,
+            window=self.window, cap=self.score_cap,
         )  # fmt: skip
         projected: Tensor = self.o_proj(merge_heads(context))
         return projected

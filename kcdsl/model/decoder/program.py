@@ -166,8 +166,8 @@ class Decoder(nn.Module):
                 norms += kind == "norm"
             found[f"layer_{i}"] = layer
         found[f"norm_{norms}"] = self.model.norm
-        plain = self.logit_form is None
-        found["head"] = self.lm_head if plain else Head(self.lm_head, self.logit_form)
+        form = self.logit_form
+        found["head"] = self.lm_head if form is None else Head(self.lm_head, form)
         return found | {"model": self}
 
     def block_entries(self) -> dict[str, nn.Module]:
@@ -179,4 +179,3 @@ class Decoder(nn.Module):
         """Return, for each block that is no part of the forward pass, the part that it ends with:
         what leaves that part leaves the block."""
         return {} if self.logit_form is None else {"head": self.logit_form}
-

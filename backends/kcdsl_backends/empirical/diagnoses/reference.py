@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.model.architecture import Model
-from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
+from kcdsl.model.attention import Composed, ScaledDotProduct, caps_scores, use_attention
 from kcdsl.model.numerics import Numerics, plain_weights
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl_backends.attack.quantized_inputs import to_nearest
@@ -136,7 +136,8 @@ def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
     """Return a copy of the module or of a part of it that computes in the claimed formats."""
     kind = _TYPES[claim.compute]
     module = copy.deepcopy(part).to(kind).eval()
-    use_attention(module, Composed() if claim.attention.style == "composed" else ScaledDotProduct())
+    composed = claim.attention.style == "composed" or caps_scores(module)
+    use_attention(module, Composed() if composed else ScaledDotProduct())
     names = {id(t): n for n, t in model.module.named_parameters(remove_duplicate=False)}
     stored = any(w not in plain_weights(claim) for w, _ in claim.sections)
     if stored and not model.built_in:

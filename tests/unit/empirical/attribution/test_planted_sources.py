@@ -46,9 +46,7 @@ def total_of_shares(found: Attribution) -> float:
 class Coarse:
     """Attention whose probabilities are rounded to a few bits."""
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: object
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: object) -> Tensor:
         scores = (q @ k.transpose(-2, -1)) * scale
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         shares = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1)
