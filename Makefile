@@ -16,7 +16,7 @@ SHELL   := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock sbom tools demo demo-minilm test test-fast test-full test-programs test-slow test-gpu coverage matrix lint type layers format \
-        fuzz-language mutants grammar pages docs wheel changelog clean distclean
+        fuzz-language mutants grammar pages docs man wheel changelog clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do \
@@ -80,7 +80,7 @@ tools: ## install the editors and other programs that tests run
 	  echo "Installing$$wanted, which tests run."; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$wanted > /dev/null; } || { \
 	  echo "The tests run these programs; please install:$$wanted" >&2; exit 1; }; fi
-	@for folder in tests/editors grammar/editors/vscode; do \
+	@for folder in tests/editors grammar/editors/vscode docs/site; do \
 	  [ $$folder/node_modules/.package-lock.json -nt $$folder/package-lock.json ] || \
 	  npm ci --prefix $$folder --no-audit --no-fund --loglevel=error || exit 1; done
 
@@ -120,7 +120,7 @@ lint: setup ## ruff: rules and format
 
 type: setup ## mypy --strict, and pyright on code as users write it
 	$(BIN)/mypy
-	$(BIN)/mypy tests bench examples
+	$(BIN)/mypy tests bench examples docs/site
 	$(BIN)/basedpyright --warnings
 
 layers: setup ## import-linter: which package may import which
@@ -136,8 +136,16 @@ grammar: setup ## write the parse table of the expression grammar
 pages: setup ## write docs/reference/codes.md, the index of diagnostic codes
 	$(BIN)/python -c "from tests.unit.diagnostics.test_code_texts import INDEX, index; open(INDEX, 'w', encoding='utf-8').write(index())"
 
-docs: setup ## links, tables and help texts of the documentation agree with the code
-	$(BIN)/python -m pytest -q tests/packaging/test_docs.py
+# Node's packages hold KaTeX, which sets the formulas; what is built needs no network.
+docs: setup ## build the manual into build/site; a link that leads nowhere is an error
+	@[ docs/site/node_modules/.package-lock.json -nt docs/site/package-lock.json ] || \
+	  npm ci --prefix docs/site --no-audit --no-fund --loglevel=error
+	$(BIN)/python -m docs.site.assemble
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "Open build/site/index.html"
+
+man: setup ## write docs/man/kcdsl.1, the manual page, from the declarations of the commands
+	$(BIN)/python -m docs.site.man
 
 # --- benchmarks -----------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ ELSEWHERE = {
 """Pages whose commands another test runs, with the rest of the page."""
 
 MINUTES = {
-    "README.md",
+    "docs/tutorials/demo.md",
     "certs/README.md",
     "examples/minilm/README.md",
     "examples/own_metric/README.md",
@@ -104,9 +104,10 @@ def _rewrites_sources(command: str, folder: Path) -> bool:
 
 
 def _is_the_block_below(command: str, folder: Path) -> bool:
-    """Compare the steps of the demo with the commands that README.md shows, which are run."""
+    """Compare the steps of the demo with the commands that its page shows, which are run."""
     steps = (REPOSITORY / "examples" / "tiny_lm" / "demo.steps").read_text(encoding="utf-8")
-    examples = list(blocks((REPOSITORY / "README.md").read_text(encoding="utf-8")))
+    page = REPOSITORY / "docs" / "tutorials" / "demo.md"
+    examples = list(blocks(page.read_text(encoding="utf-8")))
     shown = [line for b in examples if b.language == "console" for line, _ in commands(b)]
     wanted = [line.removeprefix("step ") for line in steps.splitlines() if line[:5] == "step "]
     return "examples/demo.sh examples/tiny_lm" in _recipe(command) and shown == [
@@ -155,14 +156,14 @@ def _needs_what_is_installed(command: str, folder: Path) -> bool:
 NETWORK = Reason("installs packages, from the network", _installs)
 ITSELF = Reason("runs this very test, and all others", _runs_this_test)
 SLOW = Reason("runs the tests that take minutes", _runs_what_is_slow)
-SAME_ROAD = Reason("runs what the console block of README.md shows", _is_the_block_below)
+SAME_ROAD = Reason("runs what the console block of its page shows", _is_the_block_below)
 SOURCES = Reason("rewrites the sources", _rewrites_sources)
 HOOKS = Reason("installs a hook into the repository", _changes_the_repository)
 EDITOR = Reason("waits for an editor; tests/lsp plays one", _waits)
 PACKAGES = Reason("needs packages; tests/editors runs it where they are", _needs_what_is_installed)
 
 NOT_RUN = {
-    "README.md": {"make demo": SAME_ROAD, "make test": ITSELF},
+    "README.md": {"make setup": NETWORK, "make demo": SAME_ROAD, "make test": ITSELF},
     "CONTRIBUTING.md": {
         "make setup": NETWORK,
         "make test": ITSELF,
@@ -335,7 +336,7 @@ def _example(name: str) -> Callable[[Path, Path], Path]:
 
 
 FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
-    "README.md": _example("tiny_lm"),
+    "docs/tutorials/demo.md": _example("tiny_lm"),
     "certs/README.md": _example("tiny_lm"),
     "docs/reference/attribution.md": _example("tiny_lm"),
     "docs/reference/counterexamples.md": _example("tiny_lm"),

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from docs.site import man
+from docs.site.assemble import pages as pages_of_the_manual
 from kcdsl.cli import COMMANDS
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
 
-LINK = re.compile(r"\[[^\]\n]+\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[(?:[^\]\n]|\n(?!\n))+\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -70,7 +72,7 @@ def test_relative_links_resolve(repository: Path, pages: list[Path]) -> None:
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# One two\n[a](none.md) [b](#one-two) [c](#three) [d](https://x.y)\n")
+    page.write_text("# One two\n[a\nb](none.md) [b](#one-two) [c](#three) [d](https://x.y)\n")
     assert broken(page) == ["none.md", "#three"]
 
 
@@ -89,12 +91,26 @@ def test_every_page_is_listed(repository: Path) -> None:
     pages = {
         path.relative_to(index.parent).as_posix()
         for path in index.parent.rglob("*.md")
-        if "adr" not in path.parts and path != index
+        if not {"adr", "node_modules"} & set(path.parts) and path != index
     }
     assert len(pages) > 10
     assert pages <= listed
     examples = (repository / "examples").glob("*/README.md")
     assert {f"../{path.relative_to(repository).as_posix()}" for path in examples} <= listed
+
+
+def test_every_page_is_in_the_navigation_of_the_manual(repository: Path) -> None:
+    """Decision records and diagnostic codes are reached from their indexes."""
+    navigation = (repository / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
+    places = [place for _, place in pages_of_the_manual()]
+    indexed = {place for place in places if re.match(r"adr/\d|reference/codes/", place)}
+    assert len(places) == len(set(places))
+    assert sorted(listed) == sorted(set(places) - indexed)
+
+
+def test_the_manual_page_is_that_of_the_commands() -> None:
+    assert man.PAGE.read_text(encoding="utf-8") == man.page(), "run `make man`"
 
 
 def test_exit_code_table_is_the_enumeration(repository: Path) -> None:
@@ -113,8 +129,8 @@ def test_exit_code_table_has_every_command(repository: Path) -> None:
     assert all(set(codes.split()) <= known for _, codes in rows)
 
 
-def test_readme_names_every_command(repository: Path) -> None:
-    text = (repository / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_commands_names_every_command(repository: Path) -> None:
+    text = (repository / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     for name in COMMANDS:
         assert f"`kcdsl {name}" in text
 
@@ -165,12 +181,12 @@ def test_decision_records_have_their_three_parts(repository: Path, number: int) 
 def test_every_published_schema_is_listed(
     repository: Path, schemas: dict[str, dict[str, Any]]
 ) -> None:
-    text = (repository / "docs" / "README.md").read_text(encoding="utf-8")
-    rows = table(text, "| document | schema | file |")
+    page = repository / "docs" / "reference" / "documents.md"
+    rows = table(page.read_text(encoding="utf-8"), "| document | schema | file |")
     listed = {}
     for _, name, link in rows:
         (target,) = LINK.findall(link)
-        schema = json.loads((repository / "docs" / target).read_text(encoding="utf-8"))
+        schema = json.loads((page.parent / target).read_text(encoding="utf-8"))
         listed[schema["$id"]] = schema
         assert name.startswith("(") or name == f"`{schema['$id']}`"
     assert listed == schemas

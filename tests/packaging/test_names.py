@@ -71,7 +71,8 @@ def pages() -> dict[str, str]:
     """Return the text of each page without its fenced blocks."""
     found = {
         *REPOSITORY.glob("*.md"),
-        *REPOSITORY.glob("docs/**/*.md"),
+        *REPOSITORY.glob("docs/[!s]*/*.md"),
+        REPOSITORY / "docs" / "README.md",
         *REPOSITORY.glob("examples/*/README.md"),
         *REPOSITORY.glob("kcdsl/diagnostics/pages/*.md"),
         *(REPOSITORY / folder / "README.md" for folder in ("backends", "certs", "grammar")),
