@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from docs.site import reference
-from kcdsl.diagnostics.pages import Page
+from kcdsl.diagnostics.pages import with_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
@@ -81,7 +81,7 @@ def page(path: str, place: str, places: Mapping[str, str]) -> str:
     text = linked((ROOT / path).read_text(encoding="utf-8"), path, places)
     if place in reference.GENERATED:
         text += reference.GENERATED[place]()
-    return Page(re.sub(r"-->\n(?=\|)", "-->\n\n", text)).markdown
+    return with_examples(re.sub(r"-->\n(?=\|)", "-->\n\n", text))
 
 
 # --- pages and links -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import pytest
 from docs.site import man
 from docs.site.assemble import pages as pages_of_the_manual
 from kcdsl.cli import COMMANDS
+from kcdsl.diagnostics.pages import manual_pages
 from kcdsl.exits import Exit
+from kcdsl.metrics import BUILT_IN
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -133,6 +136,24 @@ def test_the_page_of_commands_names_every_command(repository: Path) -> None:
     text = (repository / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     for name in COMMANDS:
         assert f"`kcdsl {name}" in text
+
+
+def test_messages_name_pages_that_are_installed(project_files: tuple[Path, ...]) -> None:
+    """A text that is shown names `kcdsl explain PAGE`, since the wheel has no docs/."""
+    known = {*manual_pages(), *BUILT_IN.names()}
+    for path in project_files:
+        if path.suffix != ".py" or not {"kcdsl", "backends", "certs"} & set(path.parts):
+            continue
+        text = path.read_text(encoding="utf-8")
+        if "tests" in path.parts or not re.search(r"docs/[a-z]|kcdsl explain", text):
+            continue
+        tree = ast.parse(text)
+        prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node not in prose and isinstance(node.value, str):
+                assert not re.search(r"docs/[a-z-]+/", node.value), f"{path}: {node.value}"
+                named = re.findall(r"kcdsl explain ([a-z][\w-]*)", node.value)
+                assert set(named) <= known, f"{path}: {node.value}"
 
 
 def test_every_make_target_that_the_docs_name_exists(repository: Path, pages: list[Path]) -> None:

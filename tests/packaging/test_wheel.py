@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,6 +12,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+from kcdsl.diagnostics.pages import manual_pages
 
 SOURCES = {
     "kcdsl": "kcdsl",
@@ -46,8 +49,9 @@ def unpacked(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def members(wheel: zipfile.ZipFile) -> set[str]:
-    """Return the files of the wheel apart from its metadata."""
-    return {name for name in wheel.namelist() if ".dist-info/" not in name}
+    """Return the files of the packages: without metadata, the manual and its page for `man`."""
+    other = re.compile(r"[^/]+\.(?:dist-info|data)/|kcdsl/manual/")
+    return {name for name in wheel.namelist() if not other.match(name)}
 
 
 def metadata_file(wheel: zipfile.ZipFile, name: str) -> str:
@@ -91,6 +95,17 @@ def test_grammar_and_schemas_are_shipped(wheel: zipfile.ZipFile) -> None:
     assert {
         f"kcdsl/verdict/html/{name}" for name in ("page.html.j2", "experiment.html.j2", "style.css")
     } <= set(data)
+
+
+def test_the_manual_is_shipped(wheel: zipfile.ZipFile, repository: Path) -> None:
+    """`kcdsl explain` prints its pages, and packagers look for those of `man` in this folder."""
+    names = set(wheel.namelist())
+    assert any(name.endswith(".data/data/share/man/man1/kcdsl.1") for name in names)
+    shipped = {name for name in names if name.startswith("kcdsl/manual/")}
+    assert {Path(name).stem for name in shipped} == set(manual_pages())
+    (page,) = (name for name in shipped if name.endswith("/rollouts.md"))
+    source = repository / "docs" / page.removeprefix("kcdsl/manual/")
+    assert wheel.read(page) == source.read_bytes()
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:

@@ -1,4 +1,5 @@
-"""`kcdsl explain`: what a code or a metric means, or which backends cover a clause and why."""
+"""`kcdsl explain`: what a code or a metric means, a page of the manual, or which backends cover a
+clause and why."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from kcdsl.diagnostics.codes import (
     all_codes,
     find,
 )
+from kcdsl.diagnostics.pages import Page, manual_page, manual_pages
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
@@ -51,12 +53,12 @@ class AnswerFormat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainCommand(Command):
-    """Explain a diagnostic code, a metric, or which backends cover a clause and why."""
+    """Explain a code, a metric, or which backends cover a clause; print a page of the manual."""
 
     topic: str | None = argument(
-        "CODE|METRIC|CLAUSE",
-        "a code such as KC203, a family of codes such as KC2, a metric such as kl, or a clause of "
-        "the contract; without: list the codes",
+        "CODE|METRIC|PAGE|CLAUSE",
+        "a code such as KC203, a family of codes such as KC2, a metric such as kl, a page of the "
+        "manual such as rollouts, or a clause of the contract; without: list the codes",
         "?",
         words=code_words,
     )
@@ -64,10 +66,10 @@ class ExplainCommand(Command):
     format: AnswerFormat = choice(AnswerFormat, "form of the answer", AnswerFormat.TEXT)
 
     def run(self) -> Exit:
-        """Print the page of a code, a metric, what backends say to a clause, or the list of all
-        codes.
+        """Print a page of a code or of the manual, a metric, what backends say to a clause, or the
+        list of all codes.
 
-        A clause that has the name of a metric is meant where its contract is given.
+        A clause that has the name of a metric or of a page is meant where its contract is given.
         """
         if self.topic is None:
             _list_codes(all_codes(), self.format)
@@ -79,8 +81,11 @@ class ExplainCommand(Command):
         from kcdsl.metrics import BUILT_IN
 
         metric = None if self.contract is not None else _metric_named(self.topic, BUILT_IN)
+        page = manual_page(self.topic) if self.contract is None and metric is None else None
         if metric is not None:
             _show_metric(metric, self.format)
+        elif page is not None:
+            _show_page(page, self.format)
         elif self.format is AnswerFormat.MARKDOWN:
             raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
         else:
@@ -153,6 +158,16 @@ def _print_codes(codes: Sequence[Code]) -> None:
     print_json({"schema": "kcdsl.codes/1", "codes": described})
 
 
+def _show_page(page: Page, format: AnswerFormat) -> None:
+    """Print a page of the manual. Refuse JSON."""
+    if format is AnswerFormat.JSON:
+        raise refuse(USAGE, "a page is not explained as JSON", help="leave --format out")
+    if format is AnswerFormat.MARKDOWN:
+        print(page.markdown, end="")
+    else:
+        _print_markdown(page.markdown, page.plain)
+
+
 # --- metrics -------------------------------------------------------------------------------------
 
 
@@ -170,7 +185,7 @@ def _show_metric(metric: MetricDefinition, format: AnswerFormat) -> None:
     from kcdsl.lsp.features.knowledge import describe_metric
 
     if format is AnswerFormat.JSON:
-        help = "leave --format out; docs/reference/metrics.md has the table of all metrics"
+        help = "leave --format out; `kcdsl explain metrics` has the table of all metrics"
         raise refuse(USAGE, "a metric is not explained as JSON", help=help)
     text = describe_metric(metric)
     if format is AnswerFormat.MARKDOWN:
@@ -250,7 +265,7 @@ def _contract_for(topic: str, given: str | None) -> Path:
     except Refusal as refusal:
         if given is not None or refusal.diagnostics[0].code is not NO_CONTRACT:
             raise
-        known = BUILT_IN.names()
+        known = (*BUILT_IN.names(), *manual_pages())
         raise refuse(
             UNKNOWN_CLAUSE,
             f"`{topic}` is no code and no metric, and there is no contract here to look for a"
@@ -258,7 +273,7 @@ def _contract_for(topic: str, given: str | None) -> Path:
             help=suggest(topic, known)
             if nearest(topic, known)
             else f"name the contract of the clause: kcdsl explain {topic} CONTRACT;"
-            " docs/reference/metrics.md lists the metrics, `kcdsl explain` the codes",
+            " `kcdsl explain metrics` lists the metrics, `kcdsl explain` the codes",
         ) from refusal
 
 

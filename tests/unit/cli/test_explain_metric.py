@@ -64,12 +64,22 @@ def test_a_metric_of_the_user(cli: Cli, repository: Path) -> None:
     assert found.stdout.startswith("entropy_rise: Real[nats] per token\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "help"), [("kll", "`kl`"), ("zzzzzz", "docs/reference/metrics.md")]
-)
+@pytest.mark.parametrize(("name", "help"), [("kll", "`kl`"), ("zzzzzz", "`kcdsl explain metrics`")])
 def test_no_metric_and_no_contract(cli: Cli, tmp_path: Path, name: str, help: str) -> None:
     found = cli("explain", name, cwd=tmp_path)
     assert (found.code, found.stdout) == (2, "")
     assert "KC471" in found.stderr
     assert f"`{name}` is no code and no metric" in found.stderr
     assert help in found.stderr
+
+
+def test_a_page_of_the_manual(cli: Cli, tmp_path: Path) -> None:
+    shown = cli("explain", "rollouts", cwd=tmp_path)
+    assert shown.code == 0
+    assert shown.stdout.startswith("Recorded rollouts\n")
+    assert "](" not in shown.stdout.partition("\n\n")[2][:2000]
+    markdown = cli("explain", "exit-codes", "--format", "markdown", cwd=tmp_path)
+    assert markdown.stdout.startswith("# Exit codes\n")
+    refused = cli("explain", "rollouts", "--format", "json", cwd=tmp_path)
+    assert refused.code == 2
+    assert "KC901" in refused.stderr

@@ -179,7 +179,7 @@ class ServerSource:
 
 
 def _beyond(clause: Clause, what: str, why: str) -> Refusal:
-    help = "metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/reference/adapters.md"
+    help = "metrics of drawn tokens, such as mean(k3) or p99(tv_is): `kcdsl explain adapters`"
     return unreadable(clause, what, f"which a server does not give: {why}", help)
 
 

@@ -75,7 +75,7 @@ def other_weight(run: str, name: str) -> Refusal:
     return refuse(
         codes.KERNEL_NUMERICS,
         f"{run} stores another weight for {name} than its numerics define",
-        help="the library quantises otherwise than the release that docs/reference/numerics.md"
+        help="the library quantises otherwise than the release that `kcdsl explain numerics`"
         " names, or the weight has a row of zeros or of other numbers that it cannot quantise",
     )
 

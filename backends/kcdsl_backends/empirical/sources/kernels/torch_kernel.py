@@ -182,7 +182,7 @@ def _load(
         raise refuse(
             codes.METRIC_OUT_OF_REACH,
             f"{ref.run} gives no logits, so it cannot be run in this place",
-            help="let it be the inference kernel of `kcdsl evaluate`: docs/reference/adapters.md",
+            help="let it be the inference kernel of `kcdsl evaluate`: `kcdsl explain adapters`",
         )
     numerics = resolve(ref)
     refuse_unserved(ref.run, adapter, numerics, place.type)

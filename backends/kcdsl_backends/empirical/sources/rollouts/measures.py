@@ -315,7 +315,7 @@ def _why_not(name: str) -> str:
 
 
 def _out_of_reach(clause: Clause, name: str, why: str) -> Refusal:
-    help = "metrics of recordings, and what each of them reads: docs/reference/rollouts.md"
+    help = "metrics of recordings, and what each of them reads: `kcdsl explain rollouts`"
     return unreadable(clause, f"`{name}`", f"but {why}", help)
 
 

@@ -213,7 +213,7 @@ def text_dump(format: str, present: Collection[str]) -> str | None:
         return None
     return (
         f"the files of {known[1]} only, no tokens and no log-probabilities; write the batch itself"
-        " (docs/reference/rollouts.md)"
+        " (`kcdsl explain rollouts`)"
     )
 
 
@@ -244,7 +244,7 @@ def _roles(format: str, rows: FileRows) -> frozenset[str]:
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")
 """The files that are read."""
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
-_WAY_OUT = "write the recording again; docs/reference/rollouts.md shows how"
+_WAY_OUT = "write the recording again; `kcdsl explain rollouts` shows how"
 
 
 def read_rows(path: Path, name: str) -> FileRows:
@@ -258,7 +258,7 @@ def read_rows(path: Path, name: str) -> FileRows:
         raise refuse(
             codes.ROLLOUT_FILE,
             f"{shown(path)} is a pickle, which may run any code while it is opened",
-            help="write Parquet, JSONL or safetensors; docs/reference/rollouts.md shows how",
+            help="write Parquet, JSONL or safetensors; `kcdsl explain rollouts` shows how",
         )
     if suffix not in _READERS:
         raise refuse(

@@ -57,7 +57,7 @@ class ServerKernel(NotRun):
 
     lacks: ClassVar[str] = "a server draws after prompts, and gives no"
     instead: ClassVar[str] = (
-        "metrics of drawn tokens, such as mean(k3) or p99(tv_is): docs/reference/adapters.md"
+        "metrics of drawn tokens, such as mean(k3) or p99(tv_is): `kcdsl explain adapters`"
     )
 
     ref: KernelRef
