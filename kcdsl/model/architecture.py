@@ -33,6 +33,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import own_code, registry
+from kcdsl.model.checkpoint.headers import read_headers
 from kcdsl.model.checkpoint.modules import (
     Unfilled,
     empty_parameters,
@@ -42,6 +43,7 @@ from kcdsl.model.checkpoint.modules import (
 )
 from kcdsl.model.checkpoint.ranges import changed
 from kcdsl.model.checkpoint.tensors import (
+    EXACT_AS_FLOAT32,
     Checkpoint,
     StoredTensors,
     is_large,
@@ -294,6 +296,30 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
     return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty)
 
 
+def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:
+    """Build a model without weights, from config.json and the headers of the checkpoint.
+
+    Returns None for a program that is not built in: it is neither imported nor run. Refuse every
+    defect that configuration and headers show: those of `load_model` but for the numbers.
+    """
+    with at(ref.span):
+        files = Artefacts.of(base)
+        path = files.find_weights(ref.checkpoint)
+        stored = read_headers(path, files.admitted).tensors
+        name = ref.architecture
+        if ref.module is not None or name is None or registry.declared(name).foreign:
+            return None
+        config = find_config(ref, path, files)
+        with Unfilled():
+            module, _ = _build(ref, config, files)
+        rule = registry.load(name).canonical_key
+        exact = {key: one for key, one in stored.items() if one.kind in EXACT_AS_FLOAT32}
+        others = {key: one.kind for key, one in stored.items() if key not in exact}
+        checkpoint = Checkpoint(path, "", StoredTensors(exact, {}), others)
+        keys = _matched(module, checkpoint, rule, copies=False)
+        return Model(module, checkpoint, config, keys, None, True, files, True)
+
+
 def _build(
     ref: ModelRef, config: dict[str, Any], files: Artefacts
 ) -> tuple[nn.Module, WeightLoader]:
@@ -380,6 +406,19 @@ def _loader(rule: KeyRule) -> WeightLoader:
 
 def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> dict[str, str]:
     """Copy the tensors of the checkpoint into the module; return the key of each parameter."""
+    keys = _matched(module, checkpoint, rule)
+    stored = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, key in keys.items():
+            if not stored[name].is_meta:
+                stored[name].copy_(checkpoint.tensors[key])
+    return keys
+
+
+def _matched(
+    module: nn.Module, checkpoint: Checkpoint, rule: KeyRule, *, copies: bool = True
+) -> dict[str, str]:
+    """Return the key of each parameter; without `copies`, tied tensors are not compared."""
     module.float()
     stored = {n: t for n, t in module.state_dict(keep_vars=True).items() if t.is_floating_point()}
     first: dict[int, str] = {}
@@ -388,17 +427,14 @@ def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> d
         if first.setdefault(id(tensor), name) != name:
             optional[name] = first[id(tensor)]
     expected = {n: tuple(t.shape) for n, t in stored.items() if n not in optional}
-    plain = {n for n in module.state_dict() if n not in stored}
+    unread = {n for n in module.state_dict() if n not in stored}
+    if not copies:
+        unread |= optional.keys()
     names: dict[str, str | None] = {}
     for key in (*checkpoint.tensors, *checkpoint.others):
         own = rule(key)
-        names[key] = None if own in plain else own
-    keys = match_tensors(checkpoint, names, expected, optional)
-    with torch.no_grad():
-        for name, key in keys.items():
-            if not stored[name].is_meta:
-                stored[name].copy_(checkpoint.tensors[key])
-    return keys
+        names[key] = None if own in unread else own
+    return match_tensors(checkpoint, names, expected, optional)
 
 
 # --- modules that change when they run -----------------------------------------------------------

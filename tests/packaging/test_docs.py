@@ -182,6 +182,7 @@ def test_the_contract_of_the_readme_compiles_without_a_finding(
     assert found.code == 0
     assert not re.search(r"^(error|warning|note)\b", found.stdout + found.stderr, re.MULTILINE)
     assert cli("fmt", "--check", "contract.yaml", cwd=tmp_path).code == 0
+    (tmp_path / "model.safetensors").unlink()
     compiled = cli("compile", cwd=tmp_path)
     assert compiled.code == 0
     assert re.search(r"N-ATTN-0 .* interval", compiled.stdout)

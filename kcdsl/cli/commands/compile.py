@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -86,6 +86,12 @@ class CompileCommand(Command):
         if program is None:
             self._print(sink, path, accepted, Exit.COULD_NOT_RUN)
             return Exit.COULD_NOT_RUN
+        unfit = _unfit(program, source, path.parent)
+        if unfit:
+            for diagnostic in unfit:
+                sink.add(diagnostic)
+            self._print(sink, path, accepted, Exit.COULD_NOT_RUN)
+            return Exit.COULD_NOT_RUN
         full = program
         if self.purpose is Purpose.TRAINING:
             from kcdsl.ir.training import for_training, training_document
@@ -142,6 +148,17 @@ class CompileCommand(Command):
             print(f"{counted(hidden, 'note')}: `kcdsl lint` shows them", file=sys.stderr)
         if accepted:
             print(f"{counted(len(accepted), 'finding')} accepted by comments", file=sys.stderr)
+
+
+def _unfit(program: Program, source: SourceFile, folder: Path) -> tuple[Diagnostic, ...]:
+    """Return what is wrong with the model and the kernels, at its place in the text."""
+    from kcdsl.check.artefacts import check_artefacts
+
+    placed = (
+        diagnostic if diagnostic.span is None else replace(diagnostic, source=source)
+        for diagnostic in check_artefacts(program, folder)
+    )
+    return tuple(placed)
 
 
 def _question(program: Program, follows: str | None) -> str:

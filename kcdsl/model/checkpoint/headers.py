@@ -6,7 +6,6 @@ folder that has either under the name that Hugging Face gives it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -172,6 +171,8 @@ def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
 
     They lie one after the other, with nothing between or after them; ValueError where they do not.
     """
+    import json  # commands that read no header do not need it
+
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
         raise ValueError("its header is cut off")
@@ -216,6 +217,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _index(path: Path, data: bytes) -> dict[str, str]:
     """Return the name of the shard of every tensor that an index names."""
+    import json
+
     try:
         if len(data) > _LARGEST_INDEX:
             raise ValueError(f"it is larger than {_LARGEST_INDEX} bytes")

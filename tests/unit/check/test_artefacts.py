@@ -1,0 +1,114 @@
+"""`kcdsl compile` refuses what `verify` and `evaluate` would refuse, from headers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kcdsl.check.artefacts import check_artefacts
+from kcdsl.check.compile import load_program
+from kcdsl.diagnostics import Refusal
+from tests.support.small_models import write_contract, write_model
+
+HELD = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.01"
+
+
+def tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Change tensors of the checkpoint; None takes one out."""
+    path = folder / "model.safetensors"
+    held = {**load_file(path), **{k.replace("__", "."): v for k, v in changes.items()}}
+    save_file({k: v for k, v in held.items() if v is not None}, path)
+
+
+def configured(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def rewritten(folder: Path, old: str, new: str) -> None:
+    path = folder / "contract.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def damaged(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+STRAY = "float32, overrides: {a: {weights: {format: float16}}}}"
+DEFECTS: dict[str, tuple[Any, str]] = {
+    "damaged": (damaged, "KC450"),
+    "type": (lambda f: tensors(f, model__norm__weight=torch.ones(16).to(torch.int8)), "KC451"),
+    "missing": (lambda f: tensors(f, model__norm__weight=None), "KC453"),
+    "extra": (lambda f: tensors(f, model__norm__bias=torch.ones(16)), "KC453"),
+    "size": (lambda f: tensors(f, model__norm__weight=torch.ones(17)), "KC454"),
+    "depth": (lambda f: configured(f, num_hidden_layers=2), "KC453"),
+    "look-alike": (lambda f: configured(f, residual_multiplier=0.22), "KC455"),
+    "configuration": (lambda f: configured(f, num_attention_heads=0), "KC455"),
+    "block": (lambda f: rewritten(f, "attn_0", "attn_1"), "KC459"),
+    "kernel": (lambda f: rewritten(f, "torch.sdpa.flash,", "torch.scaled_mm,"), "KC465"),
+    "stray": (
+        lambda f: rewritten(f, "float32}", STRAY),
+        "KC463",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path)
+    write_contract(tmp_path, HELD, "p99(kl) <= 0.1")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_compile_refuses_by_name(cli: Any, folder: Path, name: str) -> None:
+    assert check_artefacts(load_program(folder / "contract.yaml"), folder) == ()
+    change, code = DEFECTS[name]
+    change(folder)
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 2
+    assert f"error[{code}]" in ran.stderr
+    assert ran.stdout == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DEFECTS)
+def test_later_commands_refuse_the_same(cli: Any, folder: Path, name: str) -> None:
+    change, code = DEFECTS[name]
+    change(folder)
+    ran = cli("evaluate" if name == "kernel" else "verify", cwd=folder)
+    assert ran.code == 2
+    assert f"error[{code}]" in ran.stderr
+
+
+def test_a_kernel_need_not_run_here_to_be_proved(cli: Any, folder: Path) -> None:
+    write_contract(folder, HELD)
+    DEFECTS["kernel"][0](folder)
+    assert cli("compile", cwd=folder).code == 0
+
+
+def test_no_weights_are_no_error(cli: Any, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert cli("compile", cwd=folder).code == 0
+
+
+def test_a_factory_of_the_contract_is_not_run(folder: Path) -> None:
+    rewritten(folder, "architecture: llama", "module: trap:build")
+    (folder / "trap.py").write_text("raise SystemExit('ran')")
+    assert check_artefacts(load_program(folder / "contract.yaml"), folder) == ()
+
+
+def test_nothing_of_a_defect_is_an_exception(folder: Path) -> None:
+    configured(folder, hidden_size="16")
+    try:
+        program = load_program(folder / "contract.yaml")
+    except Refusal:
+        return
+    assert [d.code.id for d in check_artefacts(program, folder)] == ["KC455"]
