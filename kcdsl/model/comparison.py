@@ -66,7 +66,7 @@ def compare(
         try:
             config = library.AutoConfig.for_model(**{"model_type": architecture, **raw})
             make = library.AutoModel if encoder else library.AutoModelForCausalLM
-            program = make.from_config(config, attn_implementation="sdpa").eval().float()
+            program = make.from_config(config, attn_implementation="eager").eval().float()
             found = program.load_state_dict(module.state_dict(), strict=False, assign=True)
         except (Exception, SystemExit) as error:  # configurations fail in many ways
             first = str(error).strip().partition("\n")[0]

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +18,12 @@ from torch.overrides import TorchFunctionMode
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import registry
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.presets import resolve
+from kcdsl_backends.attack import attack
+from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
+from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder, box_region
+from kcdsl_backends.drift.functionals import drift_bound
+from kcdsl_certs.recheck import recheck
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -228,3 +234,43 @@ def distance_from_transformers(form: Form, seed: int, **changes: Any) -> float:
     theirs = transformers_logits(wide, raw, ids)
     assert own.shape == theirs.shape
     return float((own - theirs).abs().max() / theirs.abs().max())
+
+
+# --- proofs ---------------------------------------------------------------------------------------
+
+TOKENS = (3, 9, 5, 17, 33)
+
+
+class Proved(NamedTuple):
+    """A bound of the drift of a block on one sequence, that of the checker, and the largest drift
+    that a search for runs found (0 without one)."""
+
+    bound: float
+    rechecked: float
+    attack: float
+
+
+def proved(
+    model: Model, block: str, infer: Mapping[str, Any], attacked: bool = False, radius: float = 0.0
+) -> Proved:
+    """Bound the drift of a block between float32 torch.eager and a kernel, and recheck the proof.
+
+    Raises AssertionError where the checker does not accept it.
+    """
+    first, second = resolve({"preset": "torch-eager"}), resolve(infer)
+    factory = ProblemFactory(model, first, second, torch.device("cpu"))
+    problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
+    assert centre is not None
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    bounds = problem.bound(centre, spread)
+    bound = drift_bound(bounds.output.drift, "inf")
+    builder = ProofBuilder(model, block, first, second, "inf", 1)
+    region = box_region("ball" if radius else "points", centre, spread)
+    claim = bound * claim_margin(first, second)
+    builder.add("a", problem.graph, region, claim, Proof(bounds.witness))
+    outcome = recheck(builder.document(), model.checkpoint.path)
+    assert outcome.ok, (outcome.reason, outcome.detail)
+    worst = 0.0
+    if attacked:
+        worst = attack(*problem.simulators(), "inf", centre, spread).value
+    return Proved(bound, float.fromhex(outcome.bound), worst)

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import MODEL_CONFIG
-from kcdsl.model.architectures import bert, llama
+from kcdsl.model.architectures import llama
 from kcdsl.model.comparison import compare
 from kcdsl.model.configuration import family_of
-from kcdsl.model.registry import declared, names
+from kcdsl.model.registry import declared, load, names
 from tests.support.decoders import FORMS, SMALL
 
 transformers: Any = pytest.importorskip("transformers")
@@ -127,7 +127,7 @@ def build(kind: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
     """Return our module with random weights, and its configuration."""
     raw = saved(kind, **changes)
     torch.manual_seed(3)
-    module: Any = (bert if kind == "bert" else llama).build(raw)
+    module: Any = load(architecture_of(kind)).build(raw)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.uniform_(-0.5, 0.5)
@@ -145,6 +145,9 @@ def build(kind: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
         ("mistral", {"sliding_window": 40}),
         ("qwen2", {}),
         ("bert", {}),
+        ("gemma2", {}),
+        ("gemma3_text", {}),
+        ("phi3", {}),
     ],
 )
 def test_each_family_agrees_with_transformers(kind: str, changes: dict[str, Any]) -> None:

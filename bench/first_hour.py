@@ -1,0 +1,37 @@
+"""The first hour with one's own model: what is read, proved and measured, and what it costs.
+
+Each section is a module with a function `figures()`; `--only NAME` runs some of them.
+
+    make bench-first-hour
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from bench.common import Figure, report
+
+SECTIONS = {
+    "architectures": "bench.first_hour_architectures",
+}
+"""Where the figures of each part of the table are measured."""
+
+
+def main() -> int:
+    """Measure the sections and report them as one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", choices=tuple(SECTIONS), help="a section")
+    wanted = parser.parse_args().only or list(SECTIONS)
+    found: list[Figure] = []
+    for name in wanted:
+        measure: Callable[[], list[Figure]] = import_module(SECTIONS[name]).figures
+        found += measure()
+    whole = len(wanted) == len(SECTIONS)
+    return report("first_hour" if whole else f"first_hour_{'_'.join(wanted)}", found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Configurations that look like one of a built-in decoder, and are of another program.
+
+Each has the model type of a form and changes one field; all of them are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.model import registry
+from tests.support.decoders import FORMS
+
+_MIXED = ["full_attention", "sliding_attention"]
+LOOK_ALIKES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Llama", {"hidden_act": "gelu"}),
+    ("Llama", {"qk_norm": True}),
+    ("Llama", {"layer_types": _MIXED}),
+    ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    ("Llama, YaRN", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7,
+                                         "original_max_position_embeddings": 16}}),
+    ("Mistral", {"attention_bias": True}),
+    ("Mistral", {"layer_types": _MIXED}),
+    ("Qwen2", {"layer_types": ["full_attention", "chunked_attention"]}),
+    ("Qwen2", {"layer_types": _MIXED, "use_sliding_window": False}),
+    ("Qwen3", {"num_experts": 8}),
+    ("Qwen3", {"architectures": ["Qwen3MoeForCausalLM"]}),
+    ("Qwen3", {"layer_types": ["full_attention"]}),
+    ("Gemma 2", {"hidden_activation": "gelu"}),
+    ("Gemma 2", {"use_bidirectional_attention": True}),
+    ("Gemma 2", {"sliding_window_size": 7}),
+    ("Gemma 2", {"sliding_window": None}),
+    ("Gemma 3", {"attn_logit_softcapping": 50.0}),
+    ("Gemma 3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("Gemma 3", {"vision_config": {"hidden_size": 8}}),
+    ("Phi-3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
+    ("Phi-3", {"rope_parameters": {"rope_type": "yarn", "short_factor": [1.0, 1.0],
+                                   "long_factor": [1.0, 1.0]}}),
+    ("Phi-3", {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}),
+    ("OLMo 2", {"clip_qkv": 8.0}),
+    ("OLMo 2", {"layer_types": _MIXED}),
+    ("SmolLM3", {"no_rope_layers": [1]}),
+    ("SmolLM3", {"mlp_activation": "relu"}),
+    ("Granite", {"num_local_experts": 4}),
+    ("Granite", {"residual_multiplier": -0.4}),
+)  # fmt: skip
+"""The form, and the change."""
+
+
+def refused(name: str, change: dict[str, Any]) -> bool:
+    """Say whether the configuration of a form is refused for its own sake, with this change."""
+    form = FORMS[name]
+    try:
+        registry.load(form.architecture).build(form.saved() | change)
+    except Refusal as refusal:
+        return refusal.diagnostics[0].code == codes.MODEL_CONFIG
+    return False
