@@ -297,11 +297,16 @@ BASES: dict[str, Base] = {
 
 
 def made(name: str, folder: Path) -> tuple[Document, Path, Any]:
-    """Return the proof of a base with claims just as they follow, its checkpoint and its graph."""
-    base = BASES[name]
-    rng = np.random.default_rng(list(BASES).index(name) + 1)
+    """Return the proof of one of BASES with claims just as they follow, its checkpoint and its
+    graph."""
+    return proof_of(BASES[name], list(BASES).index(name) + 1, folder)
+
+
+def proof_of(base: Base, seed: int, folder: Path) -> tuple[Document, Path, Any]:
+    """Return the proof of a base, its checkpoint and its graph, of weights and inputs by a seed."""
+    rng = np.random.default_rng(seed)
     graph = base.build(rng)
-    path = folder / f"{list(BASES).index(name)}.safetensors"
+    path = folder / f"{seed}.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     records = base.train, base.infer
     if base.region == "ids":

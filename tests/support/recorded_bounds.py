@@ -1,0 +1,98 @@
+"""Bounds that the checker derives for small proofs, recorded: no change of a rule goes unnoticed.
+
+The proofs are those of `mutation.bases`, and fine ones: of kernels in float64, whose bounds are
+made of the checker's own allowances for rounding, some of them at numbers near the least that there
+are. Record them anew, where a rule was changed on purpose, with
+
+    .venv/bin/python -m tests.support.recorded_bounds
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.mutation.bases import BASES, Base, N, proof_of
+from tests.support.mutation.blocks import (
+    cached,
+    decoder,
+    encoder,
+    everything_else,
+    feed,
+    gated,
+    wide,
+)
+
+RECORDED = Path(__file__).with_suffix(".json")
+FAINT = 2.0**-1040
+"""A size of inputs at which the least float64 numbers count."""
+ONE, OTHER = (
+    N("float64", "nearest", accumulate="float64"),
+    N("float64", "any", accumulate="float64", style="fused"),
+)
+CHANCE = {"alpha": "0.001", "functionals": 4096}
+
+Bounds = dict[str, list[float]]
+"""The claim and the sizes of value and drift at every node, by case."""
+
+
+def fine() -> Iterator[tuple[str, Base]]:
+    """Return bases of float64 kernels by their names."""
+    for build in (decoder, encoder, gated, feed, everything_else, wide, cached):
+        for domain in ("interval", "affine", "planes"):
+            if build is cached and domain == "planes":
+                continue  # which the rules do not have
+            name = f"{build.__name__}, {domain}"
+            yield name, Base(build, domain, "inf", "ball", ONE, OTHER, radius=2.0**-60)
+            yield f"{name}, faint", Base(build, domain, "inf", "points", ONE, OTHER, spread=FAINT)
+        by_chance = Base(build, "affine", "inf", "points", ONE, OTHER, chance=CHANCE)
+        yield f"{build.__name__}, by chance", by_chance
+
+
+PROOFS = {"coarse": BASES, "fine": dict(fine())}
+
+
+def bounds_of(base: Base, seed: int, folder: Path) -> Bounds:
+    """Return what the checker derives for a base."""
+    document, _, _ = proof_of(base, seed, folder)
+    found = {}
+    for case in document["cases"]:
+        claim = case["claim"]
+        numbers = [0.0 if claim == "held" else float.fromhex(claim)]
+        for seen in case["witness"]:
+            numbers += [float.fromhex(seen["value"]), float.fromhex(seen["drift"])]
+        found[case["name"]] = [float(f"{number:.13g}") for number in numbers]
+    return found
+
+
+def derived(kind: str) -> dict[str, Bounds]:
+    """Return what the checker derives for every base of a kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            name: bounds_of(base, seed, Path(folder))
+            for seed, (name, base) in enumerate(PROOFS[kind].items(), 1)
+        }
+
+
+def recorded(kind: str) -> dict[str, Bounds]:
+    """Return what was recorded for every base of a kind."""
+    found: dict[str, dict[str, Bounds]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return found[kind]
+
+
+def main() -> None:
+    """Record all bounds anew."""
+    lines = []
+    for kind in PROOFS:
+        entries = [
+            f"    {json.dumps(name)}: {json.dumps(bounds)}"
+            for name, bounds in derived(kind).items()
+        ]
+        lines.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(entries) + "\n  }")
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
