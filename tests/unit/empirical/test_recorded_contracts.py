@@ -355,7 +355,7 @@ def test_lists_that_are_too_short_are_refused(decide: Callable[..., dict[str, An
 def test_ranks_at_tokens_that_were_drawn_are_a_sample(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
-    """No row of a recording is a census: tokens that are drawn again are others."""
+    """A row of a recording is a census only if the clause asks for this batch alone."""
     table = with_lists(recordings.rollouts(prompts=4, group=1, top=5))
     clauses = {
         "S-1": "require: mean(top1_agreement) >= 0.5",
@@ -363,11 +363,30 @@ def test_ranks_at_tokens_that_were_drawn_are_a_sample(
         "S-J": "require: mean(jaccard5) >= 0.5, evidence: census",
     }
     report = decide(clauses, table)
-    assert {row["evidence"] for row in report["clauses"]} == {"sample"}
-    assert set(verdicts(report).values()) == {"inconclusive"}
+    kinds = {"S-1": "sample", "S-5": "sample", "S-J": "census"}
+    assert {row["clause"]: row["evidence"] for row in report["clauses"]} == kinds
+    assert verdicts(report) == {"S-1": "inconclusive", "S-5": "inconclusive", "S-J": "held"}
     rows = json.loads(cli("plan", str(tmp_path / "contract.yaml"), "--json").stdout)["rows"]
-    assert {row["clause"]: row["evidence"] for row in rows} == dict.fromkeys(clauses, "sample")
-    assert {row["clause"]: row["state"] for row in rows}["S-J"] == "never"
+    assert {row["clause"]: row["evidence"] for row in rows} == kinds
+    assert {row["clause"]: row["state"] for row in rows}["S-J"] == "census"
+
+
+def test_a_batch_is_gated_on_its_own_values(decide: Callable[..., dict[str, Any]]) -> None:
+    """A census decides exactly, few rows suffice, and what is wrong with the batch still blocks."""
+    table = many(prompts=3)
+    clauses = {
+        "N-OWN": "require: mean(abs(log_ratio)) <= 0.1, evidence: census",
+        "N-MAX": "require: max(k3) <= 1e-12, evidence: census",
+        "N-ANY": "require: mean(abs(log_ratio)) <= 0.1",
+    }
+    report = decide(clauses, table)
+    assert verdicts(report) == {"N-OWN": "held", "N-MAX": "violated", "N-ANY": "inconclusive"}
+    assert any("N-OWN, N-MAX: a census of these rollouts" in note for note in report["notes"])
+    report = decide(clauses, table, infer="{run: recorded}")  # nothing states what the values are
+    assert set(verdicts(report).values()) == {"invalid_evidence"}
+    masked = {**table, "mask": [[0] * len(row) for row in table["mask"]]}
+    report = decide({"N-OWN": clauses["N-OWN"]}, masked)
+    assert report["code"] != 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.kernels import KernelRef
-from kcdsl.ir.terms import Clause
+from kcdsl.ir.terms import Clause, EvidenceKind
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.context import Progress
@@ -75,7 +75,12 @@ class RolloutSource:
             ),
             prechecks=_prechecks(context, rows, groups, metrics, policies),
             timing=_timing(wanted, distinct.values()),
-            notes=(*context.notes, *_shares(distinct.values()), *_joined(context)),
+            notes=(
+                *context.notes,
+                *_shares(distinct.values()),
+                *_joined(context),
+                *_of_the_batch(wanted),
+            ),
         )
 
 
@@ -214,6 +219,13 @@ def _kernels(context: RolloutContext) -> dict[str, dict[str, object]]:
 def _joined(context: RolloutContext) -> tuple[str, ...]:
     count = sum(found.joined for found in context.recordings.values())
     return (f"{count} groups share a prompt with another and count with it",) if count else ()
+
+
+def _of_the_batch(clauses: Sequence[Clause]) -> tuple[str, ...]:
+    names = [c.id for c in clauses if c.evidence is EvidenceKind.CENSUS]
+    if not names:
+        return ()
+    return (f"{', '.join(names)}: a census of these rollouts, which says nothing of others",)
 
 
 def _shares(groups: Any) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl.metrics import MetricDefinition
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.values import (
     Side,
@@ -155,13 +154,20 @@ class Judge:
 def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence) -> Judge:
     """Return the judge of a clause: the error level is shared among the estimates it compares."""
     share = confidence.divided(statistic_count(clause.require))
-    sample = evidence_kind(clause, data.measures) is EvidenceKind.SAMPLE
+    sample = evidence_kind(clause, data) is EvidenceKind.SAMPLE
     return Judge(data, Settings(seed, share), sample)
 
 
-def evidence_kind(clause: Clause, measures: Mapping[str, MetricDefinition]) -> EvidenceKind:
-    """Return the kind of evidence that running the kernels gives for a clause."""
-    noisy = any(measures[m].noisy for m in metrics_of(clause.require) if m in measures)
+def evidence_kind(clause: Clause, data: SliceData) -> EvidenceKind:
+    """Return the kind of evidence that what was measured on a slice gives for a clause.
+
+    Values that vary from run to run are a sample; those of a recorded batch are a sample too,
+    unless the clause asks about this batch and no other (`evidence: census`).
+    """
+    if clause.evidence is EvidenceKind.CENSUS and data.batch:
+        return EvidenceKind.CENSUS
+    known = data.measures
+    noisy = any(known[m].noisy for m in metrics_of(clause.require) if m in known)
     if noisy or clause.evidence is EvidenceKind.SAMPLE:
         return EvidenceKind.SAMPLE
     return EvidenceKind.CENSUS

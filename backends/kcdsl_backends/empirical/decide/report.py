@@ -31,6 +31,7 @@ from kcdsl_backends.empirical.table.evidence import SUMMARY_METRICS, EvidenceTab
 from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
     metrics_of,
+    prompts_are_units,
     sampling_unit,
     slices_of,
     split,
@@ -77,6 +78,7 @@ def _on_slice(
         tuple(written[key] for key in keys),
         measures,
         unit=sampling_unit(evidence.program),
+        batch=prompts_are_units(evidence.program),
     )
 
 

@@ -128,7 +128,7 @@ def _demand(clause: Clause, data: SliceData) -> str | None:
     match clause.evidence:
         case EvidenceKind.PROOF | EvidenceKind.PROOF_REAL | EvidenceKind.PROBABILISTIC as kind:
             return f"the clause demands {kind}, and running the kernels only measures"
-        case EvidenceKind.CENSUS if evidence_kind(clause, data.measures) is EvidenceKind.SAMPLE:
+        case EvidenceKind.CENSUS if evidence_kind(clause, data) is EvidenceKind.SAMPLE:
             return "the clause demands a census, but its values vary from run to run"
         case _:
             return None
@@ -278,7 +278,7 @@ def _row(
         counted=exceedance.of if exceedance is not None else f"{data.unit}s",
         threshold=display.threshold,
         verdict=verdict,
-        evidence=evidence_kind(clause, data.measures).value,
+        evidence=evidence_kind(clause, data).value,
         confidence=shared.share,
         exceedance=exceedance,
         budget=None if budget is None else _budget(budget, data.unit),

@@ -26,7 +26,7 @@ Counts = NDArray[np.float64]
 _LARGE = 300.0
 """The square of e^x for x beyond this is soon no float64."""
 _FAR = 700.0
-_SHOWN, _HEAVY = 100, 0.45
+_SHOWN, _UNSEEN = 100, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,14 @@ def _beyond_ratios(requests: Requests, worst: Array) -> Array:
     expected square is 1 / (1 - 2 k) times that of the largest.
 
     Raises NotMeasurable from k = 1/2 on, where no square has a mean; a tail of fewer than 100
-    ratios does not show that, and counts as 0.45.
+    ratios does not show the shape, which counts as 1/4 at most.
     """
     every = np.concatenate([delta for (delta,) in requests])
     shape = pareto_k(every)
-    if shape >= 0.5 and tail_length(every.size) >= _SHOWN:
+    if tail_length(every.size) < _SHOWN:
+        shape = min(shape, _UNSEEN)
+    if shape >= 0.5:
         raise NotMeasurable("the squares of ratios may have no mean")
-    shape = min(shape, _HEAVY)
     largest = math.expm1(float(every.max()))
     found = worst.copy()
     found[2] += largest * largest / (1 - 2 * max(shape, 0.0))

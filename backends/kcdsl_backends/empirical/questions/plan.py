@@ -39,6 +39,7 @@ from kcdsl_backends.empirical.table.requirements import (
     main_comparison,
     metrics_of,
     obstacle,
+    prompts_are_units,
     requirement_text,
     sampling_unit,
     slices_of,
@@ -163,6 +164,8 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
     if part.evidence is not EvidenceKind.SAMPLE and not varies:
         return _census(bare)
     if part.evidence is EvidenceKind.CENSUS:
+        if prompts_are_units(program):
+            return _census(bare)
         return replace(bare, state="never", note="a census of values that vary from run to run")
     if allowed is None:
         if not is_mean(part):

@@ -106,6 +106,8 @@ class SliceData:
     """The requests of a token table, instead of `requests`."""
     unit: str = "request"
     """What one of `requests` is called: "prompt" where a unit is all rollouts of one."""
+    batch: bool = False
+    """The units are all those of a recorded batch: one more look at it gives the same values."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Estimates of terms on this slice: each is formed once."""
 
