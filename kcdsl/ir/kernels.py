@@ -156,5 +156,5 @@ ROLES = {
 
 LOGITS = "logits"
 """The format of whole logits; each request has a tensor in a file."""
-FORMATS = ("rows", "verl", "trl", LOGITS)
+FORMATS = ("rows", "verl", "trl", "nemo-rl", "prime-rl", "skyrl", "slime", LOGITS)
 """How recordings are laid out. `rows` is ours: columns are named as roles."""

@@ -168,7 +168,7 @@ DEFINITIONS = (
         lower=None,
         bias="biased",
         reads=(RATIO_LOG, LENGTHS),
-        entry="recorded:length_scaling",
+        entry="sums:length_scaling",
     ),
     _of_sequences(
         "icc",
@@ -179,7 +179,7 @@ DEFINITIONS = (
         upper=ONE_WHOLE,
         bias="biased",
         reads=(RATIO_LOG, LENGTHS),
-        entry="recorded:intraclass_correlation",
+        entry="sums:intraclass_correlation",
     ),
     _aggregate(
         "adv_weighted_bias",

@@ -317,7 +317,7 @@ DEFINITIONS = (
         "Pareto shape k of the largest w; above 0.7 no mean of w is reliable",
         lower=None,
         reads=(RATIO_LOG,),
-        entry="sampled:pareto_k",
+        entry="sums:pareto_k",
     ),
 )
 """The metrics of sampled tokens, and the numbers of a slice that are formed from their ratios."""

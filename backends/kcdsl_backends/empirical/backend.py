@@ -71,7 +71,7 @@ class EmpiricalBackend:
     ) -> tuple[str, frozenset[str], tuple[dict[str, Any], ...]] | None:
         """Return what a file of recorded rollouts is: its format, the roles of its columns, and the
         texts of each row that slices may test; None for rows of requests."""
-        from kcdsl_backends.empirical.sources.rollouts.rows import recognised
+        from kcdsl_backends.empirical.sources.rollouts.layouts import recognised
 
         return recognised(path)
 

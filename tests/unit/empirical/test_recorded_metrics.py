@@ -16,6 +16,7 @@ from kcdsl_backends.empirical.metrics import (
 from kcdsl_backends.empirical.metrics import (
     recorded,
     sampled,
+    sums,
 )
 from kcdsl_backends.empirical.metrics import (
     recorded as sequences,
@@ -33,7 +34,7 @@ def joined(parts: Any) -> tuple[list[float], list[int]]:
 
 
 def correlation(parts: Any) -> float:
-    return sequences.intraclass_correlation(*joined(parts))
+    return sums.intraclass_correlation(*joined(parts))
 
 
 def test_sequences_have_their_closed_forms() -> None:
@@ -88,11 +89,11 @@ def test_noise_scales_with_the_root_of_the_length_and_bias_with_the_length() -> 
     rng = np.random.default_rng(2)
     noise = [rng.standard_normal(64) for _ in range(600)]
     bias = [np.full(64, 0.01) + 1e-6 * rng.standard_normal(64) for _ in range(50)]
-    assert sequences.length_scaling(*joined(noise)) == pytest.approx(0.5, abs=0.05)
-    assert sequences.length_scaling(*joined(bias)) == pytest.approx(1.0, abs=1e-3)
+    assert sums.length_scaling(*joined(noise)) == pytest.approx(0.5, abs=0.05)
+    assert sums.length_scaling(*joined(bias)) == pytest.approx(1.0, abs=1e-3)
     for few in ([[0.1] * 8] * 7, [[0.1] * 3] * 9, [[0.0] * 8] * 9, []):
         with pytest.raises(NotMeasurable):
-            sequences.length_scaling(*joined(few))
+            sums.length_scaling(*joined(few))
 
 
 def test_tokens_of_a_sequence_that_move_together_are_one_token() -> None:
@@ -109,7 +110,7 @@ def test_tokens_of_a_sequence_that_move_together_are_one_token() -> None:
         with pytest.raises(NotMeasurable):
             correlation(few)
         with pytest.raises(NotMeasurable, match="tokens of rollouts"):
-            sequences.intraclass_correlation([1.0, 2.0], [3.0])
+            sums.intraclass_correlation([1.0, 2.0], [3.0])
 
 
 # --- behaviour -----------------------------------------------------------------------------------

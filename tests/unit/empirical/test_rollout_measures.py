@@ -15,7 +15,7 @@ from kcdsl.metrics import MEASURES, METRICS, RECORDED, UNMEASURED
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.metrics.policies import kl
-from kcdsl_backends.empirical.metrics.recorded import intraclass_correlation
+from kcdsl_backends.empirical.metrics.sums import intraclass_correlation
 from kcdsl_backends.empirical.sources.rollouts.measures import (
     NEEDS,
     common_logs,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kcdsl.metrics import MEASURES
 from kcdsl.metrics.sampled import RULES, Rule
-from kcdsl_backends.empirical.metrics import policies, sampled
+from kcdsl_backends.empirical.metrics import policies, sampled, sums
 from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
@@ -211,23 +211,23 @@ def test_a_certain_token_has_a_finite_binary_divergence_only_from_a_certain_one(
 def test_tail_indices_find_the_shape_of_pareto_laws(shape: float) -> None:
     uniform = np.random.default_rng(3).random(200_000)
     weights_ = (1 - uniform) ** (-shape)
-    assert sampled.pareto_k(np.log(weights_)) == pytest.approx(shape, abs=0.1)
+    assert sums.pareto_k(np.log(weights_)) == pytest.approx(shape, abs=0.1)
 
 
 def test_short_tails_lean_on_one_half() -> None:
     """The prior weighs as much as ten values: 20 of an exponential law (k = 0) give a sixth."""
     rng = np.random.default_rng(8)
-    found = [sampled.pareto_k(np.log(rng.exponential(size=100))) for _ in range(200)]
+    found = [sums.pareto_k(np.log(rng.exponential(size=100))) for _ in range(200)]
     assert float(np.mean(found)) == pytest.approx(1 / 6, abs=0.06)
 
 
 def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
     normal = np.random.default_rng(4).standard_normal(50_000)
-    assert sampled.pareto_k(0.05 * normal) < 0.2
-    assert sampled.pareto_k(3.0 * normal) > sampled.UNRELIABLE
-    assert sampled.pareto_k(np.zeros(100)) == -math.inf
+    assert sums.pareto_k(0.05 * normal) < 0.2
+    assert sums.pareto_k(3.0 * normal) > sums.UNRELIABLE
+    assert sums.pareto_k(np.zeros(100)) == -math.inf
     with pytest.raises(NotMeasurable, match="needs at least 26"):
-        sampled.pareto_k(np.zeros(20))
+        sums.pareto_k(np.zeros(20))
 
 
 # --- remedies ------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_correlations_are_of_what_they_say() -> None:
 def test_nothing_and_what_is_no_number_is_never_a_value(what: str, values: Sequence[float]) -> None:
     """metrics.md 17: peers return 0 on empty input, 0 on shapes that differ, and mask NaN."""
     for function in (
-        sampled.pareto_k,
+        sums.pareto_k,
         sampled.ess_fraction,
         lambda v: sampled.pearson(v, v),
         lambda v: sampled.pearson_probabilities(v, v),

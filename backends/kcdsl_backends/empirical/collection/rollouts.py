@@ -18,6 +18,7 @@ from kcdsl_backends.empirical.collection.recordings import (
     semantics_of,
 )
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.sources.rollouts.layouts import mapped
 from kcdsl_backends.empirical.sources.rollouts.measures import NEEDS, check_depths, check_needs
 from kcdsl_backends.empirical.sources.rollouts.prompts import (
     PromptRollouts,
@@ -27,7 +28,6 @@ from kcdsl_backends.empirical.sources.rollouts.prompts import (
     timed,
 )
 from kcdsl_backends.empirical.sources.rollouts.record import Policy, Rollout
-from kcdsl_backends.empirical.sources.rollouts.rows import mapped
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.requirements import PROOFS, metrics_of

@@ -227,8 +227,6 @@ def _stamps(served: Served) -> Sequence[float]:
 
 # --- whole sequences ------------------------------------------------------------------------------
 
-_ROUNDING = 2.0**-51
-"""Largest relative distance of the mean of equal values from them."""
 _LARGEST = 709.0
 """Exponents below this have an exponential in float64."""
 
@@ -308,66 +306,3 @@ def composed_tv(tv: ArrayLike) -> float:
 def tail_mass(sums: ArrayLike) -> float:
     """Return the share of sequences whose weight e^sum lies outside [1/2, 2]."""
     return float(np.mean(np.abs(column(sums, "sums of ln w")) > math.log(2)))
-
-
-def length_scaling(deltas: ArrayLike, lengths: ArrayLike, groups: int = 6) -> float:
-    """Return the slope of ln of the spread of sequence log-ratios on ln of their length.
-
-    Slope 1/2 is independent noise, slope 1 a systematic bias. Every sequence gives its prefixes of
-    lengths 2^j, so that each group holds the same sequences; the spread is the root mean square.
-    `deltas` holds the sequences one after the other. Raises NotMeasurable for fewer than 8
-    sequences, prefixes of fewer than three lengths, no drift.
-    """
-    found = _split(deltas, lengths)
-    shortest = min(d.size for d in found)
-    if len(found) < 8 or shortest < 4:
-        raise NotMeasurable(f"{len(found)} sequences of at least {shortest} tokens: needs 8 of 4")
-    prefixes = [2**j for j in range(shortest.bit_length())][-groups:]
-    sums = np.array([[rounded_sum(d[:n]) for n in prefixes] for d in found])
-    spread = np.sqrt(np.mean(sums * sums, axis=0))
-    if not (spread > 0).all():
-        raise NotMeasurable("sequences without drift have no scaling")
-    return slope_of_spreads(spread * spread, groups)
-
-
-def slope_of_spreads(squares: Array, groups: int = 6) -> float:
-    """Return the slope of ln of the spread on ln of the length, from the mean squares of prefixes
-    of 1, 2, 4 and so on tokens; the last `groups` count."""
-    last = squares[-groups:]
-    x = np.log(2.0) * np.arange(last.size)
-    x = x - x.mean()
-    return float(x @ np.log(last) / 2 / (x @ x))
-
-
-def intraclass_correlation(values: ArrayLike, lengths: ArrayLike) -> float:
-    """Return ICC(1) of the tokens of sequences: the share of variance that sequences explain.
-
-    The one-way estimator for groups of unequal size (Donner 1986). n tokens count for about
-    n / (1 + (m - 1) ICC) independent ones, m the mean length. Raises NotMeasurable for fewer than
-    two sequences, for sequences of one token each and where nothing varies.
-    """
-    groups = _split(values, lengths)
-    sizes = np.array([g.size for g in groups], dtype=np.float64)
-    n, count = float(sizes.sum()), len(groups)
-    if count < 2 or n <= count:
-        raise NotMeasurable(f"{count} sequences of {int(n)} tokens have no correlation within")
-    means = np.array([rounded_sum(g) / g.size for g in groups])
-    grand = math.fsum(sizes * means) / n
-    between = math.fsum(sizes * (means - grand) ** 2) / (count - 1)
-    within = math.fsum(rounded_sum((g - m) ** 2) for g, m in zip(groups, means, strict=True)) / (
-        n - count
-    )
-    typical = (n - math.fsum(sizes * sizes) / n) / (count - 1)
-    total = between + (typical - 1) * within
-    rounding = max(float(np.abs(g).max()) for g in groups) * _ROUNDING
-    if not total > rounding * rounding:
-        raise NotMeasurable("values that never vary have no correlation")
-    return (between - within) / total
-
-
-def _split(values: ArrayLike, lengths: ArrayLike) -> list[Array]:
-    """Return the arrays of single sequences, none of them empty."""
-    joined, sizes = column(values, "ln w"), column(lengths, "lengths").astype(np.int64)
-    if int(sizes.sum()) != joined.size or bool((sizes <= 0).any()):
-        raise NotMeasurable(f"{int(sizes.sum())} tokens of rollouts for {joined.size} values")
-    return [np.asarray(part) for part in np.split(joined, np.cumsum(sizes)[:-1])]

@@ -94,10 +94,6 @@ def _log_rest(log_p: Tensor) -> Tensor:
 
 # --- aggregates of raw weights ------------------------------------------------------------------
 
-UNRELIABLE = 0.7
-"""A tail index above this leaves importance-weighted means without use (Vehtari et al. 2024)."""
-_FEWEST_TAIL = 25
-
 
 def ess_fraction(log_weights: ArrayLike) -> float:
     """Return ESS/n = (sum w)^2 / (n sum w^2) of raw weights given by their logarithms.
@@ -125,50 +121,6 @@ def pearson_probabilities(train_log: ArrayLike, infer_log: ArrayLike) -> float:
     """Return the correlation of the probabilities of sampled tokens, given their logarithms."""
     a, b = columns(2, train=train_log, infer=infer_log)
     return pearson(np.exp(a), np.exp(b))
-
-
-def tail_length(n: int) -> int:
-    """Return how many of the largest of n ratios form the tail: ceil(min(n/5, 3 sqrt n))."""
-    return math.ceil(min(n / 5, 3 * math.sqrt(n)))
-
-
-def pareto_k(delta: ArrayLike, n: int | None = None) -> float:
-    """Return the shape of the generalised Pareto law that fits the largest ratios w.
-
-    The estimator of Zhang and Stephens (2009) with the prior of Vehtari et al. (2024): the
-    diagnostic of Pareto-smoothed importance sampling. Above 0.7 means of w are not reliable. Equal
-    ratios have no tail and give -inf. `n` says how many tokens there are where `delta` holds the
-    largest of them alone, more than their tail. Raises NotMeasurable below 26 tokens.
-    """
-    size = len(np.atleast_1d(delta)) if n is None else n
-    fewest = _FEWEST_TAIL + 1 if n is None else min(tail_length(n), _FEWEST_TAIL) + 1
-    values = np.sort(column(delta, "ln w", fewest=fewest))
-    if size <= _FEWEST_TAIL:
-        raise NotMeasurable(f"ln w: {size} values, needs at least {_FEWEST_TAIL + 1}")
-    count = tail_length(size)
-    weights = np.exp(values - values[-1])
-    excess = weights[-count:] - weights[-count - 1]
-    if not excess[-1] > 0:
-        return -math.inf
-    shape = _fit_pareto(excess[excess > 0])
-    return float(shape * count / (count + 10) + 0.5 * 10 / (count + 10))
-
-
-def _fit_pareto(excess: Array) -> float:
-    """Return the shape by the profile likelihood averaged over a grid (Zhang and Stephens)."""
-    n = excess.size
-    if n < 5:
-        raise NotMeasurable(f"{n} different ratios in the tail, needs at least 5")
-    points = 30 + math.isqrt(n)
-    quartile = excess[int(n / 4 + 0.5) - 1]
-    grid = 1 / excess[-1] + (1 - np.sqrt(points / (np.arange(points) + 0.5))) / (3 * quartile)
-    with np.errstate(all="ignore"):
-        shapes = np.log1p(-grid[:, None] * excess).mean(axis=1)
-        likelihood = n * (np.log(-grid / shapes) - shapes - 1)
-    usable = np.isfinite(likelihood)
-    weights = np.exp(likelihood[usable] - likelihood[usable].max())
-    best = float(np.sum(grid[usable] * weights) / np.sum(weights))
-    return float(np.mean(np.log1p(-best * excess)))
 
 
 # --- remedies -----------------------------------------------------------------------------------

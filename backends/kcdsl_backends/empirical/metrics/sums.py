@@ -13,16 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from kcdsl_backends.empirical.metrics.recorded import slope_of_spreads
-from kcdsl_backends.empirical.metrics.sampled import pareto_k, tail_length
-from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
+from kcdsl_backends.empirical.statistics.estimates import (
+    Array,
+    NotMeasurable,
+    column,
+    rounded_sum,
+)
 
 Requests = Sequence[Sequence[Array]]
 """The arrays of each request, in the order of the inputs of a metric."""
 Counts = NDArray[np.float64]
 """How often each resample draws each request [B, n]."""
+UNRELIABLE = 0.7
+"""A tail index above this leaves importance-weighted means without use (Vehtari et al. 2024)."""
+_FEWEST_TAIL = 25
+_ROUNDING = 2.0**-51
+"""Largest relative distance of the mean of equal values from them."""
 _LARGE = 300.0
 """The square of e^x for x beyond this is soon no float64."""
 _FAR = 700.0
@@ -48,6 +56,119 @@ class Sums:
 
 Redrawn = Callable[[Requests], Callable[[Counts], Array]]
 """From requests to the function that gives the number of each resample, NaN where it has none."""
+
+
+# --- tails of ratios -----------------------------------------------------------------------------
+
+
+def tail_length(n: int) -> int:
+    """Return how many of the largest of n ratios form the tail: ceil(min(n/5, 3 sqrt n))."""
+    return math.ceil(min(n / 5, 3 * math.sqrt(n)))
+
+
+def pareto_k(delta: ArrayLike, n: int | None = None) -> float:
+    """Return the shape of the generalised Pareto law that fits the largest ratios w.
+
+    The estimator of Zhang and Stephens (2009) with the prior of Vehtari et al. (2024): the
+    diagnostic of Pareto-smoothed importance sampling. Above 0.7 means of w are not reliable. Equal
+    ratios have no tail and give -inf. `n` says how many tokens there are where `delta` holds the
+    largest of them alone, more than their tail. Raises NotMeasurable below 26 tokens.
+    """
+    size = len(np.atleast_1d(delta)) if n is None else n
+    fewest = _FEWEST_TAIL + 1 if n is None else min(tail_length(n), _FEWEST_TAIL) + 1
+    values = np.sort(column(delta, "ln w", fewest=fewest))
+    if size <= _FEWEST_TAIL:
+        raise NotMeasurable(f"ln w: {size} values, needs at least {_FEWEST_TAIL + 1}")
+    count = tail_length(size)
+    weights = np.exp(values - values[-1])
+    excess = weights[-count:] - weights[-count - 1]
+    if not excess[-1] > 0:
+        return -math.inf
+    shape = _fit_pareto(excess[excess > 0])
+    return float(shape * count / (count + 10) + 0.5 * 10 / (count + 10))
+
+
+def _fit_pareto(excess: Array) -> float:
+    """Return the shape by the profile likelihood averaged over a grid (Zhang and Stephens)."""
+    n = excess.size
+    if n < 5:
+        raise NotMeasurable(f"{n} different ratios in the tail, needs at least 5")
+    points = 30 + math.isqrt(n)
+    quartile = excess[int(n / 4 + 0.5) - 1]
+    grid = 1 / excess[-1] + (1 - np.sqrt(points / (np.arange(points) + 0.5))) / (3 * quartile)
+    with np.errstate(all="ignore"):
+        shapes = np.log1p(-grid[:, None] * excess).mean(axis=1)
+        likelihood = n * (np.log(-grid / shapes) - shapes - 1)
+    usable = np.isfinite(likelihood)
+    weights = np.exp(likelihood[usable] - likelihood[usable].max())
+    best = float(np.sum(grid[usable] * weights) / np.sum(weights))
+    return float(np.mean(np.log1p(-best * excess)))
+
+
+# --- sequences of one request or more ------------------------------------------------------------
+
+
+def length_scaling(deltas: ArrayLike, lengths: ArrayLike, groups: int = 6) -> float:
+    """Return the slope of ln of the spread of sequence log-ratios on ln of their length.
+
+    Slope 1/2 is independent noise, slope 1 a systematic bias. Every sequence gives its prefixes of
+    lengths 2^j, so that each group holds the same sequences; the spread is the root mean square.
+    `deltas` holds the sequences one after the other. Raises NotMeasurable for fewer than 8
+    sequences, prefixes of fewer than three lengths, no drift.
+    """
+    found = _split(deltas, lengths)
+    shortest = min(d.size for d in found)
+    if len(found) < 8 or shortest < 4:
+        raise NotMeasurable(f"{len(found)} sequences of at least {shortest} tokens: needs 8 of 4")
+    prefixes = [2**j for j in range(shortest.bit_length())][-groups:]
+    sums = np.array([[rounded_sum(d[:n]) for n in prefixes] for d in found])
+    spread = np.sqrt(np.mean(sums * sums, axis=0))
+    if not (spread > 0).all():
+        raise NotMeasurable("sequences without drift have no scaling")
+    return slope_of_spreads(spread * spread, groups)
+
+
+def slope_of_spreads(squares: Array, groups: int = 6) -> float:
+    """Return the slope of ln of the spread on ln of the length, from the mean squares of prefixes
+    of 1, 2, 4 and so on tokens; the last `groups` count."""
+    last = squares[-groups:]
+    x = np.log(2.0) * np.arange(last.size)
+    x = x - x.mean()
+    return float(x @ np.log(last) / 2 / (x @ x))
+
+
+def intraclass_correlation(values: ArrayLike, lengths: ArrayLike) -> float:
+    """Return ICC(1) of the tokens of sequences: the share of variance that sequences explain.
+
+    The one-way estimator for groups of unequal size (Donner 1986). n tokens count for about
+    n / (1 + (m - 1) ICC) independent ones, m the mean length. Raises NotMeasurable for fewer than
+    two sequences, for sequences of one token each and where nothing varies.
+    """
+    groups = _split(values, lengths)
+    sizes = np.array([g.size for g in groups], dtype=np.float64)
+    n, count = float(sizes.sum()), len(groups)
+    if count < 2 or n <= count:
+        raise NotMeasurable(f"{count} sequences of {int(n)} tokens have no correlation within")
+    means = np.array([rounded_sum(g) / g.size for g in groups])
+    grand = math.fsum(sizes * means) / n
+    between = math.fsum(sizes * (means - grand) ** 2) / (count - 1)
+    within = math.fsum(rounded_sum((g - m) ** 2) for g, m in zip(groups, means, strict=True)) / (
+        n - count
+    )
+    typical = (n - math.fsum(sizes * sizes) / n) / (count - 1)
+    total = between + (typical - 1) * within
+    rounding = max(float(np.abs(g).max()) for g in groups) * _ROUNDING
+    if not total > rounding * rounding:
+        raise NotMeasurable("values that never vary have no correlation")
+    return (between - within) / total
+
+
+def _split(values: ArrayLike, lengths: ArrayLike) -> list[Array]:
+    """Return the arrays of single sequences, none of them empty."""
+    joined, sizes = column(values, "ln w"), column(lengths, "lengths").astype(np.int64)
+    if int(sizes.sum()) != joined.size or bool((sizes <= 0).any()):
+        raise NotMeasurable(f"{int(sizes.sum())} tokens of rollouts for {joined.size} values")
+    return [np.asarray(part) for part in np.split(joined, np.cumsum(sizes)[:-1])]
 
 
 # --- weights -------------------------------------------------------------------------------------

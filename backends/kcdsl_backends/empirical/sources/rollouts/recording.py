@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl_backends.empirical.sources.rollouts.layouts import Mapped, cut, text_dump
 from kcdsl_backends.empirical.sources.rollouts.record import (
     ROUNDING,
     Rollout,
@@ -26,7 +27,7 @@ from kcdsl_backends.empirical.sources.rollouts.record import (
     TopLogs,
     problem_of,
 )
-from kcdsl_backends.empirical.sources.rollouts.rows import FileRows, Mapped, text_dump
+from kcdsl_backends.empirical.sources.rollouts.rows import FileRows
 
 Array = NDArray[np.float64]
 
@@ -73,6 +74,7 @@ def assemble(
     range, null, NaN, +inf, probabilities above 1, duplicate ids, and a prompt that is counted as
     sampled.
     """
+    rows = cut(rows, format, mapped)
     have = {role: name for role, name in mapped.columns.items() if name in rows.columns}
     for role in sorted(mapped.demanded - set(have)):
         raise _lacking(rows, role, mapped.columns[role])

@@ -1,15 +1,14 @@
-"""Recordings as columns of cells: files read by their suffix, the roles of columns, checked cells.
+"""Recordings as columns of cells: files read by their suffix, checked cells.
 
 A file that cannot be read whole is refused, and so is a cell that is not what its role asks for,
-with its file, row and column. Nothing is repaired, nothing is filled in. Users override the columns
-of single roles.
+with its file, row and column. Nothing is repaired, nothing is filled in.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.ir.kernels import ROLES
 from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes, shown
 from kcdsl_backends.requests import without_duplicates
 
@@ -152,93 +150,7 @@ def _shown(numbers: NDArray[np.float64], bad: NDArray[np.intp]) -> str:
     return f"{float(numbers[tuple(bad[0])]) if bad.size else float(numbers):g}"
 
 
-# --- columns -------------------------------------------------------------------------------------
-
-
-_OWN = {role: role for role in ROLES}
-_VERL = {
-    "group": "uid",
-    "prompt": "prompts",
-    "tokens": "responses",
-    "whole_attention": "attention_mask",
-    "mask": "response_mask",
-    "infer_logs": "rollout_log_probs",
-    "train_logs": "old_log_probs",
-    "advantages": "advantages",
-    "infer_reward": "token_level_scores",
-    "infer_version": "min_global_steps",
-    "infer_version_last": "max_global_steps",
-    "train_routes": "train_routed_experts",
-    "infer_routes": "routed_experts",
-}
-_TRL = {
-    "prompt": "prompt_ids",
-    "prompt_attention": "prompt_mask",
-    "tokens": "completion_ids",
-    "attention": "completion_mask",
-    "mask": "tool_mask",
-    "infer_logs": "sampling_per_token_logps",
-    "train_logs": "old_per_token_logps",
-    "advantages": "advantages",
-    "infer_reward": "rewards",
-}
-FORMATS: Mapping[str, Mapping[str, str]] = {"rows": _OWN, "verl": _VERL, "trl": _TRL}
-"""The column of each role by format. `rows` is ours: columns are named as roles."""
-
-TEXT_DUMPS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "verl": (("input", "output", "score"), "`trainer.rollout_data_dir` hold texts and scores"),
-    "trl": (("prompt", "completion"), "`log_completions` hold texts, rewards and advantages"),
-}
-"""Dumps of texts, known by their columns, with what they hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """The columns of a recording by role, as far as it has them, and those that must be there."""
-
-    columns: Mapping[str, str]
-    demanded: frozenset[str]
-    """Roles that the contract names a column for: one that is absent is an error."""
-
-
-def mapped(format: str, overrides: Mapping[str, str]) -> Mapped:
-    """Return the columns of a format with those that the user names in their place."""
-    return Mapped({**FORMATS[format], **overrides}, frozenset(overrides))
-
-
-def text_dump(format: str, present: Collection[str]) -> str | None:
-    """Return why a file of these columns is a dump of texts, None where it is not."""
-    known = TEXT_DUMPS.get(format)
-    if known is None or not set(known[0]) <= set(present):
-        return None
-    return (
-        f"the files of {known[1]} only, no tokens and no log-probabilities; write the batch itself"
-        " (`kcdsl explain rollouts`)"
-    )
-
-
-def recognised(
-    path: Path,
-) -> tuple[str, frozenset[str], tuple[dict[str, Any], ...]] | None:
-    """Return the format of a recording, the roles of its columns, and the texts of each row; None
-    where no format finds sampled tokens with log-probabilities. Refuse a file as `read_rows`."""
-    rows = read_rows(path, path.name)
-    best = max(FORMATS, key=lambda name: len(_roles(name, rows)))
-    roles = _roles(best, rows)
-    if "tokens" not in roles or not roles & {"train_logs", "infer_logs"}:
-        for name in TEXT_DUMPS:
-            why = text_dump(name, rows.columns)
-            if why is not None:
-                raise refuse(codes.ROLLOUT_COLUMN, f"{rows.name}: {why}")
-        return None
-    plain = [n for n in rows.columns if n not in FORMATS[best].values()]
-    texts = [n for n in plain if all(isinstance(cell, str) for cell in rows.columns[n])]
-    fields = tuple({n: rows.columns[n][i] for n in texts} for i in range(rows.count))
-    return best, roles, fields
-
-
-def _roles(format: str, rows: FileRows) -> frozenset[str]:
-    return frozenset(role for role, name in FORMATS[format].items() if name in rows.columns)
+# --- files ----------------------------------------------------------------------------------------
 
 
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")
@@ -258,7 +170,8 @@ def read_rows(path: Path, name: str) -> FileRows:
         raise refuse(
             codes.ROLLOUT_FILE,
             f"{shown(path)} is a pickle, which may run any code while it is opened",
-            help="write Parquet, JSONL or safetensors; `kcdsl explain rollouts` shows how",
+            help="write Parquet, JSONL or safetensors where it was written;"
+            " `kcdsl explain rollouts` has the lines for verl, SkyRL and slime",
         )
     if suffix not in _READERS:
         raise refuse(
