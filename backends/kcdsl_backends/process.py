@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import logging
 import sys
@@ -18,6 +19,26 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Parameters of `mallopt`, of <malloc.h> of the GNU C library."""
+_KEPT = 2**30
+"""Bytes that may stay free at the end of the heap."""
+
+
+def reuse_memory() -> None:
+    """Let the allocator keep what is freed. Otherwise it gives every large tensor back to the
+    system and takes fresh pages, zeroed one by one, for the next. Only the GNU C library does so,
+    and has `mallopt`; elsewhere nothing changes."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_MMAP_MAX, 0)
+    mallopt(_TRIM_THRESHOLD, _KEPT)
+
 
 SMALL = 2**17
 """Below so many elements, threads that wait for each other cost more than they bring."""

@@ -25,7 +25,7 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import Pass, parse
 from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.ops.linear import bilinear
-from kcdsl_certs.recheck.ops.linear.bilinear import averages
+from kcdsl_certs.recheck.ops.linear.one_row import averages
 from tests.support import proofs
 from tests.support.prover import block, parameters
 

@@ -36,6 +36,7 @@ from kcdsl_backends.certifier.cache import (
 )
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.certifier.statements.proof import ProofBuilder
+from kcdsl_backends.process import reuse_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ def open_context(setting: RunSettings, model: Model | None = None) -> WorkerCont
         Refusal: the model cannot be loaded, or it is not the model, or this is not the program,
             that gave out the work.
     """
+    reuse_memory()
     loaded = model
     if loaded is None:
         loaded = load_model(setting.program.model, setting.base, by_block=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from kcdsl_backends.drift.affine.adjoint import (
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
-from kcdsl_backends.drift.affine.tape import Nonlinear, Tape, TapeEntry
+from kcdsl_backends.drift.affine.row_sums import Bounded, RowBound
+from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, several
 from kcdsl_backends.drift.boxes.state import ALONE, Entering, InterfaceEllipsoids, StoredParameters
@@ -91,12 +93,25 @@ def affine_run(
                 run.private[node.name] = Private(apart)
         else:
             operation_of(node).affine(run, node)
+        if node.op == "input":
+            _bound_rows(run, node)
         if boxes is not None and node.name in boxes and node.name in run.computed:
             _meet(run, node, boxes[node.name])
     run.rounding = rounding
     if graph.output in run.computed:
         run.computed[graph.output] = run.reading(graph.output)
     return run
+
+
+def _bound_rows(run: KernelRun, node: Node) -> None:
+    """Note that elements of the input at a point are off independently of one another, by what is
+    rounded of them, so that functionals of many of its rows may be bounded row by row."""
+    index = run.computed[node.name]
+    entry, tape = run.tape.entries[index], run.tape
+    fixed = tape.chance is None and run.spread is None and not bool(tape.radius.any())
+    if fixed and entry.nonlinear is None and len(entry.shape) == 2 and tape.cut == INPUT:
+        rows = Bounded.of(RowBound.of(entry.error_bound))
+        tape.entries[index] = replace(entry, rows=rows)
 
 
 def _meet(run: KernelRun, node: Node, box: Box) -> None:

@@ -12,6 +12,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
+from kcdsl_certs.recheck.affine.many_rows import RowReach
 from kcdsl_certs.recheck.affine.reverse_passes import kept, room
 from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Hints
@@ -26,6 +27,7 @@ from kcdsl_certs.recheck.ops.table import computed, operation_of
 Row = tuple[int, ...]
 
 _WIDEST = 256  # functionals of an output row at a time
+_FAINT = 2.0**-12  # up to this share of the error of the inference kernel no pass is made
 
 
 def walk(
@@ -54,11 +56,24 @@ def walk(
     for node in scene.block.nodes:
         try:
             form = found.forms[node.name] = _apply(found, node)
+            if node.op == "input":
+                _by_rows(found, form_of(form))
             if boxes is not None and node.name in boxes and not isinstance(form, Mask):
                 _meet(found, node.name, form, boxes[node.name])
         except Rejected as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
     return found
+
+
+def _by_rows(at: Walk, form: Form) -> None:
+    """Note that at a point the elements of a stored input are off by their roundings alone."""
+    region = at.tape.region
+    fixed = at.tape.budget is None and not at.scene.rho and at.scene.drift is None
+    if not fixed or region is None or region.any() or len(form.shape) != 2:
+        return
+    if form.place is not None:
+        entry = at.tape.entries[form.place]
+        at.tape.entries[form.place] = replace(entry, rows=RowReach(form.reach))
 
 
 def _meet(at: Walk, name: str, form: Form, within: Box) -> None:
@@ -135,7 +150,11 @@ class Pair:
                 lo[where] = np.maximum(lo[where], box.add_down(apart.lo[where], found.lo))
                 hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
         if steps or free:
-            stored = box.sub(_stored(self.infer, self.i), _stored(self.train, self.t))
+            infer = _stored(self.infer, self.i)
+            train = box.widen(box.exact(self.t.reference), self.t.reach)
+            if not bool((self.t.reach <= _FAINT * (infer.hi - infer.lo) / 2).all()):
+                train = _stored(self.train, self.t)
+            stored = box.sub(infer, train)
             lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
         return box.checked(Box(lo, hi), "the drift of the output")
 
@@ -245,10 +264,10 @@ def _stored(at: Walk, form: Form) -> Box:
         entry, reference = before.entry, before.reference
     around = box.widen(box.exact(reference), form.reach if entry is None else entry.reach)
     lo, hi = around.lo.copy(), around.hi.copy()
-    step = min(_WIDEST, room(at))
-    for row in np.ndindex(*form.shape[:-1]):
-        for first in range(0, form.shape[-1], step):
-            count = min(step, form.shape[-1] - first)
+    step = min(_WIDEST, _room(at))
+    for first in range(0, form.shape[-1], step):
+        count = min(step, form.shape[-1] - first)
+        for row in np.ndindex(*form.shape[:-1]):
             where = (*row, slice(first, first + count))
             functionals = units(form.shape, row, first, count)
             found = at.tape.bound(form.place, functionals, formed=entry)
@@ -265,6 +284,14 @@ def _stored(at: Walk, form: Form) -> Box:
     stored = steps.ends.within(Box(lo, hi))
     reached = box.widen(box.exact(form.reference), form.reach)
     return Box(np.maximum(stored.lo, reached.lo), np.minimum(stored.hi, reached.hi))
+
+
+def _room(at: Walk) -> int:
+    """Return how many functionals of one row may be carried at a time. Of a block with one softmax
+    they read many rows only where these are bounded one by one, if any are."""
+    if len(at.softmaxes) == 1 and any(entry.rows is not None for entry in at.tape.entries):
+        return _WIDEST
+    return room(at)
 
 
 def _freely(around: Box, to: Uncast) -> Box:

@@ -19,10 +19,12 @@ from kcdsl_backends.drift.affine.adjoint import (
     by_rows,
     image,
     largest_eigenvalue,
+    longest,
     meet,
     whole,
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.row_sums import RowBound
 from kcdsl_backends.drift.affine.tape import INPUT, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
 
@@ -58,10 +60,27 @@ class _Gram:
     def add(self, functional: Adjoint, radius: Tensor) -> None:
         """Take in a symbol for every element."""
         part = radius.expand(functional.shape)[at(functional.window)].flatten()
-        columns = functional.values.flatten(1) * part
+        some = part != 0
+        if bool(some.all()):
+            self.columns(functional.values.flatten(1) * part)
+        elif bool(some.any()):
+            self.columns(functional.values.flatten(1)[:, some] * part[some])
+
+    def columns(self, columns: Tensor) -> None:
+        """Take in symbols with these columns [B, n]."""
         sizes = columns.norm(dim=0)
-        self.products += (columns / sizes.clamp_min(2.0**-900)) @ columns.T
+        self.products.addmm_(columns / sizes.clamp_min(2.0**-900), columns.T)
         self.trace += float(sizes.sum())
+
+    def rows(self, functional: Adjoint, bound: RowBound) -> None:
+        """Take in all that an entry is off by, whose rows have a bound: a symbol for each element
+        and for each direction of a row."""
+        self.add(functional, bound.radius)
+        part = at(functional.window)
+        for along, size in zip(bound.along, bound.size, strict=True):
+            sums = (functional.values * along[part]).sum(-1)
+            self.columns(sums * size[part[0]])
+        self.loose += ROUNDED * functional.magnitude(bound.whole)
 
     def symbols(self, functional: Adjoint, entry: TapeEntry) -> None:
         """Take in what is known of an entry element by element."""
@@ -88,8 +107,9 @@ class _Gram:
         self.middle = self.middle + below.middle
         self.loose += below.loose
 
-    def floor(self, functional: Adjoint, entry: TapeEntry) -> None:
-        """Take in the error of an entry at which a pass stops: row by row."""
+    def floor(self, functional: Adjoint, entry: TapeEntry, *, surround: bool) -> None:
+        """Take in the error of an entry at which a pass stops, row by row; without `surround` by
+        the norms that ellipsoids have."""
         self.loose += ROUNDED * functional.magnitude(entry.widest)
         for row, part in by_rows(functional):
             columns = slice(*part.window[-1])
@@ -97,7 +117,10 @@ class _Gram:
                 self.add(part, entry.error_bound)
                 continue
             matrix = entry.ellipsoids[row][columns, columns]
-            self.parts.append(image(matrix, part.values.flatten(1)))
+            if surround:
+                self.parts.append(image(matrix, part.values.flatten(1)))
+            else:
+                self.further += longest(matrix, part.values.flatten(1))
 
     @property
     def rest(self) -> float:
@@ -114,22 +137,25 @@ class _Gram:
         return around_sum([*self.parts, own, self.rest**2 * unit])
 
 
-def gram_norm(tape: Tape, index: int, functionals: Adjoint) -> float:
-    """Bound the Euclidean norm of functionals of the error of one entry."""
-    return _reverse(tape, {index: functionals}, functionals.values).norm()
+def gram_norm(tape: Tape, index: int, functionals: Adjoint, floor: int = INPUT) -> float:
+    """Bound the Euclidean norm of functionals of the error of one entry; where the pass may stop,
+    see `Tape.bound`."""
+    return _reverse(tape, {index: functionals}, functionals.values, floor, surround=False).norm()
 
 
 def gram_ellipsoid(tape: Tape, index: int, functionals: Adjoint, floor: int) -> Tensor:
     """Return an ellipsoid [B, B] around functionals of the error of one entry; what arrives at
     `floor` or before is bounded by ellipsoids and error bounds there."""
-    return _reverse(tape, {index: functionals}, functionals.values, floor).ellipsoid()
+    return _reverse(
+        tape, {index: functionals}, functionals.values, floor, surround=True
+    ).ellipsoid()
 
 
 def _reverse(
-    tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: int | None = None
+    tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: int, *, surround: bool
 ) -> _Gram:
-    """Take functionals back to the input. With a floor, what arrives there or before is bounded by
-    ellipsoids; without, wide functionals of one entry are compressed."""
+    """Take functionals back to the input, or to the floor, where ellipsoids bound them. For an
+    ellipsoid around them, `surround`; else wide functionals of one entry are compressed."""
     gram = _Gram.of(values)
     while pending:
         index = max(pending)
@@ -138,19 +164,23 @@ def _reverse(
             gram.add(functional, tape.radius)
             break
         entry = tape.entries[index]
-        if floor is not None and index <= floor:
-            gram.floor(functional, entry)
+        if index <= floor:
+            gram.floor(functional, entry, surround=surround)
+            continue
+        if entry.rows is not None:
+            gram.rows(functional, entry.rows.rows)
             continue
         adjoints, amplified = entry.vjp(functional), entry.amplified
         gram.beside(functional, entry)
         alone = not pending and len(adjoints) == 1
         wide = alone and adjoints[0][1].values[0].numel() < values.shape[0]
-        if wide and floor is None:
+        if wide and not surround:
             if entry.radius is not None:
                 gram.loose += functional.magnitude(entry.radius) * SAFE
             source, part = adjoints[0]
             inexact = FACTORED * part.magnitude(tape.entries[source].error_bound).norm()
-            gram.further += (gram_norm(tape, source, _compressed(part)) + float(inexact)) * SAFE
+            norm = gram_norm(tape, source, _compressed(part), floor)
+            gram.further += (norm + float(inexact)) * SAFE
             if amplified is not None:
                 gram.loose += functional.magnitude(amplified.loose) * SAFE
             break
@@ -158,8 +188,8 @@ def _reverse(
         if amplified is not None:
             if alone and functional.single_row:
                 factor = float(amplified.factor.expand(entry.shape)[functional.first])
-                below = _reverse(tape, dict(adjoints), values, floor)
-                if floor is None:
+                below = _reverse(tape, dict(adjoints), values, floor, surround=surround)
+                if not surround:
                     gram.merge(below, factor)
                 else:
                     gram.parts.append(below.ellipsoid() * (1 + factor) ** 2 * (1 + 2.0**-40))
@@ -191,25 +221,31 @@ def unit_functionals(
     """Yield (first index, start, stop, functionals) that read single elements of a tensor.
 
     Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them. At
-    most `size` come together, and with `by_row` none of two rows of the last dimension.
+    most `size` come together; where a rest has more, or with `by_row`, none of two rows of the last
+    dimension. The same elements of all rows follow one another: much of them is the same.
     """
     rest, count = shape[1:], math.prod(shape[1:])
-    if by_row:
-        unit = torch.eye(shape[-1], dtype=torch.float64, device=device)
-        for row in rows(shape):
-            before = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
-            for start in range(0, shape[-1], size):
-                part = unit[start : start + size]
-                stop = start + len(part)
-                yield row[0], before + start, before + stop, on_row(part, row, shape)
+    if len(shape) > 1 and (by_row or len(shape) == 2 or count > size):
+        for start in range(0, shape[-1], size):
+            part = _unit(start, min(shape[-1], start + size), shape[-1], device)
+            for row in rows(shape):
+                before = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
+                first = before + start
+                yield row[0], first, first + len(part), on_row(part, row, shape)
         return
     for i in range(shape[0]):  # so that windows stay small
         for start in range(0, count, size):
-            stop = min(count, start + size)
-            values = torch.zeros(stop - start, count, dtype=torch.float64, device=device)
-            values[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
+            part = _unit(start, min(count, start + size), count, device)
             window = ((i, i + 1), *whole(rest))
-            yield i, start, stop, Adjoint(values.reshape(stop - start, 1, *rest), window, shape)
+            functionals = Adjoint(part.reshape(len(part), 1, *rest), window, shape)
+            yield i, start, start + len(part), functionals
+
+
+def _unit(start: int, stop: int, count: int, device: torch.device) -> Tensor:
+    """Return functionals [stop - start, count] that read one element each."""
+    values = torch.zeros(stop - start, count, dtype=torch.float64, device=device)
+    values[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
+    return values
 
 
 def at_once(tape: Tape) -> int:
@@ -228,14 +264,37 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
         floor: where the passes may stop, see `Tape.bound`.
     """
     entry = tape.entries[index]
+    if entry.moved is not None and entry.cases is None:
+        return _elements_before(tape, entry, entry.moved, needed, floor)
     found = entry.error_bound.clone(memory_format=torch.contiguous_format)
     size = at_once(tape)
     each = unit_functionals(entry.shape, found.device, by_row=entry.by_row, size=size)
     for i, start, stop, functionals in each:
-        if bool(needed[i].any()):
+        if bool(needed[at(functionals.window[:-1])].any()):
             bounds = tape.bound(index, functionals, floor)
             found[i].view(-1)[start:stop] = bounds.magnitude(tape.radius)
     return torch.minimum(found, entry.error_bound)
+
+
+def _elements_before(
+    tape: Tape,
+    entry: TapeEntry,
+    moved: tuple[int, Callable[[Tensor], Tensor]],
+    needed: Tensor,
+    floor: int,
+) -> Tensor:
+    """Bound |e| of an entry in the rows needed by that of the elements that were moved there."""
+    index, change = moved
+    source = tape.entries[index]
+    if index <= floor or not bool(needed.any()):
+        return entry.error_bound
+    place = change(torch.arange(source.reference.numel()).to(needed.device).view(source.shape))
+    read = torch.zeros(source.reference.numel(), dtype=torch.bool, device=needed.device)
+    read[place[needed.expand(entry.shape)]] = True
+    found = change(elements(tape, index, read.view(source.shape).any(-1, keepdim=True), floor))
+    if entry.radius is not None:
+        found = (found + entry.radius) * SAFE
+    return torch.where(needed, torch.minimum(found, entry.error_bound), entry.error_bound)
 
 
 def tighten_error(
@@ -316,10 +375,12 @@ def directions(tape: Tape, index: int, along: Tensor, needed: Tensor) -> Tensor:
     return found
 
 
-def norms(tape: Tape, index: int, functionals: Tensor, needed: Tensor) -> Tensor:
+def norms(
+    tape: Tape, index: int, functionals: Tensor, needed: Tensor, floor: int = INPUT
+) -> Tensor:
     """Bound the Euclidean norm of functionals [m, n] of every row of an entry -> [..., 1]; infinite
-    in rows that are not `needed` [..., 1]."""
-    return _norms(tape, index, lambda row: functionals, needed)
+    in rows that are not `needed` [..., 1]. Where passes may stop, see `Tape.bound`."""
+    return _norms(tape, index, lambda row: functionals, needed, floor)
 
 
 def weighted_norms(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> Tensor:
@@ -327,11 +388,17 @@ def weighted_norms(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> T
     return _norms(tape, index, lambda row: torch.diag(weights[row]), needed)
 
 
-def _norms(tape: Tape, index: int, functionals: Callable[[Row], Tensor], needed: Tensor) -> Tensor:
+def _norms(
+    tape: Tape,
+    index: int,
+    functionals: Callable[[Row], Tensor],
+    needed: Tensor,
+    floor: int = INPUT,
+) -> Tensor:
     entry = tape.entries[index]
     found = torch.full_like(entry.error_bound[..., :1], torch.inf)
     for row in _chosen(needed):
-        found[row] = gram_norm(tape, index, on_row(functionals(row), row, entry.shape))
+        found[row] = gram_norm(tape, index, on_row(functionals(row), row, entry.shape), floor)
     return found
 
 

@@ -20,12 +20,15 @@ from torch import Tensor
 from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, at, largest_eigenvalue, reached
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
+from kcdsl_backends.drift.affine.row_sums import Bounded, RowSums
 from kcdsl_backends.drift.boxes import SAFE, gamma
 
 Adjoints = Sequence[tuple[int, Adjoint]]
 """Functionals of the errors of operands."""
 VJP = Callable[[Adjoint], Adjoints]
 """Lᵀ: the functionals of the operands' errors that a functional of the result's error is."""
+RowVJP = Callable[[Adjoint], Sequence[tuple[int, Adjoint | RowSums]]]
+"""The same of one row of a product, of operands of which many rows are read."""
 PASS = 8
 """Roundings of a reverse pass at an entry beside the products of its map: sums of adjoints."""
 INPUT = 0
@@ -68,7 +71,7 @@ class SingleRow:
     """
 
     nonlinear: Nonlinear
-    vjp: VJP
+    vjp: RowVJP
     nearer: bool = False
 
     def where(self, keep: Tensor) -> SingleRow:
@@ -129,7 +132,8 @@ class TapeEntry:
     formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
     apart for bounds by chance, `apart` for others, `shared` for those of both kernels together.
     `balance` [..., 1] bounds |Σ e| of every row of probabilities; `one_row` is for functionals of
-    one row of a product.
+    one row of a product, `rows` for those of many rows at once. `moved` is the entry whose elements
+    these are, and how they were moved or copied.
     """
 
     name: str
@@ -153,6 +157,8 @@ class TapeEntry:
     balance: Tensor | None = None
     one_row: SingleRow | None = None
     shared: Shared | None = None
+    rows: Bounded | None = None
+    moved: tuple[int, Callable[[Tensor], Tensor]] | None = None
 
     @property
     def by_row(self) -> bool:
@@ -277,8 +283,13 @@ class Tape:
         if self.chance is not None:
             self.chance.ask(count)
         terms, common = 8, dict[str, tuple[Adjoint, Tensor]]()
-        while pending:
-            index = max(pending)
+        sums = dict[int, RowSums]()
+        while pending or sums:
+            index = max(pending.keys() | sums.keys())
+            if index in sums:
+                many = sums.pop(index)
+                spread, part = spread + many.magnitude(), many.row
+                spread = spread + self._meet(pending, index, part)
             functional = pending.pop(index)
             if index == INPUT:
                 return self._range(middle, spread, terms, functional, parts, common)
@@ -307,16 +318,23 @@ class Tape:
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
             elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
-            nonlinear, vjp = entry.nonlinear, entry.vjp
+            nonlinear = entry.nonlinear
+            vjp: VJP | RowVJP = entry.vjp
             other = None if self.chance is not None or shared else entry.one_row
             if other is not None and functional.one_row:
                 nonlinear, vjp = other.nonlinear, other.vjp
             if nonlinear is not None:
                 low, high = nonlinear.between(functional)
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
-            adjoints = vjp(functional)
+            adjoints = list[tuple[int, Adjoint]]()
+            for source, read in vjp(functional):
+                if isinstance(read, RowSums):
+                    spread = spread + self._gather(sums, pending, source, read)
+                else:
+                    adjoints.append((source, read))
             if entry.amplified is not None:
-                if not pending and functional.single_row and len(adjoints) == 1:
+                alone = not pending and not sums
+                if alone and functional.single_row and len(adjoints) == 1:
                     rest = self._bound(dict(adjoints), count, floor, shared=shared)
                     factor = entry.amplified.factor.expand(entry.shape)[functional.first]
                     spread = spread + factor * rest.magnitude(self.radius)
@@ -327,11 +345,27 @@ class Tape:
                     return Range(low, high, rest.region, together, self.chance, common)
                 spread = spread + functional.magnitude(entry.amplified.loose)
             for source, part in adjoints:
-                if source in pending:  # the sum is rounded
-                    part = pending[source].plus(part)
-                    spread = spread + 2.0**-52 * part.magnitude(self.entries[source].error_bound)
-                pending[source] = part
+                spread = spread + self._meet(pending, source, part)
         return self._range(middle, spread, terms, None, parts, common)
+
+    def _meet(self, pending: dict[int, Adjoint], source: int, part: Adjoint) -> Tensor | float:
+        """Add functionals to those that wait at an entry; return what rounding the sum costs."""
+        if source not in pending:
+            pending[source] = part
+            return 0.0
+        part = pending[source] = pending[source].plus(part)
+        return 2.0**-52 * part.magnitude(self.entries[source].error_bound)
+
+    def _gather(
+        self, sums: dict[int, RowSums], pending: dict[int, Adjoint], source: int, part: RowSums
+    ) -> Tensor | float:
+        """Add sums over rows to those that wait at an entry; where both are no such sum, bound this
+        one by itself, and return its bound."""
+        both = sums[source].beside(part) if source in sums else part
+        if both is not None:
+            sums[source] = both
+            return 0.0
+        return part.magnitude() + self._meet(pending, source, part.row)
 
     def _range(
         self,

@@ -174,15 +174,15 @@ def _in_cases(run: KernelRun, p: Operand, v: Operand, error: Tensor) -> Cases | 
 
 def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
     """Bound Σ_j moved[h, t, j]·|a·e_v[h, j]| with e_v[h, j] = W_h e_x[j] + o[h, j]."""
-    beyond = through_values(values)
+    beyond = through_values(values, moved)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         (first, last), (row, end), (start, stop) = a.window
         total = a.values.new_zeros(a.values.shape[0])
         for h in range(first, last):
-            size = a.values[:, h - first].abs() @ values.own[h, :, start:stop].T
-            size = size + beyond(a, h)  # [B, rows, keys]
-            total = total + (size * moved[h, row:end]).flatten(1).sum(-1)
+            own = moved[h, row:end] @ values.own[h, :, start:stop] * SAFE  # [rows, d]
+            total = total + (a.values[:, h - first].abs() * own).flatten(1).sum(-1)
+            total = total + beyond(a, h)
         total = total * SAFE
         return -total, total
 

@@ -4,8 +4,9 @@ functionals of one row: averages of values, and keys in one pass (section 4)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +15,23 @@ from kcdsl.model.graph import Node, View
 from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, largest_eigenvalue, longest
 from kcdsl_backends.drift.affine.error_bounds import rows
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Nonlinear, SingleRow, TapeEntry
+from kcdsl_backends.drift.affine.row_sums import (
+    KeyRows,
+    LastVectors,
+    RowSums,
+    ValueRows,
+    Vectors,
+)
+from kcdsl_backends.drift.affine.tape import PASS, Nonlinear, SingleRow, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, gamma
 from kcdsl_backends.drift.linear import LinearRun
 from kcdsl_backends.drift.linear.tape import LinearEntry
+
+
+class Through(Protocol):
+    """See `through_values`."""
+
+    def __call__(self, a: Adjoint, h: int, *, known: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,30 +293,46 @@ def row_of_values(
     place, source = p.index, values.source
     if place is None or source is None or not values.plain:
         return None
-    entry = run.tape.entries[place]
+    entry, bound = run.tape.entries[place], run.tape.entries[source].rows
     weights, moved, balance = entry.reference, entry.error_bound, entry.balance
-    below, beyond = 2 * (moved - weights).clamp_min(0), through_values(values)
+    below, last = 2 * (moved - weights).clamp_min(0), LastVectors()
+    beyond = through_values(values, moved)
     sizes = values.carried + values.own
     ends = [_last(row) + 1 for row in (weights != 0).any(0)]
+    reads = [_last(row) + 1 for row in ((weights != 0) | (moved != 0)).any(0)]
+    carries = bool(values.error_bound.any())
+
+    def vectors(a: Adjoint) -> Vectors | None:
+        """Return the functionals of one row as those of every row that the values come from."""
+        if bound is None or not carries:
+            return None
+        (first, stop), _, columns = a.window
+        each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
+        return last.get(each, values.weight[first:stop, slice(*columns)], bound)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
-        (first, last), (row, _), columns = a.window
-        total = a.values.new_zeros(a.values.shape[0])
-        for members in _groups(values.groups, first, last):
+        (first, stop), (row, _), columns = a.window
+        total, many = a.values.new_zeros(a.values.shape[0]), vectors(a) if second_order else None
+        read = slice(0, reads[row])
+        if many is not None:
+            far = moved[first:stop, row] @ values.error_bound * SAFE
+            total = total + many.weighed(far).sum(0)
+        for members in _groups(values.groups, first, stop):
             alone, around = torch.zeros_like(total), torch.zeros_like(total)
             for h in members:
-                own = a.values[:, h - first, 0].abs() @ values.own[h, :, slice(*columns)].T * SAFE
-                alone = alone + own @ weights[h, row].abs()  # own [B, keys]
+                own = a.values[:, h - first, 0].abs() @ values.own[h, read, slice(*columns)].T
+                own = own * SAFE  # [B, keys]
+                alone = alone + own @ weights[h, row, read].abs()
                 if not second_order:
                     continue
-                rest = plain = own @ moved[h, row]
+                rest = plain = own @ moved[h, row, read]
                 if balance is not None:
                     price = balance[h, row]
-                    middle = _middle(own, moved[h, row], price)
-                    apart = (own - middle).abs() @ moved[h, row] + own @ below[h, row]
+                    middle = _middle(own, moved[h, row, read], price)
+                    apart = (own - middle).abs() @ moved[h, row, read] + own @ below[h, row, read]
                     rest = torch.minimum(rest, apart + middle[:, 0] * price)
                 alone, around = alone + rest, around + plain
-                total = total + beyond(a, h)[:, 0] @ moved[h, row]
+                total = total + beyond(a, h, known=many is not None)
             if len(members) > 1:
                 alone = torch.minimum(
                     alone, _together(a, members, weights[:, row], values, sizes) + around
@@ -311,14 +341,20 @@ def row_of_values(
         total = total * SAFE
         return -total, total
 
-    def vjp(a: Adjoint) -> Adjoints:
-        (first, last), (row, end), columns = a.window
-        heads = slice(first, last)
+    def vjp(a: Adjoint) -> list[tuple[int, Adjoint | RowSums]]:
+        (first, stop), (row, end), columns = a.window
+        heads = slice(first, stop)
         each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
         back = (each @ known[heads, :, slice(*columns)].mT).transpose(0, 1)[:, :, None]
-        window = ((first, last), (row, end), (0, weights.shape[-1]))
+        window = ((first, stop), (row, end), (0, weights.shape[-1]))
+        found: list[tuple[int, Adjoint | RowSums]]
         found = [(place, Adjoint(back, window, tuple(weights.shape)))]
-        if bool(values.error_bound.any()) and ends[row]:
+        many = vectors(a) if ends[row] else None
+        if many is not None and bound is not None:
+            shares = ValueRows(many, weights[heads, row, : ends[row]])
+            count = a.values.shape[0]
+            found.append((source, RowSums(bound, row, 0, ends[row], count, values=shares)))
+        elif carries and ends[row]:
             inputs = each @ values.weight[heads, slice(*columns)]  # [heads, B, D]
             rows = torch.einsum("hj,hbn->bjn", weights[heads, row, : ends[row]], inputs)
             shape = tuple(values.error_bound.shape)
@@ -359,10 +395,13 @@ def _together(
     return (joint * (1 + 2 * gamma(own.numel() + PASS)) + inexact) * SAFE
 
 
-def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRow | None:
+def row_of_keys(
+    run: KernelRun, query: Operand, keys: KeyMaps | None, known: Tensor
+) -> SingleRow | None:
     """Take rows of queries times keys.
 
     Args:
+        run: the kernel.
         query: the queries [heads, T, d].
         keys: where the keys come from.
         known: the reference of the keys [heads, d, keys].
@@ -370,21 +409,29 @@ def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRo
     if keys is None or keys.below.source is None or query.index is None:
         return None
     place, source, found_at = query.index, keys.below.source, query.reference
-    shape = tuple(keys.below.error_bound.shape)
+    shape, bound = tuple(keys.below.error_bound.shape), run.tape.entries[source].rows
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         (first, last), (row, _), columns = a.window
         total = keys.own(a.values[:, :, 0], found_at[first:last, row], first, slice(*columns))
         return -total, total
 
-    def vjp(a: Adjoint) -> Adjoints:
+    carries = bool(keys.below.error_bound.any())
+
+    def vjp(a: Adjoint) -> list[tuple[int, Adjoint | RowSums]]:
         (first, last), (row, _), (start, stop) = a.window
         each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, keys]
         back = (each @ known[first:last, :, start:stop].mT).transpose(0, 1)[:, :, None]
         window = ((first, last), a.window[1], (0, known.shape[1]))
+        found: list[tuple[int, Adjoint | RowSums]]
         found = [(place, Adjoint(back, window, tuple(found_at.shape)))]
-        if bool(keys.below.error_bound.any()):
-            along = keys.directions(found_at[first:last, row], first, slice(start, stop))
+        if not carries or start == stop:
+            return found
+        along = keys.directions(found_at[first:last, row], first, slice(start, stop))
+        if bound is not None:
+            several, count = KeyRows(each, along, start), a.values.shape[0]
+            found.append((source, RowSums(bound, row, start, stop, count, keys=several)))
+        else:
             rows = torch.einsum("hbj,hjn->bjn", each, along.expand(-1, stop - start, -1))
             found.append((source, Adjoint(rows, ((start, stop), (0, shape[1])), shape)))
         return found
@@ -392,25 +439,39 @@ def row_of_keys(query: Operand, keys: KeyMaps | None, known: Tensor) -> SingleRo
     return SingleRow(Nonlinear(between), vjp)
 
 
-def through_values(values: Heads) -> Callable[[Adjoint, int], Tensor]:
-    """Return a function that bounds |a·W_h e_x[j]| of a head, [B, rows, keys]."""
+def through_values(values: Heads, moved: Tensor) -> Through:
+    """Return a function that bounds Σ_j moved[h, t, j] |a·W_h e_x[j]| of a head, [B]; with `known`,
+    but for what that is beside Σ_j moved[h, t, j] (|a·W_h| ρ_x[j])."""
     inexact = gamma(values.weight.shape[1] + PASS) * values.carried
     exact = not bool(values.error_bound.any())  # then all that the values are off by is their own
 
-    def beyond(a: Adjoint, h: int) -> Tensor:
-        part, columns = a.values[:, h - a.window[0][0]], slice(*a.window[-1])
-        size = part.abs() @ inexact[h, :, columns].T
-        if exact:
-            return size
-        return size + (part @ values.weight[h, columns]).abs() @ values.error_bound.T
+    def beyond(a: Adjoint, h: int, *, known: bool = False) -> Tensor:
+        (first, _), (row, end), columns = a.window
+        part, weights = a.values[:, h - first], moved[h, row:end]
+        size = part.abs() * (weights @ inexact[h, :, slice(*columns)])
+        total = size.flatten(1).sum(-1) * SAFE
+        if exact or known:
+            return total
+        far = weights @ values.error_bound * SAFE
+        sized = (part @ values.weight[h, slice(*columns)]).abs() * far
+        return total + sized.flatten(1).sum(-1) * SAFE
 
     return beyond
 
 
+CANDIDATES = 32
+"""About so many elements of a row are looked at to find the middle one."""
+
+
 def _middle(sizes: Tensor, weights: Tensor, price: Tensor) -> Tensor:
-    """Return the m [B, 1] with the least Σ_j weights_j |sizes_j - m| + price·m of sizes [B, n]."""
+    """Return an m [B, 1] where Σ_j weights_j |sizes_j - m| + price·m of sizes [B, n] is nearly
+    least: the best of some of the sizes."""
+    step = max(1, sizes.shape[-1] // CANDIDATES)
+    sizes, weights = sizes[:, ::step], weights[::step] * step
+    if not sizes.shape[-1]:
+        return sizes.new_zeros(len(sizes), 1)
     ordered, order = sizes.sort(dim=-1)
-    below = weights.expand_as(sizes).gather(-1, order).cumsum(-1)
+    below = weights[order].cumsum(-1)
     wanted = ((weights.sum() - price) / 2).clamp_min(0)
     place = (below < wanted).sum(-1, keepdim=True).clamp_max(sizes.shape[-1] - 1)
     return torch.where(wanted > 0, ordered.gather(-1, place), 0.0)

@@ -187,13 +187,13 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         shared = replace(shared, rest=(error + own + shared.rest) * SAFE)
     own = own if pushed is None else (own + pushed) * SAFE
 
+    passed = _LastProduct(weight)
     still = not bool(x.error_bound.any())  # an input that is exactly known has no adjoint
 
     def vjp(a: Adjoint) -> Adjoints:
         if still:
             return []
-        start, stop = a.window[-1]
-        values = a.values @ weight[start:stop]
+        values = passed.of(a)
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
     internal, parts = (error + own) * SAFE, parts.beside(own)
@@ -201,6 +201,26 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         reference, vjp, error_bound, internal, roundings=parts, early=early, shared=shared
     )
     round_result(run, node, result, accumulates=True)
+
+
+@dataclass(slots=True)
+class _LastProduct:
+    """Functionals times a weight [out, in]; those of one row are often those of the row before."""
+
+    weight: Tensor
+    last: tuple[Adjoint, Tensor] | None = None
+
+    def of(self, a: Adjoint) -> Tensor:
+        if self.last is not None:
+            known, found = self.last
+            same = known.window[-1] == a.window[-1] and known.values.shape == a.values.shape
+            if same and torch.equal(known.values, a.values):
+                return found
+        self.last = None
+        found = a.values @ self.weight[slice(*a.window[-1])]
+        if a.single_row:
+            self.last = a, found
+        return found
 
 
 def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor | float:

@@ -68,7 +68,7 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
     result = affine_product(run, a, b, a.reference.shape[-1], before)
     internal, parts = (result.internal + second) * SAFE, result.roundings
     parts = None if parts is None else parts.beside(second)
-    one_row = row_of_keys(a, key_maps(run, node) if scores else None, b.reference)
+    one_row = row_of_keys(run, a, key_maps(run, node) if scores else None, b.reference)
     formed = Result(
         result.reference, result.vjp, result.linear, internal, roundings=parts, one_row=one_row
     )

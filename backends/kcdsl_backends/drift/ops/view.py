@@ -139,6 +139,7 @@ def _append_moved(
         lambda a: [(index, back(a, shape))],
         radius=None if copies == 1 else gamma(copies) * error_bound,
         cases=cases(run.tape.entries[index].cases),
+        moved=(index, lambda part: change(part).abs()),
     )
     run.computed[node.name] = run.tape.add(entry)
     again = run.again(node, 0)

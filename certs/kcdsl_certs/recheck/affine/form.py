@@ -17,7 +17,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Ends
 from kcdsl_certs.recheck.affine.tape import Apart, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
-from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.graphs.graph import Node, View
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import SUMMED, Mask, Scene, gamma, twice
@@ -56,6 +56,21 @@ class Origin:
     rest: Floats
     index: NDArray[np.int64]
     plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """The rotation an operand was moved from: rope(y), y from a linear as `below` says.
+
+    `cos` and `sin` are [T, d], `rest` ≥ |o| of what the rotation adds [heads, T, d]; `index` says
+    which element of the rotation is where.
+    """
+
+    below: Origin
+    cos: Floats
+    sin: Floats
+    rest: Floats
+    index: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +116,8 @@ class Form:
     uncast: Uncast | None = None
     cases: Cases | None = None
     balance: Floats | None = None  # a softmax: how far the sums of rows may move, [..., 1]
+    turned: Turned | None = None
+    moved: tuple[str, View] | None = None  # a view: of which node
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,7 +195,9 @@ class Walk:
         form, version = form_of(self.forms[name]), self.versions[name]
         operands = () if form.place is None else ((form.place, _whole),)
         reach, own = raised(form.reach + version.own), raised(version.own) + TINY
-        place = self.tape.add(TapeEntry(reach, operands, own, apart=version.apart))
+        rows = None if form.place is None else self.tape.entries[form.place].rows
+        rows = None if rows is None else rows.widened(own)
+        place = self.tape.add(TapeEntry(reach, operands, own, apart=version.apart, rows=rows))
         self.forms[alias] = replace(form, reach=reach, place=place, uncast=None, balance=None)
         self.named[alias] = name
         return alias

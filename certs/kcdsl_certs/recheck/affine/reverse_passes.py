@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
-from kcdsl_certs.recheck.affine.ellipsoids import largest, moved, rows_of, sum_of
+from kcdsl_certs.recheck.affine.ellipsoids import largest, longest, moved, rows_of, sum_of
 from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
+from kcdsl_certs.recheck.affine.many_rows import RowReach
 from kcdsl_certs.recheck.affine.tape import Tape, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats, raised
@@ -21,13 +22,20 @@ _LOST = 2.0**-450  # columns below it lose their squares to underflow
 _MORE = 1 + 2.0**-30
 
 
-def length(tape: Tape, place: int, functionals: Adjoint, formed: TapeEntry | None = None) -> float:
+def length(
+    tape: Tape,
+    place: int,
+    functionals: Adjoint,
+    formed: TapeEntry | None = None,
+    floor: int = 0,
+) -> float:
     """Return a bound of the norm of functionals of the error of an entry, the region included.
 
-    `formed` is read in the place of the entry: the same before its cast.
+    `formed` is read in the place of the entry: the same before its cast. What arrives at `floor` or
+    before is bounded by the ellipsoids and reaches there.
     """
     found = _Length(functionals.batch)
-    _descend(tape, {place: functionals}, found, formed)
+    _descend(tape, {place: functionals}, found, formed, floor)
     return found.total
 
 
@@ -52,6 +60,9 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
         if place <= floor:
             found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
             _stopped(entry, adjoint, found, parts)
+            continue
+        if entry.rows is not None:
+            _of_rows(entry.rows, adjoint, found)
             continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
         _beside(entry, adjoint, kept, found)
@@ -82,6 +93,16 @@ def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Flo
             parts.append(moved(entry.ellipsoids[row][columns, columns], values))
         else:
             found.symbols(part, entry.nearest)
+
+
+def _of_rows(rows_of: RowReach, adjoint: Adjoint, found: _Length) -> None:
+    """Take in all of an entry whose rows have bounds: a symbol for each element, and for each line
+    of a row."""
+    found.each = found.each + _ROUNDED * adjoint.sizes(rows_of.reach)
+    found.symbols(adjoint, rows_of.radius)
+    for line in rows_of.lines:
+        sums = (adjoint.values * line.direction[adjoint.window]).sum(axis=-1)
+        found.columns(sums * line.size[adjoint.window[0]])
 
 
 @dataclass(slots=True)
@@ -119,7 +140,10 @@ class _Length:
 
     def symbols(self, adjoint: Adjoint, radius: Floats) -> None:
         """Add one symbol for each element of an entry."""
-        columns = (adjoint.values * radius[adjoint.window]).reshape(self.count, -1)
+        self.columns((adjoint.values * radius[adjoint.window]).reshape(self.count, -1))
+
+    def columns(self, columns: Floats) -> None:
+        """Add one symbol for each column."""
         sizes = np.linalg.norm(columns, axis=0)
         some = sizes > _LOST
         self.more += _LOST * sizes.size
@@ -141,7 +165,11 @@ class _Length:
 
 
 def _descend(
-    tape: Tape, pending: dict[int, Adjoint], found: _Length, formed: TapeEntry | None = None
+    tape: Tape,
+    pending: dict[int, Adjoint],
+    found: _Length,
+    formed: TapeEntry | None = None,
+    floor: int = 0,
 ) -> None:
     while pending:
         place = max(pending)
@@ -151,6 +179,13 @@ def _descend(
                 found.symbols(adjoint, tape.region)
             return
         entry, formed = formed or tape.entries[place], None
+        if place <= floor:
+            found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
+            _at_floor(entry, adjoint, found)
+            continue
+        if entry.rows is not None:
+            _of_rows(entry.rows, adjoint, found)
+            continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
         _beside(entry, adjoint, kept, found)
         pulled = list(_pulled(entry, kept))
@@ -160,18 +195,29 @@ def _descend(
                 found.each = found.each + adjoint.sizes(entry.radius)
             if entry.share is not None:
                 found.each = found.each + kept.sizes(entry.share.otherwise)
-            found.more += _factored(tape, *pulled[0])
+            found.more += _factored(tape, *pulled[0], floor)
             return
         _each(entry, adjoint, found)
         if entry.share is not None:
             if alone and all(size == 1 for size in kept.extent[:-1]):
                 below = _Length(found.count)
-                _descend(tape, dict(pulled), below)
+                _descend(tape, dict(pulled), below, None, floor)
                 found.add(below, float(entry.share.ratio[kept.window[:-1]].max()))
                 return
             found.each = found.each + kept.sizes(entry.share.otherwise)
         for operand, part in pulled:
             pending[operand] = merged(pending[operand], part) if operand in pending else part
+
+
+def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _Length) -> None:
+    """Take in the error of an entry at which a pass stops, by the norms of its rows."""
+    for row, part in rows_of(adjoint):
+        if row in entry.ellipsoids:
+            columns = part.window[-1]
+            values = part.values.reshape(part.batch, -1)
+            found.more += longest(entry.ellipsoids[row][columns, columns], values)
+        else:
+            found.symbols(part, entry.nearest)
 
 
 def _pulled(entry: TapeEntry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
@@ -200,12 +246,12 @@ def _beside(entry: TapeEntry, adjoint: Adjoint, kept: Adjoint, found: _Length) -
         found.more += curve.together(kept)
 
 
-def _factored(tape: Tape, place: int, adjoint: Adjoint) -> float:
+def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
     """Return the norm of more functionals than elements: of the triangular factor R of A = QR."""
     triangle = np.asarray(np.linalg.qr(adjoint.values.reshape(adjoint.batch, -1), mode="r"))
     fewer = Adjoint(triangle.reshape(-1, *adjoint.extent), adjoint.start)
     inexact = _FACTORED * float(np.linalg.norm(adjoint.sizes(tape.entries[place].reach)))
-    return (length(tape, place, fewer) + inexact) * _MORE
+    return (length(tape, place, fewer, floor=floor) + inexact) * _MORE
 
 
 Row = tuple[int, ...]
@@ -226,7 +272,25 @@ def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
     needed = walk.chosen(node, name, "reach", floor)
     if form.place is None or not needed.any():
         return form
+    return kept(walk, name, _reaches(walk, form, needed, floor))
+
+
+def _reaches(walk: Walk, form: Form, needed: Bools, floor: int) -> Floats:
+    """Return the reach of a node, by unit functionals in the rows needed; of a view, by those of
+    the elements that were moved there."""
+    assert form.place is not None
     reach = form.reach.copy()
+    if form.moved is not None and form.cases is None:
+        source, view = form_of(walk.forms[form.moved[0]]), form.moved[1]
+        if source.place is not None and source.place > floor:
+            read = np.zeros(source.reach.size, dtype=np.bool_)
+            index = view.moved(np.arange(source.reach.size).reshape(source.shape))
+            read[index[np.broadcast_to(needed, form.shape)]] = True
+            some = np.asarray(read.reshape(source.shape).any(axis=-1, keepdims=True))
+            moved = view.moved(_reaches(walk, source, some, floor))
+            radius = walk.tape.entries[form.place].radius
+            moved = moved if radius is None else raised(moved + radius)
+            return np.where(needed, np.minimum(reach, moved), reach)
     step = min(_WIDEST, room(walk))
     for row in rows(needed):
         for first in range(0, form.shape[-1], step):
@@ -234,7 +298,7 @@ def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
             found = walk.tape.bound(form.place, units(form.shape, row, first, count), floor)
             columns: tuple[int | slice, ...] = (*row, slice(first, first + count))
             reach[columns] = np.minimum(reach[columns], found.magnitude(walk.tape.region))
-    return kept(walk, name, reach)
+    return reach
 
 
 def kept(walk: Walk, name: str, reach: Floats) -> Form:

@@ -284,7 +284,10 @@ def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
     The magnitudes of n numbers sum to at most √n times their norm.
     """
     shape = formed.reference.shape
-    asked = walk.passes.of(Pass(name, name, "norm", "input"), shape)
+    deep, near = (walk.passes.of(Pass(name, name, "norm", to), shape) for to in ("input", "cut"))
+    if walk.passes.rows is None or not walk.tape.cut:
+        deep, near = deep | near, np.zeros_like(near)
+    asked = deep | near
     if name == walk.scene.block.output or not asked.any():
         return None
     early, known = 0.0, np.zeros(())
@@ -294,7 +297,8 @@ def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
     whole = raised(entry.reach.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
     total = whole.copy()
     for row in rows(asked):
-        norm = length(walk.tape, len(walk.tape.entries), units(shape, row, 0, shape[-1]), entry)
+        floor, whole_row = 0 if deep[row].any() else walk.tape.cut, units(shape, row, 0, shape[-1])
+        norm = length(walk.tape, len(walk.tape.entries), whole_row, entry, floor)
         total[row] = np.minimum(total[row], raised(np.sqrt(float(shape[-1])) * np.asarray(norm)))
     if not (total < whole).any():
         return None

@@ -12,10 +12,12 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
 from kcdsl_certs.recheck.affine.cases import Together
 from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
+from kcdsl_certs.recheck.affine.many_rows import ManyRows, RowReach
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
 
 Pull = Callable[[Adjoint], Adjoint | None]
+RowPull = Callable[[Adjoint], Adjoint | ManyRows | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What stands for the curved parts and operands of a product of probabilities with values, in
-    functionals of one of its rows: the values' own errors are part of the curve."""
+    """What stands for the curved parts and operands of a product, of probabilities with values or
+    of queries with keys, in functionals of one of its rows: the own errors of the values or keys
+    are part of the curve."""
 
     curve: NonlinearPart
-    operands: tuple[tuple[int, Pull], ...]
+    operands: tuple[tuple[int, RowPull], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class TapeEntry:
     apart: Apart | None = None  # for functionals, instead of the radius
     averaged: Averaged | None = None
     shared: Shared | None = None  # for functionals of both kernels, instead of the radius
+    rows: RowReach | None = None  # for functionals of single rows, instead of a pass
 
     @property
     def nearest(self) -> Floats:
@@ -239,10 +243,15 @@ class Tape:
         """
         frames = [self._frame(functionals.batch, 0.0)]
         pending = {place: functionals}
+        many: dict[int, ManyRows] = {}
         alpha: Adjoint | None = None
         shared: dict[str, tuple[Adjoint, Floats]] | None = {} if apart else None
-        while pending:
-            at = max(pending)
+        while pending or many:
+            at = max(pending.keys() | many.keys())
+            if at in many:
+                several = many.pop(at)
+                frames[-1].radius = frames[-1].radius + several.bound()
+                self._meet(pending, at, several.row, frames[-1])
             adjoint = pending.pop(at)
             if formed is None and self._still[at]:
                 continue
@@ -255,15 +264,19 @@ class Tape:
                 frames[-1].radius = frames[-1].radius + rest
                 continue
             other = None if self.budget is not None or apart else entry.averaged
+            operands: tuple[tuple[int, RowPull], ...] = entry.operands
             if other is not None and adjoint.extent[-2] == 1:
-                entry = replace(entry, curved=(other.curve,), operands=other.operands)
-            self._own(entry, adjoint, frames, not pending, shared)
+                entry = replace(entry, curved=(other.curve,))
+                operands = other.operands
+            self._own(entry, adjoint, frames, not pending and not many, shared)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
-            for operand, pull in entry.operands:
+            for operand, pull in operands:
                 if self._still[operand]:
                     continue
                 pulled = pull(kept)
-                if pulled is not None:
+                if isinstance(pulled, ManyRows):
+                    self._gather(pending, many, operand, pulled, frames[-1])
+                elif pulled is not None:
                     self._meet(pending, operand, pulled, frames[-1])
         return replace(self._closed(frames, alpha), shared=shared or {})
 
@@ -322,6 +335,23 @@ class Tape:
             frames.append(self._frame(kept.batch, ratio))
         else:
             frame.radius = frame.radius + kept.sizes(entry.share.otherwise)
+
+    def _gather(
+        self,
+        pending: dict[int, Adjoint],
+        many: dict[int, ManyRows],
+        place: int,
+        part: ManyRows,
+        frame: _Frame,
+    ) -> None:
+        """Add functionals of many rows to those that wait at an entry; those that have no sum of
+        one form are bounded by themselves."""
+        both = part if place not in many else many[place].joined(part)
+        if both is not None:
+            many[place] = both
+            return
+        frame.radius = frame.radius + part.bound()
+        self._meet(pending, place, part.row, frame)
 
     def _meet(
         self, pending: dict[int, Adjoint], place: int, adjoint: Adjoint, frame: _Frame

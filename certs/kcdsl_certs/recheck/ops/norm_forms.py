@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
+from kcdsl_certs.recheck.affine.many_rows import Line, RowReach
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, Pull, Share, Shared
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -152,13 +153,36 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         shared=shared,
     )
     kernel = walk.kernel
+    if not centred and x.place is not None:
+        walk.tape.cut = x.place
     form = settle_form(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
-    place = form.place if centred else x.place
-    walk.tape.cut = walk.tape.cut if place is None else place
+    lines = [Line(at.y * gain, raised(moved.along * sides + by_y + moved.shrink / 2)[..., 0])]
+    if centred:
+        level = raised(inner.mean + at.r * _mean(x.reach) * sides)[..., 0]
+        lines.append(Line(np.broadcast_to(gain, x.shape), level))
+    _by_rows(walk, x, form, size_g * at.r * sides, lines)
+    if centred and form.place is not None:
+        walk.tape.cut = form.place
     rows = walk.chosen(node, node.inputs[0], "ellipsoid", before)
     if centred and form.place is not None and x.place is not None and rows.any():
         reverse_passes.surround(walk, form.place, form.shape, rows, x.place)
     return form
+
+
+def _by_rows(walk: Walk, x: Form, form: Form, scale: Floats, lines: list[Line]) -> None:
+    """Bound functionals of single rows of a norm, where those of its input are bounded by elements:
+    |α|·(scale·ρ_x + radius), and a size along each line."""
+    if x.place is None or form.place is None:
+        return
+    below, entry = walk.tape.entries[x.place].rows, walk.tape.entries[form.place]
+    if below is None or below.lines or entry.kept is not None or entry.radius is None:
+        return
+    radius = scale * below.radius + entry.radius
+    for line in lines:
+        lost = gamma(4 * form.shape[-1] + 64, UNIT) * np.abs(line.direction)
+        radius = radius + lost * line.size[:, None]
+    rows = RowReach(raised(radius), tuple(lines))
+    walk.tape.entries[form.place] = replace(entry, rows=rows)
 
 
 def _known(

@@ -93,7 +93,11 @@ def view_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     add_versions(walk, node, None if own is None else found.moved(own))
     if origin is not None:
         origin = replace(origin, index=found.moved(origin.index))
-    return Form(reference, reach, place, origin, cases=_cases(found, value.cases))
+    turned = value.turned
+    if turned is not None:
+        turned = replace(turned, index=found.moved(turned.index))
+    cases, moved = _cases(found, value.cases), (node.inputs[0], found)
+    return Form(reference, reach, place, origin, cases=cases, turned=turned, moved=moved)
 
 
 def _cases(view: View, cases: Cases | None) -> Cases | None:

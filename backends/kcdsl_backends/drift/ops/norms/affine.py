@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from kcdsl_backends.drift.affine.error_bounds import (
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
+from kcdsl_backends.drift.affine.row_sums import Bounded, RowBound
 from kcdsl_backends.drift.affine.tape import (
     INPUT,
     Adjoints,
@@ -115,6 +117,8 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         return -total, total
 
     extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
+    if not centred and run.operand(node, 0).index is not None and index != run.plain:
+        run.tape.cut = index
     stored = round_result(
         run,
         node,
@@ -131,13 +135,45 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             shared=shared,
         ),
     )
+    lines = [(steep, moved.mean * (1 + moved.factor) + along + moved.shrink / 2)]
+    if centred:
+        shift = r * x.error_bound.mean(-1, keepdim=True) * (1 + moved.factor)
+        lines.append((g.expand(y.shape), flat + shift))
+    _bound_rows(run, index, stored, g.abs() * r * (1 + moved.factor), lines)
     if not centred:
-        if run.operand(node, 0).index is not None and index != run.plain:
-            run.tape.cut = index
         return
     run.tape.cut = stored
     if bool(moved.rows.any()):
         surround_rows(run.tape, stored, moved.rows, INPUT if index == run.plain else index)
+
+
+def _bound_rows(
+    run: KernelRun,
+    index: int,
+    stored: int,
+    scale: Tensor,
+    lines: Sequence[tuple[Tensor, Tensor]],
+) -> None:
+    """Bound functionals of single rows of a norm, if they are bounded by elements of its input.
+
+    With β = α∘g, what a functional is of r δ - μ y is at most |β| r ρ and |β·y| m̄, if δ is centred
+    with r |Σ β| mean(ρ) as well, and those are amplified; the other errors are the radius, and
+    multiples of both directions.
+
+    Args:
+        scale: by what |α|·ρ is multiplied.
+        lines: directions [..., n] and by what |α·direction| is multiplied [..., 1].
+    """
+    below, entry = run.tape.entries[index].rows, run.tape.entries[stored]
+    if below is None or len(below.rows.size) or not entry.kept or entry.radius is None:
+        return
+    directions = torch.stack([line for line, _ in lines])
+    sizes = torch.stack([size[..., 0] for _, size in lines]) * SAFE
+    n = entry.shape[-1]
+    inexact = gamma(n + 32) * (directions.abs() * sizes[..., None]).sum(0)
+    radius = (scale * below.rows.radius + entry.radius + inexact) * SAFE
+    rows = Bounded.of(RowBound(radius, directions, sizes))
+    run.tape.entries[stored] = replace(entry, rows=rows)
 
 
 def _moved(

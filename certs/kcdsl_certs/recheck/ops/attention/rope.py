@@ -8,7 +8,7 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged
-from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
+from kcdsl_certs.recheck.affine.form import Form, Operand, Turned, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.storing import Formed
 from kcdsl_certs.recheck.affine.tape import Pull
@@ -123,7 +123,7 @@ def rope_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         cast = raised(u * (1 + 2.0**-10) * terms)
         split = only_sure(own + inside).with_cast(kernel, cast, 2 * (1 + 2.0**-10) * eta)
     operands = operands_of((x, _turned(c, s)))
-    return settled(
+    form = settled(
         walk,
         node,
         Formed(
@@ -135,6 +135,17 @@ def rope_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
             own=rotated_own(apart, c, s),
         ),
     )
+    entry = None if form.place is None else walk.tape.entries[form.place]
+    bare = entry is not None and entry.kept is None and entry.centre is None
+    if entry is None or not bare or entry.apart is not None or entry.radius is None:
+        return form
+    if x.origin is None or len(form.shape) != 3 or not entry.operands:
+        return form
+    version = walk.versions.get(node.name)
+    rest = entry.radius if version is None else raised(entry.radius + version.own)
+    by_cos, by_sin = (np.broadcast_to(part.reference, form.shape[1:]) for part in (cos, sin))
+    index = np.arange(reference.size).reshape(form.shape)
+    return replace(form, turned=Turned(x.origin, by_cos, by_sin, rest, index))
 
 
 def _turned(cos: Floats, sin: Floats) -> Pull:

@@ -35,8 +35,7 @@ from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Rea
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import mul_affine, mul_interval
-from kcdsl_certs.recheck.ops.linear import bilinear
-from kcdsl_certs.recheck.ops.linear.bilinear import averages
+from kcdsl_certs.recheck.ops.linear import bilinear, one_row
 from kcdsl_certs.recheck.ops.operation import Operation
 
 
@@ -156,7 +155,7 @@ def _remainder(
         values = bilinear.values(walk, b, shape)
         if values is not None and walk.chosen(node, node.inputs[1], "product").any():
             curve = bilinear.context_curve(a.reach, values, rest)
-            return rest, (curve,), averages(walk, a, b, values)
+            return rest, (curve,), one_row.averages(walk, a, b, values)
         return rest, (), None
     finer = bilinear.scores(walk, node, shape) if node.role == "scores" else None
     if finer is None:
@@ -164,7 +163,8 @@ def _remainder(
             until(walk, node, name)
     a, b = form_of(walk.forms[node.inputs[0]]), form_of(walk.forms[node.inputs[1]])
     rest = product_raised(a.reach, b.reach)
-    return (rest if finer is None else np.minimum(rest, finer)), (), None
+    other = one_row.keys(walk, a, b) if node.role == "scores" else None
+    return (rest if finer is None else np.minimum(rest, finer)), (), other
 
 
 def _left(b: Floats, shape: tuple[int, ...]) -> Pull:

@@ -1,0 +1,375 @@
+"""Functionals of many rows of a matrix, bounded a few rows at a time (section 4).
+
+A functional of one row t of attention reads every row j that t attends to, as
+
+    α_j = Σ_h p_hj c_h + Σ_h s_hj k_hj,
+
+c_h its way through the values of head h, k_hj the way of score j through the keys. Those are T² D
+numbers for every output of a row, of which none is kept. They are formed in float32: what that
+loses is bounded by a share of Σ_h p_hj |c_h| + Σ_h |s_hj| |k_hj|, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.boxes import SAFE, gamma
+
+_UNIT = 2.0**-24
+"""Unit roundoff of float32."""
+_FAINT = 2.0**-100
+"""More than float32 loses below its normal numbers, of a sum of products of numbers up to 1."""
+_ROWS, _FUNCTIONALS = 32, 32
+"""Rows and functionals that are formed at a time, so that they stay in the cache of a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBound:
+    """A bound of functionals α of single rows j of an entry [T, n], down to the block input:
+
+    |α·e_j| <= |α|·radius_j + Σ_k |α·along_kj| size_kj,   along [K, T, n] and size [K, T].
+    """
+
+    radius: Tensor
+    along: Tensor
+    size: Tensor
+
+    @staticmethod
+    def of(radius: Tensor) -> RowBound:
+        """Return that of an entry whose elements are off independently of one another."""
+        rows, columns = radius.shape
+        return RowBound(radius, radius.new_zeros(0, rows, columns), radius.new_zeros(0, rows))
+
+    @property
+    def whole(self) -> Tensor:
+        """Return the bound element by element [T, n]."""
+        return (self.radius + (self.along.abs() * self.size[..., None]).sum(0)) * SAFE
+
+    def wider(self, own: Tensor) -> RowBound:
+        """Return that of the entry and an error of up to `own` of each element."""
+        return replace(self, radius=(self.radius + own) * SAFE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """Numbers in float32, as multiples of a power of two `scale`; none is above 1 in size."""
+
+    values: Tensor
+    scale: float
+
+    @staticmethod
+    def of(values: Tensor) -> _Single:
+        scale = _power(values)
+        return _Single((values / scale).float(), scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """The bound of the rows of an entry, as sums over rows read it."""
+
+    rows: RowBound
+    whole: Tensor
+    radius: _Single
+
+    @staticmethod
+    def of(rows: RowBound) -> Bounded:
+        single = _Single.of(rows.radius)
+        above = torch.nextafter(single.values, torch.tensor(torch.inf)) + 2.0**-120
+        return Bounded(rows, rows.whole, _Single(above, single.scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Functionals c [heads, B, n] of every row of an entry, and what its bound makes of them.
+
+    `along` [heads, B, K, T] are c·along, and `most` [heads, B] bounds |c|·whole of any row.
+    """
+
+    single: _Single
+    sizes: Tensor
+    along: Tensor
+    most: Tensor
+
+    @staticmethod
+    def of(each: Tensor, weight: Tensor, bound: Bounded) -> Vectors:
+        """Return functionals [heads, B, d] of values as those of what these come from by the
+        weights [heads, d, n]."""
+        heads, count, columns = len(each), each.shape[1], weight.shape[-1]
+        lines = bound.rows.along
+        scale = _power(each.abs().sum(-1).amax() * weight.abs().amax())
+        single = torch.empty(heads, count, columns, dtype=torch.float32, device=each.device)
+        along = each.new_empty(heads, count, lines.shape[0] * lines.shape[1])
+        for head in range(heads):
+            values = each[head] @ weight[head]
+            along[head] = values @ lines.reshape(-1, columns).T
+            single[head] = values.div_(scale)
+        sizes, peaks = single.abs(), bound.whole.amax(0).expand(heads, -1)
+        return Vectors(
+            _Single(single, scale),
+            sizes,
+            along.view(heads, count, *lines.shape[:2]),
+            _weighed(sizes, scale, peaks),
+        )
+
+    def weighed(self, weights: Tensor) -> Tensor:
+        """Bound Σ_n |c_hbn| weights_hn of weights [heads, n] >= 0 -> [heads, B]."""
+        return _weighed(self.sizes, self.single.scale, weights)
+
+    def row(self, shares: Tensor) -> Tensor:
+        """Return Σ_h shares_h c_h [B, n]."""
+        heads, count, columns = self.sizes.shape
+        found = shares.float() @ self.single.values.view(heads, -1)
+        return found.view(count, columns).double() * self.single.scale
+
+
+def _weighed(sizes: Tensor, scale: float, weights: Tensor) -> Tensor:
+    top, columns = _power(weights), weights.shape[-1]
+    single = torch.bmm(sizes, (weights / top).float()[..., None])[..., 0].double()
+    return (single * _raised(columns + 6) + columns * _FAINT) * (scale * top)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRows:
+    """Row j is Σ_h shares_hj c_h, shares [heads, keys] >= 0, from row 0 on."""
+
+    vectors: Vectors
+    shares: Tensor
+
+    @property
+    def bounds(self) -> Tensor:
+        """Bound Σ_j |α_j|·whole_j with absolute values inside, [B]."""
+        found: Tensor = torch.einsum("h,hb->b", self.shares.abs().sum(-1), self.vectors.most)
+        return found * SAFE
+
+    def along(self, rows: slice) -> Tensor:
+        """Return α_j·along_kj [B, K, rows]."""
+        return torch.einsum("hj,hbkj->bkj", self.shares[:, rows], self.vectors.along[..., rows])
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """Row j is Σ_h weights_hbj k_hj: weights [heads, B, keys], k [heads, keys or 1, n], from row
+    `first` on."""
+
+    weights: Tensor
+    places: Tensor
+    first: int
+
+    def part(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return weights and k of some rows."""
+        inner = slice(rows.start - self.first, rows.stop - self.first)
+        places = self.places if self.places.shape[1] == 1 else self.places[:, inner]
+        return self.weights[..., inner], places
+
+    def bounds(self, bound: Bounded) -> Tensor:
+        """Bound Σ_j |α_j|·whole_j with absolute values inside, [B]."""
+        whole = bound.whole[self.first : self.first + self.weights.shape[-1]]
+        sizes = (self.places.abs() * whole).sum(-1) * SAFE
+        return torch.einsum("hbj,hj->b", self.weights.abs(), sizes) * SAFE
+
+    def along(self, rows: slice, bound: Bounded) -> Tensor:
+        """Return α_j·along_kj [B, K, rows]."""
+        weights, places = self.part(rows)
+        wide = places.expand(-1, weights.shape[-1], -1)
+        lines = torch.einsum("hjn,kjn->khj", wide, bound.rows.along[:, rows])
+        return torch.einsum("hbj,khj->bkj", weights, lines)
+
+    def apart(self, rows: slice, bound: Bounded) -> Tensor:
+        """Bound Σ_j |α_j·e_j| of the functionals of one head, [B]."""
+        weights, places = self.part(rows)
+        sizes = (places[0].abs() * bound.rows.radius[rows]).sum(-1)
+        lines = (places[0] * bound.rows.along[:, rows]).sum(-1).abs() * bound.rows.size[:, rows]
+        lost = gamma(places.shape[-1] + 8) * (places[0].abs() * bound.whole[rows]).sum(-1)
+        return weights[0].abs() @ ((sizes + lines.sum(0) + lost) * SAFE) * SAFE
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """Functionals of the rows [start, stop) of a matrix, α_j as above; `own` is the row t, whose
+    part is carried on with all that else reads this row."""
+
+    bound: Bounded
+    own: int
+    start: int
+    stop: int
+    count: int
+    values: ValueRows | None = None
+    keys: KeyRows | None = None
+
+    def beside(self, other: RowSums) -> RowSums | None:
+        """Return both together; None where they are no sum of this form."""
+        if self.own != other.own or self.bound is not other.bound:
+            return None
+        if (self.values and other.values) or (self.keys and other.keys):
+            return None
+        start, stop = min(self.start, other.start), max(self.stop, other.stop)
+        return RowSums(
+            *(self.bound, self.own, start, stop, self.count),
+            self.values or other.values,
+            self.keys or other.keys,
+        )
+
+    @property
+    def row(self) -> Adjoint:
+        """Return what is read of row t; see `magnitude` for what float32 loses of it."""
+        shape, at = tuple(self.bound.whole.shape), slice(self.own, self.own + 1)
+        found = self.bound.whole.new_zeros(self.count, shape[1])
+        if self.values is not None and self.own < self.values.shares.shape[1]:
+            found = found + self.values.vectors.row(self.values.shares[:, self.own])
+        if self.keys is not None and self._reads(self.keys, at):
+            weights, places = self.keys.part(at)
+            found = found + torch.einsum("hb,hn->bn", weights[..., 0], places[:, 0])
+        return Adjoint(found[:, None], ((self.own, self.own + 1), (0, shape[1])), shape)
+
+    def magnitude(self) -> Tensor:
+        """Bound Σ_j |α_j·e_j| over all rows but t, and what float32 loses of row t, [B]."""
+        total = self._lost()
+        for rows in self._others:
+            values, keys = self._values(rows), self._keys(rows)
+            if keys is not None and values is None and len(keys.weights) == 1:
+                total = total + keys.apart(rows, self.bound)
+                continue
+            total = total + self._each(rows, values, keys) + self._lines(rows, values, keys)
+        return total * SAFE
+
+    @property
+    def _others(self) -> Iterator[slice]:
+        """Yield the rows but t, those of values and keys or of one of them at a time."""
+        cuts = {self.start, self.own, self.own + 1, self.stop}
+        if self.values is not None:
+            cuts.add(self.values.shares.shape[1])
+        if self.keys is not None:
+            cuts |= {self.keys.first, self.keys.first + self.keys.weights.shape[-1]}
+        places = sorted(cut for cut in cuts if self.start <= cut <= self.stop)
+        for start, stop in pairwise(places):
+            if start != self.own:
+                yield slice(start, stop)
+
+    def _values(self, rows: slice) -> ValueRows | None:
+        values = self.values
+        return values if values is not None and rows.start < values.shares.shape[1] else None
+
+    def _keys(self, rows: slice) -> KeyRows | None:
+        return self.keys if self.keys is not None and self._reads(self.keys, rows) else None
+
+    @staticmethod
+    def _reads(keys: KeyRows, rows: slice) -> bool:
+        inside: bool = 0 <= rows.start - keys.first < keys.weights.shape[-1]
+        return inside
+
+    def _lost(self) -> Tensor:
+        """Bound what is lost where α is formed: in float32, and α·along in float64."""
+        terms = 16
+        total = self.bound.whole.new_zeros(self.count)
+        if self.values is not None:
+            total = total + self.values.bounds
+            terms += len(self.values.shares)
+        if self.keys is not None:
+            total = total + self.keys.bounds(self.bound)
+            terms += len(self.keys.weights)
+        return total * (_gamma(terms) + gamma(self.bound.whole.shape[1] + terms + 64) + 2.0**-40)
+
+    def _lines(self, rows: slice, values: ValueRows | None, keys: KeyRows | None) -> Tensor:
+        """Bound Σ_j Σ_k |α_j·along_kj| size_kj [B]."""
+        size = self.bound.rows.size[:, rows]
+        found = size.new_zeros(self.count, *size.shape)
+        if not len(size):
+            return found.flatten(1).sum(-1)
+        if values is not None:
+            found = found + values.along(rows)
+        if keys is not None:
+            found = found + keys.along(rows, self.bound)
+        return found.abs().flatten(1) @ size.flatten() * SAFE
+
+    def _each(self, rows: slice, values: ValueRows | None, keys: KeyRows | None) -> Tensor:
+        """Bound Σ_j |α_j|·radius_j [B] of α_j as float32 forms it."""
+        radius, columns = self.bound.radius, self.bound.whole.shape[1]
+        total = self.bound.whole.new_zeros(self.count)
+        scale = 0.0
+        if values is not None:
+            scale, vectors = values.vectors.single.scale, values.vectors.single.values
+            shares = values.shares[:, rows].T.float().contiguous()
+        if keys is not None:
+            weights, places = keys.part(rows)
+            by, to = _power(weights), _power(places)
+            scale = max(scale, by * to)
+            single = (weights / by).float().permute(2, 1, 0).contiguous()
+            lines = (places * (by / scale)).float().transpose(0, 1)
+            lines = lines.expand(rows.stop - rows.start, -1, -1)
+        if values is not None and scale != values.vectors.single.scale:
+            shares = shares * (values.vectors.single.scale / scale)
+        room = torch.empty(_ROWS * _FUNCTIONALS * columns, dtype=torch.float32, device=total.device)
+        for first in range(0, rows.stop - rows.start, _ROWS):
+            last = min(first + _ROWS, rows.stop - rows.start)
+            sizes = radius.values[rows.start + first : rows.start + last]
+            for begin in range(0, self.count, _FUNCTIONALS):
+                end = min(begin + _FUNCTIONALS, self.count)
+                part = room[: (last - first) * (end - begin) * columns]
+                formed = part.view(last - first, end - begin, columns)
+                if values is not None:
+                    torch.mm(
+                        shares[first:last],
+                        vectors[:, begin:end].flatten(1),
+                        out=part.view(last - first, -1),
+                    )
+                if keys is not None:
+                    formed.baddbmm_(
+                        single[first:last, begin:end],
+                        lines[first:last],
+                        beta=0.0 if values is None else 1.0,
+                    )
+                formed.abs_()
+                for row, size in zip(formed, sizes, strict=True):
+                    total[begin:end] += torch.mv(row, size)
+        faint = (rows.stop - rows.start) * columns * _FAINT
+        found: Tensor = (total * _raised(columns + 8) + faint) * (scale * radius.scale)
+        return found
+
+
+@dataclass(slots=True)
+class LastVectors:
+    """The vectors made last, and what they were made of: functionals of the elements of one row are
+    those of any other."""
+
+    last: tuple[Tensor, Tensor, Vectors] | None = None
+
+    def get(self, each: Tensor, weight: Tensor, bound: Bounded) -> Vectors:
+        """Return `Vectors.of` the arguments; `weight` must be a part of one tensor."""
+        if self.last is not None:
+            known, part, made = self.last
+            if _same_part(part, weight) and torch.equal(known, each):
+                return made
+        self.last = None
+        made = Vectors.of(each, weight, bound)
+        self.last = each.clone(), weight, made
+        return made
+
+
+def _same_part(one: Tensor, two: Tensor) -> bool:
+    """Say whether two tensors are one and the same part of one tensor."""
+    return one.data_ptr() == two.data_ptr() and one.shape == two.shape
+
+
+def _power(values: Tensor) -> float:
+    """Return a power of two that no value exceeds in size; 1 if all are zero."""
+    top = float(values.abs().amax()) if values.numel() else 0.0
+    if not 0 < top < math.inf:
+        return 1.0 if top == 0 else math.inf
+    return 2.0 ** min(max(math.frexp(top)[1], -900), 1000)
+
+
+def _gamma(terms: int) -> float:
+    """Return γ of float32."""
+    return terms * _UNIT / (1 - terms * _UNIT)
+
+
+def _raised(terms: int) -> float:
+    """Return by what a sum of so many non-negative terms in float32 is multiplied to bound it."""
+    return 1 / (1 - _gamma(terms)) * (1 + 2.0**-40)

@@ -1,0 +1,279 @@
+"""Functionals that attention makes of many rows of its input, and their bounds row by row.
+
+Row j of a functional of row t is α_j = Σ_h p_hj u_h + Σ_h w_hj v_hj: through the values, and
+through score j. It is formed in float32, some rows at a time, and forgotten. What float32 loses is
+at most a multiple of its unit roundoff times Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.interval.box import UNIT, Floats, raised
+from kcdsl_certs.recheck.interval.state import gamma
+
+Singles = NDArray[np.float32]
+
+_SINGLE = 2.0**-24  # unit roundoff of float32
+_VANISHED = 2.0**-100  # more than underflow costs a sum of products of numbers up to 1
+_TALL, _WIDE = 32, 32  # rows, and columns of them, at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A direction [T, n] of every row, with the size [T] of what moves along it."""
+
+    direction: Floats
+    size: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class RowReach:
+    """|α·e_j| ≤ |α|·radius_j + Σ |α·direction_j| size_j over the lines, for a functional of one row
+    of an entry [T, n]: all that stands below it is counted."""
+
+    radius: Floats
+    lines: tuple[Line, ...] = ()
+
+    @property
+    def reach(self) -> Floats:
+        """Return the bound of single elements."""
+        found = self.radius
+        for line in self.lines:
+            found = found + np.abs(line.direction) * line.size[:, None]
+        return raised(found)
+
+    def widened(self, own: Floats) -> RowReach:
+        """Return the bound of e with up to `own` added to every element."""
+        return RowReach(raised(self.radius + own), self.lines)
+
+
+def _unit(values: Floats | Singles) -> float:
+    """Return a power of two above all magnitudes; 1 of zeros."""
+    top = float(np.abs(values).max(initial=0.0))
+    return math.ldexp(1.0, min(max(math.frexp(top)[1], -900), 1000)) if top else 1.0
+
+
+def _singles(values: Floats, unit: float) -> Singles:
+    return np.asarray(values * (1 / unit), dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """u = rows of α_h W_h, kept in float32 as multiples of `unit`, [heads, n, B].
+
+    `along` is u·direction [lines, heads, B, T]; `most` bounds |u| times the largest reach of all
+    rows [heads, B].
+    """
+
+    single: Singles
+    unit: float
+    along: Floats
+    most: Floats
+
+    @staticmethod
+    def of(alpha: Floats, weight: Floats, rows: RowReach) -> Through:
+        """Return α [heads, B, d] times weights [heads, d, n]."""
+        heads, batch = alpha.shape[:2]
+        n, tokens = rows.radius.shape[1], rows.radius.shape[0]
+        unit = _unit(np.abs(alpha).sum(axis=-1)) * _unit(weight)
+        single = np.empty((heads, n, batch), dtype=np.float32)
+        along = np.zeros((len(rows.lines), heads, batch, tokens))
+        most, largest = np.empty((heads, batch)), rows.reach.max(axis=0)
+        for h in range(heads):
+            formed = alpha[h] @ weight[h]
+            for k, line in enumerate(rows.lines):
+                along[k, h] = formed @ line.direction.T
+            most[h] = np.abs(formed) @ largest
+            single[h] = formed.T * (1 / unit)
+        return Through(single, unit, along, raised(most * (1 + gamma(2 * n, UNIT))))
+
+    def sizes(self, weights: Floats) -> Floats:
+        """Bound Σ_h |u_h| · weights_h of weights [heads, n] ≥ 0, [B]."""
+        unit, n = _unit(weights), weights.shape[-1]
+        line = _singles(weights, unit)[:, None]
+        found = line @ np.abs(self.single)
+        lost = n * _VANISHED
+        total = (found[:, 0].astype(np.float64) * _above(n + 8) + lost).sum(axis=0)
+        return raised(total * (self.unit * unit))
+
+
+@dataclass(slots=True)
+class Kept:
+    """The functionals that were last carried through weights: many rows have the same."""
+
+    alpha: Floats | None = None
+    place: tuple[slice, ...] = ()
+    found: Through | None = None
+
+    def through(
+        self, alpha: Floats, weight: Floats, place: tuple[slice, ...], rows: RowReach
+    ) -> Through:
+        """Return α times weight[place]."""
+        last = self.alpha if self.place == place else None
+        if self.found is not None and last is not None and np.array_equal(last, alpha):
+            return self.found
+        self.found = None
+        self.alpha, self.place = alpha.copy(), place
+        self.found = Through.of(alpha, weight[place], rows)
+        return self.found
+
+
+@dataclass(frozen=True, slots=True)
+class ManyRows:
+    """Such functionals α [B] of an entry with a bound of its rows; `own` is the row t.
+
+    `shares` p are [heads, J] of rows 0 to J, with `through` u; `weights` w [heads, B, J'] with
+    `places` v [heads, J', n] are of rows `first` to first + J'.
+    """
+
+    rows: RowReach
+    own: int
+    batch: int
+    shares: Floats | None = None
+    through: Through | None = None
+    weights: Floats | None = None
+    places: Floats | None = None
+    first: int = 0
+
+    def joined(self, other: ManyRows) -> ManyRows | None:
+        """Return the sum, None where it has another form."""
+        if self.own != other.own or self.rows is not other.rows:
+            return None
+        one, two = (self, other) if self.through is not None else (other, self)
+        if one.weights is not None or two.through is not None:
+            return None
+        return ManyRows(
+            *(self.rows, self.own, self.batch, one.shares, one.through),
+            *(two.weights, two.places, two.first),
+        )
+
+    @property
+    def row(self) -> Adjoint:
+        """Return the part of row t; what float32 lost of it is part of `bound`."""
+        found = np.zeros((self.batch, self.rows.radius.shape[1]))
+        if self.through is not None and self.shares is not None and self._in_values(self.own):
+            p = self.shares[:, self.own].astype(np.float32)
+            flat = p @ self.through.single.reshape(len(p), -1)
+            found += flat.reshape(-1, self.batch).T.astype(np.float64) * self.through.unit
+        if self.weights is not None and self.places is not None and self._in_keys(self.own):
+            j = self.own - self.first
+            found += np.einsum("hb,hn->bn", self.weights[..., j], self.places[:, j])
+        return Adjoint(found[:, None], (self.own, 0))
+
+    def bound(self) -> Floats:
+        """Return a bound of all rows but t, [B], with what is lost of all."""
+        total = self._lost()
+        for start, stop in self._parts():
+            total = total + self._formed(start, stop) + self._along(start, stop)
+        return raised(total)
+
+    def _in_values(self, row: int) -> bool:
+        return self.shares is not None and row < self.shares.shape[1]
+
+    def _in_keys(self, row: int) -> bool:
+        return self.weights is not None and 0 <= row - self.first < self.weights.shape[-1]
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """Yield the runs of rows but t that are read in one way."""
+        ends = {0, self.own, self.own + 1}
+        if self.shares is not None:
+            ends.add(self.shares.shape[1])
+        if self.weights is not None:
+            ends |= {self.first, self.first + self.weights.shape[-1]}
+        places = sorted(ends)
+        for start, stop in pairwise(places):
+            if start != self.own and (self._in_values(start) or self._in_keys(start)):
+                yield start, stop
+
+    def _lost(self) -> Floats:
+        """Bound what is lost of α_j, times the reach of its row."""
+        total, terms, n = np.zeros(self.batch), 24, self.rows.radius.shape[1]
+        if self.through is not None and self.shares is not None:
+            total = total + np.abs(self.shares).sum(axis=-1) @ self.through.most
+            terms += 2 * len(self.shares)
+        if self.weights is not None and self.places is not None:
+            last = self.first + self.weights.shape[-1]
+            sizes = (np.abs(self.places) * self.rows.reach[self.first : last]).sum(axis=-1)
+            total = total + np.einsum("hbj,hj->b", np.abs(self.weights), sizes)
+            terms += 2 * len(self.weights)
+        each = terms * _SINGLE / (1 - terms * _SINGLE) + 4 * gamma(n + terms + 64, UNIT)
+        return raised(total * each)
+
+    def _along(self, start: int, stop: int) -> Floats:
+        """Bound what moves along the lines of rows start to stop."""
+        total = np.zeros(self.batch)
+        for k, line in enumerate(self.rows.lines):
+            moved = np.zeros((self.batch, stop - start))
+            if self.through is not None and self.shares is not None and self._in_values(start):
+                along = self.through.along[k, :, :, start:stop]
+                moved += np.einsum("hj,hbj->bj", self.shares[:, start:stop], along)
+            if self.weights is not None and self.places is not None and self._in_keys(start):
+                inner = slice(start - self.first, stop - self.first)
+                sums = np.einsum("hjn,jn->hj", self.places[:, inner], line.direction[start:stop])
+                moved += np.einsum("hbj,hj->bj", self.weights[..., inner], sums)
+            total += np.abs(moved) @ line.size[start:stop]
+        return raised(total)
+
+    def _formed(self, start: int, stop: int) -> Floats:
+        """Bound Σ_j |α_j|·radius_j over rows start to stop, of α as float32 forms it."""
+        n, count = self.rows.radius.shape[1], stop - start
+        radius = self.rows.radius[start:stop]
+        unit_r = _unit(radius)
+        sizes = np.nextafter(_singles(radius, unit_r), np.float32(np.inf)) + np.float32(2.0**-120)
+        unit, u, w, v = 0.0, None, None, None
+        p: Singles | None = None
+        if self.through is not None and self.shares is not None and self._in_values(start):
+            unit, u = self.through.unit, self.through.single
+        if self.weights is not None and self.places is not None and self._in_keys(start):
+            inner = slice(start - self.first, stop - self.first)
+            by = _unit(self.weights[..., inner])
+            unit = max(unit, by * _unit(self.places[:, inner]))
+            w = np.ascontiguousarray(_singles(self.weights[..., inner], by).transpose(2, 0, 1))
+            places = _singles(self.places[:, inner], unit / by)
+            v = np.ascontiguousarray(places.transpose(1, 2, 0))
+            if u is None and len(self.weights) == 1:  # one head: every row is a multiple of v
+                each = (np.abs(v[..., 0]).astype(np.float64) * sizes).sum(axis=-1)
+                total = np.abs(w[:, 0].T).astype(np.float64) @ each
+                return self._scaled(total, unit * unit_r, count)
+        if u is not None and self.through is not None and self.shares is not None:
+            p = _singles(self.shares[:, start:stop].T, unit / self.through.unit)
+            p = np.ascontiguousarray(p)
+        total = np.zeros(self.batch)
+        first = np.empty(_TALL * _WIDE * self.batch, dtype=np.float32)
+        second = np.empty_like(first)
+        for top in range(0, count, _TALL):
+            low = min(top + _TALL, count)
+            for begin in range(0, n, _WIDE):
+                end = min(begin + _WIDE, n)
+                shape = (low - top, end - begin, self.batch)
+                one = first[: math.prod(shape)].reshape(shape)
+                two = second[: math.prod(shape)].reshape(shape)
+                if p is not None and u is not None:
+                    flat = u[:, begin:end].reshape(len(u), -1)
+                    np.matmul(p[top:low], flat, out=one.reshape(low - top, -1))
+                if w is not None and v is not None:
+                    for j in range(low - top):
+                        np.dot(v[top + j, begin:end], w[top + j], out=two[j])
+                    one = np.add(one, two, out=one) if p is not None else two
+                np.abs(one, out=one)
+                each_row = sizes[top:low, None, begin:end] @ one
+                total += each_row[:, 0].sum(axis=0, dtype=np.float64)
+        return self._scaled(total, unit * unit_r, count)
+
+    def _scaled(self, total: Floats, unit: float, count: int) -> Floats:
+        n = self.rows.radius.shape[1]
+        return np.asarray((total * _above(n + 16) + count * n * _VANISHED) * unit)
+
+
+def _above(terms: int) -> float:
+    """Return the factor that makes a sum of non-negative float32 terms a bound."""
+    lost = terms * _SINGLE
+    return (1 + 2.0**-40) / (1 - lost / (1 - lost))

@@ -1,0 +1,100 @@
+"""Sums over rows: both programs bound what float64 says of all rows but one, and little more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.drift.affine.row_sums import (
+    Bounded,
+    KeyRows,
+    RowBound,
+    RowSums,
+    ValueRows,
+    Vectors,
+)
+from kcdsl_certs.recheck.affine.many_rows import Line, ManyRows, RowReach, Through
+
+HEADS, COUNT, KEYS, WIDTH, INPUTS = 3, 40, 37, 4, 24
+OWN = 5
+
+
+def _draw(scale: float, *, values: bool, keys: bool, heads: int = HEADS) -> dict[str, Any]:
+    """Return numpy arrays of functionals of row 5, of a region of 37 rows."""
+    rng = np.random.default_rng(int(values) + 2 * int(keys) + heads)
+    drawn: dict[str, Any] = {
+        "radius": scale * rng.random((KEYS, INPUTS)) ** 8,
+        "along": rng.standard_normal((2, KEYS, INPUTS)),
+        "size": scale * rng.random((2, KEYS)),
+    }
+    if values:
+        drawn["p"] = rng.random((heads, KEYS)) ** 6
+        drawn["each"] = rng.standard_normal((heads, COUNT, WIDTH)) * 1e-3
+        drawn["weight"] = rng.standard_normal((heads, WIDTH, INPUTS)) * 1e3
+    if keys:
+        drawn["s"] = rng.standard_normal((heads, COUNT, KEYS - 2)) * 1e4
+        drawn["k"] = rng.standard_normal((heads, KEYS - 2, INPUTS)) * 1e-5
+    return drawn
+
+
+def _exact(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return α [B, keys, n] in float64, and the bound of all rows but row 5."""
+    alpha = np.zeros((COUNT, KEYS, INPUTS))
+    if "p" in drawn:
+        alpha += np.einsum("hj,hbn->bjn", drawn["p"], drawn["each"] @ drawn["weight"])
+    if "s" in drawn:
+        alpha[:, 1:-1] += np.einsum("hbj,hjn->bjn", drawn["s"], drawn["k"])
+    each = (np.abs(alpha) * drawn["radius"]).sum(-1)
+    each += (np.abs(np.einsum("bjn,kjn->bkj", alpha, drawn["along"])) * drawn["size"]).sum(1)
+    return alpha, np.delete(each, OWN, axis=1).sum(-1)
+
+
+def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    tensors = {name: torch.from_numpy(part) for name, part in drawn.items()}
+    bound = Bounded.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
+    found = None
+    if "p" in drawn:
+        vectors = Vectors.of(tensors["each"], tensors["weight"], bound)
+        found = RowSums(bound, OWN, 0, KEYS, COUNT, values=ValueRows(vectors, tensors["p"]))
+    if "s" in drawn:
+        keys = KeyRows(tensors["s"], tensors["k"], 1)
+        other = RowSums(bound, OWN, 1, KEYS - 1, COUNT, keys=keys)
+        found = other if found is None else found.beside(other)
+    assert found is not None
+    return found.row.values[:, 0].numpy(), found.magnitude().numpy()
+
+
+def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    lines = [Line(*pair) for pair in zip(drawn["along"], drawn["size"], strict=True)]
+    rows, found = RowReach(drawn["radius"], tuple(lines)), None
+    if "p" in drawn:
+        through = Through.of(drawn["each"], drawn["weight"], rows)
+        found = ManyRows(rows, OWN, COUNT, drawn["p"], through)
+    if "s" in drawn:
+        other = ManyRows(rows, OWN, COUNT, None, None, drawn["s"], drawn["k"], 1)
+        found = other if found is None else found.joined(other)
+    assert found is not None
+    return found.row.values[:, 0], found.bound()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize(
+    ("values", "keys", "heads"),
+    [(True, True, 3), (True, False, 3), (False, True, 3), (False, True, 1)],
+)
+def test_bounds_hold_and_are_near(scale: float, values: bool, keys: bool, heads: int) -> None:
+    drawn = _draw(scale, values=values, keys=keys, heads=heads)
+    alpha, exact = _exact(drawn)
+    for row, bound in (_prover(drawn), _checker(drawn)):
+        assert (bound >= exact).all()
+        assert (bound <= exact * (1 + 2.0**-12)).all()
+        assert np.allclose(row, alpha[:, OWN], rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
+
+
+def test_of_rows_without_errors_next_to_nothing_is_left() -> None:
+    drawn = _draw(0.0, values=True, keys=True)
+    assert (_prover(drawn)[1] <= 1e-20).all()
+    assert (_checker(drawn)[1] <= 1e-20).all()
