@@ -153,10 +153,11 @@ def _remainder(
     if context:
         rest = product_raised(a.reach, b.reach)
         values = bilinear.values(walk, b, shape)
-        if values is not None and walk.chosen(node, node.inputs[1], "product").any():
-            curve = bilinear.context_curve(a.reach, values, rest)
-            return rest, (curve,), one_row.averages(walk, a, b, values)
-        return rest, (), None
+        if values is None:
+            return rest, (), None
+        second = bool(walk.chosen(node, node.inputs[1], "product").any())
+        curves = (bilinear.context_curve(a.reach, values, rest),) if second else ()
+        return rest, curves, one_row.averages(walk, a, b, values, second=second)
     finer = bilinear.scores(walk, node, shape) if node.role == "scores" else None
     if finer is None:
         for name in node.inputs:

@@ -19,9 +19,14 @@ from kcdsl_certs.recheck.ops.linear.bilinear import Straight, split
 _LOOKED_AT = 32  # about so many elements of a row, to find the one in the middle
 
 
-def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
-    """Return the other way to take functionals of one row; None where something is in the way."""
-    if p.place is None or p.balance is None or v.origin is None:
+def averages(
+    walk: Walk, p: Form, v: Form, values: Straight, *, second: bool = True
+) -> Averaged | None:
+    """Return the other way to take functionals of one row; None where something is in the way.
+
+    Without `second` what is of second order is known element by element, and not counted here.
+    """
+    if p.place is None or v.origin is None or (second and p.balance is None):
         return None
     read = _readers(v.origin)
     if read is None:
@@ -33,7 +38,8 @@ def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
     below = 2 * np.maximum(raised(p.reach - p.reference), 0.0)
     slack = 1 + 4 * gamma(sum(values.weight.shape) + p.shape[-1] + 64, UNIT)
     reach, weight = values.reach[0], values.weight  # the same rows in every head
-    balance, weights = p.balance[..., 0], np.abs(p.reference)
+    weights, moves = np.abs(p.reference), bool(reach.any())
+    balance = np.zeros(p.shape[:-1]) if p.balance is None else p.balance[..., 0]
     last_read = [_until((weights + p.reach)[:, t]).shape[-1] for t in range(p.shape[-2])]
     by_size = np.stack([product_raised(reach, np.abs(w).T) for w in weight])
     lost = by_size * (2 * gamma(weight.shape[1] + 8, UNIT)) + TINY
@@ -44,13 +50,17 @@ def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
         t, inside = rows.start, range(heads.start, heads.stop)
         found = np.zeros(adjoint.batch)
         averaged, plain = np.zeros((2, len(weight), adjoint.batch))
-        if rows_of is not None:
+        if rows_of is not None and second and moves:
             alphas = adjoint.values[:, :, 0].swapaxes(0, 1)
             moving = raised(p.reach[heads, t] @ reach)
             found = last.through(alphas, weight, (heads, columns), rows_of).sizes(moving)
         for k, h in enumerate(inside):
             alpha = adjoint.values[:, k, 0]
             own = raised(np.abs(alpha) @ values.rest[h][:, columns].T)
+            if not second:
+                averaged[h] = own @ weights[h, t]
+                plain[h] = np.abs(alpha) @ (inexact[h][:, columns].T @ weights[h, t])
+                continue
             far = np.abs(alpha) @ lost[h][:, columns].T
             if rows_of is None:
                 far = far + np.abs(alpha @ weight[h][columns]) @ reach.T
@@ -121,10 +131,16 @@ def _to_probabilities(v: Floats, shape: tuple[int, ...]) -> Pull:
 
     def pull(adjoint: Adjoint) -> Adjoint:
         heads, _, columns = adjoint.window
-        found = adjoint.values @ v[heads, :, columns].swapaxes(-1, -2)
-        return Adjoint(np.ascontiguousarray(found), (*adjoint.start[:-1], 0))
+        found = _each_head(adjoint, v[heads, :, columns].swapaxes(-1, -2))
+        return Adjoint(found, (*adjoint.start[:-1], 0))
 
     return pull
+
+
+def _each_head(adjoint: Adjoint, matrices: Floats) -> Floats:
+    """Return functionals [B, heads, 1, n] of one row times a matrix [heads, n, m] of each head."""
+    found = adjoint.values[:, :, 0].swapaxes(0, 1) @ matrices
+    return np.ascontiguousarray(found.swapaxes(0, 1)[:, :, None])
 
 
 def _to_inputs(p: Floats, weight: Floats, rows_of: RowReach | None, last: Kept) -> RowPull:
@@ -229,8 +245,8 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
 
     def to_queries(adjoint: Adjoint) -> Adjoint:
         heads, _, columns = adjoint.window
-        found = adjoint.values @ k.reference[heads, :, columns].swapaxes(-1, -2)
-        return Adjoint(np.ascontiguousarray(found), (*adjoint.start[:-1], 0))
+        found = _each_head(adjoint, k.reference[heads, :, columns].swapaxes(-1, -2))
+        return Adjoint(found, (*adjoint.start[:-1], 0))
 
     return Averaged(NonlinearPart(between), ((q.place, to_queries), (source.place, to_inputs)))
 
