@@ -32,7 +32,7 @@ _ROWS, _FUNCTIONALS = 32, 32
 
 @dataclass(frozen=True, slots=True)
 class RowBound:
-    """A bound of functionals α of single rows j of an entry [T, n], down to the block input:
+    """A bound of functionals α of single rows j of an entry [T, n], down to the block input.
 
     |α·e_j| <= |α|·radius_j + Σ_k |α·along_kj| size_kj,   along [K, T, n] and size [K, T].
     """
