@@ -169,7 +169,10 @@ def _tried(pool: multiprocessing.pool.Pool, mutants: list[Mutant], tier: str) ->
     Raises ValueError where a test fails without any defect.
     """
     tests: dict[str, tuple[float, frozenset[Function]]] = {}
-    for found in pool.imap_unordered(partial(known, tier=tier), files()):
+    paths = files()
+    for number, found in enumerate(pool.imap_unordered(partial(known, tier=tier), paths), 1):
+        if number % 20 == 0:
+            print(f"tests without a defect: {number} of {len(paths)} files", flush=True)
         if found.failed:
             raise ValueError(f"{found.failed} fails without any defect")
         tests |= found.tests
