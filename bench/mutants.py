@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
-import multiprocessing.pool
 import os
 import pickle
 import random
@@ -29,6 +28,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,8 @@ def main() -> int:
         wanted = options.only.split(",")
         mutants = [m for m in chosen(10**9, options.seed) if m.name in wanted]
     counts = Counter(mutant.kind for mutant in mutants)
-    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(options.jobs, mp_context=fork) as pool:
         try:
             left = _tried(pool, mutants, FIRST)
             survived = _tried(pool, left, SECOND) if left else []
@@ -163,23 +164,26 @@ def main() -> int:
     return report("mutants", figures, _folder(options))
 
 
-def _tried(pool: multiprocessing.pool.Pool, mutants: list[Mutant], tier: str) -> list[Mutant]:
+def _tried(pool: Executor, mutants: list[Mutant], tier: str) -> list[Mutant]:
     """Print which test of a tier finds each mutant; return those that none finds.
 
     Raises ValueError where a test fails without any defect.
     """
     tests: dict[str, tuple[float, frozenset[Function]]] = {}
     paths = files()
-    for number, found in enumerate(pool.imap_unordered(partial(known, tier=tier), paths), 1):
+    failed = []
+    for number, found in enumerate(pool.map(partial(known, tier=tier), paths), 1):
         if number % 20 == 0:
             print(f"tests without a defect: {number} of {len(paths)} files", flush=True)
         if found.failed:
-            raise ValueError(f"{found.failed} fails without any defect")
+            failed.append(found.failed)
         tests |= found.tests
+    if failed:
+        raise ValueError(f"without any defect fail: {', '.join(failed)}")
     all_known = Known("", dict(sorted(tests.items())))
     trials = [trial(mutant, all_known) for mutant in mutants]
     left = []
-    for number, (mutant, by) in enumerate(zip(mutants, pool.imap(outcome, trials), strict=True), 1):
+    for number, (mutant, by) in enumerate(zip(mutants, pool.map(outcome, trials), strict=True), 1):
         if by:
             alone = "" if tier == FIRST else "SECOND TIER ALONE: "
             print(f"{number:4} {mutant.name:44} {alone}{by}", flush=True)
