@@ -116,13 +116,14 @@ class Known:
         return int(60 + 4 * sum(self.tests[test][0] for test in tests))
 
     def of(self, function: Function | None) -> tuple[str, ...]:
-        """Return the tests that call a function, quick ones first; those of one file together.
+        """Return the tests that call a function; those of one file together, quick files first.
 
         Of a file that calls it, its other tests follow: they may read what a test before them made.
         None is what is executed when a module is imported, which every test reads.
         """
         files = list(dict.fromkeys(test.partition("::")[0] for test in self.tests))
         near = [self._of_file(file, function) for file in files]
+        near.sort(key=lambda pair: sum(self.tests[test][0] for test in pair[0]))
         return tuple(test for some, _ in near for test in some) + tuple(
             test for _, others in near for test in others
         )

@@ -47,7 +47,7 @@ def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
     assert any(mutant.function is not None for mutant in found)
 
 
-def test_tests_that_call_a_function_are_first_and_quick_ones_before_others() -> None:
+def test_tests_that_call_a_function_come_by_file_and_quick_ones_first() -> None:
     f, g, h = ("a.py", 1), ("a.py", 9), ("b.py", 4)
     known = Known(
         "",
@@ -59,7 +59,7 @@ def test_tests_that_call_a_function_are_first_and_quick_ones_before_others() -> 
         },
     )
     assert known.of(f) == ("one.py::quick", "one.py::slow", "one.py::other")
-    assert known.of(g) == ("one.py::slow", "two.py::only", "one.py::quick", "one.py::other")
+    assert known.of(g) == ("two.py::only", "one.py::slow", "one.py::quick", "one.py::other")
     assert known.of(h) == ()
     assert set(known.of(None)) == set(known.tests)
     assert known.limit(["one.py::slow", "two.py::only"]) == 65
