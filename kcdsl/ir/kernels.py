@@ -131,6 +131,7 @@ ROLES = {
     "train_top_logs": "their ln-probabilities",
     "infer_top_ids": "the k likeliest tokens of each position, inference kernel",
     "infer_top_logs": "their ln-probabilities",
+    "infer_kept": "ids of all tokens that the sampler kept at each position [tokens][kept]",
     "advantages": "the advantage of the row, or of each token",
     "train_reward": "the reward of what the training kernel wrote (per token: their sum)",
     "infer_reward": "the reward of what the inference kernel wrote (per token: their sum)",

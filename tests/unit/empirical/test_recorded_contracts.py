@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -67,7 +68,7 @@ def decide(cli: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
             recordings.write(tmp_path / more.get("data", "rows.parquet"), table)
         path = tmp_path / "contract.yaml"
         path.write_text(contract(clauses, **more), encoding="utf-8")
-        found = cli("evaluate", str(path), "--json", "-o", str(tmp_path / "out"))
+        found = cli("--traceback", "evaluate", str(path), "--json", "-o", str(tmp_path / "out"))
         if not found.stdout:
             return {"refused": found.stderr, "code": found.code}
         return {**json.loads(found.stdout), "code": found.code}
@@ -554,3 +555,88 @@ def test_a_recording_of_logits_is_not_timed(
     kernels = {side: _recorded_logits(side) for side in ("train", "infer")}
     report = decide({"R-1": "require: p95(latency) <= 1 s"}, data="rows.jsonl", **kernels)
     assert "recorded logits are read, not run" in report["refused"]
+
+
+# --- tokens that the sampler kept -----------------------------------------------------------------
+
+CUT = "{run: recorded, logprobs: {values: processed, top_p: 0.9}}"
+NEAR = {"N-NEAR": "require: mean(abs(log_ratio)) <= 0.05, evidence: census"}
+
+
+def truncated() -> tuple[dict[str, list[Any]], list[list[list[int]]]]:
+    """Return rows that were drawn by top-p, and what the sampler kept at each token."""
+    nucleus = recordings.nucleus(0.9)
+    found = recordings.rollouts(prompts=16, group=1, sampled=nucleus, top=256)
+    kept = [
+        [ids[np.isfinite(logs)].tolist() for ids, logs in zip(top.ids, top.logs, strict=True)]
+        for r in found
+        if r.infer is not None and (top := r.infer.top) is not None
+    ]
+    return with_lists(found), kept
+
+
+def without(table: Mapping[str, Any], *sides: str) -> dict[str, Any]:
+    return {name: v for name, v in table.items() if not name.startswith(sides)}
+
+
+def test_truncated_sampling_is_no_drift_where_the_kept_tokens_are_known(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    table, kept = truncated()
+    scored = {"train": EAGER, "infer": CUT, "checkpoint": str(MODEL / "model.safetensors")}
+    plain = without(table, "train_", "infer_top")
+    report = decide(NEAR, plain, **scored)
+    assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
+    assert "record them (`infer_kept`)" in json.dumps(report["prechecks"])
+    report = decide(NEAR, {**plain, "infer_kept": kept}, **scored)
+    assert verdicts(report) == {"N-NEAR": "held"}, report["prechecks"]
+    assert any("the sampler cut tokens off (top_p 0.9)" in note for note in report["notes"])
+    report = decide(NEAR, without(table, "train_"), **scored)  # the lists are all that was left
+    assert verdicts(report) == {"N-NEAR": "held"}
+
+
+def test_recorded_values_are_renormalised_where_lists_tell_their_mass(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    table, kept = truncated()
+    report = decide(NEAR, {**without(table, "infer_top"), "infer_kept": kept}, infer=CUT)
+    assert verdicts(report) == {"N-NEAR": "held"}
+    report = decide(
+        NEAR, {**without(table, "infer_top", "train_top"), "infer_kept": kept}, infer=CUT
+    )
+    assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
+
+
+def test_a_trainer_that_replays_the_kept_tokens_is_declared_so(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    """Both sides of one law are compared only if the sets are recorded: one set for both."""
+    table, kept = truncated()
+    plain = without(table, "train_top", "infer_top")
+
+    def inside(ids: list[int], logs: list[float], sets: list[int]) -> float:
+        return math.log(sum(math.exp(logs[ids.index(token)]) for token in sets))
+
+    mass = [
+        list(map(inside, *row))
+        for row in zip(table["train_top_ids"], table["train_top_logs"], kept, strict=True)
+    ]
+    own = [
+        [v - m for v, m in zip(*row, strict=True)]
+        for row in zip(table["train_logs"], mass, strict=True)
+    ]
+    replayed = {**plain, "train_logs": own}
+    report = decide(NEAR, {**replayed, "infer_kept": kept}, train=CUT, infer=CUT)
+    assert verdicts(report) == {"N-NEAR": "held"}, report["prechecks"]
+    report = decide(NEAR, replayed, train=CUT, infer=CUT)
+    assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
+
+
+def test_a_drawn_token_that_was_not_kept_is_refused(decide: Callable[..., dict[str, Any]]) -> None:
+    table, kept = truncated()
+    kept[0][3] = [t for t in kept[0][3] if t != table["tokens"][0][3]] or [0, 1]
+    report = decide(NEAR, {**without(table, "infer_top"), "infer_kept": kept}, infer=CUT)
+    assert "was drawn, and is not among those kept" in report["refused"]
+    kept[0] = kept[0][:-1]
+    report = decide(NEAR, {**without(table, "infer_top"), "infer_kept": kept}, infer=CUT)
+    assert "19 values for 20 tokens" in report["refused"]

@@ -178,3 +178,15 @@ def test_pickles_of_trainers_are_refused_with_a_way_out(tmp_path: Path, name: st
     (told,) = error.value.diagnostics
     assert "is a pickle" in told.message
     assert "`kcdsl explain rollouts` has the lines for verl, SkyRL and slime" in (told.help or "")
+
+
+def test_what_the_sampler_of_slime_kept_is_cut_by_its_offsets(tmp_path: Path) -> None:
+    kept = {
+        "rollout_top_p_token_ids": [1, 8, 2, 4, 7],
+        "rollout_top_p_token_offsets": [0, 2, 3, 3, 5],
+    }
+    (found,) = _read(tmp_path, "slime", [slime(ROWS[0], **kept)])
+    assert found.arrays["infer_kept"].tolist() == [1, 8, 2, 4, 7]
+    assert found.arrays["infer_kept_ends"].tolist() == [2, 3, 3, 5]
+    with pytest.raises(Refusal, match="does not cut 5 ids for 4 tokens"):
+        _read(tmp_path, "slime", [slime(ROWS[0], **kept | {"rollout_top_p_token_offsets": [0, 5]})])

@@ -26,6 +26,7 @@ from kcdsl_backends.empirical.collection.context import (
 )
 from kcdsl_backends.empirical.diagnoses.model import not_applicable
 from kcdsl_backends.empirical.sources.kernels import Kernel
+from kcdsl_backends.empirical.sources.rollouts.kept import kept_of, mean_kept, restricted
 from kcdsl_backends.empirical.sources.rollouts.layouts import mapped
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of
@@ -51,6 +52,8 @@ class RolloutContext(Context):
     train_semantics: Semantics | None
     device: str = "cpu"
     left_out: int = 0
+    kept: bool = False
+    """Whether both sides are policies on the tokens that the sampler kept."""
     notes: tuple[str, ...] = ()
 
 
@@ -152,7 +155,11 @@ def prepare_recorded(
     said = None if recorded is None else semantics_of(recorded.logprobs)
     if train is not None:
         said = Semantics("processed", float(program.constants.temperature))
+    replayed = _replayed(rows, said, program, runs=train is not None)
     notes = () if train is not None else (NOTHING_RAN,)
+    if replayed is not None:
+        rows, said, note = replayed
+        notes = (*notes, note)
     if idle:
         notes = (*notes, f"{idle} rollouts count no token and were left out")
     return RolloutContext(
@@ -163,10 +170,49 @@ def prepare_recorded(
         spoiled=spoiled,
         train=train,
         train_semantics=said,
+        kept=replayed is not None,
         left_out=idle,
         notes=notes,
         **settings,
     )
+
+
+def _replayed(
+    rows: Mapping[str, tuple[Rollout, ...]],
+    said: Semantics | None,
+    program: Program,
+    *,
+    runs: bool,
+) -> tuple[dict[str, tuple[Rollout, ...]], Semantics, str] | None:
+    """Return the rollouts with the training side on the tokens that the sampler kept.
+
+    None where the sampler cut nothing off, where the training side is of another law, and where a
+    rollout does not tell what was kept, or recorded values do not tell their mass on it.
+    """
+    infer = program.infer.recording
+    stated = None if infer is None else semantics_of(infer.logprobs)
+    if stated is None or said is None or stated.values != "processed" or not stated.law.filters:
+        return None
+    own = said.law.filters == stated.law.filters  # the trainer has replayed the sets by itself
+    if (said.law.filters and not own) or said.law.temperature != stated.law.temperature:
+        return None
+    every = {id(r): r for found in rows.values() for r in found}
+    kept = {key: sets for key, r in every.items() if (sets := kept_of(r)) is not None}
+    if len(kept) < len(every) or not every:
+        return None
+    found = every if runs or own else {}
+    if not found:
+        for key, rollout in every.items():
+            other = restricted(rollout, kept[key])
+            if other is None:
+                return None
+            found[key] = other
+    note = (
+        f"the sampler cut tokens off ({stated.law.filters}): both sides are compared on those that"
+        f" it kept, {mean_kept(list(kept.values())):.3g} on average; what train has outside of them"
+        " is in no ratio"
+    )
+    return {name: tuple(found[id(r)] for r in rs) for name, rs in rows.items()}, stated, note
 
 
 def _as_requests(found: RecordedRollouts) -> RequestFile:

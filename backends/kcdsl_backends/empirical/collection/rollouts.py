@@ -118,6 +118,7 @@ def _scored(
         context.train,
         float(context.program.constants.temperature),
         lambda done, total: progress("training kernel", done, total),
+        context.train_semantics if context.kept else None,
     )
     scored = dict(zip(every, found.rollouts, strict=True))
     rows = {name: tuple(scored[id(r)] for r in found) for name, found in context.rows.items()}
@@ -192,6 +193,7 @@ def _prechecks(
             _compares(metrics),
             context.left_out,
             counts_units=bool(metrics - _TIMED),
+            kept=context.kept,
         )
     )
 

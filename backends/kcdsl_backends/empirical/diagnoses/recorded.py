@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class Recorded:
     """Rollouts of which no token counts."""
     counts_units: bool = True
     """Whether any clause reads what rows of one prompt share."""
+    kept: bool = False
+    """Whether both sides are policies on the tokens that the sampler kept."""
 
 
 def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
@@ -117,7 +119,8 @@ def logprob_semantics(subject: Recorded) -> Precheck:
     assert subject.train is not None
     assert subject.infer is not None
     train, infer = subject.train.law, subject.infer.law
-    problem = _differ(train, infer) or _not_the_policy(infer, subject.temperature)
+    whole = replace(infer, top_p=1.0, top_k=0, min_p=0.0) if subject.kept else infer
+    problem = _differ(train, infer) or _not_the_policy(whole, subject.temperature)
     shown = f"train: {subject.train.values}, {train}; infer: {subject.infer.values}, {infer}"
     if problem is not None:
         return outcome(name, False, f"{problem} ({shown})")
@@ -128,7 +131,10 @@ def _differ(train: Law, infer: Law) -> str | None:
     if abs(train.temperature - infer.temperature) > _NEAR:
         return "the sides are at different temperatures"
     if train.filters != infer.filters:
-        return "the sides are cut off differently"
+        return (
+            "the sides are cut off differently, and nothing tells which tokens the sampler kept:"
+            " record them (`infer_kept`), or lists of all that were left"
+        )
     return None
 
 

@@ -85,6 +85,7 @@ _SLIME = {
     "infer_logs": "rollout_log_probs",
     "train_logs": "log_probs",
     "advantages": "advantages",
+    "infer_kept": "rollout_top_p_token_ids",
 }
 FORMATS: Mapping[str, Mapping[str, str]] = {
     "rows": _OWN,
@@ -322,9 +323,21 @@ def _slime(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, Any]
     else:
         found = _sliced(rows, row, names, 0, length, length)
         mask = found.get(names["mask"], np.ones(length, dtype=bool))
+    found |= _kept(rows, row, names["infer_kept"], length)
     if "remove_sample" in rows.columns and rows.columns["remove_sample"][row] is True:
         mask = np.zeros(length, dtype=bool)
     return {**found, **_apart(names, whole, len(whole) - length), names["mask"]: mask}
+
+
+def _kept(rows: FileRows, row: int, name: str, length: int) -> dict[str, Any]:
+    """Return the kept ids of each token: flat in the dump, with offsets [length + 1]."""
+    offsets = "rollout_top_p_token_offsets"
+    if name not in rows.columns or offsets not in rows.columns:
+        return {}
+    ids, ends = rows.whole(row, name, 1), rows.whole(row, offsets, 1)
+    if ends.size != length + 1 or ends[0] != 0 or ends[-1] != ids.size or (np.diff(ends) < 0).any():
+        raise rows.refusal(row, offsets, f"does not cut {ids.size} ids for {length} tokens")
+    return {name: np.split(ids, ends[1:-1]) if length else []}
 
 
 _LAYOUTS: Mapping[str, tuple[tuple[str, ...], _Row]] = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from kcdsl.diagnostics import codes, refuse
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.sources.kernels import Kernel
+from kcdsl_backends.empirical.sources.rollouts.kept import kept_of, restricted_logits
 from kcdsl_backends.empirical.sources.rollouts.measures import measure_rollout, served
 from kcdsl_backends.empirical.sources.rollouts.record import (
     Policy,
@@ -146,11 +147,13 @@ def score(
     kernel: Kernel,
     temperature: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    law: Semantics | None = None,
 ) -> Scored:
     """Run the training kernel on prompt and sampled tokens, and read its policy at temperature T.
 
     Where the inference side lists its likeliest tokens, those of the training kernel and its
-    ln-probabilities of the other side's are read too. Raises Refusal for a rollout without a
+    ln-probabilities of the other side's are read too. With a `law` that cuts tokens off, the policy
+    is the one on the tokens that the sampler kept. Raises Refusal for a rollout without a
     prompt: nothing precedes its first token, so no policy gives it.
     """
     found: list[Rollout] = []
@@ -158,11 +161,14 @@ def score(
     kept = 0
     for done, rollout in enumerate(rollouts, 1):
         logits = _logits(rollout, kernel)
+        sets = None if law is None else kept_of(rollout)
+        if sets is not None:
+            logits = restricted_logits(logits, sets)
         logs = torch.log_softmax(logits / temperature, dim=-1)
         tokens = torch.tensor(rollout.tokens, dtype=torch.int64)
         own = logs.gather(-1, tokens[:, None])[:, 0].numpy()
         top = _top(logs, rollout)
-        side = Side(own, Semantics("processed", temperature), top)
+        side = Side(own, law or Semantics("processed", temperature), top)
         found.append(replace(rollout, train=side))
         if kept < _KEPT and rollout.infer is not None:
             rows = np.flatnonzero(rollout.mask)[: max(1, (_KEPT - kept) // logits.shape[1])]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl_backends.empirical.sources.rollouts.kept import problem_of_kept
 from kcdsl_backends.empirical.sources.rollouts.layouts import Mapped, cut, text_dump
 from kcdsl_backends.empirical.sources.rollouts.record import (
     ROUNDING,
@@ -166,6 +167,8 @@ class _Reader:
                 arrays[role] = self.rows.finite(row, self.have[role], 1)
         if "advantages" in self.have:
             arrays["advantages"] = self._advantages(row, wide, keep)
+        if "infer_kept" in self.have:
+            arrays |= self._kept(row, wide, keep)
         found = Rollout(
             self._key(row),
             tuple(prompt.tolist()),
@@ -183,6 +186,9 @@ class _Reader:
         if wrong is not None:
             column, what = wrong
             raise self.rows.refusal(row, self.have.get(column, column), what)
+        unkept = problem_of_kept(found, self.vocabulary)
+        if unkept is not None:
+            raise self.rows.refusal(row, self.have["infer_kept"], unkept)
         return found
 
     def _widths(self, row: int) -> tuple[int, int]:
@@ -242,6 +248,21 @@ class _Reader:
             self.rows.whole if role in _IDS else self.rows.finite
         )
         return self._sized(row, column, read(row, column, dimensions), wide)
+
+    def _kept(self, row: int, wide: int, keep: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+        """Return the ids that the sampler kept, one position after the other, and where each
+        position ends."""
+        column = self.have["infer_kept"]
+        cell = self.rows.cell(row, column)
+        if len(cell) != wide:
+            raise self.rows.refusal(row, column, f"{len(cell)} values for {wide} tokens")
+        parts = [np.asarray(ids) for ids, there in zip(cell, keep, strict=True) if there]
+        for ids in parts:
+            if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0)):
+                raise self.rows.refusal(row, column, "must hold a list of token ids for each token")
+        ends = np.cumsum([ids.size for ids in parts], dtype=np.int64)
+        flat = np.concatenate([_nothing(), *(ids.astype(np.int64) for ids in parts)])
+        return {"infer_kept": flat, "infer_kept_ends": ends}
 
     def _advantages(self, row: int, wide: int, keep: NDArray[np.bool_]) -> Array:
         column = self.have["advantages"]

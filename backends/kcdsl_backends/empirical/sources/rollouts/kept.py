@@ -1,0 +1,108 @@
+"""Tokens that a sampler kept at each position: both policies are compared on this set alone.
+
+A sampler with top-p, top-k or min-p draws from its policy, cut off and renormalised; a trainer's
+log-probabilities are of all tokens. That the one is larger by the mass that was cut is no drift.
+Restricted to the set that the sampler kept, both are policies of one support. The set is recorded
+(`infer_kept`), or it is a list of the likeliest tokens whose probabilities sum to 1. Nothing else
+tells it: a filter that is applied to the trainer's logits may keep other tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kcdsl_backends.empirical.sources.rollouts.record import LEAST, ROUNDING, Rollout, Side
+
+Kept = tuple[NDArray[np.int64], ...]
+"""The ids that were kept at each token; none where the token does not count."""
+_WHOLE = 1e-3
+"""How far the probabilities of a list that is the whole support may sum to another number than 1:
+values are rounded to float32 or printed with some digits."""
+
+
+def kept_of(rollout: Rollout) -> Kept | None:
+    """Return what the sampler kept; None where nothing tells it at a token that counts."""
+    if "infer_kept" in rollout.arrays:
+        flat, ends = rollout.arrays["infer_kept"], rollout.arrays["infer_kept_ends"]
+        return tuple(np.split(flat, ends[:-1])) if ends.size else ()
+    top = None if rollout.infer is None else rollout.infer.top
+    if top is None:
+        return None
+    found = []
+    for at, counts in enumerate(rollout.mask.tolist()):
+        inside = top.logs[at] >= LEAST
+        total = float(np.exp(top.logs[at][inside]).sum())
+        ids = top.ids[at][inside]
+        if counts and (abs(total - 1) > _WHOLE or rollout.tokens[at] not in ids):
+            return None
+        found.append(ids if counts else ids[:0])
+    return tuple(found)
+
+
+def problem_of_kept(rollout: Rollout, vocabulary: int | None) -> str | None:
+    """Return what is wrong with a recorded set, None where nothing is."""
+    kept = kept_of(rollout)
+    if "infer_kept" not in rollout.arrays or kept is None:
+        return None
+    for at, (ids, token) in enumerate(zip(kept, rollout.tokens, strict=True)):
+        if not rollout.mask[at]:
+            continue
+        if token not in ids:
+            return f"the token {token} at position {at} was drawn, and is not among those kept"
+        if np.unique(ids).size != ids.size:
+            return f"a token stands twice among those kept at position {at}"
+        if vocabulary is not None and int(ids.max()) >= vocabulary:
+            return (
+                f"{int(ids.max())} at position {at} is no token id of a vocabulary of {vocabulary}"
+            )
+    return None
+
+
+def restricted_logits(logits: Tensor, kept: Kept) -> Tensor:
+    """Return logits [L, V] with -inf for what was not kept; whole rows where nothing is known."""
+    found = torch.full_like(logits, -math.inf)
+    for at, ids in enumerate(kept):
+        if ids.size:
+            place = torch.from_numpy(np.asarray(ids, dtype=np.int64))
+            found[at, place] = logits[at, place]
+        else:
+            found[at] = logits[at]
+    return found
+
+
+def restricted(rollout: Rollout, kept: Kept) -> Rollout | None:
+    """Return the rollout with recorded log-probabilities of train over what was kept.
+
+    None where its list of the likeliest tokens lacks some of them: their mass is not known then.
+    """
+    train = rollout.train
+    if train is None or train.top is None:
+        return None
+    logs = train.logs.copy()
+    for at, ids in enumerate(kept):
+        if not ids.size:
+            continue
+        listed = np.isin(train.top.ids[at], ids)
+        known = dict(
+            zip(train.top.ids[at][listed].tolist(), train.top.logs[at][listed], strict=True)
+        )
+        known.setdefault(rollout.tokens[at], train.logs[at])
+        if len(known) != ids.size:
+            return None
+        mass = math.log(math.fsum(math.exp(v) for v in known.values()))
+        value = train.logs[at] - mass
+        logs[at] = 0.0 if 0 < value <= ROUNDING else value
+    return replace(rollout, train=Side(logs, train.semantics, None))
+
+
+def mean_kept(every: Sequence[Kept]) -> float:
+    """Return how many tokens were kept on average where any were."""
+    sizes = [ids.size for kept in every for ids in kept if ids.size]
+    return sum(sizes) / len(sizes) if sizes else 0.0
