@@ -32,4 +32,13 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         planner_needs=("numpy", "scipy"),
         attributor="kcdsl_backends.empirical.attribution.backend:attribute",
     ),
+    BackendSpec(
+        name="lirpa",
+        target="kcdsl_backends.lirpa.backend:BACKEND",
+        fragments=frozenset({Fragment.UNIVERSAL_DRIFT}),
+        needs=("torch", "numpy", "auto_LiRPA"),
+        summary="auto_LiRPA on the drift network: a second opinion in real arithmetic",
+        rank=80,
+        domains=("ibp", "crown", "alpha-crown"),
+    ),
 )

@@ -123,7 +123,8 @@ def proved_clauses(
     """Return the results of goals as a certificate states them.
 
     `proofs` names the proof object of every clause that has one; a result without one is a sample
-    of the runs that were attacked, so it can refute a hard clause and never show it.
+    of the runs that were attacked, so it can refute a hard clause and never show it. What a backend
+    holds without an object, as in real arithmetic, is inconclusive there.
     """
     required = {r.id: r for r in required_clauses(program, base)}
     train, infer = (canonical_digest(resolve(k).to_json()) for k in (program.train, program.infer))
@@ -140,6 +141,10 @@ def _result(
     proofs: Mapping[str, ProofReference],
 ) -> CertifiedClause:
     verdict, proof = outcome.verdict, proofs.get(required.id)
+    if isinstance(verdict, Held) and proof is None:
+        verdict = Inconclusive(
+            f"{outcome.evidence.kind} evidence of the backend {outcome.backend} has no proof object"
+        )
     flip = outcome.goal.functional == "no_flip"
     bound = SOME_MARGIN if flip else outcome.bound
     reached = None if flip else outcome.attack

@@ -89,7 +89,7 @@ def test_a_missing_package_names_the_command_and_the_backends_it_disables(
     assert not found.ready
     assert found.remedy is not None
     assert "torch" in found.remedy
-    assert {b.name for b in found.backends if not b.enabled} == {"interval", "empirical"}
+    assert {b.name for b in found.backends if not b.enabled} == {"interval", "lirpa", "empirical"}
     assert found.device.kind == "none"
 
 

@@ -1,0 +1,377 @@
+"""Two kernels of a block as one torch module whose output is the drift (docs/reference/lirpa.md).
+
+The module computes the block graph in both kernels, without rounding, and adds to every result what
+the kernel may be off there: an input of the module, of which only the box is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import BlockGraph, Node, View
+from kcdsl_backends.certifier.statements.problems import BlockProblem
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
+from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
+from kcdsl_backends.drift.boxes.state import Kernels, Known, SoftmaxState, Step
+from kcdsl_backends.drift.interval import block_input
+from kcdsl_backends.drift.ops import operation_of
+from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.lirpa.library import Entry, scalar
+
+_LEAVES = frozenset({"param", "constant"})
+_STORED = "stored"
+"""The reading that all sums and the output of the block share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How far a kernel may be off at one node.
+
+    Args:
+        error: the stored result less what the operation makes of the operands; None: nothing.
+        apart: how far a reading is from the one value of which all are versions, where a result has
+            several; None: it has one.
+        entering: the quantised input of a linear less the input; None: it is not quantised.
+        shift: what is taken off the scores of a softmax before exp.
+    """
+
+    error: Box | None
+    apart: Tensor | None = None
+    entering: Box | None = None
+    shift: Tensor | None = None
+
+
+def allowances(
+    problem: BlockProblem, centre: Tensor | None, radius: Tensor
+) -> tuple[dict[str, Allowance], dict[str, Allowance]]:
+    """Return what both kernels may be off at every node, of numbers as large as intervals say.
+
+    Raises:
+        NoBound: a node has no interval, or stores what this module does not follow.
+    """
+    graph, kernels = problem.graph, problem.kernels()
+    nodes = {node.name: node for node in graph.nodes}
+    again, known = several(graph), dict[str, Known]()
+    found: tuple[dict[str, Allowance], dict[str, Allowance]] = ({}, {})
+    for node in graph.nodes:
+        if node.op in _LEAVES:
+            continue
+        step = Step(node, kernels.at(node, nodes), nodes, known, again)
+        if node.op == "input":
+            state: Known = block_input(node, kernels, centre, radius)
+        elif node.op == "cache":
+            raise NoBound(node.name, "the module has no quantised kv_cache")
+        else:
+            state = operation_of(node).interval(step)
+        known[node.name] = state
+        for side in (0, 1):
+            found[side][node.name] = _allowance(step, state, side)
+    return found
+
+
+def _allowance(step: Step, state: Known, side: int) -> Allowance:
+    """Return what a kernel may be off at a node, of whose operands the states are known."""
+    node, several_of = step.node, step.several
+    if isinstance(state, SoftmaxState):
+        rounding = (state.rounding_train, state.rounding_infer)[side]
+        scores = step.operand(0)
+        box = (scores.train, scores.infer)[side]
+        highest = box.hi if state.mask is None else box.hi.where(state.mask, -torch.inf)
+        shift = highest.amax(-1, keepdim=True)
+        apart = state.apart[side] if node.name in several_of else None
+        return Allowance(Box.around(rounding), apart, None, shift)
+    error = None if state.errors is None else state.errors[side]
+    apart = state.apart[side] if node.name in several_of else None
+    if apart is not None and node.op in ONCE and error is not None:
+        error = _less(error, apart)  # the sum alone: casts are of each reading
+    left = step.known.get(node.inputs[0]) if node.inputs else None
+    if isinstance(left, SoftmaxState) and node.op == "matmul" and error is not None:
+        values = step.operand(1)
+        rounding = (left.rounding_train, left.rounding_infer)[side]
+        error = _less(error, rounding @ (values.train, values.infer)[side].mag())
+    return Allowance(error, apart, _entering(step, side) if node.op == "linear" else None)
+
+
+def _less(error: Box, counted: Tensor) -> Box:
+    """Return an error without a part of it that is counted elsewhere."""
+    rest = counted - 2.0**-40 * (error.mag() + counted)
+    return Box((error.lo + rest).clamp_max(0), (error.hi - rest).clamp_min(0))
+
+
+def _entering(step: Step, side: int) -> Box | None:
+    """Return what the quantiser of a linear's input is off; None without one."""
+    key = str(step.operand_node(1).attrs["key"])
+    x = step.operand(0)
+    box = (x.train, x.infer)[side]
+    kernel: Rounding = (step.kernels.train, step.kernels.infer)[side]
+    error = activation_error(box, kernel, step.node.name, key)
+    if error is None:
+        return None
+    known = quantizer_steps(box, error, kernel, key, step.node.name)
+    return Box.around(error) if known is None else known.error
+
+
+# --- the module -----------------------------------------------------------------------------------
+
+
+class DriftNetwork(torch.nn.Module):
+    """A function of the block input and of all errors: the drift of the output, [1, elements].
+
+    `entries` holds the boxes of its inputs, in order; `forward` takes one tensor for each.
+    """
+
+    def __init__(self, problem: BlockProblem, centre: Tensor | None, radius: Tensor) -> None:
+        """Build the module for the inputs in [centre - radius, centre + radius].
+
+        Raises:
+            NoBound: a node has no interval, or an operation that the module does not have.
+        """
+        super().__init__()
+        self.entries: list[Entry] = []
+        self._indices: dict[str, int] = {}
+        self._constants: dict[Hashable, str] = {}
+        self._sources: list[Tensor] = []
+        if centre is not None:
+            low, high = centre - radius, centre + radius
+            self._indices["input"] = 0
+            self.entries.append(Entry(low[None], high[None]))
+        kernels, found = problem.kernels(), allowances(problem, centre, radius)
+        self._sides = [_Side(self, problem.graph, kernels, side, found[side]) for side in (0, 1)]
+        with torch.no_grad():
+            self._drift(None)
+        self.eval()
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """Return the drift for one input and one set of errors."""
+        return self._drift(given)
+
+    def _drift(self, given: Sequence[Tensor] | None) -> Tensor:
+        train, infer = (side.output(given) for side in self._sides)
+        return (infer - train).reshape(1, -1)
+
+    def entry(self, name: str, box: Box | None, given: Sequence[Tensor] | None) -> Tensor:
+        """Return an input of the module; without inputs, declare it and return a member of it."""
+        if given is not None:
+            return given[self._indices[name]]
+        if box is not None:
+            self._indices[name] = len(self.entries)
+            self.entries.append(Entry(box.lo[None], box.hi[None]))
+        one = self.entries[self._indices[name]]
+        return (one.low + one.high) / 2
+
+    def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return a known tensor of the module, made where it is first asked for."""
+        if key not in self._constants:
+            self._constants[key] = f"constant_{len(self._constants)}"
+            made = torch.nn.Parameter(make().to(torch.float64).contiguous(), requires_grad=False)
+            self.register_parameter(self._constants[key], made)
+        found: Tensor = getattr(self, self._constants[key])
+        return found
+
+    def made_of(self, value: Tensor, use: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a known tensor that is made of another, which both kernels may share."""
+        self._sources.append(value)  # so that its identity stays its own
+        return self.constant((id(value), use), lambda: make(value))
+
+
+@dataclass(slots=True)
+class _Side:
+    """One kernel in the module."""
+
+    network: DriftNetwork
+    graph: BlockGraph
+    kernels: Kernels
+    side: int
+    known: Mapping[str, Allowance]
+    nodes: dict[str, Node] = field(init=False)
+    _given: Sequence[Tensor] | None = None
+    _found: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = {node.name: node for node in self.graph.nodes}
+
+    def output(self, given: Sequence[Tensor] | None) -> Tensor:
+        """Return the output that this kernel stores."""
+        self._given, self._found = given, {}
+        return self._reading(self.graph.output, _STORED)
+
+    def _kept(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if name not in self._found:
+            self._found[name] = make()
+        return self._found[name]
+
+    def _moved(self, value: Tensor, what: str, box: Box | None, shape: tuple[int, ...]) -> Tensor:
+        """Return a value of some shape with an error of its own."""
+        if box is None or not bool((box.lo.abs() + box.hi.abs()).any()):
+            return value
+        shaped = Box(*(end.expand(shape).contiguous() for end in (box.lo, box.hi)))
+        return value + self.network.entry(f"{self.side} {what}", shaped, self._given)
+
+    def _reading(self, name: str, use: str) -> Tensor:
+        """Return what one reader sees of a result."""
+        allowed = self.known[name]
+        if allowed.apart is None:
+            return self._value(name)
+        box, what, shape = Box.around(allowed.apart), f"{name} {use}", self.nodes[name].shape
+        return self._kept(what, lambda: self._moved(self._base(name), what, box, shape))
+
+    def _value(self, name: str) -> Tensor:
+        """Return a result that has one reading: the operation on its readings, and the error."""
+        node, error = self.nodes[name], self.known[name].error
+        return self._kept(
+            name, lambda: self._moved(self._exact(node, self._read), name, error, node.shape)
+        )
+
+    def _base(self, name: str) -> Tensor:
+        """Return the value of which all readings of a result are versions: without casts since the
+        last sums."""
+        node = self.nodes[name]
+        if node.op in ONCE or node.op == "input":
+            return self._value(name)
+        return self._kept(f"{name} base", lambda: self._exact(node, self._based))
+
+    def _read(self, node: Node, index: int) -> Tensor:
+        use = _STORED if node.op in ONCE else f"{node.name} {index}"
+        return self._reading(node.inputs[index], use)
+
+    def _based(self, node: Node, index: int) -> Tensor:
+        return self._base(node.inputs[index])
+
+    def _exact(self, node: Node, read: Callable[[Node, int], Tensor]) -> Tensor:
+        """Return the result of an operation on real numbers, [1, *shape]."""
+        if node.op == "input":
+            return self.network.entry("input", None, self._given)
+        count = len(node.inputs)
+        computed = [self.nodes[name].op not in _LEAVES for name in node.inputs]
+        sources = [self.nodes[name] for name in node.inputs]
+
+        def operand(index: int) -> Tensor:
+            if not computed[index]:
+                return self._constant(sources[index])
+            x, own = read(node, index), sources[index].shape
+            missing = len(node.shape) - len(own)
+            return x if missing <= 0 else x.reshape(1, *(1,) * missing, *own)
+
+        match node.op:
+            case "linear":
+                return self._linear(node, read(node, 0))
+            case "matmul":
+                return torch.matmul(operand(0), operand(1))
+            case "add":
+                return operand(0) + operand(1)
+            case "sub":
+                return operand(0) + -operand(1)
+            case "mul":
+                return operand(0) * operand(1)
+            case "scale":
+                return operand(0) * float(node.attrs["factor"])
+            case "divide":
+                return operand(0) * (1.0 / float(node.attrs["divisor"]))
+            case "shift":
+                return operand(0) + float(node.attrs["offset"])
+            case "cast":
+                return operand(0)
+            case "neg":
+                return -operand(0)
+            case "relu":
+                return torch.relu(operand(0))
+            case "tanh" | "silu":
+                return scalar(node.op, operand(0))
+            case "gelu":
+                tanh = node.attrs.get("approximate") == "tanh"
+                return scalar("gelu_tanh" if tanh else "gelu", operand(0))
+            case "view":
+                return self._viewed(node, self._batched(sources[0], operand(0)))
+            case "concat":
+                parts = [self._batched(sources[i], operand(i)) for i in range(count)]
+                return torch.cat(parts, int(node.attrs["dim"]) % len(node.shape) + 1)
+            case "softmax":
+                return self._softmax(node, operand(0))
+            case "layer_norm" | "rms_norm":
+                return self._norm(node, operand(0))
+            case "rope":
+                x, half = operand(0), node.shape[-1] // 2
+                turned = self._times(x, "turn", node.shape[-1], lambda n: _turn(n, half))
+                return x * self._constant(sources[1]) + turned * self._constant(sources[2])
+            case "embedding":
+                ids = torch.tensor(node.attrs["ids"])
+                table = self._stored(sources[0], linear=False)
+                return self.network.made_of(table, node.name, lambda t: t[ids].reshape(node.shape))
+            case op:
+                raise NoBound(node.name, f"the module has no operation {op}")
+
+    def _stored(self, node: Node, *, linear: bool) -> Tensor:
+        held = self.kernels.linear(node) if linear else self.kernels.plain(node)
+        return held.infer if self.side else held.train
+
+    def _constant(self, node: Node) -> Tensor:
+        return self.network.made_of(self._stored(node, linear=False), "", lambda t: t)
+
+    def _batched(self, node: Node, value: Tensor) -> Tensor:
+        """Return a result of constants alone with the dimension in front that others have."""
+        return value if value.dim() > len(node.shape) else value[None]
+
+    def _times(self, x: Tensor, name: str, size: int, make: Callable[[int], Tensor]) -> Tensor:
+        """Return x @ m for a fixed matrix m of rows of this size."""
+        return x @ self.network.constant((name, size), lambda: make(size))
+
+    def _linear(self, node: Node, x: Tensor) -> Tensor:
+        entering, source = self.known[node.name].entering, self.nodes[node.inputs[0]]
+        x = self._moved(x, f"{node.name} entering", entering, source.shape)
+        weight = self._stored(self.nodes[node.inputs[1]], linear=True)
+        y = x @ self.network.made_of(weight, "T", lambda t: t.T)
+        if len(node.inputs) < 3:
+            return y
+        return y + self._constant(self.nodes[node.inputs[2]])
+
+    def _softmax(self, node: Node, scores: Tensor) -> Tensor:
+        """Return exp(s - c) over its sums; c is a constant of each row."""
+        shift = self.known[node.name].shift
+        assert shift is not None
+        e = scalar("exp", scores + self.network.made_of(shift, "", lambda t: -t))
+        if len(node.inputs) > 1:
+            source = self.nodes[node.inputs[1]]
+            e = e * self.network.constant(
+                ("mask", source.name, node.shape),
+                lambda: self.kernels.mask(source).expand(node.shape),
+            )
+        total = self._times(e, "sum", node.shape[-1], lambda n: torch.ones(n, 1))
+        return e * scalar("reciprocal", total)
+
+    def _norm(self, node: Node, x: Tensor) -> Tensor:
+        if node.op == "layer_norm":
+            x = self._times(x, "centre", node.shape[-1], lambda n: torch.eye(n) - 1.0 / n)
+        mean = self._times(x * x, "mean", node.shape[-1], lambda n: torch.full((n, 1), 1.0 / n))
+        y = x * scalar("rsqrt", mean + float(node.attrs["eps"]))
+        for index, name in enumerate(node.inputs[1:]):
+            held = self._constant(self.nodes[name])
+            y = y + held if index else y * held
+        return y
+
+    def _viewed(self, node: Node, x: Tensor) -> Tensor:
+        """Return the elements of x where a view puts them, by operations that the library has."""
+        view = View.of(node)
+        if tuple(x.shape[1:]) != view.split:
+            x = x.reshape(1, *view.split)
+        for dim, (start, stop, step) in enumerate(view.ranges):
+            if step != 1:
+                raise NoBound(node.name, "the module has no view in steps")
+            if (start, stop) != (0, view.split[dim]):
+                x = x.narrow(dim + 1, start, stop - start)
+        if view.order != tuple(range(len(view.order))):
+            x = x.permute(0, *(1 + dim for dim in view.order))
+        for dim, (size, own) in enumerate(zip(view.sizes, x.shape[1:], strict=True)):
+            if size != own:
+                x = torch.cat([x] * size, dim + 1)
+        return x if tuple(x.shape[1:]) == view.shape else x.reshape(1, *view.shape)
+
+
+def _turn(size: int, half: int) -> Tensor:
+    """Return m with x @ m = concat(-x[h:], x[:h])."""
+    eye = torch.eye(size)
+    return torch.cat([-eye[:, half:], eye[:, :half]], 1)
