@@ -25,6 +25,8 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import parse_time, strict_load
 from kcdsl_certs.signatures import LARGEST_BUNDLE, read_policy, trust
 from kcdsl_certs.statement import STAGES, Checkpoint, Expectation, build_manifest
+from kcdsl_certs.statement.manifest import storage_manifest
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
 from kcdsl_certs.verification.recount import Data
 from kcdsl_certs.verification.report import Combined, Report, refused
@@ -90,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="PATH",
         help="the earlier weights that a weights transfer is compared with",
+    )
+    check.add_argument(
+        "--infer-checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="the checkpoint that the inference kernel reads, where it has one of its own",
     )
     check.add_argument(
         "--policy", type=Path, metavar="FILE", help="which keys may sign what, and what is revoked"
@@ -163,19 +171,26 @@ def _check(options: argparse.Namespace) -> Combined:
         rules = dataclasses.replace(rules, refuse_suppressions=True)
     moment = datetime.now(UTC) if options.at is None else parse_time(options.at)
     try:
-        manifest = build_manifest(plain_path(options.checkpoint))
+        manifest, read = build_manifest(plain_path(options.checkpoint)), None
+        if options.infer_checkpoint is not None:
+            read = storage_manifest(plain_path(options.infer_checkpoint))
     except Rejected as error:
         refusal = refused("components", error)
         refusals = tuple((path.name, refusal) for path in options.certificates)
         return Combined(refusals, options.complete, trusted)
-    companions = expectation.triple.checkpoint.companions
+    companions = dict(expectation.triple.checkpoint.companions)
+    if INFER_CHECKPOINT in companions:
+        if read is None:
+            detail = "the contract's inference kernel has one: --infer-checkpoint PATH"
+            raise Rejected("options/infer-checkpoint", detail)
+        companions[INFER_CHECKPOINT] = read.digest
     checkpoint = Checkpoint.of(options.checkpoint.name, manifest, companions)
     several = len(bundles) > 1
 
     def run(path: Path, bundle: bytes) -> Report:
         proofs: ProofChecker | None = PresentProofs(path.parent)
         if options.recheck:
-            proofs = Rechecker(path.parent, options.checkpoint)
+            proofs = Rechecker(path.parent, options.checkpoint, options.infer_checkpoint)
         elif options.signature_only:
             proofs = None
         return verify(

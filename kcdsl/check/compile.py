@@ -211,6 +211,7 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
         return partial
     check_together(train, infer, raw, constants, reporter)
     check_recorded(train, infer, raw, reporter)
+    _check_checkpoints({"train": train, "guard": guard, "fallback": fallback}, reporter)
     good = not sink.has_errors
     if good and folder is not None:
         _note_absent_files(raw, folder, reporter)
@@ -349,6 +350,18 @@ def _provenance(
         if brings and item.loaded is not None and item.loaded.digest is not None:
             found[ir.ImportedFrom(item.file, item.loaded.digest)] = None
     return tuple(found)
+
+
+def _check_checkpoints(kernels: dict[str, ir.KernelRef | None], reporter: Reporter) -> None:
+    """Report a checkpoint of another kernel than that of inference."""
+    for role, kernel in kernels.items():
+        if kernel is not None and kernel.checkpoint is not None:
+            reporter.error(
+                codes.FOREIGN_KERNEL_FIELD,
+                f"the kernel `{role}` has a `checkpoint`, which is for `infer`",
+                kernel.span,
+                "the training kernel reads that of `model`",
+            )
 
 
 def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -> None:

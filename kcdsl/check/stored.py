@@ -195,6 +195,7 @@ def _kernel(value: dict[str, Any]) -> ir.KernelRef:
         folder=_optional_text(value.get("folder")),
         service=None if service is None else _service(service),
         recording=None if recording is None else _recording(recording),
+        checkpoint=_optional_text(value.get("checkpoint")),
     )
 
 

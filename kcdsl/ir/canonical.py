@@ -281,7 +281,8 @@ def _optional(value: Fraction | None) -> str | None:
 
 
 def _kernel(kernel: ir.KernelRef) -> dict[str, Any]:
-    """Return a kernel; `folder`, `service`, `recording` stand in it only where it has them."""
+    """Return a kernel; `folder`, `service`, `recording` and `checkpoint` stand in it only where it
+    has them."""
     found: dict[str, Any] = {"run": kernel.run, "numerics": _plain(kernel.numerics)}
     if kernel.folder is not None:
         found["folder"] = kernel.folder
@@ -289,6 +290,8 @@ def _kernel(kernel: ir.KernelRef) -> dict[str, Any]:
         found["service"] = service_json(kernel.service)
     if kernel.recording is not None:
         found["recording"] = recording_json(kernel.recording)
+    if kernel.checkpoint is not None:
+        found["checkpoint"] = kernel.checkpoint
     return found
 
 

@@ -99,6 +99,7 @@ class KernelRef:
 
     `folder` holds a model for adapters that read one, None for that of the checkpoint; `service`
     is what adapters that ask a server need, `recording` what those that read recorded runs need.
+    `checkpoint` is a checkpoint of the inference kernel's own, relative to the contract.
     """
 
     run: str
@@ -108,6 +109,7 @@ class KernelRef:
     folder: str | None = None
     service: Service | None = None
     recording: Recording | None = None
+    checkpoint: str | None = None
 
     @property
     def claims(self) -> bool:

@@ -7,7 +7,7 @@ contract file and take no part in equality, so the digest of a clause depends on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
 
@@ -190,7 +190,8 @@ class ModelRef:
     Exactly one of `architecture` (a module of kcdsl.model: "llama", "bert") and `module`
     ("package.module:factory") is set. `checkpoint` and `tokenizer` are paths relative to the
     contract; a checkpoint may also be `package:NAME/path/inside`, a file inside an installed
-    distribution.
+    distribution. `served` is the checkpoint that the inference kernel reads, where that is
+    another; a program takes it from its kernel.
     """
 
     checkpoint: str
@@ -198,6 +199,7 @@ class ModelRef:
     module: str | None = None
     config: str | None = None
     tokenizer: str | None = None
+    served: str | None = None
     span: Span = field(default=_NOWHERE, compare=False)
 
 
@@ -308,6 +310,12 @@ class Program:
     """The kernel of the guarded route; None where the contract names none."""
     fallback: KernelRef | None = None
     """The kernel that `fallback` switches to; None where the contract names none."""
+
+    def __post_init__(self) -> None:
+        """Have the model name the checkpoint of the inference kernel."""
+        if self.model.served != self.infer.checkpoint:
+            model = replace(self.model, served=self.infer.checkpoint)
+            object.__setattr__(self, "model", model)
 
     @property
     def kernels(self) -> dict[str, KernelRef]:

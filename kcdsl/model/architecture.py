@@ -13,11 +13,12 @@ if it has an attribute `encoder_only = True`). It may offer
 
 from __future__ import annotations
 
+import copy
 import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -42,6 +43,7 @@ from kcdsl.model.checkpoint.modules import (
     filled_as_it_runs,
 )
 from kcdsl.model.checkpoint.ranges import changed
+from kcdsl.model.checkpoint.served import ServedWeights, load_served, matched
 from kcdsl.model.checkpoint.tensors import (
     EXACT_AS_FLOAT32,
     Checkpoint,
@@ -53,8 +55,10 @@ from kcdsl.model.checkpoint.tensors import (
 from kcdsl.model.configuration import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.numerics.weights import linear_weight, served_weight
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 from kcdsl.source.modules import find_module
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 KeyRule = Callable[[str], "str | None"]
 WeightLoader = Callable[[Any, Checkpoint], tuple[nn.Module, Mapping[str, str]]]
@@ -78,6 +82,10 @@ class Model:
     built_in: bool
     files: Artefacts = field(default_factory=lambda: Artefacts.of(Path()))
     by_block: bool = False
+    served: ServedWeights | None = None
+    """What the inference kernel reads instead of the checkpoint; None where it reads that."""
+    serving: bool = False
+    """Whether the module holds these."""
 
     @property
     def encoder_only(self) -> bool:
@@ -144,6 +152,25 @@ class Model:
         """Return the numerics of the linear whose weight has this name in the module."""
         keys = self.linears().get(name, ()) if numerics.overrides else ()
         return numerics.serving(keys[0]) if keys else numerics
+
+    def as_served(self) -> Model:
+        """Return the model with the weights that the inference kernel reads in its module."""
+        assert self.served is not None
+        module = copy.deepcopy(self.module)
+        held = module.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, key in self.keys.items():
+                held[name].copy_(self.served[key])
+        return replace(self, module=module, serving=True)
+
+    def stored_linear(self, name: str, weight: Tensor, numerics: Numerics) -> Tensor:
+        """Return a weight of the module, by its name, as a kernel with these numerics uses it."""
+        own = self.numerics_of(name, numerics)
+        if not self.serving or self.served is None:
+            return linear_weight(weight, own, name)
+        for key in self.linears().get(name, ()):
+            self.served.refuse_other_storage(key, own)
+        return served_weight(weight, own, name)
 
     def block(self, name: str) -> nn.Module:
         """Return the block of this name, a module on hidden states [T, D] (`model`: on ids [T])."""
@@ -293,7 +320,42 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
     module, keys = load_weights(outline, checkpoint)
     module.eval().requires_grad_(False)
     tokenizer = find_tokenizer(ref, path, files, config)
-    return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty)
+    served = None
+    if ref.served is not None:
+        if own is not None and own.foreign:
+            raise refuse(
+                codes.UNKNOWN_ARCHITECTURE,
+                f"with architecture {name} the inference kernel has no checkpoint of its own",
+                help="name an architecture of kcdsl",
+            )
+        place = files.find_weights(ref.served)
+        rule = registry.load(name).canonical_key if built_in and name is not None else str
+        served = _served(place, module, config, rule, keys, files)
+    return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty, served)
+
+
+def _served(
+    path: Path,
+    module: nn.Module,
+    config: Mapping[str, Any],
+    rule: KeyRule,
+    keys: Mapping[str, str],
+    files: Artefacts,
+) -> ServedWeights:
+    """Return the weights that the inference kernel reads, by the keys of the checkpoint."""
+    found = load_served(path, files.admitted)
+    files.record(companion(INFER_CHECKPOINT), found.digest)
+    stored = module.state_dict(keep_vars=True)
+    first = {id(stored[name]): name for name in keys}
+    tied = {n: first[id(t)] for n, t in stored.items() if n not in keys and id(t) in first}
+    shapes = {name: tuple(stored[name].shape) for name in keys}
+    plain = {n for n, t in stored.items() if not t.is_floating_point()}
+
+    def named(key: str) -> str | None:
+        own = rule(key)
+        return None if own in plain else own
+
+    return matched(found, config, named, keys, tied, shapes)
 
 
 def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:

@@ -28,6 +28,8 @@ from kcdsl.model.files import (
 )
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import Checkpoint, Manifest, build_manifest, files_of
+from kcdsl_certs.statement.manifest import storage_manifest
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 
 class ArtefactRefused(Refusal):
@@ -60,7 +62,8 @@ def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
     """Return the sha256 of the files that belong to the weights, by role.
 
     `config`, `tokenizer` and `generation_config` as they are found by what reads them (named, or
-    beside the checkpoint), and `module`, the source file of a factory of the user's own.
+    beside the checkpoint), `module`, the source file of a factory of the user's own, and
+    `infer_checkpoint`, the manifest of what the inference kernel reads instead.
     """
     checkpoint = files.locate(model.checkpoint)
     found: dict[str, str] = {}
@@ -74,6 +77,11 @@ def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
         path = files.beside(checkpoint, usual) if named is None else files.find(named)
         if path is not None:
             found[role] = files.digest(path)
+    if model.served is not None:
+        try:
+            found[INFER_CHECKPOINT] = storage_manifest(files.find_weights(model.served)).digest
+        except Rejected as error:
+            raise ArtefactRefused(error) from error
     if model.module is not None:
         found["module"] = files.digest(_factory_source(model.module, files.base))
     return found

@@ -291,6 +291,8 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
     reference = proof_reference(name, outcome.proof)
     files = Artefacts.of(base)
     checkpoint = files.locate(program.model.checkpoint)
+    named = program.model.served
+    served = None if named is None else files.find_weights(named)
     prints = {
         role: kernel_fingerprint(getattr(program, role), device) for role in ("train", "infer")
     }
@@ -300,7 +302,7 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
         with tempfile.TemporaryDirectory(prefix="kcdsl-") as place:
             folder = Path(place)
             (folder / reference.path).write_bytes(outcome.proof)
-            found = Rechecker(folder, checkpoint)(clause, triple)
+            found = Rechecker(folder, checkpoint, served)(clause, triple)
             if found.outcome is not StepOutcome.OK:
                 return f"its proof is not confirmed: {found.detail} ({found.reason})"
             digests, sources = data_digests(program, files), slice_sources(program, files)

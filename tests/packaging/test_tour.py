@@ -23,7 +23,8 @@ from kcdsl.source.files import read_source
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax.parser import parse_expression
 from kcdsl_certs.recheck.graphs.graph import array_digest
-from kcdsl_certs.recheck.interval.parameters import Parameters, read
+from kcdsl_certs.recheck.interval.parameters import Parameters
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from tests.packaging.test_formal_pages import LINK, defined
 

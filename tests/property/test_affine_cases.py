@@ -23,7 +23,7 @@ from kcdsl_certs.recheck.affine_walk import pair as derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.numerics.formats import FORMATS as CHECKED
 from tests.support import kernels, proofs
 from tests.support.grids import by_turns

@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import kernels, proofs
 from tests.support.mutation.blocks import decoder, encoder
 from tests.support.prover import block, parameters

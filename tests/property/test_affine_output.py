@@ -19,7 +19,7 @@ from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_certs.recheck.affine_walk import drift as derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import proofs
 from tests.support.prover import block, numerics, parameters
 

@@ -18,8 +18,8 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.any_length import marks_of
 from kcdsl_certs.recheck.interval.box import Box as CheckerBox
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, Probabilities, Scene, State, numeric
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.ops.attention import context as checker_rules
 from kcdsl_certs.recheck.ops.attention import probabilities

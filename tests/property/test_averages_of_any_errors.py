@@ -23,7 +23,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import Pass, parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.one_row import averages
 from tests.support import proofs

@@ -32,7 +32,7 @@ from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.chain_document import parse_chain
 from kcdsl_certs.recheck.documents.document import load, numbers_of
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.chains import CLAUSES, PAIRS, Chained, chained, small
 from tests.support.grids import LATER
 from tests.support.mutation.changes import array_of, record_of

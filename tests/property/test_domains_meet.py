@@ -19,8 +19,8 @@ from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import Pair, pair
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Scene
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import Enclosed, enclosed
 from tests.support import proofs
 from tests.support.affine_rules import RULES

@@ -19,7 +19,7 @@ from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_certs.recheck.affine_walk import pair
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import proofs
 from tests.support.prover import block, parameters
 

@@ -19,7 +19,7 @@ from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import eager, proofs
 from tests.support.prover import block, parameters
 from tests.support.rationals.exact import Rational

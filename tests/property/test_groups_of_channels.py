@@ -26,9 +26,9 @@ from kcdsl_certs.recheck.affine_walk import drift
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.quantisers import quantised
 from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.linear import quantised_inputs as checker

@@ -18,8 +18,8 @@ from kcdsl_certs.recheck.affine_walk import pair as derive
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, numeric
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from tests.support import kernels, proofs
 from tests.support.caches import CACHES, with_caches

@@ -20,7 +20,7 @@ from kcdsl_backends.drift.ops.norms.written import written
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.ops.activations import sigmoid_stored
 from kcdsl_certs.recheck.ops.norm_errors import Norm, losses
 from tests.support import proofs

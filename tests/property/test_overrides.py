@@ -21,8 +21,8 @@ from kcdsl_certs.recheck.affine_walk import drift as affine
 from kcdsl_certs.recheck.bounds_walk import derive as checked_planes
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.numerics.kernel import fits
 from kcdsl_certs.recheck.numerics.specification import parse_kernel

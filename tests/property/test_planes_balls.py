@@ -23,7 +23,8 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.bounds_walk import walk as derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import Parameters, read
+from kcdsl_certs.recheck.interval.parameters import Parameters
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import kernels, proofs
 from tests.support.ball import numbers, runs

@@ -24,7 +24,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.bounds_walk import walk as derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.linear_bounds.context import Context
 from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, FunctionalBatch
 from tests.support import proofs

@@ -15,8 +15,8 @@ from kcdsl_backends.drift.ops import attention as prover_rules
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Scene, numeric
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.ops.attention import context as checker_rules
 from tests.support import kernels, proofs, sequences

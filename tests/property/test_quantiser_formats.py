@@ -26,8 +26,8 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.parameters import Parameters
-from kcdsl_certs.recheck.interval.parameters import Tensor as Stored
 from kcdsl_certs.recheck.interval.quantisers import _ladder, quantised
+from kcdsl_certs.recheck.interval.tensors import Tensor as Stored
 from kcdsl_certs.recheck.numerics.formats import CODES
 from kcdsl_certs.recheck.numerics.formats import nearest as rounded
 from kcdsl_certs.recheck.numerics.specification import parse_kernel

@@ -27,7 +27,7 @@ from kcdsl_certs.recheck.affine_walk import drift
 from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import enclosed
 from tests.support import proofs
 from tests.support.prover import block, parameters

@@ -26,7 +26,8 @@ from kcdsl_certs.recheck.affine_walk import Pair, pair
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.graph import array_digest
-from kcdsl_certs.recheck.interval.parameters import Parameters, read
+from kcdsl_certs.recheck.interval.parameters import Parameters
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import kernels, proofs, prover
 from tests.support.grids import by_turns
 

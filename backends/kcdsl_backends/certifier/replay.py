@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kcdsl.diagnostics.codes import COUNTEREXAMPLE_ELSEWHERE, COUNTEREXAMPLE_RUN
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
-from kcdsl.model.architecture import load_model
+from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
@@ -48,7 +49,7 @@ def case_record(
     boxed = case.centre is not None and goal.region.kind.value != "points"
     return {
         "case": {"name": case.name, "tokens": list(case.tokens)},
-        "checkpoint": {"sha256": factory.model.checkpoint.sha256},
+        "checkpoint": {"sha256": weights_named(factory.model)},
         "graph": {"sha256": problem.graph.digest},
         "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
         "region": {
@@ -57,6 +58,14 @@ def case_record(
             "radius": pack(case.radius, "float64") if boxed else None,
         },
     }
+
+
+def weights_named(model: Model) -> str:
+    """Return the digest (hex) of the weights of a counterexample: of the checkpoint, with that of
+    the inference kernel where it has one."""
+    if model.served is None:
+        return model.checkpoint.sha256
+    return sha256(f"{model.checkpoint.sha256} {model.served.digest}".encode()).hexdigest()
 
 
 def replay(
@@ -88,7 +97,7 @@ def replay(
         named = replace(named, checkpoint=str(Path(checkpoint).absolute()))
         files.allow(Path(checkpoint).parent)
     model = load_model(named, files, by_block=True)
-    _same("checkpoint.sha256", document["checkpoint"]["sha256"], model.checkpoint.sha256)
+    _same("checkpoint.sha256", document["checkpoint"]["sha256"], weights_named(model))
     factory = ProblemFactory(
         model, resolve(program.train), resolve(program.infer), torch.device(device)
     )

@@ -139,8 +139,10 @@ class CheckTask:
 
     def run(self, context: WorkerContext) -> tuple[CheckResult, None]:
         """Check the whole document and derive these cases."""
-        path = context.factory.model.checkpoint.path
-        outcome = recheck(self.proof, path, part=(self.first, self.step))
+        model = context.factory.model
+        served = None if model.served is None else model.served.path
+        part = (self.first, self.step)
+        outcome = recheck(self.proof, model.checkpoint.path, part=part, served=served)
         return CheckResult("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
 
 

@@ -88,6 +88,7 @@ class WorkerContext:
                 "device": factory.device.type,
                 "graph": graph.digest,
                 "parameters": self.builder(goal).digests_of(graph),
+                "served": None if factory.model.served is None else factory.model.served.digest,
                 "numerics": {"train": factory.train.to_json(), "infer": factory.infer.to_json()},
                 **more,
             }

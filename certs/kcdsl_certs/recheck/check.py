@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,8 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, ChainDocument, parse_chain
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.graphs.graph import Block
-from kcdsl_certs.recheck.interval.parameters import Tensor, read
+from kcdsl_certs.recheck.interval.served import read_served
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.ops.table import OPERATIONS
 
 # Of each new number: two ends of three boxes (interval), or reference and reach.
@@ -110,19 +111,24 @@ class Outcome:
     nodes: int
 
 
-def recheck(proof: bytes, checkpoint: Path, part: tuple[int, int] = (0, 1)) -> Outcome:
+def recheck(
+    proof: bytes,
+    checkpoint: Path,
+    part: tuple[int, int] = (0, 1),
+    served: Path | None = None,
+) -> Outcome:
     """Re-derive every bound of a proof from the checkpoint and compare it with the claims.
 
     The re-derived bound of each case must be at most its claim, every re-derived magnitude at most
     its witness, and the overall claim at least every case's. `part` (first, step) derives every
     step-th case from `first` alone, so that several processes can share a proof: all parts together
-    are the check. Nothing is ever raised: whatever goes wrong is a rejection, with reason
-    "internal" for the unforeseen.
+    are the check. `served` is the checkpoint of the inference kernel where it has one. Nothing is
+    ever raised: whatever goes wrong is a rejection, with reason "internal" for the unforeseen.
     """
     started = time.perf_counter()
     found = _Found()
     try:
-        _check(proof, checkpoint, part, found)
+        _check(proof, _Read(checkpoint, served), part, found)
         ok, reason, detail = True, "ok", f"{found.cases} cases follow from the checkpoint"
     except Rejected as rejection:
         ok, reason, detail = False, rejection.reason, rejection.detail[:2000]
@@ -141,15 +147,37 @@ class _Found:
     cases: int = 0
 
 
-def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> None:
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The checkpoints that a proof may be about."""
+
+    checkpoint: Path
+    served: Path | None
+
+    def derivation(self, proof: Proof, keys: Collection[str]) -> Derivation:
+        """Return what derives the cases of a proof, from these tensors."""
+        found = read(self.checkpoint, keys)
+        if found.sha256 != proof.checkpoint:
+            raise Rejected("checkpoint/digest", "the checkpoint is not the one of the proof")
+        if proof.served is None:
+            return Derivation(proof, found.tensors)
+        if self.served is None:
+            raise Rejected("checkpoint/served", "the checkpoint of the inference kernel is needed")
+        served = read_served(self.served, keys)
+        if served.digest != proof.served:
+            detail = "the inference kernel's checkpoint is not the one of the proof"
+            raise Rejected("checkpoint/digest", detail)
+        return Derivation(proof, found.tensors, served)
+
+
+def _check(data: bytes, place: _Read, part: tuple[int, int], found: _Found) -> None:
     record = load(data)
     if record.has("schema") and record.raw("schema") == CHAIN_SCHEMA:
-        _check_chain(parse_chain(record), path, part, found)
+        _check_chain(parse_chain(record), place, part, found)
         return
     proof = proof_of(record)
-    tensors = _tensors(proof, path, proof.parameters)
     refuse_larger(proof)
-    derive = Derivation(proof, tensors).derive
+    derive = place.derivation(proof, proof.parameters).derive
     bounds = []
     for case in _share(proof.cases, part):
         try:
@@ -160,13 +188,12 @@ def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> Non
     found.bound = max(bounds).hex() if proof.claim is not None else "held"
 
 
-def _check_chain(chain: ChainDocument, path: Path, part: tuple[int, int], found: _Found) -> None:
+def _check_chain(chain: ChainDocument, place: _Read, part: tuple[int, int], found: _Found) -> None:
     keys = {*chain.inner.parameters, *chain.last.parameters}
-    tensors = _tensors(chain.last, path, keys)
     refuse_gaps(chain)
     for proof in (chain.inner, chain.last):
         refuse_larger(proof)
-    inner, last = Derivation(chain.inner, tensors), Derivation(chain.last, tensors)
+    inner, last = (place.derivation(proof, keys) for proof in (chain.inner, chain.last))
 
     def compared(case: Case, bound: float, sizes: Sizes) -> None:
         found.nodes += len(sizes)
@@ -188,13 +215,6 @@ def _check_chain(chain: ChainDocument, path: Path, part: tuple[int, int], found:
             raise rejection.at(f"case {case.name[:80]!r}") from None
         _refuse_more(chain.last, case.links[-1].case)
     found.bound = max(bounds).hex() if chain.last.claim is not None else "held"
-
-
-def _tensors(proof: Proof, path: Path, keys: Collection[str]) -> Mapping[str, Tensor]:
-    checkpoint = read(path, keys)
-    if checkpoint.sha256 != proof.checkpoint:
-        raise Rejected("checkpoint/digest", "the checkpoint is not the one of the proof")
-    return checkpoint.tensors
 
 
 def _share(cases: tuple[_Item, ...], part: tuple[int, int]) -> tuple[_Item, ...]:

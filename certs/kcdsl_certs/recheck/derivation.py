@@ -16,8 +16,10 @@ from kcdsl_certs.recheck.graphs.any_length import marks_of
 from kcdsl_certs.recheck.graphs.graph import Array, Block
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.parameters import Parameters, Tensor
+from kcdsl_certs.recheck.interval.parameters import Parameters
+from kcdsl_certs.recheck.interval.served import Served
 from kcdsl_certs.recheck.interval.state import Held, Own, Rows, Scene, State, numeric
+from kcdsl_certs.recheck.interval.tensors import Tensor
 from kcdsl_certs.recheck.interval_walk import magnitudes, propagate
 from kcdsl_certs.recheck.numerics.formats import Floats
 from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
@@ -29,14 +31,16 @@ from kcdsl_certs.recheck.output import bound, interface_ellipsoids, of_drift, of
 class Derivation:
     """Derives the cases of one proof."""
 
-    def __init__(self, proof: Proof, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, proof: Proof, tensors: Mapping[str, Tensor], served: Served | None = None
+    ) -> None:
         """Check the parameters; raises what `Parameters` raises."""
         if not float(np.ldexp(np.ones(1), -1022)[0] * np.full(1, 0.5)[0]) > 0:
             raise Rejected("internal", "this process flushes subnormal numbers to zero")
         for block in proof.graphs.values():
             refuse_uncached(block, proof.train, proof.infer)
         self._proof = proof
-        self._parameters = Parameters(tensors, proof.parameters)
+        self._parameters = Parameters(tensors, proof.parameters, served)
 
     def derive(
         self, case: Case, held: Held | None = None

@@ -10,6 +10,7 @@ import hashlib
 import os
 import stat
 import unicodedata
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from kcdsl_certs.encoding.files import open_regular, shown
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import canonical_digest
-from kcdsl_certs.statement.weights import weight_files
+from kcdsl_certs.statement.weights import storage_files, weight_files
 
 SCHEMA = "kcdsl.checkpoint-manifest/1"
 _CHUNK = 1 << 20
@@ -81,7 +82,19 @@ def build_manifest(checkpoint: Path) -> Manifest:
     `checkpoint/sparse` (a file that is almost all hole), `checkpoint/changed` (a file was changed,
     added or replaced meanwhile). Raises OSError where a file cannot be read.
     """
-    found = files_of(checkpoint)
+    return _manifest(checkpoint, files_of)
+
+
+def storage_manifest(checkpoint: Path) -> Manifest:
+    """Hash a checkpoint with the configurations that say how its weights are stored.
+
+    Raises as `build_manifest` does.
+    """
+    return _manifest(checkpoint, lambda path: _pairs(storage_files(path)))
+
+
+def _manifest(checkpoint: Path, listed: Callable[[Path], list[tuple[str, Path]]]) -> Manifest:
+    found = listed(checkpoint)
     seen: dict[tuple[int, int], str] = {}
     resources: list[Resource] = []
     for name, path in found:
@@ -90,7 +103,7 @@ def build_manifest(checkpoint: Path) -> Manifest:
             raise Rejected("checkpoint/hardlink", f"{seen[identity]} and {name} are one file")
         seen[identity] = name
         resources.append(resource)
-    if files_of(checkpoint) != found:
+    if listed(checkpoint) != found:
         raise Rejected("checkpoint/changed", f"{shown(checkpoint.name)} changed while it was read")
     return Manifest(tuple(resources))
 
@@ -105,7 +118,7 @@ def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
         raise Rejected("checkpoint/symlink", f"{shown(checkpoint.name)} is a symbolic link")
     weights = weight_files(checkpoint)
     if weights is not None:
-        pairs = [(_checked_name(path.name), _plain(path)) for path in weights]
+        pairs = _pairs(weights)
     elif stat.S_ISDIR(mode):
         pairs = [(_name(path, checkpoint), path) for path in _walk(checkpoint)]
     elif stat.S_ISREG(mode):
@@ -119,6 +132,11 @@ def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
         same = once.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
         if same != name:
             raise Rejected("checkpoint/name", f"{same} and {name} are one name on some systems")
+    return sorted(pairs, key=lambda pair: PurePosixPath(pair[0]))
+
+
+def _pairs(files: Iterable[Path]) -> list[tuple[str, Path]]:
+    pairs = [(_checked_name(path.name), _plain(path)) for path in files]
     return sorted(pairs, key=lambda pair: PurePosixPath(pair[0]))
 
 

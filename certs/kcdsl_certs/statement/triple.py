@@ -15,6 +15,8 @@ from kcdsl_certs.encoding.strict import Fields, canonical_digest, sha256_of
 from kcdsl_certs.statement.manifest import Manifest
 
 SCHEMA = "kcdsl.triple/1"
+INFER_CHECKPOINT = "infer_checkpoint"
+"""The role, among the companions, of what the inference kernel reads instead of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from kcdsl_certs.encoding.rejected import Rejected
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIGURATIONS = ("config.json", "hf_quant_config.json")
+"""The files that may say how quantised weights are stored."""
 LARGEST_INDEX = 1 << 26
 
 
@@ -44,6 +46,20 @@ def weight_files(checkpoint: Path) -> tuple[Path, ...] | None:
     single = checkpoint / SINGLE
     folder = os.path.isdir(checkpoint)
     return (single,) if folder and os.path.lexists(single) else None
+
+
+def storage_files(checkpoint: Path) -> tuple[Path, ...]:
+    """Return the files of a checkpoint that says itself how its weights are stored: those of the
+    weights, and the configurations beside them.
+
+    Raises Rejected as `weight_files` does, and `checkpoint/empty` for a folder without weights.
+    """
+    folder = os.path.isdir(checkpoint)
+    files = weight_files(checkpoint) or (() if folder else (checkpoint,))
+    if not files:
+        raise Rejected("checkpoint/empty", f"{shown(checkpoint.name)} holds no weights")
+    beside = (files[0].parent / name for name in CONFIGURATIONS)
+    return (*files, *(path for path in beside if os.path.lexists(path)))
 
 
 def shards_of(index: Path) -> Mapping[str, str]:

@@ -27,6 +27,7 @@ from kcdsl_certs.statement import (
     Verdict,
     holds,
 )
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 _WIDER = {"points": {"ball"}}
 """Kinds of region that hold those of another kind: balls around points hold the points."""
@@ -125,6 +126,8 @@ class Rechecker:
 
     folder: Path
     checkpoint: Path
+    served: Path | None = None
+    """The checkpoint of the inference kernel, where it has one."""
     _known: dict[str, Rederivation] = field(default_factory=dict)
 
     def __call__(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
@@ -145,7 +148,7 @@ class Rechecker:
         digest = hashlib.sha256(proof).hexdigest()
         if digest not in self._known:
             recheck: Any = import_module("kcdsl_certs.recheck").recheck
-            self._known[digest] = recheck(proof, self.checkpoint)
+            self._known[digest] = recheck(proof, self.checkpoint, served=self.served)
         outcome = self._known[digest]
         if outcome.ok is not True:
             raise Rejected(
@@ -196,7 +199,8 @@ def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
     if not _is_about(clause.quantity, kind, k):
         detail = f"{clause.label}: the proof is about {kind}, not {clause.quantity}"
         raise Rejected("proof/functional-mismatch", detail)
-    weights = proof.inner("checkpoint").raw("sha256")
+    checkpoints = proof.inner("checkpoint")
+    weights = checkpoints.raw("sha256")
     weights_digest = sha256_of(weights, "proof.checkpoint")
     of_one_file = hashlib.sha256(bytes.fromhex(weights_digest)).hexdigest()
     named = triple.checkpoint
@@ -204,6 +208,9 @@ def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
         raise Rejected(
             "proof/checkpoint-mismatch", f"{clause.label}: the proof is about other weights"
         )
+    if checkpoints.record.get("infer") != triple.checkpoint.companions.get(INFER_CHECKPOINT):
+        detail = f"{clause.label}: the proof is about other weights of the inference kernel"
+        raise Rejected("proof/checkpoint-mismatch", detail)
     _bind_regions(proof, clause)
     used = method_of(document)
     if clause.method != used:

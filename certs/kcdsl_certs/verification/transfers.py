@@ -231,7 +231,7 @@ class Weights:
     def __init__(self, earlier: Path, later: Path) -> None:
         """Read both. Raises Rejected `transfer/tensors`, and what reading a checkpoint raises."""
         self._norms: Any = _numpy("kcdsl_certs.recheck.interval.weight_ball")
-        read = import_module("kcdsl_certs.recheck.interval.parameters").read
+        read = import_module("kcdsl_certs.recheck.interval.tensors").read
         self._earlier, self._later = _of_file(earlier, read), _of_file(later, read)
         self._norms.same_tensors(self._earlier.tensors, self._later.tensors)
 

@@ -11,6 +11,7 @@ from kcdsl.check.sections.reading import RawKernel, StructureReader
 from kcdsl.check.sections.sources import (
     RECORDED,
     SERVERS,
+    read_checkpoint,
     read_folder,
     read_recording,
     read_service,
@@ -127,6 +128,7 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
         read_folder(raw, reader),
         read_service(raw, reader),
         read_recording(raw, reader),
+        read_checkpoint(raw, reader),
     )
     if raw.run.text in (*SERVERS, *RECORDED) and raw.numerics is None:
         return kernel  # it claims nothing

@@ -185,7 +185,7 @@ def identifier(
 
 KERNEL_FIELDS = (
     *("run", "numerics", "folder", "url", "model", "key", "tokens", "concurrency", "logprobs"),
-    *("format", "columns", "file", "recomputed"),
+    *("format", "columns", "file", "recomputed", "checkpoint"),
 )
 SLICE_FIELDS = ("data", "where")
 TABLE_FIELDS = ("unit", "rows", "otherwise")

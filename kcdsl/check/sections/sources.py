@@ -33,6 +33,11 @@ SAMPLERS = ("server", "recorded")
 """The adapters that state what their log-probabilities are of."""
 FOLDERS = ("hf.transformers", "hf.transformers.sdpa")
 """The adapters that read a folder."""
+WITH_CHECKPOINT = (
+    *("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash", "torch.sdpa.efficient"),
+    *("torch.sdpa.cudnn", "torch.compile", *SAMPLERS),
+)
+"""The adapters whose weights may come from a checkpoint of their own: they quantise none."""
 SERVER_FIELDS = ("url", "model", "key", "tokens", "concurrency", "logprobs")
 LOGPROBS_FIELDS = ("values", "temperature", "top_p", "top_k", "min_p", "top")
 VALUES = ("raw", "processed")
@@ -87,6 +92,14 @@ def read_folder(raw: RawKernel, reader: StructureReader) -> str | None:
     node = reader.text(raw.node, "folder")
     if raw.node.get("folder") is not None and raw.run.text not in FOLDERS:
         foreign(raw, reader, ("folder",), FOLDERS)
+    return None if node is None else node.text
+
+
+def read_checkpoint(raw: RawKernel, reader: StructureReader) -> str | None:
+    """Return the checkpoint of a kernel's own; report one that its adapter does not read."""
+    node = reader.text(raw.node, "checkpoint")
+    if raw.node.get("checkpoint") is not None and raw.run.text not in WITH_CHECKPOINT:
+        foreign(raw, reader, ("checkpoint",), WITH_CHECKPOINT)
     return None if node is None else node.text
 
 

@@ -103,6 +103,8 @@ class CheckCommand(Trusts):
         files = Artefacts.of(contract.base)
         named = contract.program.model.checkpoint
         checkpoint = files.locate(named) if self.checkpoint is None else Path(self.checkpoint)
+        other = contract.program.model.served
+        served = None if other is None else files.find_weights(other)
         kernels = fingerprints_in(self.kernels)
         try:
             expectation = build_expectation(
@@ -115,7 +117,10 @@ class CheckCommand(Trusts):
         if self.write_expectation is not None:
             deliver(json_text(expectation.to_json(), indent=1), self.write_expectation)
         reports = tuple(
-            (str(path), self._one(path, bundle, moment, trust, expectation, files, checkpoint))
+            (
+                str(path),
+                self._one(path, bundle, moment, trust, expectation, files, checkpoint, served),
+            )
             for path, bundle in zip(paths, bundles, strict=True)
         )
         return Combined(reports, self.complete, trust)
@@ -129,6 +134,7 @@ class CheckCommand(Trusts):
         expectation: Expectation,
         files: Artefacts,
         checkpoint: Path,
+        served: Path | None,
     ) -> Report:
         """Return what the checks of one certificate say."""
         from kcdsl.release.artefacts import input_at_hand
@@ -138,7 +144,7 @@ class CheckCommand(Trusts):
 
         proofs: ProofChecker | None = PresentProofs(path.parent)
         if self.recheck:
-            proofs = Rechecker(path.parent, checkpoint)
+            proofs = Rechecker(path.parent, checkpoint, served)
         elif self.signature_only:
             proofs = None
         return verify(

@@ -192,6 +192,8 @@ def _program(name: str, kernel: ir.KernelRef) -> str:
     rows = [f"**{name}**: `Kernel`", "", f"- run: `{kernel.run}`"]
     if kernel.folder is not None:
         rows.append(f"- folder: `{kernel.folder}`")
+    if kernel.checkpoint is not None:
+        rows.append(f"- checkpoint: `{kernel.checkpoint}`")
     if kernel.service is not None:
         logs = kernel.service.logprobs
         rows.append(f"- url: `{kernel.service.url}`")

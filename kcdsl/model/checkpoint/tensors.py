@@ -40,7 +40,7 @@ EXACT_AS_FLOAT32 = {"F32", "F16", "BF16"}
 _OTHER_PROGRAM = "check model.architecture and the configuration beside the checkpoint"
 _CHUNK = 1 << 22
 _ROWS = 256
-_TYPES = {
+TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -70,7 +70,7 @@ class TensorFile:
         """Return a tensor, which shares the memory of the file; ValueError for a type that torch
         does not have."""
         found = self.stored[name]
-        kind = _TYPES.get(found.kind)
+        kind = TYPES.get(found.kind)
         if kind is None:
             raise ValueError(f"{name} is stored as {found.kind}")
         part = self.memory[found.start : found.end]
@@ -139,7 +139,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def _read(self, key: str, start: int, end: int) -> Tensor:
         if start == end:
             return torch.empty(0)
-        kind, file = _TYPES[self.stored[key].kind], self._files[key]
+        kind, file = TYPES[self.stored[key].kind], self._files[key]
         raw = torch.frombuffer(file.read(start, end), dtype=torch.uint8)
         if raw.storage_offset() % kind.itemsize or raw.data_ptr() % kind.itemsize:
             raw = raw.clone()

@@ -60,6 +60,14 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     return round_to(value, "float32" if numerics.by_codes else numerics.compute, name)
 
 
+def served_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
+    """Return a dequantised weight [out, in] of a checkpoint of the kernel's own, as it uses it:
+    rounded to `compute`, unless the product is one of codes."""
+    if numerics.weights.layout is None:
+        return linear_weight(w, numerics, name)
+    return round_to(w, "float32" if numerics.by_codes else numerics.compute, name)
+
+
 def dequantised(w: Tensor, stored: Weights, name: str = "a weight") -> Tensor:
     """Return the codes of a matrix [out, in] of float32 numbers times their scales, as float32."""
     form, layout = stored.codes, LAYOUTS[stored.scale]

@@ -20,8 +20,8 @@ from kcdsl_certs.recheck.affine_walk import drift as derive
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import Mask, Scene, numeric
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from tests.support import proofs
 from tests.support.prover import block, parameters

@@ -14,7 +14,7 @@ import numpy as np
 
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import proofs
 from tests.support.caches import dynamic as dynamic_cache
 from tests.support.caches import static as static_cache

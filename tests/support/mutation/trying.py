@@ -52,7 +52,8 @@ def exceeded(document: Document, path: Path, runs: int = 24, seed: int = 0) -> s
     document admit, on points of its region. The runs follow the record of the graph alone.
     """
     from kcdsl_certs.recheck.documents.document import parse
-    from kcdsl_certs.recheck.interval.parameters import Parameters, read
+    from kcdsl_certs.recheck.interval.parameters import Parameters
+    from kcdsl_certs.recheck.interval.tensors import read
 
     proof = parse(json.dumps(document).encode())
     tensors = read(path).tensors

@@ -15,7 +15,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import Outcome, recheck
 from kcdsl_certs.recheck.documents.document import Case, Ends, Functional, Proof
 from kcdsl_certs.recheck.graphs.graph import Node
-from kcdsl_certs.recheck.interval.parameters import Tensor
+from kcdsl_certs.recheck.interval.tensors import Tensor
 from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
 from tests.support.rationals import elementwise, linear, moves
 from tests.support.rationals.cells import Cells, Pair, add, ceiling, root, sub

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
-from kcdsl_certs.recheck.interval.parameters import FLOATS, Tensor
+from kcdsl_certs.recheck.interval.tensors import FLOATS, Tensor
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,
     FLOAT32,

@@ -253,7 +253,7 @@ def test_the_estimate_lies_below_what_is_used(good: tuple[Document, Path]) -> No
     from kcdsl_certs.recheck.affine.form import Form
     from kcdsl_certs.recheck.affine_walk import walk
     from kcdsl_certs.recheck.derivation import Derivation
-    from kcdsl_certs.recheck.interval.parameters import read
+    from kcdsl_certs.recheck.interval.tensors import read
 
     proof = parse(proofs.dump(good[0]))
     block = proof.graphs[proof.cases[0].graph]

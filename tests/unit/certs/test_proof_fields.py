@@ -120,7 +120,8 @@ def test_every_field_of_the_schema_is_changed(base: Made, schemas: Any) -> None:
         field for name in BASES for path, _ in places(base(name)[0]) if (field := field_of(path))
     }
     missing = {field for field in fields_of(schema, schema, "") if field not in seen}
-    assert missing == set()
+    # a base has one checkpoint; test_served_checkpoints.py changes what a second one holds
+    assert missing == {"checkpoint.infer"}
 
 
 def fields_of(schema: Any, node: Any, field: str) -> Iterator[str]:

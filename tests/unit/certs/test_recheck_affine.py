@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import kernels, proofs
 from tests.support.affine_rules import ODDLY, straight_oddly
 

@@ -22,7 +22,7 @@ from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.reading import canonical
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.rationals.exact import recheck_exactly
 
 Document = dict[str, Any]

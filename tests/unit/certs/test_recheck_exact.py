@@ -16,8 +16,8 @@ import pytest
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.parameters import read
 from kcdsl_certs.recheck.interval.state import numeric
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from tests.support.rationals.exact import Rational, recheck_exactly
 

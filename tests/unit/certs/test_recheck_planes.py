@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.linear_bounds import context
 from tests.support import proofs
 from tests.support.affine_rules import straight_oddly

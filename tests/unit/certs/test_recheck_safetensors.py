@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.interval.parameters import parse, read
+from kcdsl_certs.recheck.interval.tensors import parse, read
 
 
 def file(header: Any, body: bytes = b"\0" * 8, length: int | None = None) -> memoryview:

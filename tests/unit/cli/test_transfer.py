@@ -243,7 +243,7 @@ def test_other_tensors_are_refused(cli: Any, folder: Path) -> None:
 
 def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> None:
     from kcdsl_certs.encoding.rejected import Rejected
-    from kcdsl_certs.recheck.interval.parameters import read
+    from kcdsl_certs.recheck.interval.tensors import read
     from kcdsl_certs.recheck.interval.weight_ball import moved, same_tensors
 
     def tensors(name: str, w: torch.Tensor) -> Any:
@@ -301,7 +301,7 @@ def test_weights_that_change_meanwhile_are_refused(
 def test_the_edge_of_the_region_is_exact() -> None:
     """One step of a double below what an element moved by is too small a region, one above is not:
     also where the product of both would round up to the distance."""
-    from kcdsl_certs.recheck.interval.parameters import Tensor as Stored
+    from kcdsl_certs.recheck.interval.tensors import Tensor as Stored
     from kcdsl_certs.recheck.interval.weight_ball import moved
 
     def stored(values: Any) -> Mapping[str, Stored]:

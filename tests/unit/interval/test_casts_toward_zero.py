@@ -25,7 +25,7 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval import box as other_box
 from kcdsl_certs.recheck.interval import state as other
-from kcdsl_certs.recheck.interval.parameters import read
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.numerics.formats import FORMATS as OTHER
 from kcdsl_certs.recheck.numerics.formats import cut
 from kcdsl_certs.recheck.numerics.specification import parse_kernel

@@ -280,6 +280,13 @@ class ProblemFactory:
         What was made for the parameters of the latest block is kept.
         """
         key = (block, rho)
+        if self.model.served is not None:
+            raise refuse(
+                codes.WEIGHTS_REGION,
+                "the inference kernel has a checkpoint of its own: no bound around its weights is"
+                " known",
+                help="leave out --weights",
+            )
         if key not in self._around:
             tensors = self.model.checkpoint.tensors
             self._around.clear()
@@ -291,7 +298,7 @@ class ProblemFactory:
         graph = with_caches(graph, (self.train, self.infer))
         tensors = self.model.checkpoint.tensors
         train = StoredParameters(tensors, graph.constants, self.train, self.device)
-        return BlockProblem(graph, train, train.under(self.infer))
+        return BlockProblem(graph, train, train.under(self.infer, self.model.served))
 
     def centre(self, block: str, tokens: tuple[int, ...]) -> Tensor | None:
         """Return what enters the block in the training kernel, float64 [T, D]; None for `model`."""

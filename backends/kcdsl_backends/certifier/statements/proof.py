@@ -128,6 +128,14 @@ class ProofBuilder:
                 self.digests[key] = array_digest(self.model.checkpoint.tensors[key].numpy())
         return {key: self.digests[key] for key in graph.parameters}
 
+    @property
+    def checkpoints(self) -> dict[str, Any]:
+        """Return how a proof names what the kernels read: the checkpoint, and that of the inference
+        kernel where it is another."""
+        served = self.model.served
+        own = {} if served is None else {"infer": served.digest}
+        return {"checkpoint": {"sha256": self.model.checkpoint.sha256, **own}}
+
     def contents(self) -> Contents:
         """Return what was added so far as plain data, which another process can absorb."""
         return Contents(self._graphs, self._parameters, tuple(self._cases), tuple(self._claims))
@@ -145,7 +153,7 @@ class ProofBuilder:
         body = {
             "schema": CHAIN_SCHEMA if any("links" in c for c in self._cases) else PROOF_SCHEMA,
             "block": self.block,
-            "checkpoint": {"sha256": self.model.checkpoint.sha256},
+            **self.checkpoints,
             "numerics": {"train": self.train.to_json(), "infer": self.infer.to_json()},
             "functional": {"kind": self.functional, "k": self.k},
             "graphs": self._graphs,

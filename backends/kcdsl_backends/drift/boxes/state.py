@@ -10,9 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kcdsl.model.checkpoint.served import ServedWeights
 from kcdsl.model.graph import Node, weight_of
 from kcdsl.model.numerics import Numerics, held_formats
-from kcdsl.model.numerics.weights import linear_weight, plain_parameter, stored_constant
+from kcdsl.model.numerics.weights import (
+    linear_weight,
+    plain_parameter,
+    served_weight,
+    stored_constant,
+)
 from kcdsl_backends.drift.boxes import Box, NoBound, refuse_wide
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult, added
 from kcdsl_backends.drift.boxes.weight_ball import BallTensor, WeightBall, at_rows
@@ -338,19 +344,27 @@ class StoredParameters:
         constants: arrays of the block graph by key.
         numerics: the kernel's specification.
         device: where the values are needed.
+        served: whether the tensors are dequantised ones of a checkpoint of the kernel's own.
     """
 
     tensors: Mapping[str, Tensor]
     constants: Mapping[str, NDArray[Any]]
     numerics: Numerics
     device: torch.device
+    served: bool = False
     _cache: dict[tuple[str, str, str], Tensor] = field(default_factory=dict, repr=False)
     _beside: StoredParameters | None = field(default=None, repr=False)
     _shared: dict[tuple[str, str, str], bool] = field(default_factory=dict, repr=False)
 
-    def under(self, numerics: Numerics) -> StoredParameters:
+    def under(
+        self, numerics: Numerics, served: Mapping[str, Tensor] | None = None
+    ) -> StoredParameters:
         """Return what another kernel stores of the same parameters; one copy serves both where they
-        store alike."""
+        store alike. With `served` it reads these tensors instead."""
+        if served is not None:
+            return StoredParameters(
+                served, self.constants, numerics, self.device, served=True, _beside=self
+            )
         alike = _storing(numerics) == _storing(self.numerics)
         cache = self._cache if alike else {}
         return replace(self, numerics=numerics, _cache=cache, _beside=self, _shared={})
@@ -392,7 +406,7 @@ class StoredParameters:
             if node.op == "param":
                 source = self.tensors[name].detach().to("cpu", torch.float32)
                 if use == "linear":
-                    stored = linear_weight(source, self.numerics.serving(name), name)
+                    stored = self._linear(source, name)
                 else:
                     stored = plain_parameter(source, self.numerics, name)
             else:
@@ -400,6 +414,14 @@ class StoredParameters:
                 stored = stored_constant(source, node.format, self.numerics, name)
             self._cache[key] = stored.to(self.device, torch.float64)
         return self._cache[key]
+
+    def _linear(self, source: Tensor, name: str) -> Tensor:
+        numerics = self.numerics.serving(name)
+        if not self.served:
+            return linear_weight(source, numerics, name)
+        assert isinstance(self.tensors, ServedWeights)
+        self.tensors.refuse_other_storage(name, numerics)
+        return served_weight(source, numerics, name)
 
     @staticmethod
     def _key(node: Node, use: str) -> tuple[str, str, str]:

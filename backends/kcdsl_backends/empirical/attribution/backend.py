@@ -91,6 +91,12 @@ def attribute(
     """
     if program.infer.service is not None:
         raise _apart(program.infer.run, "inference")
+    if program.infer.checkpoint is not None:
+        raise refuse(
+            codes.NO_ATTRIBUTION,
+            "the inference kernel has a checkpoint of its own: its drift is not split yet",
+            help="`kcdsl evaluate` measures it block by block",
+        )
     setting = prepare(
         program,
         base,

@@ -121,8 +121,8 @@ def _made_of_others(name: str, blocks: Mapping[str, nn.Module]) -> bool:
 
 def reference_of(model: Model, train: Numerics, infer: Numerics) -> Reference | None:
     """Return the reference of a model; None where it is too large to be copied, or no module does
-    what is claimed, as of a quantised cache."""
-    if train.kv_cache is not None or infer.kv_cache is not None:
+    what is claimed, as of a quantised cache, and where kernels have checkpoints of their own."""
+    if train.kv_cache is not None or infer.kv_cache is not None or model.served is not None:
         return None
     size = sum(p.numel() for p in model.module.parameters())
     return Reference(model, train, infer) if size <= LARGEST else None

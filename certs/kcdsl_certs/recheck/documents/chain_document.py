@@ -16,8 +16,8 @@ from kcdsl_certs.recheck.documents.document import (
     Functional,
     Proof,
     case_of,
+    checkpoints_of,
     claim_of,
-    digest_of,
     functional_of,
     numbers_of,
     parameters_of,
@@ -85,11 +85,14 @@ def parse_chain(record: Reader) -> ChainDocument:
     numerics = record.reader("numerics").exactly("train", "infer")
     graphs = _graphs(record)
     cases = _cases(record, block, functional, graphs)
+    checkpoint, served = checkpoints_of(record)
+    infer = parse_kernel(numerics.raw("infer"), "numerics.infer")
     last = Proof(
         block=block,
-        checkpoint=digest_of(record.reader("checkpoint").exactly("sha256"), "sha256"),
+        checkpoint=checkpoint,
+        served=served,
         train=parse_kernel(numerics.raw("train"), "numerics.train"),
-        infer=parse_kernel(numerics.raw("infer"), "numerics.infer"),
+        infer=replace(infer, served=served is not None),
         functional=functional,
         graphs=graphs,
         parameters=parameters_of(record, graphs),

@@ -8,7 +8,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from kcdsl_certs.encoding.reals import parse_real, real_text
@@ -122,7 +122,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A parsed proof. `claim` None means "held"."""
+    """A parsed proof. `claim` None means "held"; `served` is the digest of the manifest of what the
+    inference kernel reads instead of the checkpoint, None where it reads that."""
 
     block: str
     checkpoint: str
@@ -133,6 +134,7 @@ class Proof:
     parameters: Mapping[str, str]
     cases: tuple[Case, ...]
     claim: float | None
+    served: str | None = None
 
 
 def parse(data: bytes) -> Proof:
@@ -161,17 +163,27 @@ def proof_of(record: Reader) -> Proof:
     numerics = record.reader("numerics").exactly("train", "infer")
     functional = functional_of(record.reader("functional"))
     graphs = _graphs(record)
+    checkpoint, served = checkpoints_of(record)
+    infer = parse_kernel(numerics.raw("infer"), "numerics.infer")
     return Proof(
         block=record.text("block"),
-        checkpoint=digest_of(record.reader("checkpoint").exactly("sha256"), "sha256"),
+        checkpoint=checkpoint,
+        served=served,
         train=parse_kernel(numerics.raw("train"), "numerics.train"),
-        infer=parse_kernel(numerics.raw("infer"), "numerics.infer"),
+        infer=replace(infer, served=served is not None),
         functional=functional,
         graphs=graphs,
         parameters=parameters_of(record, graphs),
         cases=_cases(record, functional, graphs),
         claim=claim_of(record, functional),
     )
+
+
+def checkpoints_of(record: Reader) -> tuple[str, str | None]:
+    """Return the digests of the checkpoint, and of that of the inference kernel if it has one."""
+    named = record.reader("checkpoint").exactly("sha256", optional=("infer",))
+    served = digest_of(named, "infer") if named.has("infer") else None
+    return digest_of(named, "sha256"), served
 
 
 def functional_of(record: Reader) -> Functional:

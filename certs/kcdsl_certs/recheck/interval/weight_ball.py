@@ -17,7 +17,7 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import Box, Floats, above, down
-from kcdsl_certs.recheck.interval.parameters import Tensor, as_float32
+from kcdsl_certs.recheck.interval.tensors import Tensor, as_float32
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,
     FLOAT32,
@@ -96,6 +96,7 @@ def _way(kernel: KernelNumerics, linear: bool) -> tuple[str, ...]:
     to = [FORMATS[kernel.weights[0]]] if linear and not coded else []
     to += [] if coded and kernel.activations[0] != "none" else [kernel.holding]
     found, held = list(kernel.weights) if coded else [], FLOAT32
+    found += ["of its own checkpoint"] if kernel.served else []
     for form in to:
         if not _within(held, form):
             found += [form.name, "cut off" if kernel.cut_weights else "to nearest"]

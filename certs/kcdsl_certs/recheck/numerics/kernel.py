@@ -95,6 +95,7 @@ class KernelNumerics:
     amax_limit: float = math.inf  # what dynamic scales are made of is no larger
     batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
     cache: Cache | None = None  # None: keys and values are read as they are computed
+    served: bool = False  # its weights are those of the inference kernel's checkpoint
     base: KernelNumerics | None = None  # where a node pins its format: the kernel itself
     others: tuple[
         tuple[str, KernelNumerics], ...

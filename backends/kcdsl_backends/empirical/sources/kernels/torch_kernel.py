@@ -24,7 +24,6 @@ from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights, plain_weights
-from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl_backends.empirical.sources.kernels.engines import (
     Compiled,
@@ -187,6 +186,8 @@ def _load(
     numerics = resolve(ref)
     refuse_unserved(ref.run, adapter, numerics, place.type)
     refuse_strays(numerics, model.linears())
+    if ref.checkpoint is not None:
+        model = model.as_served()
     _refuse_foreign(ref.run, adapter, model, numerics)
     if adapter.engine == "hf":
         dtype = TORCH_TYPES[numerics.compute]
@@ -298,9 +299,7 @@ def _stored_weights(model: Model, module: nn.Module, numerics: Numerics) -> dict
     linear = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     wanted = [n for n in matrices if n in linear or not model.built_in]
     return {
-        n: linear_weight(originals[n], model.numerics_of(n, numerics), n).to(
-            matrices[n].device, matrices[n].dtype
-        )
+        n: model.stored_linear(n, originals[n], numerics).to(matrices[n].device, matrices[n].dtype)
         for n in wanted
     }
 

@@ -1,0 +1,353 @@
+"""Quantised weights that the inference kernel reads (docs/reference/quantised-checkpoints.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.encoding.files import open_regular
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.interval.tensors import (
+    Singles,
+    Tensor,
+    as_float32,
+    read_file,
+    read_index,
+)
+from kcdsl_certs.statement.manifest import Manifest, Resource
+from kcdsl_certs.statement.weights import CONFIGURATIONS, SINGLE, index_of
+
+_LARGEST = 1 << 24
+_PARTS = (
+    "weight", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point",
+    "weight_packed", "weight_shape", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx",
+)  # fmt: skip
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A matrix as float32; its codes, less zero points, and their scales where they have names."""
+
+    value: Singles
+    kind: str = ""
+    scale: str = ""
+    least: float = 0.0
+    largest_scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The tensors of a checkpoint of the inference kernel, and the digest of its manifest (hex)."""
+
+    digest: str
+    tensors: Mapping[str, Tensor]
+    method: Mapping[str, Any]
+
+    def plain(self, key: str) -> Singles:
+        """Return a tensor that is stored as it is. Raises Rejected "parameter/…"."""
+        if key not in self.tensors or key in self.coded:
+            raise Rejected("parameter/missing", f"the inference kernel has no plain {key!r}")
+        return as_float32(self.tensors[key], key)
+
+    @property
+    def coded(self) -> frozenset[str]:
+        """Return the names of quantised matrices."""
+        found = set()
+        for name, tensor in self.tensors.items():
+            base, _, last = name.rpartition(".")
+            if last in ("weight_packed", "qweight"):
+                found.add(f"{base}.weight")
+            elif last == "weight" and tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
+                found.add(name)
+        return frozenset(found)
+
+    def matrix(self, key: str) -> Decoded:
+        """Return a quantised matrix.
+
+        Raises Rejected "served/method" for a format that is not known, "served/tensor" for tensors
+        that do not fit it, "parameter/not-finite".
+        """
+        base = key.removesuffix(".weight")
+        try:
+            found = _decode(self, base)
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+            raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
+        if not np.isfinite(found.value).all() or not np.isfinite(found.largest_scale):
+            raise Rejected("parameter/not-finite", f"{key!r} holds NaN or infinity")
+        return found
+
+    def part(self, base: str, name: str) -> Tensor:
+        """Return a tensor of a matrix."""
+        found = self.tensors.get(f"{base}.{name}")
+        if found is None:
+            raise ValueError(f"there is no {name}")
+        return found
+
+    def has(self, base: str, name: str) -> bool:
+        """Say whether a matrix has a tensor."""
+        return f"{base}.{name}" in self.tensors
+
+
+def read_served(path: Path, keys: Collection[str]) -> Served:
+    """Return what the inference kernel reads for these parameters; every file is hashed.
+
+    Raises Rejected "checkpoint/…", as reading a checkpoint does.
+    """
+    names = {
+        f"{base}.{part}" for base in (key.rpartition(".")[0] for key in keys) for part in _PARTS
+    }
+    index = index_of(path)
+    if index is None:
+        one = path / SINGLE if os.path.isdir(path) else path
+        resource, _, tensors = read_file(one, {*names, *keys})
+        resources, folder = [resource], one.parent
+    else:
+        resources, tensors = read_index(index, {*names, *keys})
+        folder = index.parent
+    documents = {}
+    for name in CONFIGURATIONS:
+        if os.path.lexists(folder / name):
+            with open_regular(folder / name, "checkpoint/unreadable") as file:
+                data = file.read(_LARGEST + 1)
+            resources.append(Resource(name, len(data), hashlib.sha256(data).hexdigest()))
+            documents[name] = _json(data)
+    method = documents.get("config.json", {}).get("quantization_config")
+    method = method or documents.get("hf_quant_config.json", {}).get("quantization") or {}
+    ordered = tuple(sorted(resources, key=lambda one: PurePosixPath(one.name)))
+    return Served(Manifest(ordered).digest, tensors, method)
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise Rejected("served/config", f"no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Rejected("served/config", "no object")
+    return found
+
+
+def _decode(served: Served, base: str) -> Decoded:
+    method = served.method
+    if not isinstance(method, dict):
+        raise Rejected("served/config", "the quantisation configuration is no object")
+    name = str(method.get("quant_method", "")).lower()
+    if name == "compressed-tensors":
+        return _compressed(served, base, method)
+    if name == "gptq":
+        return _gptq(served, base, method)
+    if name == "awq":
+        return _awq(served, base, method)
+    if name == "modelopt" or "quant_algo" in method:
+        if method.get("quant_algo") == "FP8":
+            return _bytes(served, base)
+        if method.get("quant_algo") == "NVFP4":
+            return _four(served, base, "weight", "weight_scale_2", False)
+    raise Rejected("served/method", f"{name[:40] or method.get('quant_algo')!r} is not known")
+
+
+def _compressed(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
+    form = method.get("format")
+    if form in ("float-quantized", "int-quantized", "naive-quantized"):
+        return _bytes(served, base)
+    if form == "nvfp4-pack-quantized":
+        return _four(served, base, "weight_packed", "weight_global_scale", True)
+    if form != "pack-quantized":
+        raise Rejected("served/method", f"the format {str(form)[:40]!r} is not known")
+    bits = {group["weights"]["num_bits"] for group in method["config_groups"].values()}
+    if len(bits) != 1 or not bits <= {2, 4, 8}:
+        raise Rejected("served/method", f"weights of {sorted(map(str, bits))} bits")
+    (width,) = bits
+    rows, columns = (int(n) for n in _array(served.part(base, "weight_shape"), "I64").tolist())
+    words = _array(served.part(base, "weight_packed"), "I32")
+    if words.shape != (rows, -(-columns * width // 32)):
+        raise ValueError("the words do not fit the shape")
+    middle = 2 ** (width - 1)
+    codes = _fields(words, width)[:, :columns] - middle
+    if served.has(base, "weight_zero_point"):
+        packed = _array(served.part(base, "weight_zero_point"), "I32")
+        zeros = _fields(np.ascontiguousarray(packed.T), width).T[:rows] - middle
+        codes = codes - _tiles(zeros.astype(np.float32), codes.shape, _order(served, base))[0]
+        return _product(codes, served, base, "")
+    return _product(codes, served, base, {4: "int4", 8: "int8"}.get(width, ""))
+
+
+def _bytes(served: Served, base: str) -> Decoded:
+    tensor = served.part(base, "weight")
+    kind = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}[tensor.dtype]
+    codes = _numbers(tensor)
+    if served.has(base, "weight_zero_point"):
+        zeros = _numbers(served.part(base, "weight_zero_point"))
+        if zeros.any():
+            codes = codes - _tiles(zeros, codes.shape, _order(served, base))[0]
+            kind = ""
+    return _product(codes, served, base, kind)
+
+
+def _product(codes: NDArray[Any], served: Served, base: str, kind: str) -> Decoded:
+    """Return codes times the scales of a weight."""
+    held = codes.astype(np.float32)
+    scales = _numbers(served.part(base, "weight_scale"))
+    spread, layout = _tiles(scales, held.shape, _order(served, base))
+    with np.errstate(all="ignore"):
+        value = np.asarray(held * spread, dtype=np.float32)
+    return Decoded(value, kind, layout, float(held.min()), float(np.abs(scales).max()))
+
+
+def _four(served: Served, base: str, name: str, outer: str, divided: bool) -> Decoded:
+    """Return the numbers of four bits times nested scales."""
+    data = np.frombuffer(served.part(base, name).data, dtype=np.uint8)
+    shape = served.part(base, name).shape
+    if served.part(base, name).dtype != "U8" or len(shape) != 2:
+        raise ValueError("four bits are stored in bytes of a matrix")
+    codes = np.empty((*shape, 2), dtype=np.float32)
+    for place, half in enumerate((data & 0x0F, data >> 4)):
+        signs = np.where(half & 8, np.float32(-1), np.float32(1))
+        codes[..., place] = (signs * _MAGNITUDES[half & 7]).reshape(shape)
+    held = codes.reshape(shape[0], 2 * shape[1])
+    inner = served.part(base, "weight_scale")
+    multiples, whole = _numbers(inner), _numbers(served.part(base, outer)).ravel()
+    fits = inner.dtype == "F8_E4M3" and multiples.shape == (len(held), held.shape[1] // 16)
+    if not fits or whole.size != 1 or held.shape[1] % 16:
+        raise ValueError("the scales do not fit")
+    with np.errstate(all="ignore"):
+        scales = multiples / whole if divided else multiples * whole
+        value = np.asarray(held * np.repeat(scales, 16, axis=1), dtype=np.float32)
+    return Decoded(value, "fp4_e2m1", "nvfp4", float(held.min()), float(np.abs(scales).max()))
+
+
+def _gptq(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
+    bits, form = method.get("bits"), method.get("checkpoint_format")
+    if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2", None):
+        raise Rejected("served/method", f"GPTQ of {bits!r} bits, {str(form)[:40]!r}")
+    one = 0 if form == "gptq_v2" else 1
+    scales = _numbers(served.part(base, "scales"))
+    words = _array(served.part(base, "qweight"), "I32")
+    codes = _fields(np.ascontiguousarray(words.T), bits).T
+    zeros = _fields(_array(served.part(base, "qzeros"), "I32"), bits)
+    if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
+        raise ValueError("the scales do not fit")
+    if one and (zeros == 2**bits - 1).any():
+        raise ValueError("a zero point is more than its bits hold")
+    groups = np.arange(len(codes)) // (len(codes) // len(scales))
+    if served.has(base, "g_idx"):
+        groups = _array(served.part(base, "g_idx"), "I32").astype(np.int64)
+    elif len(codes) % len(scales):
+        raise ValueError("the groups do not fit")
+    if groups.shape != (len(codes),) or groups.min() < 0:
+        raise ValueError("the groups do not fit")
+    less = codes - (zeros + one)[groups]
+    return Decoded(np.ascontiguousarray((less.astype(np.float32) * scales[groups]).T))
+
+
+def _awq(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
+    version, bits = method.get("version"), method.get("bits", method.get("w_bit"))
+    known = version in ("gemm", "GEMM", None) and bits == 4
+    if not known or method.get("zero_point") not in (True, None):
+        raise Rejected("served/method", f"AWQ of {bits!r} bits, {str(version)[:40]!r}")
+    scales = _numbers(served.part(base, "scales"))
+    codes, zeros = (
+        _interleaved(_fields(_array(served.part(base, name), "I32"), 4))
+        for name in ("qweight", "qzeros")
+    )
+    if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
+        raise ValueError("the scales do not fit")
+    if len(codes) % len(scales):
+        raise ValueError("the groups do not fit")
+    times = len(codes) // len(scales)
+    less = codes - np.repeat(zeros, times, axis=0)
+    value = less.astype(np.float32) * np.repeat(scales, times, axis=0)
+    return Decoded(np.ascontiguousarray(value.T))
+
+
+def _interleaved(fields: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return columns in order: the k-th four bits hold column 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
+    found = np.empty_like(fields)
+    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        found[:, column::8] = fields[:, place::8]
+    return found
+
+
+def _order(served: Served, base: str) -> NDArray[np.int64] | None:
+    """Return the group of every input, where a weight states it."""
+    if not served.has(base, "weight_g_idx"):
+        return None
+    found = _array(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
+    return None if (found < 0).any() else found
+
+
+def _tiles(
+    scales: Singles, shape: tuple[int, ...], order: NDArray[np.int64] | None
+) -> tuple[Singles, str]:
+    """Return the scale of every element of a matrix, and what its elements share."""
+    rows, columns = shape
+    if scales.size == 1:
+        return np.full(shape, scales.ravel()[0], dtype=np.float32), "per_tensor"
+    grid = scales.reshape(-1, 1) if scales.ndim == 1 else scales
+    if order is not None:
+        if len(grid) != rows or order.shape != (columns,) or order.max() >= grid.shape[1]:
+            raise ValueError("the groups do not fit")
+        return grid[:, order], ""
+    if grid.shape == (rows, 1):
+        return np.broadcast_to(grid, shape), "per_channel"
+    if len(grid) == rows and columns % grid.shape[1] == 0:
+        width = columns // grid.shape[1]
+        return np.repeat(grid, width, axis=1), f"group_{width}"
+    if grid.shape != (-(-rows // 128), -(-columns // 128)):
+        raise ValueError("the scales do not fit")
+    tall = np.repeat(np.repeat(grid, 128, axis=0), 128, axis=1)
+    return tall[:rows, :columns], "block_128"
+
+
+def _fields(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
+    """Return the fields of 32-bit words along the last axis, the lowest bits first."""
+    plain = np.ascontiguousarray(words).view(np.uint32).astype(np.int64)
+    found = np.empty((*plain.shape, 32 // bits), dtype=np.int64)
+    for place in range(32 // bits):
+        found[..., place] = (plain >> (bits * place)) % 2**bits
+    return found.reshape(*plain.shape[:-1], -1)
+
+
+_INTEGERS = {"I8": "<i1", "U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+
+
+def _array(tensor: Tensor, kind: str) -> NDArray[Any]:
+    if tensor.dtype != kind:
+        raise ValueError(f"a tensor is {tensor.dtype}, not {kind}")
+    return np.frombuffer(tensor.data, dtype=_INTEGERS[kind]).reshape(tensor.shape)
+
+
+def _numbers(tensor: Tensor) -> Singles:
+    """Return a tensor of numbers as float32."""
+    if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
+        raw = np.frombuffer(tensor.data, dtype=np.uint8)
+        wide, bias = (3, 7) if tensor.dtype == "F8_E4M3" else (2, 15)
+        return _table(wide, bias)[raw].reshape(tensor.shape)
+    if tensor.dtype in _INTEGERS:
+        return _array(tensor, tensor.dtype).astype(np.float32)
+    return as_float32(tensor, "a scale")
+
+
+def _table(wide: int, bias: int) -> Singles:
+    """Return the numbers of all 256 codes with this many bits of a fraction; NaN where none is."""
+    found = np.empty(256, dtype=np.float32)
+    for code in range(256):
+        power, fraction = (code & 127) >> wide, code % 2**wide
+        size = (fraction / 2**wide + (power > 0)) * 2.0 ** (max(power, 1) - bias)
+        last = (code & 127) == 127 if wide == 3 else power == 31
+        found[code] = np.nan if last else (-size if code & 128 else size)
+    return found

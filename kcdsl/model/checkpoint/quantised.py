@@ -1,0 +1,393 @@
+"""Quantised weights as serving formats store them: their codes times their scales, in float32.
+
+Sources of the rules: the documentation of compressed-tensors, GPTQ, AWQ and ModelOpt; each is
+written on docs/reference/quantised-checkpoints.md. Arithmetic is float32, round to nearest even. A
+scale of a scale is multiplied with it first. What a format does not define is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+
+PLAIN = frozenset({"F32", "F16", "BF16"})
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column of eight that each four bits of a word of AWQ hold, from the lowest bits on."""
+_INERT_PARTS = ("input_scale", "input_zero_point", "output_scale", "weight_shape")
+"""Tensors beside a weight that are none of its numbers; those of inputs are stated in numerics."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A matrix [out, in] as float32, and how it is stored.
+
+    `form` names a format of codes, `layout` a layout of scales where `numerics.formats` has it,
+    else "". `least_code` is the least code, `scale` the largest scale.
+    """
+
+    value: Tensor
+    form: str
+    layout: str
+    least_code: float
+    scale: float
+
+
+Reader = Callable[[str], Tensor]
+"""Reads a stored tensor by its name, in the type it is stored in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A storage format: the suffix of the tensor that holds the codes, those that belong to it,
+    and what makes the matrix of them."""
+
+    name: str
+    codes: str
+    parts: tuple[str, ...]
+    decode: Callable[[Reader, str, Mapping[str, Any]], QuantisedWeight]
+
+    def matrices(self, names: Sequence[str], kinds: Mapping[str, str]) -> dict[str, frozenset[str]]:
+        """Return the quantised matrices, by the name of the weight, with the tensors of each."""
+        found: dict[str, frozenset[str]] = {}
+        for name in names:
+            base, _, part = name.rpartition(".")
+            if part == self.codes and (part != "weight" or kinds[name] not in PLAIN):
+                mine = {f"{base}.{one}" for one in (part, *self.parts, *_INERT_PARTS)}
+                found[f"{base}.weight"] = frozenset(mine & kinds.keys())
+        return found
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """Return the storage format that a quantisation configuration names.
+
+    Refuse (KC455) methods and variants that are not read here, by name.
+    """
+    method = str(config.get("quant_method", "")).lower()
+    if method == "compressed-tensors":
+        return _compressed(config)
+    if method == "gptq":
+        return _gptq_scheme(config)
+    if method == "awq":
+        return _awq_scheme(config)
+    if method == "modelopt" or "quant_algo" in config:
+        return _modelopt(config)
+    raise _unknown("quant_method", config.get("quant_method"), _METHODS)
+
+
+_METHODS = ("compressed-tensors", "gptq", "awq", "modelopt")
+
+
+def _unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
+    shown = ", ".join(map(str, known))
+    return refuse(
+        codes.MODEL_CONFIG,
+        f"the quantisation configuration has {field} {value!r}; read are: {shown}",
+        help="save the checkpoint in one of these, or dequantise it to bfloat16 and state how the "
+        "kernel stores it in `numerics`",
+    )
+
+
+def _allow(config: Mapping[str, Any], field: str, known: Sequence[object], default: object) -> Any:
+    value = config.get(field, default)
+    if not any(value == one and type(value) is type(one) for one in known):
+        raise _unknown(field, value, known)
+    return value
+
+
+def _broken(name: str, why: str) -> Refusal:
+    return refuse(
+        codes.CHECKPOINT_TENSORS,
+        f"the quantised weight {name}: {why}",
+        help="quantise the model again with the library that its configuration names",
+    )
+
+
+def _need(holds: bool, name: str, why: str) -> None:
+    if not holds:
+        raise _broken(name, why)
+
+
+# --- compressed-tensors ---------------------------------------------------------------------------
+
+_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_NVFP4 = "nvfp4-pack-quantized"
+_STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+def _compressed(config: Mapping[str, Any]) -> Scheme:
+    kind = _allow(config, "format", (*_COMPRESSED, _NVFP4), None)
+    _allow(config, "quantization_status", ("compressed", "frozen", None), None)
+    _allow(config, "sparsity_config", (None, {}), None)
+    if config.get("transform_config"):
+        raise _unknown("transform_config", "set", ("none",))
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _unknown("config_groups", groups, ("groups of linears",))
+    stated = []
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise _unknown("weights of a group", weights, ("a scheme",))
+        if group.get("format") not in (None, kind):
+            raise _unknown("format of a group", group["format"], (kind,))
+        _allow(weights, "dynamic", (False, None), False)
+        if kind == _NVFP4:
+            _allow(weights, "type", ("float",), None)
+            _allow(weights, "num_bits", (4,), None)
+            _allow(weights, "group_size", (16,), 16)
+        else:
+            _allow(weights, "strategy", (*_STRATEGIES, None), None)
+            bits = (2, 4, 8) if kind == "pack-quantized" else (8,)
+            _allow(weights, "num_bits", bits, None)
+            names = ("float",) if kind == "float-quantized" else ("int", "float")
+            _allow(weights, "type", ("int",) if kind == "pack-quantized" else names, None)
+        stated.append(weights)
+    if kind == _NVFP4:
+        nested = ("weight_scale", "weight_global_scale")
+        return Scheme(f"compressed-tensors {kind}", "weight_packed", nested, _decode_nvfp4)
+    if kind == "pack-quantized":
+        if len({one["num_bits"] for one in stated}) > 1:
+            raise _unknown("num_bits of groups", "different", ("the same",))
+        packed = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+        decode = _with(_decode_packed, stated)
+        return Scheme(f"compressed-tensors {kind}", "weight_packed", packed, decode)
+    parts = ("weight_scale", "weight_zero_point", "weight_g_idx")
+    return Scheme(f"compressed-tensors {kind}", "weight", parts, _decode_scaled)
+
+
+def _with(
+    decode: Callable[[Reader, str, Mapping[str, Any], int], QuantisedWeight],
+    stated: Sequence[Mapping[str, Any]],
+) -> Callable[[Reader, str, Mapping[str, Any]], QuantisedWeight]:
+    bits = int(stated[0]["num_bits"])
+    return lambda read, base, kinds: decode(read, base, kinds, bits)
+
+
+def _decode_scaled(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+    """Return float8 or int8 codes times scales of the tensor, of channels, groups or blocks."""
+    name = f"{base}.weight"
+    form = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}.get(kinds[name])
+    _need(form is not None, name, f"it is stored as {kinds[name]}")
+    stored = read(name).to(torch.float32)
+    _need(stored.dim() == 2, name, "it is no matrix")
+    _need(f"{base}.weight_scale" in kinds, name, "it has no weight_scale")
+    scale, layout = _spread(read, f"{base}.weight_scale", tuple(stored.shape), base, kinds)
+    if f"{base}.weight_zero_point" in kinds:
+        zero, _ = _spread(read, f"{base}.weight_zero_point", tuple(stored.shape), base, kinds)
+        if bool((zero != 0).any()):
+            return _weight((stored - zero) * scale, "", layout, stored - zero, scale)
+    return _weight(stored * scale, str(form), layout, stored, scale)
+
+
+def _decode_packed(read: Reader, base: str, kinds: Mapping[str, Any], bits: int) -> QuantisedWeight:
+    """Return integers packed along their rows, less half their range, times scales."""
+    name = f"{base}.weight"
+    for part in ("weight_scale", "weight_shape"):
+        _need(f"{base}.{part}" in kinds, name, f"it has no {part}")
+    shape = tuple(int(n) for n in read(f"{base}.weight_shape").tolist())
+    packed, half = read(f"{base}.weight_packed"), 1 << (bits - 1)
+    words = -(-shape[1] * bits // 32) if len(shape) == 2 else -1
+    _need(tuple(packed.shape) == (shape[0], words), name, "its shape does not fit its words")
+    code = _unpacked(packed, bits)[:, : shape[1]].to(torch.float32) - half
+    scale, layout = _spread(read, f"{base}.weight_scale", shape, base, kinds)
+    form = {4: "int4", 8: "int8"}.get(bits, "")
+    if f"{base}.weight_zero_point" in kinds:
+        points = _unpacked(read(f"{base}.weight_zero_point").T.contiguous(), bits).T
+        points = points[: shape[0]].to(torch.float32) - half
+        zero, _ = _tiled(points, shape, name, _group_index(read, base, kinds))
+        return _weight((code - zero) * scale, "", layout, code - zero, scale)
+    return _weight(code * scale, form, layout, code, scale)
+
+
+def _decode_nvfp4(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+    """Return fp4 codes times a float8 scale of 16 divided by the scale of the tensor."""
+    whole = read(f"{base}.weight_global_scale").to(torch.float32).reshape(-1)
+    _need(whole.numel() == 1, f"{base}.weight", "it has several global scales")
+    return _nvfp4(read, base, kinds, f"{base}.weight_packed", lambda s: s / whole)
+
+
+def _nvfp4(
+    read: Reader,
+    base: str,
+    kinds: Mapping[str, Any],
+    packed: str,
+    scaled: Callable[[Tensor], Tensor],
+) -> QuantisedWeight:
+    name = f"{base}.weight"
+    _need(kinds[packed] == "U8", name, f"it is stored as {kinds[packed]}")
+    _need(kinds.get(f"{base}.weight_scale") == "F8_E4M3", name, "its scales are not F8_E4M3")
+    raw, scale = read(packed), read(f"{base}.weight_scale").to(torch.float32)
+    shape = (raw.shape[0], 2 * raw.shape[1])
+    _need(tuple(scale.shape) == (shape[0], shape[1] // 16), name, "its scales do not fit")
+    digits = torch.stack((raw & 15, raw >> 4), dim=-1).reshape(shape).long()
+    sizes = torch.tensor(_FP4)[digits & 7]
+    code = torch.where(digits >= 8, -sizes, sizes)
+    spread = scaled(scale).repeat_interleave(16, dim=1)
+    return _weight(code * spread, "fp4_e2m1", "nvfp4", code, spread)
+
+
+def _group_index(read: Reader, base: str, kinds: Mapping[str, Any]) -> Tensor | None:
+    """Return the group of each input where a weight says it, and not group after group."""
+    name = f"{base}.weight_g_idx"
+    if name not in kinds:
+        return None
+    found = read(name).long()
+    return None if bool((found < 0).any()) else found
+
+
+def _spread(
+    read: Reader, name: str, shape: tuple[int, ...], base: str, kinds: Mapping[str, Any]
+) -> tuple[Tensor, str]:
+    return _tiled(read(name).to(torch.float32), shape, name, _group_index(read, base, kinds))
+
+
+def _tiled(
+    scale: Tensor, shape: tuple[int, ...], name: str, groups: Tensor | None
+) -> tuple[Tensor, str]:
+    """Return one scale for every element of a matrix, and the layout of the scales."""
+    rows, columns = shape
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(rows, columns), "per_tensor"
+    if scale.dim() == 1:
+        scale = scale.unsqueeze(1)
+    high, wide = scale.shape
+    if groups is not None:
+        fits = high == rows and len(groups) == columns and int(groups.max()) < wide
+        _need(fits, name, "its groups do not fit its scales")
+        return scale[:, groups], ""
+    if (high, wide) == (rows, 1):
+        return scale.expand(rows, columns), "per_channel"
+    if high == rows and columns % wide == 0:
+        width = columns // wide
+        return scale.repeat_interleave(width, dim=1), f"group_{width}"
+    block = 128
+    _need(
+        (high, wide) == (-(-rows // block), -(-columns // block)),
+        name,
+        f"scales of shape {(high, wide)} do not fit a matrix of {shape}",
+    )
+    tall = scale.repeat_interleave(block, dim=0)[:rows]
+    return tall.repeat_interleave(block, dim=1)[:, :columns], "block_128"
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the unsigned integers of 32-bit words along the last dimension, low bits first."""
+    shifts = torch.arange(0, 32, bits)
+    parts = (words.long().unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return parts.reshape(*words.shape[:-1], -1)
+
+
+def _weight(value: Tensor, form: str, layout: str, code: Tensor, scale: Tensor) -> QuantisedWeight:
+    least = float(code.min()) if code.numel() else 0.0
+    largest = float(scale.abs().max()) if scale.numel() else 0.0
+    return QuantisedWeight(value.contiguous(), form, layout, least, largest)
+
+
+# --- GPTQ and AWQ ---------------------------------------------------------------------------------
+
+
+def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
+    bits = _allow(config, "bits", (2, 4, 8), None)
+    version = _allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
+    _allow(config, "is_marlin_format", (False, None), None)
+    if config.get("dynamic"):
+        raise _unknown("dynamic", "set", ("none",))
+    offset = 0 if version == "gptq_v2" else 1
+
+    def decode(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+        return _decode_gptq(read, base, kinds, bits, offset)
+
+    return Scheme("gptq", "qweight", ("qzeros", "scales", "g_idx"), decode)
+
+
+def _decode_gptq(
+    read: Reader, base: str, kinds: Mapping[str, Any], bits: int, offset: int
+) -> QuantisedWeight:
+    """Return (code - z)·s; words hold inputs of one output, and z of a group is one less there."""
+    name = f"{base}.weight"
+    for part in ("qzeros", "scales"):
+        _need(f"{base}.{part}" in kinds, name, f"it has no {part}")
+    words, scale = read(f"{base}.qweight"), read(f"{base}.scales").to(torch.float32)
+    code = _unpacked(words.T.contiguous(), bits)
+    out, inputs = code.shape
+    zero = _unpacked(read(f"{base}.qzeros"), bits)
+    _need(tuple(zero.shape) == tuple(scale.shape), name, "zero points and scales do not fit")
+    _need(scale.shape[1] == out and inputs % scale.shape[0] == 0, name, "its scales do not fit")
+    if offset and bool((zero == (1 << bits) - 1).any()):
+        raise _broken(
+            name, "a zero point is one more than its bits hold, which libraries differ in"
+        )
+    if f"{base}.g_idx" in kinds:
+        groups = read(f"{base}.g_idx").long()
+        fits = len(groups) == inputs and 0 <= int(groups.min()) <= int(groups.max()) < len(scale)
+        _need(fits, name, "its g_idx does not fit")
+    else:
+        groups = torch.arange(inputs) // (inputs // len(scale))
+    held = code.T.to(torch.float32) - (zero[groups] + offset).to(torch.float32)
+    spread = scale[groups]
+    return _weight((held * spread).T, "", "", held, spread)
+
+
+def _awq_scheme(config: Mapping[str, Any]) -> Scheme:
+    _allow(config, "version", ("gemm", "GEMM", None), None)
+    bits = config.get("bits", config.get("w_bit"))
+    if bits != 4:
+        raise _unknown("bits", bits, (4,))
+    _allow(config, "zero_point", (True, None), None)
+    return Scheme("awq", "qweight", ("qzeros", "scales"), _decode_awq)
+
+
+def _decode_awq(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+    """Return (code - z)·s; words hold eight outputs of one input, in the order of AWQ."""
+    name = f"{base}.weight"
+    for part in ("qzeros", "scales"):
+        _need(f"{base}.{part}" in kinds, name, f"it has no {part}")
+    scale = read(f"{base}.scales").to(torch.float32)
+    code, zero = (_ordered(_unpacked(read(f"{base}.{part}"), 4)) for part in ("qweight", "qzeros"))
+    inputs, out = code.shape
+    fits = tuple(zero.shape) == tuple(scale.shape) and scale.shape[1] == out
+    _need(fits and inputs % len(scale) == 0, name, "its scales do not fit")
+    width = inputs // len(scale)
+    held = code.to(torch.float32) - zero.to(torch.float32).repeat_interleave(width, dim=0)
+    spread = scale.repeat_interleave(width, dim=0)
+    return _weight((held * spread).T, "", "", held, spread)
+
+
+def _ordered(parts: Tensor) -> Tensor:
+    """Return the columns of eights of AWQ in their own order."""
+    place = torch.tensor([_AWQ_ORDER.index(column) for column in range(8)])
+    rows, columns = parts.shape
+    return parts.reshape(rows, columns // 8, 8)[:, :, place].reshape(rows, columns)
+
+
+# --- ModelOpt -------------------------------------------------------------------------------------
+
+
+def _modelopt(config: Mapping[str, Any]) -> Scheme:
+    kind = _allow(config, "quant_algo", ("FP8", "NVFP4"), None)
+    if kind == "FP8":
+        return Scheme("modelopt FP8", "weight", ("weight_scale",), _decode_scaled)
+    _allow(config, "group_size", (16, None), None)
+    return Scheme("modelopt NVFP4", "weight", ("weight_scale", "weight_scale_2"), _decode_modelopt)
+
+
+def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+    """Return fp4 codes times a float8 scale of 16 times the scale of the tensor."""
+    name = f"{base}.weight"
+    _need(f"{base}.weight_scale_2" in kinds, name, "it has no weight_scale_2")
+    whole = read(f"{base}.weight_scale_2").to(torch.float32).reshape(-1)
+    _need(whole.numel() == 1, name, "it has several scales of the tensor")
+    return _nvfp4(read, base, kinds, name, lambda s: s * whole)
+
+
+def is_sound(found: QuantisedWeight) -> bool:
+    """Say whether all numbers of a weight and its scales are finite."""
+    return bool(torch.isfinite(found.value).all()) and math.isfinite(found.scale)

@@ -1,0 +1,281 @@
+"""The weights that an inference kernel reads from a checkpoint of its own, such as a quantised one.
+
+They belong to the tensors of the training kernel one to one, by name. Quantised matrices are read
+as the numbers that their storage format says (`quantised`), every other tensor as it is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.checkpoint.headers import (
+    StoredTensor,
+    header_of,
+    read_headers,
+    weights_folder,
+)
+from kcdsl.model.checkpoint.quantised import (
+    PLAIN,
+    QuantisedWeight,
+    Scheme,
+    is_sound,
+    scheme_of,
+)
+from kcdsl.model.checkpoint.ranges import HashedFile, changed, hashed_file, manifest_of
+from kcdsl.model.checkpoint.tensors import TYPES
+from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
+from kcdsl.model.numerics.specification import Numerics
+from kcdsl.source.files import excerpt, is_file, read_bytes, shown
+from kcdsl_certs.statement.manifest import Resource
+
+CONFIG, QUANTISATION = "config.json", "hf_quant_config.json"
+_LARGEST_CONFIG = 16 * 2**20
+_CODED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_OF_FILES = frozenset({
+    *("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
+    *("architectures", "use_cache", "unsloth_version", "compression_config"),
+})  # fmt: skip
+"""Keys of config.json that say how weights are stored, or who wrote the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights(Mapping[str, Tensor]):
+    """Weights of the inference kernel as float32, by the keys of the training checkpoint.
+
+    `digest` (hex) is that of the manifest of every file that is read: weights, index and
+    configurations. `keys_read` are those that the kernel reads; a tensor has the same name in both.
+    """
+
+    path: Path
+    digest: str
+    config: Mapping[str, Any]
+    scheme: Scheme | None
+    stored: Mapping[str, StoredTensor]
+    files: Mapping[str, HashedFile]
+    matrices: Mapping[str, frozenset[str]]
+    keys_read: frozenset[str]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.keys_read))
+
+    def __len__(self) -> int:
+        return len(self.keys_read)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Read a tensor; refuse one that is NaN or infinite, or stored as its format cannot be."""
+        if key not in self.keys_read:
+            raise KeyError(key)
+        found = self.quantised(key)
+        value = self._raw(key).to(torch.float32) if found is None else found.value
+        finite = bool(torch.isfinite(value).all()) if found is None else is_sound(found)
+        if not finite:
+            raise refuse(
+                codes.CHECKPOINT_NOT_FINITE,
+                f"{shown(self.path)} holds NaN or infinite weights in {key}",
+                help="quantise the model again",
+            )
+        return value
+
+    def quantised(self, key: str) -> QuantisedWeight | None:
+        """Return a quantised matrix; None for a tensor that is stored as it is."""
+        if key not in self.matrices or self.scheme is None:
+            return None
+        kinds = {part: one.kind for part, one in self.stored.items()}
+        return self.scheme.decode(self._raw, key.removesuffix(".weight"), kinds)
+
+    def _raw(self, name: str) -> Tensor:
+        one = self.stored[name]
+        kind = {**TYPES, **_CODED}.get(one.kind)
+        if kind is None:
+            raise refuse(codes.CHECKPOINT_DTYPE, f"{name} is stored as {one.kind}")
+        raw = torch.frombuffer(
+            bytearray(self.files[name].read(one.start, one.end)), dtype=torch.uint8
+        )
+        return raw.view(kind).reshape(one.shape)
+
+    @property
+    def plain_names(self) -> tuple[str, ...]:
+        """Return the names of weights: of quantised matrices one, of their parts none."""
+        parts = {part for own in self.matrices.values() for part in own}
+        whole = (name for name in self.stored if name not in parts)
+        return tuple(sorted((*whole, *self.matrices)))
+
+    def refuse_other_storage(self, key: str, numerics: Numerics) -> None:
+        """Refuse (KC463) numerics that state another storage of a matrix than this checkpoint has,
+        where the rules of bounds read it: codes are multiplied before their scales."""
+        weights, found = numerics.weights, self.quantised(key)
+        if weights.layout is None or found is None:
+            if weights.layout is not None:
+                raise _other(key, "it is not quantised", "an override")
+            if found is not None and numerics.by_codes:
+                raise _other(key, f"it is {found.form} {found.layout}", "weights")
+            return
+        form, layout = CODE_FORMATS[weights.format], LAYOUTS[weights.scale]
+        forms = {"int8": ("int8", "int8_full"), "int4": ("int4_full",)}
+        able = forms.get(found.form, (found.form,))
+        said = f"it is {found.form or 'of a form without a name'} {found.layout}".rstrip()
+        if form.name not in able or layout.name != found.layout or found.least_code < -form.below:
+            raise _other(key, said, "weights")
+        if weights.scale_format != "float32":
+            raise _other(key, "its scales are taken as float32 numbers", "weights.scale_format")
+        late = numerics.by_codes or weights.applied != "weights"
+        least = found.scale * (1.0 if form.integer else math.ldexp(1.0, form.top_exponent))
+        if late and not float(found.value.abs().max()) >= least:
+            raise refuse(
+                codes.NUMERICS,
+                f"{key} has a scale that is larger than its largest code needs; where scales are"
+                " multiplied after the codes no bound of that is known",
+                help="quantise it with scales of its largest magnitudes",
+            )
+
+
+def _other(key: str, what: str, field: str) -> Refusal:
+    return refuse(
+        codes.NUMERICS,
+        f"the checkpoint of the inference kernel stores {key} otherwise: {what}",
+        help=f"state it in numerics: `{field}`, or leave `weights` and `activations` out for a "
+        "kernel that multiplies dequantised weights",
+    )
+
+
+def load_served(path: Path, admitted: Callable[[Path], Path]) -> ServedWeights:
+    """Read what a checkpoint of an inference kernel says of itself; no weight is read yet."""
+    headers = read_headers(path, admitted)
+    folder = weights_folder(path)
+    read: list[Resource] = []
+
+    def document(name: str) -> dict[str, Any]:
+        place = folder / name
+        if not is_file(place):
+            return {}
+        data = read_bytes(admitted(place), _LARGEST_CONFIG)
+        read.append(Resource(name, len(data), hashlib.sha256(data).hexdigest()))
+        return _object(place, data)
+
+    config, more = document(CONFIG), document(QUANTISATION)
+    if headers.index is not None:
+        index, data = headers.index
+        read.append(Resource(index.name, len(data), hashlib.sha256(data).hexdigest()))
+    files: dict[str, HashedFile] = {}
+    for place, header in headers.files.items():
+        one = hashed_file(place)
+        end = min((t.start for t in header.values()), default=one.size)
+        if header_of(one.read(0, end), one.size) != header:
+            raise changed(place)
+        files |= dict.fromkeys(header, one)
+        read.append(Resource(place.name, one.size, one.sha256))
+    stored = headers.tensors
+    method = config.get("quantization_config") or more.get("quantization")
+    if method is not None and not isinstance(method, dict):
+        raise refuse(codes.MODEL_CONFIG, "the quantisation configuration is no object")
+    scheme = None if method is None else scheme_of(method)
+    kinds = {name: one.kind for name, one in stored.items()}
+    matrices = {} if scheme is None else scheme.matrices(tuple(stored), kinds)
+    found = ServedWeights(
+        *(path, manifest_of(read).digest, config, scheme, stored, files, matrices, frozenset())
+    )
+    for name in found.plain_names:
+        if name not in matrices and kinds[name] not in PLAIN:
+            said = "no quantisation configuration" if scheme is None else scheme.name
+            raise refuse(
+                codes.CHECKPOINT_DTYPE,
+                f"{excerpt(name)} is stored as {kinds[name]}, which {said} says nothing of",
+                help="keep config.json, with its quantization_config, beside the weights",
+            )
+    return found
+
+
+def matched(
+    served: ServedWeights,
+    train: Mapping[str, Any],
+    rule: Callable[[str], str | None],
+    keys: Mapping[str, str],
+    tied: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> ServedWeights:
+    """Return the weights by the keys of the training checkpoint. Refuse a configuration of another
+    model, and tensors that are missing, unknown or of another shape.
+
+    Args:
+        train: the configuration of the training kernel's model.
+        rule: the name of a parameter by that of a tensor.
+        keys: keys of the training checkpoint by parameters.
+        tied: names of parameters that are copies, with those they are copies of.
+        shapes: of parameters.
+    """
+    if served.config:
+        _refuse_other_model(train, served.config)
+    names: set[str] = set()
+    unknown: list[str] = []
+    copies: dict[str, str] = {}
+    for name in served.plain_names:
+        own = rule(name)
+        if own is None:
+            continue
+        if own in tied:
+            copies[name] = tied[own]
+        elif own not in keys or keys[own] != name:
+            unknown.append(name)
+        else:
+            names.add(name)
+            shape = served.stored[name].shape if name not in served.matrices else shapes[own]
+            if shape != shapes[own]:
+                raise refuse(
+                    codes.CHECKPOINT_SHAPE, f"{name} has shape {shape}; expected {shapes[own]}"
+                )
+    missing = [key for key in keys.values() if key not in names]
+    if missing or unknown:
+        said = f"lacks {excerpt(missing[0])}" if missing else f"has {excerpt(unknown[0])} besides"
+        raise refuse(
+            codes.CHECKPOINT_TENSORS,
+            f"the checkpoint of the inference kernel {said}",
+            help="give the quantised form of the checkpoint of the contract",
+        )
+    found = replace(served, keys_read=frozenset(names))
+    for name, of in copies.items():
+        other = keys[of]
+        quantised = {name, other} & served.matrices.keys()
+        if quantised or not torch.equal(found._raw(name), found._raw(other)):
+            raise refuse(
+                codes.CHECKPOINT_TENSORS,
+                f"{name} differs from {other}, though the configuration ties them",
+            )
+    return found
+
+
+def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> None:
+    for key in sorted((train.keys() | infer.keys()) - _OF_FILES):
+        if train.get(key) != infer.get(key):
+            raise refuse(
+                codes.MODEL_CONFIG,
+                f"config.json of the inference kernel's checkpoint has {excerpt(key)} "
+                f"{excerpt(infer.get(key))}; that of the model has {excerpt(train.get(key))}",
+                help="both kernels run one model: give the quantised form of its checkpoint",
+            )
+
+
+def _object(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is given twice")
+    return found

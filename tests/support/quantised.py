@@ -1,0 +1,249 @@
+"""Quantised checkpoints in the formats of serving libraries, with what their rules say they are.
+
+Every format is written from its published layout by loops over single numbers, so that neither the
+reader of kcdsl nor its checker is asked what a weight is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
+Written = tuple[dict[str, Tensor], Tensor]
+"""The tensors of one matrix by their last names, and the matrix that they mean."""
+
+
+def _words(numbers: list[int], bits: int) -> list[int]:
+    """Return 32-bit words, the first number in the lowest bits, as signed integers."""
+    per = 32 // bits
+    found = []
+    for start in range(0, len(numbers), per):
+        word = sum(n << (bits * k) for k, n in enumerate(numbers[start : start + per]))
+        found.append(word - (1 << 32) if word >= 1 << 31 else word)
+    return found
+
+
+def _group_scales(w: Tensor, width: int, last: float, kind: torch.dtype) -> Tensor:
+    """Return one scale for each `width` columns, stored in a type."""
+    groups = w.reshape(w.shape[0], -1, width).abs().amax(-1)
+    return (groups / last).to(kind)
+
+
+def fp8(w: Tensor, layout: str, kind: torch.dtype = torch.float32) -> Written:
+    """Float8 codes with scales of the tensor, of channels or of blocks of 128."""
+    if layout == "tensor":
+        scale = (w.abs().amax() / 448).reshape(1).to(kind)
+        spread = scale.float().expand(w.shape[0], 1).expand(w.shape)
+    elif layout == "channel":
+        scale = (w.abs().amax(-1, keepdim=True) / 448).to(kind)
+        spread = scale.float().expand(w.shape)
+    else:
+        rows, columns = -(-w.shape[0] // 128), -(-w.shape[1] // 128)
+        scale, spread = torch.empty(rows, columns, dtype=kind), torch.empty_like(w)
+        for r in range(rows):
+            for c in range(columns):
+                part = slice(128 * r, 128 * r + 128), slice(128 * c, 128 * c + 128)
+                scale[r, c] = w[part].abs().amax() / 448
+                spread[part] = scale[r, c].float()
+    code = (w / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": code, "weight_scale": scale}, code.float() * spread
+
+
+def int8(w: Tensor) -> Written:
+    """Signed bytes with scales of channels, down to -128."""
+    scale = (w.abs().amax(-1, keepdim=True) / 127.5).to(torch.bfloat16)
+    code = (w / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": code, "weight_scale": scale}, code.float() * scale.float()
+
+
+def packed_int4(w: Tensor, *, zeros: bool = False) -> Written:
+    """Four-bit integers of groups of 8, packed along the row, with or without zero points."""
+    scale = _group_scales(w, 8, 7.5, torch.bfloat16)
+    spread = scale.float().repeat_interleave(8, dim=1)
+    code = (w / spread).round().clamp(-8, 7).int()
+    packed = [_words([int(n) + 8 for n in row], 4) for row in code]
+    found = {
+        "weight_packed": torch.tensor(packed, dtype=torch.int32),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(w.shape),
+    }
+    if not zeros:
+        return found, code.float() * spread
+    points = (torch.arange(scale.numel()).reshape(scale.shape) % 5) - 2
+    columns = [_words([int(n) + 8 for n in points[:, g]], 4) for g in range(points.shape[1])]
+    found["weight_zero_point"] = torch.tensor(columns, dtype=torch.int32).T.contiguous()
+    held = code - points.repeat_interleave(8, dim=1)
+    return found, held.float() * spread
+
+
+def nvfp4(w: Tensor, *, divided: bool) -> Written:
+    """Fp4 codes of groups of 16 with nested scales, as compressed-tensors or ModelOpt has them."""
+    whole = w.abs().amax() / (6 * 448)
+    groups = w.reshape(w.shape[0], -1, 16).abs().amax(-1)
+    inner = (groups / 6 / whole).to(torch.float8_e4m3fn)
+    outer = (1 / whole if divided else whole).reshape(1)
+    scale = inner.float() / outer if divided else inner.float() * outer
+    spread = scale.repeat_interleave(16, dim=1)
+    grid = torch.tensor([*FP4, *(-x for x in FP4)])
+    place = ((w / spread).unsqueeze(-1) - grid).abs().argmin(-1)
+    data = torch.tensor(
+        [[int(a) | int(b) << 4 for a, b in zip(r[::2], r[1::2], strict=True)] for r in place],
+        dtype=torch.uint8,
+    )
+    value = grid[place] * spread
+    if divided:
+        parts = {"weight_packed": data, "weight_scale": inner, "weight_global_scale": outer}
+        return parts, value
+    return {"weight": data, "weight_scale": inner, "weight_scale_2": outer.reshape(())}, value
+
+
+def gptq(w: Tensor, *, order: bool = False, second: bool = False) -> Written:
+    """Four-bit integers of groups of 8 inputs, packed along the inputs."""
+    out, inputs = w.shape
+    groups = torch.arange(inputs) // 8
+    if order:
+        groups = groups.flip(0).contiguous()
+    count = int(groups.max()) + 1
+    scale, zero = torch.empty(count, out), torch.empty(count, out, dtype=torch.int64)
+    for g in range(count):
+        part = w[:, groups == g]
+        low, high = part.amin(-1).clamp_max(0), part.amax(-1).clamp_min(0)
+        scale[g] = (high - low).clamp_min(1e-6) / 15
+        zero[g] = (-low / scale[g]).round().clamp(1, 15).long()
+    scale = scale.to(torch.float16)
+    code = torch.stack(
+        [
+            ((w[:, i] / scale[g].float()).round().long() + zero[g]).clamp(0, 15)
+            for i, g in enumerate(groups)
+        ]
+    )
+    stored = zero if second else zero - 1
+    words = [_words([int(n) for n in code[:, o]], 4) for o in range(out)]
+    points = [_words([int(n) for n in row], 4) for row in stored]
+    value = torch.stack(
+        [(code[i] - zero[g]).float() * scale[g].float() for i, g in enumerate(groups)], dim=1
+    )
+    found = {
+        "qweight": torch.tensor(words, dtype=torch.int32).T.contiguous(),
+        "qzeros": torch.tensor(points, dtype=torch.int32),
+        "scales": scale,
+        "g_idx": groups.int(),
+    }
+    return found, value
+
+
+def awq(w: Tensor) -> Written:
+    """Four-bit integers of groups of 8 inputs, eight outputs in a word in the order of AWQ."""
+    parts, value = gptq(w, second=True)
+    out, inputs = w.shape
+    code = torch.empty(inputs, out, dtype=torch.int64)
+    words = parts["qweight"].long() & 0xFFFFFFFF
+    for i in range(inputs):
+        code[i] = (words[i // 8] >> (4 * (i % 8))) & 15
+    zero = torch.empty(len(parts["scales"]), out, dtype=torch.int64)
+    points = parts["qzeros"].long() & 0xFFFFFFFF
+    for o in range(out):
+        zero[:, o] = (points[:, o // 8] >> (4 * (o % 8))) & 15
+
+    def held(rows: Tensor) -> Tensor:
+        packed = [
+            [w for k in range(0, out, 8) for w in _words([int(row[k + o]) for o in AWQ], 4)]
+            for row in rows
+        ]
+        return torch.tensor(packed, dtype=torch.int32)
+
+    return {"qweight": held(code), "qzeros": held(zero), "scales": parts["scales"]}, value
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+_F8 = {"num_bits": 8, "type": "float"}
+FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
+    "fp8 tensor": (
+        _compressed("float-quantized", strategy="tensor", **_F8),
+        lambda w: fp8(w, "tensor"),
+    ),
+    "fp8 channel": (
+        _compressed("float-quantized", strategy="channel", **_F8),
+        lambda w: fp8(w, "channel", torch.bfloat16),
+    ),
+    "fp8 block": (
+        _compressed("float-quantized", strategy="block", **_F8),
+        lambda w: fp8(w, "block"),
+    ),
+    "int8 channel": (
+        _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        int8,
+    ),
+    "int4 group": (
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
+        packed_int4,
+    ),
+    "int4 group, zero points": (
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
+        lambda w: packed_int4(w, zeros=True),
+    ),
+    "nvfp4": (
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group"),
+        lambda w: nvfp4(w, divided=True),
+    ),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}, gptq),
+    "gptq, act order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True},
+        lambda w: gptq(w, order=True),
+    ),
+    "gptq v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "gptq_v2"},
+        lambda w: gptq(w, second=True),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"},
+        awq,
+    ),
+    "modelopt fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        lambda w: fp8(w, "tensor"),
+    ),
+    "modelopt nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        lambda w: nvfp4(w, divided=False),
+    ),
+}
+"""Every format: its quantisation configuration, and what stores a matrix in it."""
+
+
+def quantise(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
+    """Write the quantised form of a model.safetensors and its config.json; return what every tensor
+    means, as float32."""
+    config, write = FORMATS[name]
+    folder.mkdir(exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for key, value in load_file(source / "model.safetensors").items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = meant[key] = value
+            continue
+        parts, meant[key] = write(value.float())
+        base = key.removesuffix(".weight")
+        tensors |= {f"{base}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    document = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "quantization_config": config}))
+    return meant
