@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kcdsl.diagnostics import Diagnostic, Refusal
 from kcdsl.diagnostics.model import at
@@ -20,6 +21,9 @@ from kcdsl.model.adapters import ADAPTERS, refuse_unserved
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.goals import goal_of
+
+if TYPE_CHECKING:
+    from kcdsl.model.architecture import Model
 
 
 def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
@@ -45,6 +49,9 @@ def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
             with _collected(found), at(span):
                 model.block(block)
         linears = model.linears()
+        for kernel in kernels if measured else ():
+            with _collected(found), at(kernel.span):
+                _refuse_uncapped(kernel, model)
         for kernel in kernels:
             if kernel.claims:
                 with _collected(found), at(kernel.span):
@@ -75,6 +82,15 @@ def _refuse_unserved(kernel: KernelRef) -> None:
             return
     if last is not None:
         raise last
+
+
+def _refuse_uncapped(kernel: KernelRef, model: Model) -> None:
+    """Refuse a kernel whose attention does not cap scores for a model that does."""
+    from kcdsl.model.attention import caps_scores, uncapped
+
+    adapter = ADAPTERS.get(kernel.run)
+    if adapter is not None and adapter.style == "fused" and caps_scores(model.module):
+        raise uncapped(kernel.run)
 
 
 def _blocks(program: Program) -> Iterator[tuple[str, Span]]:

@@ -374,7 +374,7 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
     if model.module is not None or not (installed or is_there(beside)):
         return
     from kcdsl.model import registry
-    from kcdsl.model.configuration import family_of, read_config
+    from kcdsl.model.configuration import check_config, read_config
     from kcdsl.model.files import resolve_file
 
     if architecture not in registry.names() or not registry.declared(architecture).families:
@@ -383,7 +383,7 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
         path = resolve_file(named, folder) if installed else beside
         if installed and not model.config:
             path = weights_folder(path) / "config.json"
-        family_of(architecture, read_config(path))
+        check_config(architecture, read_config(path))
     except Refusal as refusal:
         for found in refusal.diagnostics:
             if found.code == codes.MODEL_CONFIG:

@@ -12,7 +12,7 @@ from typing import Any
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model import registry
 from kcdsl.model.checkpoint.headers import StoredTensor, read_headers, weights_entry
-from kcdsl.model.configuration import family_of, read_config
+from kcdsl.model.configuration import check_config, read_config
 from kcdsl.source.files import excerpt, is_file, shown
 
 COMPUTE = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -42,6 +42,11 @@ class ModelFolder:
     unproved: str | None
     quantised: Mapping[str, Any] | None
     stored: str
+
+    @property
+    def capped(self) -> bool:
+        """Say whether the model caps its attention scores."""
+        return self.config.get("attn_logit_softcapping") is not None
 
     @property
     def name(self) -> str:
@@ -149,7 +154,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str | None]:
         if kind not in registry.declared(name).families:
             continue
         try:
-            family_of(name, plain)
+            check_config(name, plain)
         except Refusal as refusal:
             return "hf", refusal.diagnostics[0].message
         return name, None

@@ -146,7 +146,9 @@ def _of_model(
     config = None if folder is None else _quantisation(folder)
     if config is None:
         config = model.quantised
-    infer = serving_kernel(model.compute, model.architecture, config, model.tensors)
+    infer = serving_kernel(
+        model.compute, model.architecture, config, model.tensors, capped=model.capped
+    )
     blocks = () if model.unproved else ("attn_0", "mlp_0")
     notes = [f"not in this contract: {text}" for text in infer.unmet]
     if model.unproved:

@@ -61,13 +61,19 @@ def serving_kernel(
     architecture: str,
     config: Mapping[str, Any] | None,
     linears: Iterable[str],
+    *,
+    capped: bool = False,
 ) -> DraftKernel:
     """Return the kernel that serves a model, by the configuration of its quantised weights.
 
-    `linears` are the names of weights in the checkpoint. Without a configuration it is fused
+    `linears` are the names of weights in the checkpoint; `capped` says that the model caps its
+    attention scores, which fused kernels of PyTorch do not. Without a configuration it is fused
     attention in the format of training. A configuration of an unknown method is named in `unmet`.
     """
     read = None if config is None else read_quantisation(config)
+    order: tuple[str, ...] = _HF if architecture == "hf" else _ORDER
+    if capped:
+        order = tuple(run for run in order if ADAPTERS[run].style != "fused")
     base: Section = {"compute": compute}
     kept: dict[str, Section] = {}
     said: tuple[str, ...] = ()
@@ -90,11 +96,11 @@ def serving_kernel(
         if "activations" in dropped and "overrides" in numerics:
             parts = {name: {"weights": part["weights"]} for name, part in kept.items()}
             numerics["overrides"] = parts
-        found = _served(numerics, _HF if architecture == "hf" else _ORDER)
+        found = _served(numerics, order)
         if found is not None:
             lost = (_DROPPED[key].format(_short(base[key])) for key in left)
             return DraftKernel(found[0], found[1], what, (*said, *lost))
-    found = _served({"compute": compute}, _HF if architecture == "hf" else _ORDER)
+    found = _served({"compute": compute}, order)
     assert found is not None
     plain = "no kernel here runs the quantised weights, so this one runs plain ones"
     return DraftKernel(found[0], found[1], compute, (*said, plain))

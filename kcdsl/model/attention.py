@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal, codes, refuse
 
 SDP_BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
@@ -166,6 +166,15 @@ def caps_scores(module: nn.Module) -> bool:
     return any(getattr(part, "score_cap", None) is not None for part in module.modules())
 
 
+def uncapped(what: str) -> Refusal:
+    """Return the refusal of a kernel that does not cap scores, for a model that does."""
+    return refuse(
+        codes.KERNEL_NUMERICS,
+        f"the model caps its attention scores, which {what} does not do",
+        help="take an adapter whose attention is composed, such as torch.eager",
+    )
+
+
 def use_attention(module: nn.Module, program: AttentionProgram) -> bool:
     """Set the program of every attention inside `module`; say whether there was one to set.
 
@@ -173,11 +182,7 @@ def use_attention(module: nn.Module, program: AttentionProgram) -> bool:
     not cap scores for an attention that does (KC465).
     """
     if caps_scores(module) and isinstance(program, ScaledDotProduct):
-        raise refuse(
-            codes.KERNEL_NUMERICS,
-            "the model caps its attention scores, which scaled_dot_product_attention does not do",
-            help="take an adapter whose attention is composed, such as torch.eager",
-        )
+        raise uncapped("scaled_dot_product_attention")
     found = False
     for part in module.modules():
         if hasattr(part, "attention_program"):

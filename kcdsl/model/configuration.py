@@ -20,7 +20,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.files import Artefacts, companion
-from kcdsl.model.registry import ModelFamily, declared
+from kcdsl.model.registry import ModelFamily, declared, load
 from kcdsl.source.files import excerpt, read_bytes, shown
 
 LARGEST_COUNT = 1 << 24
@@ -203,6 +203,17 @@ _ONE_STACK: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
 }
 """The values of keys of any family that every forward pass here implements with nothing else."""
+
+
+def check_config(architecture: str, raw: Mapping[str, Any]) -> None:
+    """Refuse a configuration that an architecture does not implement, as far as that shows without
+    torch: every value of a form of the decoder, the keys of any other.
+
+    Raises Refusal (KC455).
+    """
+    family_of(architecture, raw)
+    if declared(architecture).decoder:
+        load(architecture).read(raw)
 
 
 def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:

@@ -5,7 +5,8 @@ a checkpoint key has in what is built. It declares, as literals:
 
 - `READ`: the keys of config.json that the forward passes of all its families read and check;
 - `FAMILIES`: by `model_type` of Hugging Face transformers, what `ModelFamily` says;
-- `DECODER` (default False): it is a form of `kcdsl.model.decoder`, whose keys it reads as well;
+- `DECODER` (default False): it is a form of `kcdsl.model.decoder`, whose keys it reads as well, and
+  defines `read(config)`, which needs no torch and refuses what the decoder does not implement;
 - `ENCODER_ONLY` (default False): it ends in hidden states instead of logits;
 - `FOREIGN` (default False): its program is not one of `kcdsl.model`. Instead of `canonical_key` it
   defines `load_weights(module, checkpoint)`, which returns a module and the key of each parameter.
@@ -60,6 +61,7 @@ class Architecture(NamedTuple):
     families: Mapping[str, ModelFamily]
     encoder_only: bool = False
     foreign: bool = False
+    decoder: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -90,7 +92,7 @@ def declared(name: str) -> Architecture:
         )
         for kind, said in found.get("FAMILIES", {}).items()
     }
-    flags = (bool(found.get(literal, False)) for literal in ("ENCODER_ONLY", "FOREIGN"))
+    flags = (bool(found.get(literal, False)) for literal in ("ENCODER_ONLY", "FOREIGN", "DECODER"))
     return Architecture(name, families, *flags)
 
 

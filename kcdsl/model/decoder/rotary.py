@@ -24,9 +24,9 @@ class Rotary(nn.Module):
         super().__init__()
         steps, size = frequencies(rotation, head_width)
         angles = torch.outer(torch.arange(positions, dtype=torch.float64), steps)
-        table = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", (table.cos() * size).to(torch.float32), persistent=False)
-        self.register_buffer("sin", (table.sin() * size).to(torch.float32), persistent=False)
+        for name, function in (("cos", torch.cos), ("sin", torch.sin)):
+            half = (function(angles) * size).to(torch.float32)
+            self.register_buffer(name, torch.cat((half, half), dim=-1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rotated [..., H, T, d]; the arithmetic is at least float32, rounded once."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.decoders import (
     FORMS,
+    TOKENS,
     distance_from_transformers,
     proved,
     random_changes,
@@ -82,3 +85,37 @@ def test_no_run_found_leaves_the_bound(name: str, block: str, kernel: str, tmp_p
     found = proved(saved_model(name, tmp_path, seed, **changes), block, KERNELS[kernel], True)
     assert found.rechecked == pytest.approx(found.bound, rel=1e-6)
     assert 0 < found.attack <= found.bound
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_0", "layer_0"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_module_itself_is_inside(
+    name: str, block: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = saved_model(name, tmp_path, seed=len(name))
+    x = model.block_inputs(TOKENS, block)
+    assert x is not None
+    half = copy.deepcopy(model.block(block)).to(dtype)
+    real = float((half(x.to(dtype)).double() - model.block(block)(x).double()).abs().max())
+    compute = str(dtype).removeprefix("torch.")
+    bound = proved(model, block, {"preset": "torch-eager", "compute": compute}).bound
+    assert 0 < real <= bound
+
+
+def test_a_kernel_that_does_not_cap_scores_is_refused(tmp_path: Path, cli: Any) -> None:
+    """By compile, before anything runs; a draft takes one that does."""
+    saved_model("Gemma 2", tmp_path)
+    drafted = cli("init", ".", cwd=tmp_path)
+    assert drafted.code == 0, drafted.stderr
+    contract = tmp_path / "contract.yaml"
+    text = contract.read_text()
+    assert "run: torch.eager" in text
+    assert "torch.sdpa" not in text
+    assert cli("compile", cwd=tmp_path).code == 0
+    fused = text.replace("run: torch.eager", "run: torch.sdpa")
+    contract.write_text(fused.replace("torch-eager", "torch-sdpa-flash"))
+    ran = cli("compile", cwd=tmp_path)
+    assert ran.code == 2
+    assert "caps its attention scores" in ran.stdout + ran.stderr
