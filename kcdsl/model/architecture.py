@@ -36,11 +36,13 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model import own_code, registry
 from kcdsl.model.checkpoint.headers import read_headers
 from kcdsl.model.checkpoint.modules import (
+    HeldWeights,
     Unfilled,
     empty_parameters,
     fill,
     fill_with_zeros,
     filled_as_it_runs,
+    transposed_names,
 )
 from kcdsl.model.checkpoint.ranges import changed
 from kcdsl.model.checkpoint.served import ServedWeights, load_served, matched
@@ -190,15 +192,21 @@ class Model:
         if zeros:
             fill_with_zeros(part)
         elif self.by_block:
-            fill(part, self._keys_by_parameter(), self._weights())
+            fill(part, self._keys_by_parameter(), self.weights)
 
     def _keys_by_parameter(self) -> dict[int, str]:
         named = self.module.named_parameters(remove_duplicate=False)
         return {id(tensor): self.keys[name] for name, tensor in named if name in self.keys}
 
-    def _weights(self) -> StoredTensors:
-        assert isinstance(self.checkpoint.tensors, StoredTensors)
-        return self.checkpoint.tensors
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Return the checkpoint keys of matrices that the module holds transposed."""
+        return frozenset(self.keys[n] for n in transposed_names(self.module) if n in self.keys)
+
+    @property
+    def weights(self) -> HeldWeights:
+        """Return the tensors of the checkpoint by key, as the module holds them."""
+        return HeldWeights(self.checkpoint.tensors, self.transposed)
 
     def ids(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Return token ids as a tensor [T]. Refuse a sequence that the model cannot take."""
@@ -238,7 +246,7 @@ class Model:
         running = nullcontext() if self.built_in else unchanged(self.module)
         if self.by_block:
             keys = self._keys_by_parameter()
-            running = filled_as_it_runs(self.module, keys, self._weights())
+            running = filled_as_it_runs(self.module, keys, self.weights)
         try:
             with torch.no_grad(), running:
                 self.module(ids)
@@ -322,11 +330,11 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
     tokenizer = find_tokenizer(ref, path, files, config)
     served = None
     if ref.served is not None:
-        if own is not None and own.foreign:
+        if (own is not None and own.foreign) or transposed_names(module):
             raise refuse(
                 codes.UNKNOWN_ARCHITECTURE,
                 f"with architecture {name} the inference kernel has no checkpoint of its own",
-                help="name an architecture of kcdsl",
+                help="name an architecture of kcdsl that stores matrices as [out, in]",
             )
         place = files.find_weights(ref.served)
         rule = registry.load(name).canonical_key if built_in and name is not None else str
@@ -469,11 +477,12 @@ def _loader(rule: KeyRule) -> WeightLoader:
 def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> dict[str, str]:
     """Copy the tensors of the checkpoint into the module; return the key of each parameter."""
     keys = _matched(module, checkpoint, rule)
-    stored = module.state_dict(keep_vars=True)
+    stored, turned = module.state_dict(keep_vars=True), transposed_names(module)
     with torch.no_grad():
         for name, key in keys.items():
             if not stored[name].is_meta:
-                stored[name].copy_(checkpoint.tensors[key])
+                tensor = checkpoint.tensors[key]
+                stored[name].copy_(tensor.T if name in turned else tensor)
     return keys
 
 
@@ -488,7 +497,12 @@ def _matched(
     for name, tensor in stored.items():
         if first.setdefault(id(tensor), name) != name:
             optional[name] = first[id(tensor)]
-    expected = {n: tuple(t.shape) for n, t in stored.items() if n not in optional}
+    turned = transposed_names(module)
+    expected = {
+        n: tuple(reversed(t.shape)) if n in turned else tuple(t.shape)
+        for n, t in stored.items()
+        if n not in optional
+    }
     unread = {n for n in module.state_dict() if n not in stored}
     if not copies:
         unread |= optional.keys()

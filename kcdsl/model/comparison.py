@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.architecture import Model
-from kcdsl.model.architectures.hf import POOLER, HuggingFace, offline
+from kcdsl.model.architectures.hf import (
+    MISFITS,
+    POOLER,
+    HuggingFace,
+    misfits,
+    offline,
+    outline,
+    with_weights,
+)
+from kcdsl.model.checkpoint.modules import transposed_names
 
 AGREEMENT = 1e-4
 """Relative distance up to which two float32 programs of one model agree; two runs of MiniLM or of
@@ -66,12 +75,11 @@ def compare(
         try:
             config = library.AutoConfig.for_model(**{"model_type": architecture, **raw})
             make = library.AutoModel if encoder else library.AutoModelForCausalLM
-            program = make.from_config(config, attn_implementation="eager").eval().float()
-            found = program.load_state_dict(module.state_dict(), strict=False, assign=True)
+            program, found = with_weights(outline(make, config, ("eager",)), _stored(module))
         except (Exception, SystemExit) as error:  # configurations fail in many ways
             first = str(error).strip().partition("\n")[0]
             return f"it was not compared with transformers, which cannot build the model: {first}"
-    lost = [key for key in (*found.missing_keys, *found.unexpected_keys) if _counts(key)]
+    lost = [key for name in MISFITS for key in misfits(found, name) if _counts(key)]
     if lost:
         raise _another_program(f"transformers has other weights: {', '.join(sorted(lost)[:4])}")
     theirs = HuggingFace(program, encoder_only=encoder)
@@ -95,6 +103,12 @@ def compare(
         f"it was compared with transformers {library.__version__} on {done} row(s): the "
         f"results agree within {AGREEMENT:g} of their norm"
     )
+
+
+def _stored(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a module as its checkpoints store them."""
+    turned = transposed_names(module)
+    return {n: t.T if n in turned else t for n, t in module.state_dict().items()}
 
 
 def _counts(key: str) -> bool:

@@ -228,7 +228,7 @@ def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:
         message = f"'model_type' is {name!r}; implemented: {', '.join(own)}"
         raise _refusal(architecture, message)
     family = own[str(name)]
-    only = {**_ONE_STACK, **family.only}
+    only = {k: v for k, v in _ONE_STACK.items() if k not in family.read} | dict(family.only)
     for cls in raw.get("architectures") or ():
         if cls not in family.classes:
             raise _refusal(
@@ -293,7 +293,7 @@ def _check_form(architecture: str, table: Mapping[str, Any], forms: tuple[str, .
     if any(other != kind for other in same):
         raise _refusal(architecture, f"RoPE is of type {stated[1]!r} and of {stated[0]!r}")
     for key, value in table.items():
-        if key == "partial_rotary_factor":
+        if key == "partial_rotary_factor" and "partial" not in forms:
             _one_of(architecture, key, value, (1, None))
         elif key not in _ROPE_COMMON and key not in ROPE_FIELDS[str(kind)]:
             raise _refusal(architecture, f"{key!r} is no field of RoPE scaling {kind!r}")

@@ -7,7 +7,7 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | op | inputs | attrs | value |
 |---|---|---|---|
 | input | – | – | the block input, float, [T, D] |
-| param | – | key | a checkpoint tensor |
+| param | – | key, transposed (optional: true) | a checkpoint tensor, or its transpose |
 | constant | – | key | an array of `constants` (float32, or bool for masks) |
 | cast | x | – | x, in the node's format |
 | cache | x | part, source | x: keys or values, stored and read back by a kernel with a kv_cache |

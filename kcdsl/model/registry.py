@@ -43,7 +43,7 @@ class ModelFamily:
     `read` are the keys that the forward pass reads and checks itself, `only` the values of keys
     that it implements with nothing else, `inert` keys that change no result, `needed` the keys
     whose default differs between families, `rope` the forms of RoPE scaling; "by layer" among them
-    says that each kind of layer may have its own.
+    says that each kind of layer may have its own, "partial" that a part of each head is rotated.
     """
 
     classes: tuple[str, ...]

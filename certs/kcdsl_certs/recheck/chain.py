@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, numbers_of
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
 
-Source = tuple[str | int | tuple[int, ...], ...]
+Source = tuple[str | int | bool | tuple[int, ...], ...]
 """What a wire reads: an earlier wire by its number, or a leaf by its content."""
 
 
@@ -96,7 +96,7 @@ def _leaf(block: Block, node: Node) -> Source:
         return ("input", node.role, node.shape)
     key = node.attrs.text("key")
     if node.op == "param":
-        return ("param", key, node.role, node.shape)
+        return ("param", key, node.role, node.shape, node.attrs.has("transposed"))
     array = block.constants.get(key)
     if array is None:
         raise Rejected("graph/field", f"there is no constant {key[:80]!r}")

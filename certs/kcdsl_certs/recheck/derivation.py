@@ -40,7 +40,7 @@ class Derivation:
         for block in proof.graphs.values():
             refuse_uncached(block, proof.train, proof.infer)
         self._proof = proof
-        self._parameters = Parameters(tensors, proof.parameters, served)
+        self._parameters = Parameters(tensors, proof.parameters, served, _transposed(proof))
 
     def derive(
         self, case: Case, held: Held | None = None
@@ -147,6 +147,19 @@ class Derivation:
             for name, array in case.region.tables.items()
         }
         return Rows(case.region.longest, marks_of(block, POINTWISE), tables)
+
+
+def _transposed(proof: Proof) -> frozenset[str]:
+    """Return the checkpoint keys that every graph of a proof reads transposed.
+
+    Raises Rejected "graph/field" where a graph reads one of them as it is.
+    """
+    turned = frozenset().union(*(block.transposed for block in proof.graphs.values()))
+    for block in proof.graphs.values():
+        both = sorted((turned & block.parameters) - block.transposed)
+        if both:
+            raise Rejected("graph/field", f"{both[0][:80]!r} is read transposed and as it is")
+    return turned
 
 
 def _ends(part: Box) -> tuple[list[float], list[float]]:

@@ -95,30 +95,19 @@ def build(raw: Mapping[str, Any]) -> HuggingFace:
         )
     with offline():
         library: Any = import_module("transformers")
-        return HuggingFace(_outline(library, _configuration(library, raw)))
+        return HuggingFace(outline(library.AutoModelForCausalLM, _configuration(library, raw)))
 
 
-def load_weights(
-    outline: HuggingFace, checkpoint: Checkpoint
-) -> tuple[HuggingFace, dict[str, str]]:
+def load_weights(empty: HuggingFace, checkpoint: Checkpoint) -> tuple[HuggingFace, dict[str, str]]:
     """Return a built model with the weights of a checkpoint, and the checkpoint key of every
     parameter that is stored as a tensor of its own.
 
     transformers puts the tensors in place, for it may store them otherwise than it holds them:
     under other names, or each expert of a layer by itself. Refuse weights that do not fit.
     """
-    config = outline.program.config
     with offline():
         try:
-            program, found = type(outline.program).from_pretrained(
-                None,
-                config=config,
-                state_dict=dict(checkpoint.tensors),
-                dtype=torch.float32,
-                attn_implementation=config._attn_implementation,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-            )
+            program, found = with_weights(empty.program, dict(checkpoint.tensors))
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             raise refuse(
                 codes.CHECKPOINT_TENSORS,
@@ -131,6 +120,20 @@ def load_weights(
             program.set_experts_implementation("eager")
         keys = keys_of(program, checkpoint.tensors, torch.float32, "the checkpoint")
     return HuggingFace(program), {_PREFIX + name: key for name, key in keys.items()}
+
+
+def with_weights(empty: Any, tensors: dict[str, Tensor]) -> tuple[Any, Mapping[str, Any]]:
+    """Return a model of transformers in float32 with these weights, and what it says of them."""
+    program, found = type(empty).from_pretrained(
+        None,
+        config=empty.config,
+        state_dict=tensors,
+        dtype=torch.float32,
+        attn_implementation=empty.config._attn_implementation,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # the caller refuses them, by name
+    )
+    return program.eval(), found
 
 
 _TOGETHER = "give config.json and weights that were saved together"
@@ -173,15 +176,16 @@ def _configuration(library: Any, raw: Mapping[str, Any]) -> Any:
         raise _no_model(error) from error
 
 
-def _outline(library: Any, config: Any) -> Any:
-    """Return the causal language model of a configuration, without weights: with
-    `scaled_dot_product_attention` where transformers has that for it, else with its own."""
-    make = library.AutoModelForCausalLM.from_config
+def outline(make: Any, config: Any, ways: tuple[str, ...] = ("sdpa", "eager")) -> Any:
+    """Return the model that an auto class of transformers makes of a configuration, without
+    weights, and with the first of the ways of forming attention that it has."""
     failed: BaseException | None = None
-    for attention in ("sdpa", "eager"):
+    for attention in ways:
         try:
             with torch.device("meta"):
-                return make(config, attn_implementation=attention, trust_remote_code=False)
+                return make.from_config(
+                    config, attn_implementation=attention, trust_remote_code=False
+                )
         except (Exception, SystemExit) as error:  # configurations fail in many ways
             failed = error
     assert failed is not None
@@ -203,7 +207,7 @@ def _first_line(error: BaseException) -> str:
 def _refuse_misfits(found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Refuse weights that are missing, left over or of another shape, as `match_tensors` does."""
     problems = []
-    misfits = {name: _misfits(found, name) for name in _MISFITS}
+    misfits = {name: misfits(found, name) for name in MISFITS}
     if misfits["missing_keys"] and checkpoint.others:
         key, kind = next(iter(checkpoint.others.items()))
         problems.append(
@@ -227,10 +231,10 @@ def _refuse_misfits(found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         raise Refusal(problems)
 
 
-_MISFITS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+MISFITS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
-def _misfits(found: Mapping[str, Any], name: str) -> list[str]:
+def misfits(found: Mapping[str, Any], name: str) -> list[str]:
     """Return what transformers says of its weights under a name, without those of a pooler."""
     said = sorted(_said(key) for key in found.get(name, ()))
     return [key for key in said if not key.startswith(POOLER)]
@@ -358,8 +362,8 @@ def load_folder(
                 if composed
                 else None,
             ) from error
-    for name in _MISFITS:
-        keys = _misfits(found, name)
+    for name in MISFITS:
+        keys = misfits(found, name)
         if keys:
             raise refuse(
                 codes.HF_FOLDER,

@@ -23,6 +23,43 @@ class WeightReader(Protocol):
         ...
 
 
+class TransposedLinear(nn.Linear):
+    """A linear whose weight a checkpoint stores as [in, out]."""
+
+
+def transposed_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that a checkpoint stores transposed."""
+    parts = module.named_modules()
+    return frozenset(f"{n}.weight" for n, part in parts if isinstance(part, TransposedLinear))
+
+
+class HeldWeights(Mapping[str, Tensor]):
+    """The tensors of a checkpoint as a module holds them: the matrices of some keys transposed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], transposed: frozenset[str]) -> None:
+        self._tensors = tensors
+        self._transposed = transposed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Return a tensor; it is read where it lies in a file."""
+        tensor = self._tensors[key]
+        return tensor.T.contiguous() if key in self._transposed else tensor
+
+    def rows(self, key: str, numbers: Tensor) -> Tensor:
+        """Return these rows of a matrix."""
+        read = getattr(self._tensors, "rows", None)
+        if read is None or key in self._transposed:
+            return self[key][numbers]
+        found: Tensor = read(key, numbers)
+        return found
+
+
 class Unfilled(TorchFunctionMode):
     """Gives tensors that are made empty, as those of `nn.Linear` are, no memory."""
 

@@ -35,13 +35,15 @@ class Traced:
     """A block, converted to one format and exported.
 
     `tensors` holds every parameter and buffer by its name in the exported module, `keys` the
-    checkpoint key of every parameter by the identity of its tensor.
+    checkpoint key of every parameter by the identity of its tensor, `transposed` the keys of those
+    that the checkpoint stores transposed.
     """
 
     format: str
     program: ExportedProgram
     tensors: Mapping[str, Tensor]
     keys: Mapping[int, str]
+    transposed: frozenset[str] = frozenset()
 
 
 def lower(traced: Sequence[Traced], ids: Tensor | None) -> Drafts:
@@ -172,7 +174,8 @@ class _Work:
         """Return the node of a parameter, or with no key of the input, made on its first use."""
         if key not in self._leaves:
             shape, drafts = tuple(tensor.shape), self.state.drafts
-            name = drafts.param(key, shape) if key else drafts.add("input", (), shape)
+            turned = key in self.traced[0].transposed
+            name = drafts.param(key, shape, turned) if key else drafts.add("input", (), shape)
             self._leaves[key] = Ref(name, shape)
         return self._leaves[key]
 

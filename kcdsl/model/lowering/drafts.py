@@ -74,12 +74,13 @@ class Drafts:
         self.nodes[name] = Draft(name, op, inputs, shape, attrs or {}, role, origin, format)
         return name
 
-    def param(self, key: str, shape: tuple[int, ...]) -> str:
+    def param(self, key: str, shape: tuple[int, ...], transposed: bool = False) -> str:
         """Return the node of a parameter, made on its first use."""
         for node in self.nodes.values():
             if node.op == "param" and node.attrs["key"] == key:
                 return node.name
-        return self.add("param", (), shape, {"key": key})
+        attrs = {"key": key, "transposed": True} if transposed else {"key": key}
+        return self.add("param", (), shape, attrs)
 
     def constant(self, array: NDArray[Any], format: str = OWN) -> str:
         """Return the node of a constant; equal arrays of one format share one."""

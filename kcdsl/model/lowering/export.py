@@ -60,7 +60,7 @@ def block_graph(
     simplify(drafts)
     graph = finish(drafts, block, None if ids is not None else tuple(example.shape))
     if max(math.prod(node.shape) for node in graph.nodes) <= MOST:
-        params = {key: model.checkpoint.tensors[key].numpy() for key in graph.parameters}
+        params = {key: model.weights[key].numpy() for key in graph.parameters}
         refuse_other_program(graph, params, lambda f: _part(model, block, f), wanted, ids)
     return graph
 
@@ -82,7 +82,7 @@ def _traced(model: Model, block: str, format: str, example: Tensor, seed: int) -
     entering = example.to(TYPES[format]) if example.is_floating_point() else example
     with _chance(seed):
         program = _export(block, part, entering)
-    return Traced(format, program, dict(_tensors(part)), keys)
+    return Traced(format, program, dict(_tensors(part)), keys, model.transposed)
 
 
 def converted(model: Model, format: str) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kcdsl.model.architectures import hf
+from kcdsl.model import comparison
 from kcdsl.model.checkpoint import tensors
 from kcdsl.model.checkpoint.headers import INDEX
 from tests.support.small_models import write_model
@@ -94,7 +94,7 @@ def test_of_a_large_checkpoint_the_block_alone_is_read(
     with monkeypatch.context() as small:
         small.setattr(tensors, "RESIDENT", 0)
         small.setattr(tensors.StoredTensors, "_read", noted)
-        small.setattr(hf, "LARGEST_COMPARED", 0)
+        small.setattr(comparison, "LARGEST_COMPARED", 0)
         part = cli(*command, cwd=folder, env={"XDG_CACHE_HOME": str(folder / "cache")})
     assert part.code == 0, part.stderr
     whole = cli(*command, cwd=folder)

@@ -27,6 +27,8 @@ ENCODER: dict[str, Any] = {
 }  # fmt: skip
 DECODER = ENCODER | {"num_key_value_heads": 2}
 OURS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": ENCODER,
     **{form.kind: SMALL | dict(form.own) for form in reversed(FORMS.values())},
     "llama": DECODER,
     "bert": ENCODER,

@@ -288,7 +288,7 @@ class ProblemFactory:
                 help="leave out --weights",
             )
         if key not in self._around:
-            tensors = self.model.checkpoint.tensors
+            tensors = self.model.weights
             self._around.clear()
             self._around[key] = WeightBall(rho, tensors, self.train, self.infer, self.device)
         return self._around[key]
@@ -296,7 +296,7 @@ class ProblemFactory:
     def problem_of_graph(self, graph: BlockGraph) -> BlockProblem:
         """Return the problem of a graph of the model, such as a part of a block."""
         graph = with_caches(graph, (self.train, self.infer))
-        tensors = self.model.checkpoint.tensors
+        tensors = self.model.weights
         train = StoredParameters(tensors, graph.constants, self.train, self.device)
         return BlockProblem(graph, train, train.under(self.infer, self.model.served))
 

@@ -125,7 +125,7 @@ class ProofBuilder:
         """Return the digest of every parameter that a graph reads."""
         for key in graph.parameters:
             if key not in self.digests:
-                self.digests[key] = array_digest(self.model.checkpoint.tensors[key].numpy())
+                self.digests[key] = array_digest(self.model.weights[key].numpy())
         return {key: self.digests[key] for key in graph.parameters}
 
     @property

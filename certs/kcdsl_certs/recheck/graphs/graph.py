@@ -95,6 +95,22 @@ class Block:
         """Return the checkpoint keys that the block reads."""
         return frozenset(n.attrs.text("key") for n in self.nodes if n.op == "param")
 
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Return the checkpoint keys of matrices that the block reads transposed.
+
+        Raises Rejected "graph/field" where one is read in both ways, or the attribute is not true.
+        """
+        read: dict[str, bool] = {}
+        for node in self.nodes:
+            if node.op == "param":
+                key, turned = node.attrs.text("key"), node.attrs.has("transposed")
+                if turned and node.attrs.raw("transposed") is not True:
+                    raise node.attrs.fail("'transposed' must be true or absent")
+                if read.setdefault(key, turned) != turned:
+                    raise node.attrs.fail(f"{key[:80]!r} is read transposed and as it is")
+        return frozenset(key for key, turned in read.items() if turned)
+
 
 def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> Block:
     """Return the block of a graph record whose canonical JSON has this digest.

@@ -38,11 +38,16 @@ class Parameters:
         tensors: Mapping[str, Tensor],
         digests: Mapping[str, str],
         served: Served | None = None,
+        transposed: frozenset[str] = frozenset(),
     ) -> None:
-        """Take the tensors that a proof lists, and what the inference kernel reads instead.
+        """Take the tensors that a proof lists, those of some keys transposed, and what the
+        inference kernel reads instead, which none of these may have.
 
-        Raises Rejected "parameter/missing", "parameter/digest", or what `as_float32` raises.
+        Raises Rejected "parameter/missing", "parameter/shape", "parameter/served",
+        "parameter/digest", or what `as_float32` raises.
         """
+        if served is not None and transposed:
+            raise Rejected("parameter/served", "matrices of two checkpoints are read transposed")
         self._values: dict[str, Singles] = {}
         self._served = served
         self._stored: dict[tuple[str, str, tuple[str, str, str], bool, bool], Floats] = {}
@@ -50,6 +55,10 @@ class Parameters:
             if key not in tensors:
                 raise Rejected("parameter/missing", f"the checkpoint has no tensor {key!r}")
             value = as_float32(tensors[key], key)
+            if key in transposed:
+                if value.ndim != 2:
+                    raise Rejected("parameter/shape", f"tensor {key!r} is not a matrix")
+                value = np.ascontiguousarray(value.T)
             little = value.astype("<f4", copy=False).tobytes()
             if array_digest("float32", value.shape, little) != digest:
                 raise Rejected("parameter/digest", f"tensor {key!r} is not the one of the proof")

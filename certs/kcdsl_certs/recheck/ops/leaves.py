@@ -97,7 +97,7 @@ def parameter_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
     A tensor that is read as a linear weight alone stands as that; any other reader sees it plain.
     """
-    key = node.attrs.exactly("key").text("key")
+    key = node.attrs.exactly("key", optional=("transposed",)).text("key")
     return held(scene, key, linear=node.name in scene.weights)
 
 

@@ -1,0 +1,261 @@
+"""GPT-NeoX (Pythia): pre-layer-norm, RoPE of a part of each head, one matrix for queries, keys and
+values, side by side for each head, causal.
+
+With parallel residuals, attention and feed-forward read the same states. Modules are named as in
+Hugging Face checkpoints. Forward passes take [..., T, D] or ids [..., T].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kcdsl.model.architectures.gpt2 import FORMS
+from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
+from kcdsl.model.configuration import LARGEST_DEPTH, Fields, family_of
+
+READ = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_act", "max_position_embeddings", "layer_norm_eps", "use_parallel_residual",
+    "attention_bias", "tie_word_embeddings", "rope_parameters", "rope_theta", "rotary_emb_base",
+    "partial_rotary_factor", "rotary_pct",
+)  # fmt: skip
+FAMILIES = {
+    "gpt_neox": {
+        "classes": ("GPTNeoXForCausalLM", "GPTNeoXModel"),
+        "only": {"rope_scaling": (None,), "head_dim": (None,)},
+        "inert": ("hidden_dropout",),
+        "rope": ("default", "partial"),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NeoXConfig:
+    """The fields of config.json that the forward pass depends on."""
+
+    vocabulary: int
+    width: int
+    inner_width: int
+    layers: int
+    heads: int
+    eps: float
+    positions: int
+    rotary_width: int
+    rope_theta: float
+    gelu: str
+    parallel: bool
+    attention_bias: bool
+    tied: bool
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> NeoXConfig:
+        """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+        family_of("gpt_neox", raw)
+        f = Fields(raw, "gpt_neox")
+        f.require("hidden_act", FORMS, default="gelu")
+        width, heads = f.count("hidden_size"), f.count("num_attention_heads")
+        f.check(width % heads == 0, "hidden_size is no multiple of num_attention_heads")
+        rope = f.mapping("rope_parameters")
+        share = _stated({**raw, **rope}, ("rotary_pct", "partial_rotary_factor"), 0.25)
+        theta = _stated({**raw, **rope}, ("rotary_emb_base", "rope_theta"), 10000.0)
+        rotary = int(width // heads * share)
+        f.check(0 < share <= 1, f"{share} of a head cannot be rotated")
+        f.check(rotary > 0 and rotary % 2 == 0, f"RoPE of {rotary} numbers of a head")
+        return cls(
+            vocabulary=f.count("vocab_size"),
+            width=width,
+            inner_width=f.count("intermediate_size"),
+            layers=f.count("num_hidden_layers", most=LARGEST_DEPTH),
+            heads=heads,
+            eps=f.number("layer_norm_eps", 1e-5),
+            positions=f.count("max_position_embeddings", 2048),
+            rotary_width=rotary,
+            rope_theta=theta,
+            gelu=FORMS[raw.get("hidden_act", "gelu")],
+            parallel=f.flag("use_parallel_residual", True),
+            attention_bias=f.flag("attention_bias", True),
+            tied=f.flag("tie_word_embeddings", False),
+        )
+
+
+def _stated(fields: Mapping[str, Any], names: tuple[str, str], default: float) -> float:
+    """Return a number that has an old name and a new one. Refuse two values."""
+    f = Fields(fields, "gpt_neox")
+    stated = [f.number(name, default) for name in names if fields.get(name) is not None]
+    f.check(len(set(stated)) < 2, f"{' and '.join(names)} differ")
+    return stated[0] if stated else default
+
+
+class NeoXRotary(nn.Module):
+    """Rotation of the two halves of the first numbers of each head by position.
+
+    The tables are computed in float64 on the CPU and stored as float32, so that every device and
+    every kernel starts from the same numbers.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: NeoXConfig) -> None:
+        super().__init__()
+        self.width = config.rotary_width
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
+        steps = config.rope_theta**-exponents
+        angles = torch.outer(torch.arange(config.positions, dtype=torch.float64), steps)
+        table = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", table.cos().to(torch.float32), persistent=False)
+        self.register_buffer("sin", table.sin().to(torch.float32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rotated [..., H, T, d]; the arithmetic is at least float32, rounded once."""
+        length, half = x.shape[-2], self.width // 2
+        wide = x[..., : self.width].to(torch.promote_types(x.dtype, torch.float32))
+        turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
+        rotated = (wide * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
+        if self.width == x.shape[-1]:
+            return rotated
+        return torch.cat((rotated, x[..., self.width :]), dim=-1)
+
+
+class NeoXAttention(nn.Module):
+    """The attention sub-layer, without residual and norm."""
+
+    def __init__(self, config: NeoXConfig, rotary: NeoXRotary) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.attention_program: AttentionProgram = Composed()
+        width, bias = config.width, config.attention_bias
+        self.query_key_value = nn.Linear(width, 3 * width, bias=bias)
+        self.dense = nn.Linear(width, width, bias=bias)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return [..., T, D]; `keys` [..., T] is True where a token is no padding."""
+        q, k, v = split_heads(self.query_key_value(x), self.heads).chunk(3, dim=-1)
+        q, k = self.rotary(q), self.rotary(k)
+        scale = 1.0 / math.sqrt(q.shape[-1])
+        context = self.attention_program(q, k, v, scale=scale, causal=True, keys=keys)
+        projected: Tensor = self.dense(merge_heads(context))
+        return projected
+
+
+class NeoXMLP(nn.Module):
+    """The feed-forward sub-layer, without residual and norm."""
+
+    def __init__(self, config: NeoXConfig) -> None:
+        super().__init__()
+        self.gelu = config.gelu
+        self.dense_h_to_4h = nn.Linear(config.width, config.inner_width)
+        self.dense_4h_to_h = nn.Linear(config.inner_width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., T, D]."""
+        inner = F.gelu(self.dense_h_to_4h(x), approximate=self.gelu)
+        projected: Tensor = self.dense_4h_to_h(inner)
+        return projected
+
+
+class NeoXLayer(nn.Module):
+    """Pre-norm attention and feed-forward with their residuals, in parallel or in sequence."""
+
+    def __init__(self, config: NeoXConfig, rotary: NeoXRotary) -> None:
+        super().__init__()
+        self.parallel = config.parallel
+        self.input_layernorm = nn.LayerNorm(config.width, eps=config.eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.width, eps=config.eps)
+        self.attention = NeoXAttention(config, rotary)
+        self.mlp = NeoXMLP(config)
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return [..., T, D]."""
+        attended: Tensor = self.attention(self.input_layernorm(x), keys)
+        if self.parallel:
+            both: Tensor = self.mlp(self.post_attention_layernorm(x)) + attended + x
+            return both
+        attended = attended + x
+        deeper: Tensor = self.mlp(self.post_attention_layernorm(attended)) + attended
+        return deeper
+
+
+class NeoXStack(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: NeoXConfig) -> None:
+        super().__init__()
+        self.embed_in = nn.Embedding(config.vocabulary, config.width)
+        rotary = NeoXRotary(config)
+        self.layers = nn.ModuleList(NeoXLayer(config, rotary) for _ in range(config.layers))
+        self.final_layer_norm = nn.LayerNorm(config.width, eps=config.eps)
+
+    def forward(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return the normalised hidden states [..., T, D]."""
+        x = self.embed_in(ids)
+        for layer in self.layers:
+            x = layer(x, keys)
+        normed: Tensor = self.final_layer_norm(x)
+        return normed
+
+
+class NeoX(nn.Module):
+    """A causal language model; its head is tied to the embedding where the configuration says."""
+
+    encoder_only = False
+
+    def __init__(self, config: NeoXConfig) -> None:
+        super().__init__()
+        self.settings = config
+        self.gpt_neox = NeoXStack(config)
+        self.embed_out = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.embed_out.weight = self.gpt_neox.embed_in.weight
+
+    def forward(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return the logits [..., T, V] of token ids [..., T]."""
+        logits: Tensor = self.embed_out(self.gpt_neox(ids, keys))
+        return logits
+
+    def hidden(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return the hidden states [..., T, D] that enter the head."""
+        states: Tensor = self.gpt_neox(ids, keys)
+        return states
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Return the vocabulary size and the longest sequence."""
+        return self.settings.vocabulary, self.settings.positions
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return every block by name, in order of application."""
+        found: dict[str, nn.Module] = {}
+        for i, layer in enumerate(self.gpt_neox.layers):
+            assert isinstance(layer, NeoXLayer)
+            found[f"norm_{2 * i}"] = layer.input_layernorm
+            found[f"attn_{i}"] = layer.attention
+            found[f"norm_{2 * i + 1}"] = layer.post_attention_layernorm
+            found[f"mlp_{i}"] = layer.mlp
+            found[f"layer_{i}"] = layer
+        found[f"norm_{2 * len(self.gpt_neox.layers)}"] = self.gpt_neox.final_layer_norm
+        found["head"] = self.embed_out
+        return found | {"model": self}
+
+
+def build(raw: Mapping[str, Any]) -> NeoX:
+    """Build the module of a configuration (Hugging Face field names)."""
+    return NeoX(NeoXConfig.read(raw))
+
+
+def canonical_key(key: str) -> str | None:
+    """Return the module's name for a checkpoint key; None for the causal masks and frequencies of
+    old files."""
+    if key.endswith((".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")):
+        return None
+    if key == "lm_head.weight":
+        return "embed_out.weight"
+    return key if key.startswith(("gpt_neox.", "embed_out.")) else f"gpt_neox.{key}"
