@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import io
 import logging
+import math
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import (
@@ -38,6 +40,30 @@ def reuse_memory() -> None:
         return
     mallopt(_MMAP_MAX, 0)
     mallopt(_TRIM_THRESHOLD, _KEPT)
+
+
+class OutOfTime(Exception):
+    """The search for bounds reached the time limit of the command."""
+
+
+_LIMIT: list[float] = []
+"""When the search that is under way must end, of `time.time`; the last one counts."""
+
+
+@contextmanager
+def until(limit: float | None) -> Iterator[None]:
+    """Run the body; `refuse_late` ends it at `limit`, if that is one."""
+    _LIMIT.append(math.inf if limit is None else limit)
+    try:
+        yield
+    finally:
+        _LIMIT.pop()
+
+
+def refuse_late() -> None:
+    """Raise OutOfTime where the time limit of the search that is under way is past."""
+    if _LIMIT and time.time() > _LIMIT[-1]:
+        raise OutOfTime
 
 
 SMALL = 2**17

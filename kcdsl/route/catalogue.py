@@ -121,7 +121,7 @@ ENGINES = ("processes", "ray")
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How the cases of goals are worked on. No field changes a result, `threads` its last bits.
+    """How the cases of goals are worked on. `threads` changes last bits; `seconds` what is found.
 
     Args:
         engine: one of `ENGINES`.
@@ -129,9 +129,11 @@ class Execution:
             many processes as cores and memory allow if there is much to do.
         threads: threads of one case; None divides the cores among the cases.
         cache: folder of what earlier runs found, None to find everything anew.
+        seconds: after how long no search for bounds or runs goes on; None for as long as it takes.
     """
 
     engine: str = "processes"
     jobs: int | None = None
     threads: int | None = None
     cache: Path | None = None
+    seconds: float | None = None

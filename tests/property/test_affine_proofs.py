@@ -268,9 +268,9 @@ def test_large_errors_are_bounded_by_norms(
     calls = {"prover": 0, "checker": 0}
 
     def counted(name: str, function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             calls[name] += 1
-            return function(*arguments)
+            return function(*arguments, **named)
 
         return call
 

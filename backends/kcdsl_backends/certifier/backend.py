@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kcdsl.verdict.model import Evidence, Inconclusive, InvalidEvidence, Violate
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.decision import OpenGoal, Progress, decide_batch
+from kcdsl_backends.certifier.estimate import Estimate
 from kcdsl_backends.certifier.replay import case_record, replay
 from kcdsl_backends.certifier.statements.cases import (
     StatedCase,
@@ -79,6 +81,7 @@ class IntervalBackend:
         execution: Execution = HERE,
         chain: bool = False,
         artefacts: Artefacts | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> tuple[GoalOutcome, ...]:
         """Decide goals; their outcomes come in the same order.
 
@@ -96,6 +99,7 @@ class IntervalBackend:
             chain: prove each goal stage by stage, instead of its block as one.
             artefacts: the files of the command, with which the digests of what is read are
                 recorded.
+            tell: hears before the work what it may cost, if that is much.
 
         Raises:
             Refusal: the model, the kernels, the data or a block cannot be used, or the engine.
@@ -130,14 +134,17 @@ class IntervalBackend:
         assumptions = (*ASSUMPTIONS, *filter(None, (compared,)))
         threads = threads_of(execution, sum(map(_size, goals, rows)))
         sha256, rules = model.checkpoint.sha256, rules_version()
+        limit = None if execution.seconds is None else time.time() + execution.seconds
         setting = RunSettings(
-            program, base, device, threads, sha256, rules, execution.cache, loaded
+            program, base, device, threads, sha256, rules, execution.cache, loaded, limit
         )
         context = open_context(setting, model)
         outcomes: list[GoalOutcome] = []
         with WorkerPool(context, execution) as pool:
             for batch in _batches(context, goals, rows):
                 working = [one for one in batch if one.cases]
+                if tell is not None and not chain:
+                    _foretell(context, working, pool.spread, tell, checked=confirm)
                 decide_batch(
                     pool,
                     context,
@@ -256,6 +263,24 @@ def _counterexample(context: WorkerContext, one: OpenGoal) -> bytes | None:
     problem = context.factory.problem(one.goal.block, one.attacked.tokens)
     record = case_record(problem, context.factory, one.goal, one.attacked)
     return counterexample(context.setting.program, one.goal, {**record, **one.strongest.record})
+
+
+def _foretell(
+    context: WorkerContext,
+    batch: Sequence[OpenGoal],
+    jobs: int,
+    tell: Callable[[str], None],
+    *,
+    checked: bool,
+) -> None:
+    """Tell what affine forms of these goals may cost; where they are not asked, nothing."""
+    graphs = []
+    for one in batch:
+        if one.goal.domains is None or "affine" in one.goal.domains:
+            with at(one.goal.span):
+                graphs += [problem_of(context.factory, one.goal, case).graph for case in one.cases]
+    for line in Estimate.of(graphs, jobs, checked=checked).told():
+        tell(line)
 
 
 def _size(goal: Goal, rows: Sequence[Request]) -> int:

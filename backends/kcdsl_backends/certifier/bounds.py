@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -31,8 +31,10 @@ from kcdsl_backends.drift.functionals import (
 )
 from kcdsl_backends.drift.interval import Bounds
 from kcdsl_backends.drift.linear_bounds import LinearFound, SlopeEffort, cheap
+from kcdsl_backends.process import OutOfTime
 from kcdsl_certs.encoding.reals import real_text
 
+_LATE = "the time limit ended the search for a smaller bound"
 _PLACES = 3
 """Places of the output, those with the largest bounds, at which an attack pushes first."""
 
@@ -43,6 +45,8 @@ class CaseBound:
 
     outcome: CaseOutcome
     places: tuple[int, ...] = ()
+    finished: bool = True
+    """Whether no domain was left out for want of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,26 +227,32 @@ def bound_stated(
 ) -> CaseBound:
     """Bound a problem by its domains in turn until one settles the goal; add the best bound to the
     proof, which states the region."""
-    best, found = None, EarlierBounds()
-    for bound in (b for domain in asked(problem) for b in domain.bounds(problem, found)):
-        if best is None or _tighter(problem, bound, best):
-            best = bound
-        if problem.settles(best):
-            break
-    case = problem.case
+    best, found, finished = None, EarlierBounds(), True
+    try:
+        for bound in (b for domain in asked(problem) for b in domain.bounds(problem, found)):
+            if best is None or _tighter(problem, bound, best):
+                best = bound
+            if problem.settles(best):
+                break
+    except OutOfTime:
+        finished, found.reason = False, _LATE
+    case, late = problem.case, None if finished else _LATE
     named = case.name, case.longest or len(case.tokens)
     if best is None:
         if problem.order:
-            return CaseBound(CaseOutcome(*named, math.inf, reason=found.reason, stable=False))
+            outcome = CaseOutcome(*named, math.inf, reason=found.reason, stable=False)
+            return CaseBound(outcome, finished=finished)
         reason = found.reason or "no domain that was asked has a bound"
-        return CaseBound(CaseOutcome(*named, math.inf, reason=reason))
+        return CaseBound(CaseOutcome(*named, math.inf, reason=reason), finished=finished)
     builder.add(case.name, problem.block.graph, region or {}, best.value, best.proof)
     if problem.order:
         outcome = CaseOutcome(
             *(*named, best.value), stable=best.margin > 0, margin=best.margin, alpha=best.alpha
         )
-        return CaseBound(outcome)
-    return CaseBound(CaseOutcome(*named, best.value, alpha=best.alpha), best.places)
+        outcome = replace(outcome, reason=None if outcome.stable else late)
+        return CaseBound(outcome, finished=finished)
+    outcome = CaseOutcome(*named, best.value, reason=late, alpha=best.alpha)
+    return CaseBound(outcome, best.places, finished)
 
 
 def _tighter(problem: Problem, one: Bound, other: Bound) -> bool:

@@ -25,7 +25,7 @@ from kcdsl_backends.certifier.statements.cases import Case, problem_of, region_o
 from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.statements.proof import SUBJECT, Contents, stated_of
 from kcdsl_backends.certifier.worker import WorkerContext
-from kcdsl_backends.process import one_thread, threads_for
+from kcdsl_backends.process import one_thread, refuse_late, threads_for, until
 from kcdsl_certs.recheck import recheck
 
 
@@ -80,9 +80,12 @@ class BoundTask:
             if kept is not None:
                 return kept, found
             builder = context.builder(self.goal)
-            bounded = bound_case(context.factory, self.goal, case, builder)
+            with until(context.setting.limit):
+                refuse_late()
+                bounded = bound_case(context.factory, self.goal, case, builder)
             contents = builder.contents()
-            entry.write((bounded, *stated_of(contents)))
+            if bounded.finished:
+                entry.write((bounded, *stated_of(contents)))
             return BoundedCase(bounded, contents if contents.cases else None), found
 
 
@@ -102,6 +105,8 @@ class AttackTask:
             kept, found = entry.read(lambda value: _believable(context, self.goal, case, value))
             if kept is not None:
                 return kept, found
+            with until(context.setting.limit):
+                refuse_late()
             fresh = attack_case(context.factory, self.goal, case, self.bounded)
             if fresh.record is not None or not self.goal.refuted_by(fresh.value):
                 entry.write(fresh)
@@ -256,6 +261,8 @@ def _plain(bounded: CaseBound) -> bool:
     """Say whether every field of a bound has its type."""
     outcome, places = bounded.outcome, bounded.places
     if type(outcome) is not CaseOutcome or type(places) is not tuple or outcome.links != ():
+        return False
+    if bounded.finished is not True:
         return False
     fits = all(type(getattr(outcome, name)) in kinds for name, kinds in _KINDS.items())
     return fits and all(type(place) is int and place >= 0 for place in places)

@@ -36,7 +36,7 @@ from kcdsl_backends.certifier.cache import (
 )
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.certifier.statements.proof import ProofBuilder
-from kcdsl_backends.process import reuse_memory
+from kcdsl_backends.process import OutOfTime, reuse_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class RunSettings:
     rules: str
     cache: Path | None
     loaded: Mapping[str, str] = field(default_factory=dict)
+    limit: float | None = None
+    """When the search for bounds and runs ends, of `time.time`."""
 
 
 @dataclass(slots=True)
@@ -240,6 +242,8 @@ def _caught(started: float) -> Iterator[list[TaskResult]]:
         where = f"{error.filename}: " if error.filename else ""
         text = f"{where}{error.strerror or error}"
         failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text),)))
+    except OutOfTime:
+        failed(Unfinished("not begun within the time limit"))
     except Exception as error:
         wants = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if wants or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):

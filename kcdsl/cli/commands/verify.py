@@ -100,6 +100,12 @@ class VerifyCommand(RunsCode, Certifies):
         "threads of one case (default: the cores, divided among the cases)",
         read=count,
     )
+    time_limit: float | None = value(
+        "S",
+        "search for bounds and runs for so many seconds; what is found by then is kept "
+        "(default: as long as it takes)",
+        read=positive,
+    )
     cache: str | None = value(
         "DIR",
         "folder of what earlier runs found, or `off` (default: kcdsl/certifier in "
@@ -134,6 +140,7 @@ class VerifyCommand(RunsCode, Certifies):
             domains = _domains(self.domains, backend.name, chain=self.chain)
             chosen = tuple(replace(goal, domains=domains) for goal in chosen)
         execution = execution_of(self.engine, self.jobs, self.threads, self.cache)
+        execution = replace(execution, seconds=self.time_limit)
         folder = results_folder(self.output, contract.path)
         refuse_folder(folder)
         target = Target.of(folder / "-".join(["verify", *self.block, *self.clause]), keys)
@@ -215,8 +222,12 @@ class VerifyCommand(RunsCode, Certifies):
                 progress=progress,
                 execution=execution,
                 **({"chain": True} if self.chain else {}),
+                **_telling(backend.decide),
                 **recording(backend.decide, program, files),
             )
+        if self.attack is Switch.OFF:
+            note = "--attack off: no run was searched for, so nothing shows how near bounds are"
+            outcomes = tuple(replace(o, notes=(*o.notes, note)) for o in outcomes)
         return outcomes
 
     def _write(
@@ -276,6 +287,17 @@ def recording(function: Any, program: Program, files: Artefacts) -> dict[str, An
         return {"artefacts": files}
     record_all(program, files)
     return {}
+
+
+def _telling(function: Any) -> dict[str, Any]:
+    """Return the argument by which a backend tells beforehand what work may cost, if it has one."""
+    from inspect import signature
+
+    return (
+        {"tell": lambda text: say(f"note: {text}")}
+        if "tell" in signature(function).parameters
+        else {}
+    )
 
 
 # --- what is asked -------------------------------------------------------------------------------

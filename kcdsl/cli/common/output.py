@@ -141,7 +141,8 @@ def clause_places(path: Path, program: Program) -> tuple[SourceFile, dict[str, S
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Show a bar for each stage while the body runs; nothing where stderr is no terminal."""
+    """Show a bar for each stage while the body runs; where stderr is no terminal, a line every 30 s
+    of how far the work is."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -159,7 +160,11 @@ def progress_bars() -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+    if hidden:
+        with _progress_lines() as report:
+            yield report
+        return
+    with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def report(stage: str, done: int, total: int) -> None:
@@ -168,3 +173,40 @@ def progress_bars() -> Iterator[Progress]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield report
+
+
+_EVERY = 30.0
+"""Seconds between two lines of progress."""
+
+
+@contextmanager
+def _progress_lines() -> Iterator[Progress]:
+    """Write every 30 s on stderr how far the latest stage is, and how long the rest may take."""
+    import threading
+    import time
+
+    started, over = time.monotonic(), threading.Event()
+    latest = [("", 0, 0, started)]
+
+    def report(stage: str, done: int, total: int) -> None:
+        since = latest[0][3] if latest[0][0] == stage else time.monotonic()
+        latest[0] = stage, done, total, since
+
+    def tell() -> None:
+        while not over.wait(_EVERY):
+            stage, done, total, since = latest[0]
+            now = time.monotonic()
+            line = f"{now - started:.0f} s"
+            if stage:
+                line += f", {stage}: {done} of {total}"
+            if 0 < done < total and now - since > 1:
+                line += f", about {(now - started) / done * (total - done):.0f} s left"
+            say(f"progress: {line}")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield report
+    finally:
+        over.set()
+        thread.join()

@@ -27,6 +27,7 @@ from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
 from kcdsl_backends.drift.affine.tape import INPUT, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
+from kcdsl_backends.process import refuse_late
 
 ROUNDED = 2.0**-36
 """More than the relative error of a product of adjoints in a reverse pass."""
@@ -158,6 +159,7 @@ def _reverse(
     ellipsoid around them, `surround`; else wide functionals of one entry are compressed."""
     gram = _Gram.of(values)
     while pending:
+        refuse_late()
         index = max(pending)
         functional = pending.pop(index)
         if index == INPUT:

@@ -22,6 +22,7 @@ from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.affine.row_sums import Bounded, RowSums
 from kcdsl_backends.drift.boxes import SAFE, gamma
+from kcdsl_backends.process import refuse_late
 
 Adjoints = Sequence[tuple[int, Adjoint]]
 """Functionals of the errors of operands."""
@@ -267,6 +268,7 @@ class Tape:
         for the entry: the same result before its cast. With `shared`, what is the same in both
         kernels is kept apart; this costs what is known of single rows of products.
         """
+        refuse_late()
         return self._bound({index: adjoint}, adjoint.values.shape[0], floor, formed, shared=shared)
 
     def _bound(

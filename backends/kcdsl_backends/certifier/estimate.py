@@ -1,0 +1,104 @@
+"""What bounding a block costs, before it is done: from shapes, and a product that is timed."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kcdsl.model.graph import BlockGraph
+from kcdsl_backends.drift.affine.error_bounds import BATCH
+
+WORTH_SAYING = 30.0
+"""Seconds from which on an estimate is told."""
+_PROBE = 384
+_SLOWER = 3.0
+"""By how much all that is done is slower than its products of matrices alone, as measured."""
+_CHECKED = 2.0
+"""By how much the checker takes longer than the prover, as measured."""
+_BASE = 6e8
+"""Bytes of a process with torch, before it bounds anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Operations in products of float64 matrices, and bytes."""
+
+    operations: float
+    peak: float
+
+    @staticmethod
+    def of(graph: BlockGraph) -> Cost:
+        """Return the cost of the affine forms of a block with one output row for each token."""
+        shapes = {node.name: node.shape for node in graph.nodes}
+        weights = [shapes[n.inputs[1]] for n in graph.nodes if n.op == "linear"]
+        scores = [node.shape for node in graph.nodes if node.op == "softmax"]
+        parameters = sum(math.prod(shape) for shape in weights)
+        tokens, width = shapes[graph.output][0], shapes[graph.output][-1]
+        inputs = max((shape[1] for shape in weights), default=width)
+        functionals = tokens * width
+        operations = 4.0 * functionals * parameters / max(1, len(weights))
+        if len(weights) > len(scores) * 4:  # norms of errors behind attention, row by row
+            operations += 8.0 * tokens**2 * width**3 * max(1, len(scores))
+        for heads, rows, keys in (s for s in scores if len(s) == 3):
+            # in float32, which is twice as fast, over half of the keys
+            operations += functionals * keys * inputs * heads * (1 if rows > 1 else 2)
+        heads = max((shape[0] for shape in scores if len(shape) == 3), default=1)
+        largest = max(math.prod(shape) for shape in shapes.values())
+        batch = min(BATCH, width)
+        peak = _BASE + 8.0 * (6 * parameters + 2 * heads * batch * inputs + 40 * largest)
+        return Cost(operations, peak)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds and bytes that work on several cases may take, and the bytes that are free."""
+
+    seconds: float
+    peak: float
+    free: float | None
+
+    @staticmethod
+    def of(graphs: Sequence[BlockGraph], jobs: int, *, checked: bool) -> Estimate:
+        """Return the estimate of cases with these graphs, `jobs` of them at a time."""
+        costs = [Cost.of(graph) for graph in graphs]
+        operations = sum(cost.operations for cost in costs)
+        seconds = _SLOWER * operations / _rate() * (1 + _CHECKED * checked)
+        largest = max((cost.peak for cost in costs), default=0.0)
+        return Estimate(seconds / jobs, largest * jobs, _free())
+
+    def told(self) -> Iterable[str]:
+        """Yield what users should know before the work begins."""
+        if self.seconds >= WORTH_SAYING:
+            yield f"about {_time(self.seconds)} and {self.peak / 1e9:.1f} GB, within a factor of 3"
+        if self.free is not None and self.peak > self.free:
+            yield (
+                f"this may need {self.peak / 1e9:.1f} GB, and {self.free / 1e9:.1f} GB are free: "
+                "fewer --jobs, shorter rows, --domains interval, --chain or --device cuda need less"
+            )
+
+
+def _rate() -> float:
+    """Return operations in a second, of a product of matrices on one thread or several."""
+    one = torch.ones(_PROBE, _PROBE, dtype=torch.float64)
+    one @ one
+    started = time.perf_counter()
+    for _ in range(4):
+        one @ one
+    return 8.0 * _PROBE**3 / max(time.perf_counter() - started, 1e-6)
+
+
+def _free() -> float | None:
+    """Return the bytes of memory that are free; None where the system does not say."""
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
