@@ -16,6 +16,7 @@ from bench.common import Figure, report
 
 SECTIONS = {
     "architectures": "bench.first_hour_architectures",
+    "verify": "bench.first_hour_verify",
 }
 """Where the figures of each part of the table are measured."""
 

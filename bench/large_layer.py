@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ def _peak(device: str) -> int:
     return peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated()
 
 
-def layer(folder: Path, device: str) -> ProblemFactory:
+def layer(folder: Path, device: str, config: Mapping[str, Any] = CONFIG) -> ProblemFactory:
     """Write a layer with random weights to `folder`; return it under both numerics."""
     import torch
     from safetensors.torch import save_file
@@ -156,13 +157,13 @@ def layer(folder: Path, device: str) -> ProblemFactory:
 
     generator = torch.Generator().manual_seed(7)
     with torch.device("meta"):
-        parameters = dict(build(CONFIG).named_parameters())
+        parameters = dict(build(dict(config)).named_parameters())
     state = {}
     for name, p in parameters.items():
         drawn = torch.randn(p.shape, generator=generator)
         state[name] = drawn / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.1 * drawn
     save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(dict(config)))
     files = ModelRef("model.safetensors", architecture="llama", config="config.json")
     return ProblemFactory(
         load_model(files, folder), resolve(_TRAIN), resolve(_INFER), torch.device(device)

@@ -103,7 +103,7 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
         a = ProverAdjoint(values, window, last.shape)
         low, high = one_row.nonlinear.between(a)
         assert float(low) == -float(high)
-        found = dict(one_row.vjp(a))
+        found: Any = dict(one_row.vjp(a))
         of_p = found[run.computed[names.p]].values[0, :, 0]
         of_x = found.get(run.computed[names.x])
         still = np.zeros(tuple(x.error_bound.shape))

@@ -128,7 +128,7 @@ def prover(rng: np.random.Generator, groups: int, _: Path) -> Product:
         a = ProverAdjoint(values, window, tuple(v.reference.shape))
         low, high = curved.between(a)
         assert float(low) == -float(high)
-        pulled = dict(pull(a))
+        pulled: Any = dict(pull(a))
         still = np.zeros(one.reach.shape)
         if made_up.source in pulled:
             still = pulled[made_up.source].dense().values[0].numpy()
@@ -165,8 +165,8 @@ def checker(rng: np.random.Generator, groups: int, folder: Path) -> Product:
         low, high = curve.between(a)
         assert float(low[0]) == -float(high[0])
         found_p, found_x, of_p = to_p(a), to_x(a), np.zeros((2 * groups, ROWS))
-        assert found_p is not None
-        assert found_x is not None
+        assert isinstance(found_p, Adjoint)
+        assert isinstance(found_x, Adjoint)
         of_p[where[0]] = found_p.values[0, :, 0]
         return float(high[0]), of_p, found_x.values[0]
 

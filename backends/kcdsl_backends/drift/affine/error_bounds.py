@@ -385,9 +385,11 @@ def norms(
     return _norms(tape, index, lambda row: functionals, needed, floor)
 
 
-def weighted_norms(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> Tensor:
+def weighted_norms(
+    tape: Tape, index: int, weights: Tensor, needed: Tensor, floor: int = INPUT
+) -> Tensor:
     """Bound the Euclidean norm of weights∘e likewise, of weights [..., n] of every element."""
-    return _norms(tape, index, lambda row: torch.diag(weights[row]), needed)
+    return _norms(tape, index, lambda row: torch.diag(weights[row]), needed, floor)
 
 
 def _norms(

@@ -17,7 +17,6 @@ from kcdsl_backends.drift.affine.error_bounds import elements, norms
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
 from kcdsl_backends.drift.affine.tape import (
-    INPUT,
     VJP,
     Amplified,
     Nonlinear,
@@ -234,8 +233,7 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
     size = result.reference.abs().sum(-1, keepdim=True)
     needed = (whole > 0) & (run.grain * whole >= run.negligible * size)
     place = run.tape.add(entry)
-    total, cut = whole, run.tape.cut
-    floor = cut if run.tape.entries[cut].ellipsoids else INPUT
+    total, floor = whole, run.tape.near
     if node.op in SUMMED and run.passing(node, place, "norm", needed, floor):
         columns = entry.shape[-1]
         unit = torch.eye(columns, dtype=torch.float64, device=whole.device)

@@ -243,6 +243,12 @@ class Tape:
         """Return where reverse passes may stop, the cheapest first."""
         return (INPUT,) if self.cut == INPUT or self.chance else (self.cut, INPUT)
 
+    @property
+    def near(self) -> int:
+        """Return where passes for norms may stop: at the cut, where ellipsoids keep how errors
+        move together."""
+        return self.cut if self.entries[self.cut].ellipsoids else INPUT
+
     def tighten(self, index: int, error_bound: Tensor) -> None:
         """Lower the error bound of an entry to a bound found by reverse passes."""
         entry = self.entries[index]

@@ -320,14 +320,14 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
     error_bound = run.tape.entries[index].error_bound
     box, square = _around(h, error_bound)
     least, most, sums, large = known(error_bound)
-    steepest = torch.maximum(least.abs(), most.abs())
+    steepest, floor = torch.maximum(least.abs(), most.abs()), run.tape.near
     if before is not None:
         needed = ~large & ~(sums <= worth)
-        if run.passing(node, before.source, "norm", needed):
-            sums = before.sharpened(run.tape, steepest, sums, needed)
+        if run.passing(node, before.source, "norm", needed, floor):
+            sums = before.sharpened(run.tape, steepest, sums, needed, floor)
     needed = large & ~(sums <= worth)
-    if run.passing(node, index, "norm", needed):
-        together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed)
+    if run.passing(node, index, "norm", needed, floor):
+        together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed, floor)
         sums = torch.minimum(sums, together.square() / 2 * SAFE)
     linear = slope.abs() * error_bound * SAFE
     slopes = function.slopes(box)

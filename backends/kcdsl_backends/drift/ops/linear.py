@@ -343,11 +343,14 @@ class BeforeLinear:
             moved = min(moved, longest(source.ellipsoids[row], root))
         return self._and_own(moved, weights, row)
 
-    def sharpened(self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor) -> Tensor:
-        """Lower such bounds in the rows needed, by the norm of e_x, for which a pass is made."""
+    def sharpened(
+        self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor, floor: int
+    ) -> Tensor:
+        """Lower such bounds in the rows needed, by the norm of e_x, for which a pass is made that
+        may stop at `floor`."""
         error_bound = tape.entries[self.source].error_bound
         unit = torch.eye(error_bound.shape[-1], dtype=error_bound.dtype, device=error_bound.device)
-        lengths = norms(tape, self.source, unit, needed)
+        lengths = norms(tape, self.source, unit, needed, floor)
         found, last, stretch = sums.clone(), None, 0.0
         for row in rows(tuple(found.shape)):
             if bool(needed[row]):

@@ -357,7 +357,26 @@ def centred(walk: Walk, form: Form, needed: Bools) -> Floats:
     return found
 
 
-def together(walk: Walk, form: Form, needed: Bools, functionals: Callable[[Row], Floats]) -> Floats:
+def asked_together(
+    walk: Walk, node: Node, name: str, functionals: Callable[[Row], Floats]
+) -> Floats:
+    """Return bounds [..., 1] of the norm of functionals [m, n] of the rows of a node in which an
+    operation asks for them, infinite elsewhere."""
+    found = together(walk, form_of(walk.forms[name]), walk.chosen(node, name, "norm"), functionals)
+    if not walk.tape.cut or walk.passes.rows is None:
+        return found
+    near, cut = walk.chosen(node, name, "norm", walk.tape.cut), walk.tape.cut
+    sooner = together(walk, form_of(walk.forms[name]), near, functionals, cut)
+    return np.minimum(found, sooner)
+
+
+def together(
+    walk: Walk,
+    form: Form,
+    needed: Bools,
+    functionals: Callable[[Row], Floats],
+    floor: int = 0,
+) -> Floats:
     """Return bounds [..., 1] of the norm of functionals [m, n] of rows, infinite where unasked."""
     found = np.full(needed.shape, np.inf)
     if form.place is None:
@@ -366,5 +385,5 @@ def together(walk: Walk, form: Form, needed: Bools, functionals: Callable[[Row],
     for row in rows(needed):
         values = functionals(row)
         adjoint = Adjoint(values.reshape(len(values), *ones, -1), (*row, 0))
-        found[row] = length(walk.tape, form.place, adjoint)
+        found[row] = length(walk.tape, form.place, adjoint, floor=floor)
     return found

@@ -12,7 +12,7 @@ import numpy as np
 from kcdsl_certs.recheck.affine.curves import Remainder
 from kcdsl_certs.recheck.affine.ellipsoids import longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
-from kcdsl_certs.recheck.affine.reverse_passes import together, until
+from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -192,14 +192,13 @@ def _total(walk: Walk, node: Node, bend: Bend, x: Form) -> Floats:
     if reach is not None:
         assert x.origin is not None
         name, identity = x.origin.source, np.eye(reach.shape[-1])
-        needed = walk.chosen(node, name, "norm")
-        lengths = together(walk, form_of(walk.forms[name]), needed, lambda _: identity)
+        lengths = asked_together(walk, node, name, lambda _: identity)
+        needed = np.isfinite(lengths)
         some = np.where(needed, lengths, 0.0)
         through = _through(x, steepest, np.ones(reach.shape), some)
         total = np.where(needed, np.minimum(total, through), total)
     root = raised(np.sqrt(steepest))
-    needed = walk.chosen(node, node.inputs[0], "norm")
-    norm = together(walk, x, needed, lambda row: np.diag(root[row]))
+    norm = asked_together(walk, node, node.inputs[0], lambda row: np.diag(root[row]))
     return np.minimum(total, raised(norm**2 / 2) + TINY)
 
 

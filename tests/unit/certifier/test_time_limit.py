@@ -1,0 +1,65 @@
+"""A time limit ends the search for bounds, and what was found before it stays."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from kcdsl.model.graph import BlockGraph
+from kcdsl.model.presets import resolve
+from kcdsl_backends.certifier.estimate import Cost, Estimate
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
+from kcdsl_backends.process import OutOfTime, refuse_late, until
+from tests.support.random_models import random_model
+
+_CONFIG = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "vocab_size": 16, "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(name="factory", scope="module")
+def fixture_factory(tmp_path_factory: pytest.TempPathFactory) -> ProblemFactory:
+    train = resolve({"preset": "torch-eager"})
+    infer = resolve({"preset": "torch-eager", "compute": "bfloat16"})
+    model = random_model(_CONFIG, tmp_path_factory.mktemp("model"), 17)
+    return ProblemFactory(model, train, infer, torch.device("cpu"))
+
+
+def test_the_limit_of_the_innermost_search_counts() -> None:
+    refuse_late()
+    with until(time.time() - 1):
+        with until(None):
+            refuse_late()
+        with pytest.raises(OutOfTime):
+            refuse_late()
+    refuse_late()
+
+
+def test_forms_end_at_the_limit(factory: ProblemFactory) -> None:
+    problem, tokens = factory.problem("attn_0", (1, 2, 3)), (1, 2, 3)
+    centre = factory.centre("attn_0", tokens)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    with until(time.time() - 1), pytest.raises(OutOfTime):
+        problem.forms(centre, zero).box()
+
+
+def test_estimates_grow_with_tokens_and_are_told_where_they_matter(factory: ProblemFactory) -> None:
+    graphs: list[BlockGraph] = [
+        factory.problem("attn_0", tuple(range(count))).graph for count in (2, 4, 8)
+    ]
+    costs = [Cost.of(graph) for graph in graphs]
+    operations = [cost.operations for cost in costs]
+    assert operations == sorted(operations)
+    assert operations[0] > 0
+    assert not list(Estimate.of(graphs, 1, checked=True).told())
+    assert list(Estimate(1e4, 1e9, math.inf).told()) == [
+        "about 167 min and 1.0 GB, within a factor of 3"
+    ]
+    (line,) = Estimate(1.0, 9e9, 4e9).told()
+    assert "9.0 GB" in line
+    assert "--domains interval" in line
