@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     weights.mkdir()
     (tmp_path / "config.json").rename(weights / "config.json")
     names = sorted(held)
-    index = {}
+    index: dict[str, str] = {}
     for number in (1, 2):
         name = f"model-0000{number}-of-00002.safetensors"
         mine = names[number - 1 :: 2]

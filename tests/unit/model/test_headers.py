@@ -17,7 +17,7 @@ from kcdsl.diagnostics.codes import CHECKPOINT_FORMAT, FILE_MISSING
 from kcdsl.model.checkpoint.headers import INDEX, SINGLE, read_headers
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-HELD = {ONE: {"a": (2, 3)}, TWO: {"b": (4,), "c": (1,)}}
+HELD: dict[str, dict[str, tuple[int, ...]]] = {ONE: {"a": (2, 3)}, TWO: {"b": (4,), "c": (1,)}}
 
 
 def sharded(folder: Path, held: Mapping[str, Mapping[str, tuple[int, ...]]] = HELD) -> Path:

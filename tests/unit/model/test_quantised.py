@@ -14,8 +14,11 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import CHECKPOINT_DTYPE, MODEL_CONFIG
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.checkpoint.headers import file_header
+from kcdsl.model.checkpoint.quantised import scheme_of
 from kcdsl.model.presets import resolve
-from kcdsl_certs.recheck.interval.served import read_served
+from kcdsl_certs.recheck.interval.served import Served, read_served
+from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.statement.manifest import storage_manifest
 from tests.support.quantised import FORMATS, quantise
 from tests.support.small_models import DECODER, write_model
@@ -122,3 +125,40 @@ def test_numerics_of_codes_must_be_those_of_the_checkpoint(folder: Path) -> None
             continue
         with pytest.raises(Refusal, match="stores"):
             served.refuse_other_storage(key, numerics)
+
+
+VECTORS = Path(__file__).parents[2] / "support" / "vectors" / "compressed_tensors.safetensors"
+"""Matrices that compressed-tensors 0.20.0 quantised, packed and dequantised, with float32 scales:
+`NAME.weight…` as it stores them, `NAME.expected` as it reads them."""
+
+
+def recorded_config(name: str) -> dict[str, object]:
+    form = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
+    weights = {"num_bits": 8, "type": "float" if name.startswith("fp8") else "int"}
+    if name.startswith("int4"):
+        weights["num_bits"] = 4
+    if name == "nvfp4":
+        weights = {"num_bits": 4, "type": "float"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form.get(name.partition("_")[0], "nvfp4-pack-quantized"),
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fp8_tensor", "fp8_channel", "int8_channel", "int8_channel_asymmetric"),
+        *("int4_group", "int4_group_asymmetric", "nvfp4"),
+    ],
+)
+def test_both_programs_read_what_the_library_wrote(name: str) -> None:
+    stored = load_file(VECTORS)
+    kinds = {key: one.kind for key, one in file_header(VECTORS).items()}
+    config = recorded_config(name)
+    found = scheme_of(config).decode(lambda key: stored[key], name, kinds)
+    expected = stored[f"{name}.expected"]
+    assert torch.equal(found.value, expected)
+    checker = Served("", read(VECTORS).tensors, config)
+    assert np.array_equal(checker.matrix(f"{name}.weight").value, expected.numpy())
