@@ -33,7 +33,7 @@ _LARGE = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class RatioLaw:
     """Logarithms of both probabilities [n, 40] of n requests, and the truth where it is known."""
 
     metric: str
@@ -51,7 +51,7 @@ class Misses:
     no_high: float
 
 
-def pareto(a: float, share: float) -> Law:
+def pareto(a: float, share: float) -> RatioLaw:
     """Return ratios that are 1 but for about `share` of the tokens, with a tail of index a."""
 
     def draw(generator: np.random.Generator, n: int) -> tuple[Array, Array]:
@@ -65,10 +65,10 @@ def pareto(a: float, share: float) -> Law:
         first, second = 1 + share * (a / (a - 1) - 1), 1 + share * (a / (a - 2) - 1)
         return first**2 / second
 
-    return Law("ess_frac", draw, truth)
+    return RatioLaw("ess_frac", draw, truth)
 
 
-def noise(metric: str, freedom: float | None, spread: float) -> Law:
+def noise(metric: str, freedom: float | None, spread: float) -> RatioLaw:
     """Return ln w with noise of a level of each request: normal, or Student's t of `freedom`."""
 
     def draw(generator: np.random.Generator, n: int) -> tuple[Array, Array]:
@@ -88,7 +88,7 @@ def noise(metric: str, freedom: float | None, spread: float) -> Law:
         train, infer = draw(generator, _LARGE)
         return AGGREGATES[metric].of([_arrays(metric, train.ravel(), infer.ravel())])
 
-    return Law(metric, draw, truth)
+    return RatioLaw(metric, draw, truth)
 
 
 LAWS = {
@@ -107,7 +107,7 @@ def _arrays(metric: str, train: Array, infer: Array) -> list[Array]:
     return [train - infer] if metric == "ess_frac" else [train, infer]
 
 
-def misses(law: Law, n: int, runs: int) -> tuple[Misses, Misses]:
+def misses(law: RatioLaw, n: int, runs: int) -> tuple[Misses, Misses]:
     """Return how often studentised limits, and those of percentiles, miss the truth."""
     generator, truth = np.random.default_rng(n), law.truth()
     found: tuple[list[tuple[float | None, float | None]], ...] = ([], [])

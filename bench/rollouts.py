@@ -37,7 +37,7 @@ _STATISTICS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CommandCost:
     """Seconds of processor and clock, and the peak of resident memory in bytes, of one command."""
 
     processor: float
@@ -121,7 +121,7 @@ def write(folder: Path, requests: int, tokens: int) -> None:
         (folder / f"{suffix}.kc.yaml").write_text(contract(f"batch.{suffix}"))
 
 
-def cost(command: list[str], folder: Path) -> Cost:
+def cost(command: list[str], folder: Path) -> CommandCost:
     """Run a command on two cores at most and return what it cost."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start, pid_times = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -144,7 +144,7 @@ def cost(command: list[str], folder: Path) -> Cost:
         raise RuntimeError(f"{' '.join(command)}: {said}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - pid_times.ru_utime - pid_times.ru_stime
-    return Cost(spent, wall, peak, process.returncode)
+    return CommandCost(spent, wall, peak, process.returncode)
 
 
 def rollout_figures(requests: int = REQUESTS, tokens: int = TOKENS) -> list[Figure]:

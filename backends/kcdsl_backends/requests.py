@@ -30,6 +30,8 @@ LINES = 250_000
 """Most lines of a request file."""
 
 Tokenize = Callable[[str], Sequence[int]]
+Render = Callable[[Mapping[str, Any]], Sequence[int]]
+"""Gives the tokens of a row with `messages`; raises Refusal."""
 Check = Callable[[Sequence[int]], object]
 """Raises Refusal for tokens that the model cannot take."""
 
@@ -63,9 +65,14 @@ class RequestFile:
 
 
 def load_requests(
-    path: Path, name: str, tokenize: Tokenize | None, check: Check = lambda tokens: None
+    path: Path,
+    name: str,
+    tokenize: Tokenize | None,
+    check: Check = lambda tokens: None,
+    render: Render | None = None,
 ) -> RequestFile:
-    """Read a JSONL file; `name` is how the contract calls it.
+    """Read a JSONL file; `name` is how the contract calls it. `render` runs the chat template of
+    the checkpoint, None where the command runs none.
 
     Raises Refusal for a missing file, a malformed line, a duplicate id, text without a tokenizer,
     tokens that differ from those of the text beside them, and tokens that `check` refuses.
@@ -84,7 +91,7 @@ def load_requests(
         line = source.line(number)
         if not line.strip():
             continue
-        request = _read_row(source, number, line, name, tokenize, check)
+        request = _read_row(source, number, line, name, (tokenize, render), check)
         if request.id in seen:
             raise _refuse_line(
                 codes.DUPLICATE_REQUEST,
@@ -99,11 +106,15 @@ def load_requests(
 
 
 def requests_of(
-    files: Artefacts, name: str, tokenize: Tokenize | None, check: Check = lambda tokens: None
+    files: Artefacts,
+    name: str,
+    tokenize: Tokenize | None,
+    check: Check = lambda tokens: None,
+    render: Render | None = None,
 ) -> RequestFile:
     """Read the JSONL file that a contract calls `name`, and record its digest; see
     `load_requests`."""
-    found = load_requests(files.find(name), name, tokenize, check)
+    found = load_requests(files.find(name), name, tokenize, check, render)
     files.record(name, found.sha256)
     return found
 
@@ -124,7 +135,7 @@ def _read_row(
     number: int,
     line: str,
     name: str,
-    tokenize: Tokenize | None,
+    readers: tuple[Tokenize | None, Render | None],
     check: Check,
 ) -> Request:
     def refusal(message: str, help: str | None = None) -> Refusal:
@@ -149,7 +160,7 @@ def _read_row(
     if not isinstance(identifier, str) or not identifier:
         raise refusal("a request needs an `id`, a non-empty string")
     try:
-        tokens = _tokens(row, tokenize, refusal)
+        tokens = _tokens(row, *readers, refusal)
         check(tokens)
     except Refusal as error:
         first = error.diagnostics[0]
@@ -164,9 +175,14 @@ def _read_row(
 
 
 def _tokens(
-    row: Mapping[str, Any], tokenize: Tokenize | None, refusal: Callable[..., Refusal]
+    row: Mapping[str, Any],
+    tokenize: Tokenize | None,
+    render: Render | None,
+    refusal: Callable[..., Refusal],
 ) -> tuple[int, ...]:
     text, given = row.get("text"), row.get("tokens")
+    if text is None and row.get("messages") is not None:
+        return _rendered(row, render, refusal)
     if text is None and given is None:
         raise refusal(
             "a request needs a `text` or its `tokens`",
@@ -194,6 +210,29 @@ def _tokens(
                 min(len(given), len(tokens)),
             )
             raise refusal(f"`tokens` and the tokens of `text` differ from position {at} on")
+    if not tokens:
+        raise refusal("the request has no tokens")
+    return tokens
+
+
+def _rendered(
+    row: Mapping[str, Any], render: Render | None, refusal: Callable[..., Refusal]
+) -> tuple[int, ...]:
+    """Return the tokens of messages; given ones must be the same."""
+    messages, given = row["messages"], row.get("tokens")
+    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages) and messages):
+        raise refusal('`messages` must be a list such as [{"role": "user", "content": "..."}]')
+    if render is None:
+        if isinstance(given, list):  # they say what the template would
+            return _tokens({"tokens": given}, None, None, refusal)
+        raise refusal(
+            "the row has `messages`, and no chat template of the checkpoint is run for it",
+            "`kcdsl evaluate` runs the template that stands beside a checkpoint with a tokenizer;"
+            " elsewhere give the row its `tokens`",
+        )
+    tokens = tuple(render(row))
+    if given is not None and tuple(given) != tokens:
+        raise refusal("`tokens` differ from those of `messages` under the chat template")
     if not tokens:
         raise refusal("the request has no tokens")
     return tokens

@@ -20,6 +20,10 @@ class Tokenizer(Protocol):
         """Return the token ids of a text, special tokens of the model included."""
         ...
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of a text that a chat template wrote, special tokens and all."""
+        ...
+
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, special tokens left out."""
         ...
@@ -41,6 +45,10 @@ class ByteTokenizer:
                 f"byte {too_large} is out of the vocabulary of {self.vocabulary} bytes",
             )
         return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the bytes of the text: there are no special tokens."""
+        return self.encode(text)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text; bytes that are no UTF-8 become the replacement character."""
@@ -69,6 +77,10 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, special tokens included."""
         return list(self._fast.encode(text).ids)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of the text alone: a template writes special tokens itself."""
+        return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids."""

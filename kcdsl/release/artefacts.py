@@ -61,9 +61,10 @@ def checkpoint_manifest(path: Path) -> Manifest:
 def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
     """Return the sha256 of the files that belong to the weights, by role.
 
-    `config`, `tokenizer` and `generation_config` as they are found by what reads them (named, or
-    beside the checkpoint), `module`, the source file of a factory of the user's own, and
-    `infer_checkpoint`, the manifest of what the inference kernel reads instead.
+    `config`, `tokenizer`, `generation_config`, `tokenizer_config` and `chat_template` as they are
+    found by what reads them (named, or beside the checkpoint), `module`, the source file of a
+    factory of the user's own, and `infer_checkpoint`, the manifest of what the inference kernel
+    reads instead.
     """
     checkpoint = files.locate(model.checkpoint)
     found: dict[str, str] = {}
@@ -71,6 +72,8 @@ def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
         ("config", model.config, "config.json"),
         ("tokenizer", model.tokenizer, "tokenizer.json"),
         ("generation_config", None, "generation_config.json"),
+        ("tokenizer_config", None, "tokenizer_config.json"),
+        ("chat_template", None, "chat_template.jinja"),
     ):
         if role == "tokenizer" and named == "bytes":
             continue

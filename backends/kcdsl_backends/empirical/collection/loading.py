@@ -27,6 +27,7 @@ from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
+from kcdsl_backends.empirical.collection.chat import renderer
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress, spoiled_slices
 from kcdsl_backends.empirical.collection.recordings import (
     RolloutContext,
@@ -144,8 +145,9 @@ def prepare(
     progress("load", 1, PREPARE_STEPS)
     tokenizer = model.tokenizer_source
     tokenize = None if tokenizer is None else tokenizer.encode
+    render = None if tokenizer is None else renderer(program.model.checkpoint, files, tokenizer)
     data = {
-        name: requests_of(files, name, tokenize, model.ids)
+        name: requests_of(files, name, tokenize, model.ids, render)
         for name in dict.fromkeys(data_of[s.name] for s in chosen)
     }
     selected = {s.name: select(data[data_of[s.name]], s) for s in chosen}

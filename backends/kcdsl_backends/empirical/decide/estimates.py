@@ -31,7 +31,7 @@ from kcdsl_backends.empirical.decide.values import (
     worst_of_units,
 )
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, MAGNITUDES, RECORDED_AGGREGATES
-from kcdsl_backends.empirical.metrics.sums import REDRAWN, SHARES, SUMS, Sums
+from kcdsl_backends.empirical.metrics.sums import REDRAWN, SHARES, SUMS, SumFunction
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import (
     Confidence,
@@ -338,14 +338,14 @@ def _share(name: str, values: Sequence[Array], settings: Settings) -> Estimate:
     )
 
 
-def _smooth(sums: Sums, parts: Sequence[Sequence[Array]]) -> bootstrap.Smooth:
+def _smooth(sums: SumFunction, parts: Sequence[Sequence[Array]]) -> bootstrap.SmoothFunction:
     def beyond(worst: Array) -> Array | None:
         try:
             return worst if sums.beyond is None else sums.beyond(parts, worst)
         except NotMeasurable:
             return None
 
-    return bootstrap.Smooth(sums.of(parts), sums.value, sums.back, beyond)
+    return bootstrap.SmoothFunction(sums.of(parts), sums.value, sums.back, beyond)
 
 
 def _magnitude_of_mean(name: str, data: SliceData, settings: Settings) -> Estimate:

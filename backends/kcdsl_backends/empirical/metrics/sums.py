@@ -38,7 +38,7 @@ _SHOWN, _UNSEEN = 100, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class SumFunction:
     """A smooth function of sums over requests.
 
     `of` gives the sums [n, S] of the requests; it raises NotMeasurable where they would overflow.
@@ -281,12 +281,12 @@ def _icc(totals: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
-SUMS: Mapping[str, Sums] = {
-    "ess_frac": Sums(_weights, _logit_ess, _logistic, _beyond_ratios),
-    "ess_seq": Sums(_weights, _logit_ess, _logistic, _beyond_ratios),
-    "pearson_p": Sums(_probabilities, _fisher, math.tanh),
-    "pearson_logp": Sums(_pairs, _fisher, math.tanh),
-    "icc": Sums(_within, _icc, lambda x: x),
+SUMS: Mapping[str, SumFunction] = {
+    "ess_frac": SumFunction(_weights, _logit_ess, _logistic, _beyond_ratios),
+    "ess_seq": SumFunction(_weights, _logit_ess, _logistic, _beyond_ratios),
+    "pearson_p": SumFunction(_probabilities, _fisher, math.tanh),
+    "pearson_logp": SumFunction(_pairs, _fisher, math.tanh),
+    "icc": SumFunction(_within, _icc, lambda x: x),
 }
 """Smooth functions of sums, by metric."""
 

@@ -110,7 +110,7 @@ def clustered_ratio(
 
 
 @dataclass(frozen=True, slots=True)
-class Smooth:
+class SmoothFunction:
     """A smooth function of sums of requests: `rows` [n, S] are their sums, `value` the number on a
     scale of nearly equal spread, of totals [..., S], real or complex, and `back` the number itself.
 
@@ -125,7 +125,7 @@ class Smooth:
 
 def clustered_function(
     value: float,
-    smooth: Smooth,
+    smooth: SmoothFunction,
     *,
     seed: int,
     confidence: Confidence | None,
@@ -169,7 +169,7 @@ def clustered_function(
 
 
 def _smooth_limits(
-    smooth: Smooth, rows: Array, confidence: Confidence, seed: int, count: int
+    smooth: SmoothFunction, rows: Array, confidence: Confidence, seed: int, count: int
 ) -> tuple[float, float] | None:
     """Return limits on the scale of a smooth function; None where a resample has no value."""
     n = len(rows)

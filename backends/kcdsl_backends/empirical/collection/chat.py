@@ -1,0 +1,202 @@
+"""Chat templates: rows of messages to text, as transformers renders it.
+
+A template is code of the checkpoint. It is run only by commands that run the model too, in jinja2's
+immutable sandbox: no attribute that begins with an underscore, no change of what it is given. It is
+given no clock, since the same row must be the same tokens tomorrow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.files import Artefacts, companion
+from kcdsl.model.tokenizer import Tokenizer
+from kcdsl.source.files import excerpt, shown
+
+_LARGEST = 16 * 2**20
+"""Bytes of a template, or of the text of one row."""
+_LONGEST = 10**6
+"""Length of what a product in a template may give."""
+_FAULTS = (
+    TypeError, ValueError, RecursionError, ArithmeticError, LookupError, AttributeError, MemoryError
+)  # fmt: skip
+_SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The template of a checkpoint, with the special tokens that it may name."""
+
+    path: Path
+    text: str
+    special: Mapping[str, str]
+
+    def render(self, row: Mapping[str, Any], template: Any) -> str:
+        """Return the text of a row with `messages`.
+
+        Raises Refusal for a template that fails on it, or writes more than 16 MiB.
+        """
+        from jinja2 import TemplateError
+
+        messages = row["messages"]
+        given = {
+            **self.special,
+            "tools": row.get("tools"),
+            "documents": row.get("documents"),
+            "add_generation_prompt": row.get(
+                "add_generation_prompt", messages[-1].get("role") != "assistant"
+            ),
+            **(row.get("chat_template_kwargs") or {}),
+        }
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in template.generate(messages=messages, **given):
+                parts.append(part)
+                size += len(part)
+                if size > _LARGEST:
+                    raise self.refusal("writes more than 16 MiB for one row")
+        except (*_FAULTS, TemplateError) as error:
+            raise self.refusal(f"fails on the row: {excerpt(error, 200)}") from None
+        return "".join(parts)
+
+    def compiled(self) -> Any:
+        """Return the template as jinja2 runs it; raises Refusal for what is none."""
+        from jinja2 import TemplateError
+
+        try:
+            return _environment().from_string(self.text)
+        except (TemplateError, RecursionError) as error:
+            raise self.refusal(f"is no template: {excerpt(error, 200)}") from None
+
+    def refusal(self, what: str) -> Exception:
+        """Return the refusal of the template."""
+        return refuse(
+            codes.TOKENIZER,
+            f"the chat template of {shown(self.path)} {what}",
+            help="give the row its `tokens`, as the trainer counted them",
+        )
+
+
+def renderer(
+    checkpoint: str, files: Artefacts, tokenizer: Tokenizer
+) -> Callable[[Mapping[str, Any]], Sequence[int]]:
+    """Return the function from a row with `messages` to its tokens. The template of the checkpoint
+    is read and compiled at the first such row.
+
+    `tools`, `documents`, `add_generation_prompt` and `chat_template_kwargs` of the row are given to
+    the template. Without `add_generation_prompt` it is true where the last message is not of the
+    assistant.
+    """
+
+    @cache
+    def found() -> tuple[ChatTemplate, Any]:
+        path = files.locate(checkpoint)
+        chat = chat_template(path, files)
+        if chat is None:
+            raise refuse(
+                codes.TOKENIZER,
+                f"the row has `messages`, and no chat template stands beside {shown(path)}",
+                help="add its chat_template.jinja or tokenizer_config.json, or give `tokens`",
+            )
+        return chat, chat.compiled()
+
+    def render(row: Mapping[str, Any]) -> Sequence[int]:
+        chat, template = found()
+        return tokenizer.encode_rendered(chat.render(row, template))
+
+    return render
+
+
+def chat_template(checkpoint: Path, files: Artefacts) -> ChatTemplate | None:
+    """Return the template beside a checkpoint: chat_template.jinja, else the `chat_template` of
+    tokenizer_config.json (of several, the one called `default`); None where there is none."""
+    path = files.beside(checkpoint, "tokenizer_config.json")
+    config: dict[str, Any] = {}
+    if path is not None:
+        try:
+            found = json.loads(files.read(path, companion("tokenizer_config"), _LARGEST))
+        except (ValueError, RecursionError) as error:
+            raise refuse(codes.TOKENIZER, f"{shown(path)} is no JSON: {error}") from None
+        config = found if isinstance(found, dict) else {}
+    special = {name: text for name in _SPECIAL if (text := _text_of(config.get(name))) is not None}
+    own = files.beside(checkpoint, "chat_template.jinja")
+    if own is not None:
+        data = files.read(own, companion("chat_template"), _LARGEST)
+        return ChatTemplate(own, data.decode("utf-8", errors="replace"), special)
+    stated = config.get("chat_template")
+    if isinstance(stated, list):
+        named = {t.get("name"): t.get("template") for t in stated if isinstance(t, dict)}
+        stated = named.get("default")
+    return (
+        ChatTemplate(path, stated, special)
+        if path is not None and isinstance(stated, str)
+        else None
+    )
+
+
+def _text_of(token: Any) -> str | None:
+    """Return the text of a special token: a string, or an object with its `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _environment() -> Any:
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """The sandbox of jinja2, in which a short template cannot make a long value either."""
+
+        intercepted_binops = frozenset({"*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            plain = isinstance(left, int | float) and isinstance(right, int | float)
+            if operator == "*" and not plain:
+                size = len(left) * right if isinstance(right, int) else left * len(right)
+                if size > _LONGEST:
+                    raise SecurityError(f"a product of {size} items")
+            elif operator == "**" or not plain:
+                raise SecurityError(f"`{operator}` of these values is not allowed")
+            return super().call_binop(context, operator, left, right)
+
+    class Generation(Extension):
+        """The tag that marks what the assistant writes: its content, as it is."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(str(message))
+
+    def strftime_now(format: str) -> None:
+        raise TemplateError("it reads the clock: the same row would not be the same tokens")
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    found = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    found.filters["tojson"] = tojson
+    del found.filters["center"]  # of any width
+    found.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return found

@@ -1,0 +1,114 @@
+"""Rows of messages: rendered as transformers renders them, in a sandbox, where a model runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.model.files import Artefacts
+from kcdsl.model.tokenizer import ByteTokenizer
+from kcdsl_backends.empirical.collection.chat import renderer
+from kcdsl_backends.requests import load_requests
+
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "  {%- if message.role == 'tool' %}{% continue %}{% endif %}\n"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}\n"
+    "{%- if message.role == 'assistant' %}{% generation %}{{ message.content | trim }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}\n"
+    "{% if tools %}{{ tools | tojson }}{% endif %}\n"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "Bräuche <kurz>"},
+    {"role": "user", "content": "Hi"},
+    {"role": "tool", "content": "unseen"},
+]
+ANSWERED = [*MESSAGES, {"role": "assistant", "content": " Hello. "}]
+
+
+def _render(folder: Path, row: dict[str, Any]) -> str:
+    render = renderer("model.safetensors", Artefacts.of(folder), ByteTokenizer())
+    return bytes(render(row)).decode("utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": CHATML}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("tools", [None, [{"name": "größe", "values": [1, "<"]}]])
+@pytest.mark.parametrize("messages", [MESSAGES, ANSWERED])
+def test_rows_are_rendered_as_transformers_renders_them(
+    folder: Path, messages: list[dict[str, str]], tools: Any
+) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    wanted = render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=CHATML,
+        add_generation_prompt=messages is MESSAGES,
+        bos_token="<s>",
+        eos_token="</s>",
+    )[0][0]
+    assert _render(folder, {"messages": messages, "tools": tools}) == wanted
+
+
+def test_the_file_of_a_template_goes_before_the_configuration(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages | length }}{{ eos_token }}")
+    assert _render(folder, {"messages": MESSAGES}) == "3</s>"
+    (folder / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert _render(folder, {"messages": MESSAGES}) == "y"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(1000000000) %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'aaaaaaaaaaaaaaaa' * 9999 }}{% endfor %}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{{ 'a' | center(99999999999) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ strftime_now('%d %b %Y') }}",
+        "{{ nothing.at.all }}",
+        "{% if %}",
+    ],
+)
+def test_what_a_template_may_not_do_is_refused(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(Refusal) as error:
+        _render(folder, {"messages": MESSAGES})
+    assert "the chat template of" in str(error.value)
+
+
+def test_no_template_is_run_by_what_only_reads(folder: Path) -> None:
+    path = folder / "requests.jsonl"
+    path.write_text(json.dumps({"id": "a", "messages": MESSAGES}) + "\n")
+    with pytest.raises(Refusal, match="no chat template of the checkpoint is run for it"):
+        load_requests(path, path.name, ByteTokenizer().encode)
+    render = renderer("model.safetensors", Artefacts.of(folder), ByteTokenizer())
+    (found,) = load_requests(path, path.name, None, render=render).requests
+    path.write_text(json.dumps({"id": "a", "messages": MESSAGES, "tokens": found.tokens}) + "\n")
+    assert load_requests(path, path.name, None).requests[0].tokens == found.tokens
+    assert load_requests(path, path.name, None, render=render).requests[0].tokens == found.tokens
+    path.write_text(json.dumps({"id": "a", "messages": MESSAGES, "tokens": [1]}) + "\n")
+    with pytest.raises(Refusal, match="differ from those of `messages`"):
+        load_requests(path, path.name, None, render=render)
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(Refusal, match="no chat template stands beside"):
+        _render(folder, {"messages": MESSAGES})
