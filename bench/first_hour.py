@@ -17,6 +17,7 @@ from bench.common import Figure, report
 SECTIONS = {
     "architectures": "bench.first_hour_architectures",
     "verify": "bench.first_hour_verify",
+    "rollouts": "bench.first_hour_rollouts",
 }
 """Where the figures of each part of the table are measured."""
 

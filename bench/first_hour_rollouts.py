@@ -1,6 +1,6 @@
 """What a recorded batch of reinforcement learning costs to evaluate, in time and memory.
 
-    python -m bench.rollouts [REQUESTS] [TOKENS]
+    python -m bench.first_hour_rollouts [REQUESTS] [TOKENS]
 
 A batch of 512 requests of 2,000 sampled tokens is written as JSONL and as Parquet, and `kcdsl
 evaluate` decides every metric of sampled tokens and of sequences on it, in a process of its own:
@@ -147,30 +147,30 @@ def cost(command: list[str], folder: Path) -> CommandCost:
     return CommandCost(spent, wall, peak, process.returncode)
 
 
-def rollout_figures(requests: int = REQUESTS, tokens: int = TOKENS) -> list[Figure]:
+def figures(requests: int = REQUESTS, tokens: int = TOKENS) -> list[Figure]:
     """Write the batch, evaluate it from both files, and return seconds and memory."""
-    figures = []
+    found: list[Figure] = []
     where = f"{requests} requests of {tokens:,} tokens, every metric of sampled tokens, one thread"
     with tempfile.TemporaryDirectory(prefix="kcdsl-bench-") as name:
         folder = Path(name)
         write(folder, requests, tokens)
         for suffix in ("parquet", "jsonl"):
             command = [sys.executable, "-m", "kcdsl", "evaluate", f"{suffix}.kc.yaml"]
-            found = cost([*command, "-o", f"out-{suffix}"], folder)
+            spent = cost([*command, "-o", f"out-{suffix}"], folder)
             said = f"{where}, {suffix}"
             lower = Better.LOWER
-            figures += [
-                Figure(f"seconds of processor, {suffix}", found.processor, lower, SECONDS, said),
-                Figure(f"seconds, {suffix}", found.wall, lower, None, said),
-                Figure(f"peak memory (GB), {suffix}", found.peak / 1e9, lower, BYTES / 1e9, said),
+            found += [
+                Figure(f"seconds of processor, {suffix}", spent.processor, lower, SECONDS, said),
+                Figure(f"seconds, {suffix}", spent.wall, lower, None, said),
+                Figure(f"peak memory (GB), {suffix}", spent.peak / 1e9, lower, BYTES / 1e9, said),
             ]
-    return figures
+    return found
 
 
 def main() -> int:
     """Measure and report."""
     sizes = [int(a) for a in sys.argv[1:3]]
-    return report("rollouts", rollout_figures(*sizes))
+    return report("first_hour_rollouts", figures(*sizes))
 
 
 if __name__ == "__main__":
