@@ -158,8 +158,9 @@ def _text_of(token: Any) -> str | None:
 
 def _environment() -> Any:
     from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
         """The sandbox of jinja2, in which a short template cannot make a long value either."""
