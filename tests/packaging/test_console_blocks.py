@@ -173,6 +173,7 @@ NOT_RUN = {
         "make coverage": ITSELF,
         "make matrix": ITSELF,
         "make demo": SAME_ROAD,
+        "make docs": NETWORK,
         "make format": SOURCES,
         ".venv/bin/pre-commit install": HOOKS,
     },
@@ -335,8 +336,28 @@ def _example(name: str) -> Callable[[Path, Path], Path]:
     return prepare
 
 
+def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
+    """Stand beside a folder of a small random Llama, as transformers writes it."""
+
+    def prepare(repository: Path, folder: Path) -> Path:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=256, max_position_embeddings=128, **sizes, **heads)
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        return folder
+
+    return prepare
+
+
 FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "docs/tutorials/demo.md": _example("tiny_lm"),
+    "docs/tutorials/first-certificate.md": _hugging_face("my-model"),
+    "docs/tutorials/researchers.md": _hugging_face("my-model"),
+    "docs/tutorials/rl-batch.md": _hugging_face("policy"),
     "certs/README.md": _example("tiny_lm"),
     "docs/reference/attribution.md": _example("tiny_lm"),
     "docs/reference/counterexamples.md": _example("tiny_lm"),
