@@ -40,6 +40,7 @@ EXACT_AS_FLOAT32 = {"F32", "F16", "BF16"}
 _OTHER_PROGRAM = "check model.architecture and the configuration beside the checkpoint"
 _CHUNK = 1 << 22
 _ROWS = 256
+_PART = 1 << 22
 TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -137,14 +138,18 @@ class StoredTensors(Mapping[str, Tensor]):
             yield self._read(key, start, min(start + step, one.end))
 
     def _read(self, key: str, start: int, end: int) -> Tensor:
-        if start == end:
-            return torch.empty(0)
         kind, file = TYPES[self.stored[key].kind], self._files[key]
-        raw = torch.frombuffer(file.read(start, end), dtype=torch.uint8)
-        if raw.storage_offset() % kind.itemsize or raw.data_ptr() % kind.itemsize:
-            raw = raw.clone()
-        found = raw.view(kind).to(torch.float32)
-        _refuse_non_finite(file.path, {key: found})
+        size = kind.itemsize
+        found, at = torch.empty((end - start) // size), start
+        while at < end:  # in parts, so that little is held beside what is returned
+            stop = min((at // _PART + 1) * _PART, end)
+            stop = min(stop + (start - stop) % size, end)
+            raw = torch.frombuffer(file.read(at, stop), dtype=torch.uint8)
+            if raw.storage_offset() % size or raw.data_ptr() % size:
+                raw = raw.clone()
+            part = found[(at - start) // size : (stop - start) // size].copy_(raw.view(kind))
+            _refuse_non_finite(file.path, {key: part})
+            at = stop
         return found
 
 

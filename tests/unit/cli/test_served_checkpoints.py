@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kcdsl.check.compile import load_program
+from kcdsl_backends.empirical.collection.context import KernelContext
+from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.collection.resume import decisive
 from tests.support.quantised import quantise
 from tests.support.small_models import DECODER, write_model
 
@@ -115,3 +120,25 @@ def test_a_norm_that_the_quantiser_changed_is_that_of_the_inference_kernel(
     scales = "model.layers.0.self_attn.o_proj.scales"
     save_file({**held, scales: held[scales] * 2}, place)
     assert proved(cli, folder, "--attack", "off")["bound"] > 1.5 * before
+
+
+def test_what_was_measured_is_not_taken_over_to_another_checkpoint(tmp_path: Path) -> None:
+    folder = prepared(tmp_path, "gptq")
+    program = load_program(folder / "contract.yaml")
+    plan: Any = SimpleNamespace(
+        user=(), metrics=(), norms=(), context=(), temperature=1.0, seed=0, crosscheck=False
+    )
+
+    def parts() -> dict[str, str]:
+        context = prepare(program, folder, crosscheck=False)
+        assert isinstance(context, KernelContext)
+        return decisive(context, plan, ())
+
+    before = parts()
+    assert parts() == before
+    place = folder / "quantised" / "model.safetensors"
+    held = load_file(place)
+    scales = "model.layers.0.self_attn.o_proj.scales"
+    save_file({**held, scales: held[scales] * 2}, place)
+    after = parts()
+    assert {name for name in before if before[name] != after[name]} == {"model"}

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from kcdsl.ir.canonical import digest
-from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.files import Artefacts, companion, file_digest
 from kcdsl.model.own_code import compiled_files, imported_code
 from kcdsl.source.files import is_file
 from kcdsl_backends.empirical.collection.context import KernelContext
@@ -49,6 +49,7 @@ from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import RequestRun
 from kcdsl_backends.requests import Request
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 
 def resume(
@@ -138,6 +139,12 @@ def _outcome(run: RequestRun) -> tuple[object, ...]:
     )
 
 
+def _served(context: KernelContext) -> str | None:
+    """Return the digest of a checkpoint of the inference kernel's own; None where it has none."""
+    files = context.artefacts
+    return None if files is None else files.digests.get(companion(INFER_CHECKPOINT))
+
+
 def key_of(context: KernelContext, plan: MeasurementPlan, requests: Sequence[Request]) -> str:
     """Return the digest of everything that decides what the requests and their checks give."""
     module, _, _ = (context.program.model.module or "").partition(":")
@@ -182,6 +189,7 @@ def decisive(
         "model": [
             {name: value for name, value in context.model.items() if name != "program"},
             dict(context.weights),
+            _served(context),
         ],
         "kernels": dict(context.digests),
         "requests": [

@@ -187,6 +187,12 @@ def _load(
     refuse_unserved(ref.run, adapter, numerics, place.type)
     refuse_strays(numerics, model.linears())
     if ref.checkpoint is not None:
+        if adapter.engine not in ("torch", "compile"):
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                f"{ref.run} quantises weights itself, and the kernel has a checkpoint of its own",
+                help="run torch.eager or torch.sdpa, or leave `checkpoint` out",
+            )
         model = model.as_served()
     _refuse_foreign(ref.run, adapter, model, numerics)
     if adapter.engine == "hf":
