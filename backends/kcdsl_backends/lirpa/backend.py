@@ -209,13 +209,21 @@ def _methods(goal: Goal) -> tuple[str, ...]:
     return ("ibp", "crown") if goal.domains is None else goal.domains
 
 
-def drift_box(problem: BlockProblem, centre: Tensor | None, radius: Tensor, method: str) -> Box:
+def drift_box(
+    problem: BlockProblem,
+    centre: Tensor | None,
+    radius: Tensor,
+    method: str,
+    *,
+    most: int = _LARGEST,
+) -> Box:
     """Return bounds of the drift of a block's output by a method of auto_LiRPA.
 
     Args:
         problem: the block under two numerics.
         centre, radius: the region, [T, D] and broadcastable; centre None for a block on token ids.
         method: one of `METHODS`.
+        most: bytes that CROWN may take, as they are estimated.
 
     Raises:
         NoBound: some result has no interval, or an operation the network does not have.
@@ -225,21 +233,22 @@ def drift_box(problem: BlockProblem, centre: Tensor | None, radius: Tensor, meth
         raise ValueError(f"no method of auto_LiRPA: {method!r}")
     network = DriftNetwork(problem, centre, radius)
     if method != "ibp":
-        _refuse_large(problem, method)
+        _refuse_large(problem, method, most)
     low, high = bounds(network, network.entries, method)
     shape = problem.graph.node(problem.graph.output).shape
     return Box(low.reshape(shape), high.reshape(shape))
 
 
-def _refuse_large(problem: BlockProblem, method: str) -> None:
+def _refuse_large(problem: BlockProblem, method: str, most: int) -> None:
     """Refuse a block for whose coefficients there is too little memory.
 
     CROWN carries one functional back for each element of what a nonlinear operation reads: matrices
     of the largest result times the largest result, some of them at a time.
     """
-    size = problem.size
+    leaves = ("param", "constant")
+    size = max(math.prod(n.shape) for n in problem.graph.nodes if n.op not in leaves)
     needed = 8 * 8 * min(size, _WIDEST) * size
-    if needed > _LARGEST:
+    if needed > most:
         raise Unanswered(
             f"{method} would take about {needed / 2**30:.0f} GB for results of {size:,} numbers"
         )

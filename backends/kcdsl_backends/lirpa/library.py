@@ -130,21 +130,27 @@ class _Traced(AutogradFunction):
     """A function of `SCALAR` as an operation of its own in a traced network."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str, floor: float) -> Tensor:
         """Return the function of this name."""
         return SCALAR[name].value(x)
 
     @staticmethod
-    def symbolic(graph: Any, x: Any, name: str) -> Any:
+    def symbolic(graph: Any, x: Any, name: str, floor: float) -> Any:
         """Return the operation that stands in the graph."""
-        found = graph.op(f"kcdsl::{name}", x)
+        found = graph.op(f"kcdsl::{name}", x, floor_f=floor)
         found.setType(x.type())
         return found
 
 
-def scalar(name: str, x: Tensor) -> Tensor:
-    """Return a function of `SCALAR` so that the library meets it as one operation."""
-    found: Tensor = _Traced.apply(x, name)  # type: ignore[no-untyped-call]
+def scalar(name: str, x: Tensor, floor: float = -math.inf) -> Tensor:
+    """Return a function of `SCALAR` so that the library meets it as one operation.
+
+    Args:
+        name: of the function.
+        x: its argument.
+        floor: a number below which the argument never is, whatever the library says of it.
+    """
+    found: Tensor = _Traced.apply(x, name, floor)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -232,15 +238,19 @@ def _library() -> _Library:
             def __init__(self, *args: Any, **options: Any) -> None:
                 super().__init__(*args, **options)
                 self.requires_input_bounds = [0]
+                self.floor = float(self.attr["floor"])
+
+            def _inside(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+                return low.clamp_min(self.floor), high.clamp_min(self.floor)
 
             def forward(self, x: Tensor) -> Tensor:
                 return function.value(x)
 
             def interval_propagate(self, *boxes: Any) -> tuple[Tensor, Tensor]:
-                return function.range(boxes[0][0], boxes[0][1])
+                return function.range(*self._inside(boxes[0][0], boxes[0][1]))
 
             def bound_backward(self, last_lA: Any, last_uA: Any, *x: Any, **_: Any) -> Any:
-                under, least, over, most = function.planes(x[0].lower, x[0].upper)
+                under, least, over, most = function.planes(*self._inside(x[0].lower, x[0].upper))
 
                 def back(a: Any, pair: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Any:
                     if a is None:

@@ -38,12 +38,14 @@ class Allowance:
             several; None: it has one.
         entering: the quantised input of a linear less the input; None: it is not quantised.
         shift: what is taken off the scores of a softmax before exp.
+        floor: what the sums of a softmax after that are at least.
     """
 
     error: Box | None
     apart: Tensor | None = None
     entering: Box | None = None
     shift: Tensor | None = None
+    floor: float = 0.0
 
 
 def allowances(
@@ -83,8 +85,10 @@ def _allowance(step: Step, state: Known, side: int) -> Allowance:
         box = (scores.train, scores.infer)[side]
         highest = box.hi if state.mask is None else box.hi.where(state.mask, -torch.inf)
         shift = highest.amax(-1, keepdim=True)
+        lowest = box.lo if state.mask is None else box.lo.where(state.mask, -torch.inf)
+        floor = float((lowest - shift).exp().sum(-1).amin()) * (1 - 2.0**-30)
         apart = state.apart[side] if node.name in several_of else None
-        return Allowance(Box.around(rounding), apart, None, shift)
+        return Allowance(Box.around(rounding), apart, None, shift, floor)
     error = None if state.errors is None else state.errors[side]
     apart = state.apart[side] if node.name in several_of else None
     if apart is not None and node.op in ONCE and error is not None:
@@ -331,7 +335,7 @@ class _Side:
 
     def _softmax(self, node: Node, scores: Tensor) -> Tensor:
         """Return exp(s - c) over its sums; c is a constant of each row."""
-        shift = self.known[node.name].shift
+        shift, floor = self.known[node.name].shift, self.known[node.name].floor
         assert shift is not None
         e = scalar("exp", scores + self.network.made_of(shift, "", lambda t: -t))
         if len(node.inputs) > 1:
@@ -341,13 +345,14 @@ class _Side:
                 lambda: self.kernels.mask(source).expand(node.shape),
             )
         total = self._times(e, "sum", node.shape[-1], lambda n: torch.ones(n, 1))
-        return e * scalar("reciprocal", total)
+        return e * scalar("reciprocal", total, floor)
 
     def _norm(self, node: Node, x: Tensor) -> Tensor:
         if node.op == "layer_norm":
             x = self._times(x, "centre", node.shape[-1], lambda n: torch.eye(n) - 1.0 / n)
         mean = self._times(x * x, "mean", node.shape[-1], lambda n: torch.full((n, 1), 1.0 / n))
-        y = x * scalar("rsqrt", mean + float(node.attrs["eps"]))
+        eps = float(node.attrs["eps"])
+        y = x * scalar("rsqrt", mean + eps, eps)
         for index, name in enumerate(node.inputs[1:]):
             held = self._constant(self.nodes[name])
             y = y + held if index else y * held
