@@ -88,10 +88,10 @@ def batch(requests: int, tokens: int) -> dict[str, list[NDArray[np.float64]]]:
     generator = np.random.default_rng(0)
     found: dict[str, list[NDArray[np.float64]]] = {}
     for row in range(requests):
-        infer = -generator.exponential(0.6, size=tokens)
+        infer = -0.5 - generator.exponential(0.6, size=tokens)
         level = 0.01 * np.exp(generator.normal() / 2)
-        noise = level * generator.standard_t(4, size=tokens)
-        train = np.minimum(infer + noise - noise**2 / 2, 0.0)
+        excess = np.clip(level * generator.standard_t(4, size=tokens), -0.39, 0.39)
+        train = infer + np.log1p(excess)  # E w = 1
         cells = {
             "prompt": generator.integers(0, 32_000, size=200),
             "tokens": generator.integers(0, 32_000, size=tokens),
