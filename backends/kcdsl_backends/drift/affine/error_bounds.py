@@ -211,6 +211,8 @@ def _compressed(functionals: Adjoint) -> Adjoint:
 
 BATCH = 512
 """Functionals bounded by one reverse pass."""
+REST = 128
+"""Elements of the rows of a head from which on each row is bounded by a pass of its own."""
 NUMBERS = 2**23
 """Numbers of the functionals of several rows that are bounded by one reverse pass."""
 MOST_NUMBERS = 2**28
@@ -223,11 +225,11 @@ def unit_functionals(
     """Yield (first index, start, stop, functionals) that read single elements of a tensor.
 
     Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them. At
-    most `size` come together; where a rest has more, or with `by_row`, none of two rows of the last
+    most `size` come together; where a rest has many, or with `by_row`, none of two rows of the last
     dimension. The same elements of all rows follow one another: much of them is the same.
     """
     rest, count = shape[1:], math.prod(shape[1:])
-    if len(shape) > 1 and (by_row or len(shape) == 2 or count > size):
+    if len(shape) > 1 and (by_row or len(shape) == 2 or count > min(size, REST)):
         for start in range(0, shape[-1], size):
             part = _unit(start, min(shape[-1], start + size), shape[-1], device)
             for row in rows(shape):
