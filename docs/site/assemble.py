@@ -81,7 +81,15 @@ def page(path: str, place: str, places: Mapping[str, str]) -> str:
     text = linked((ROOT / path).read_text(encoding="utf-8"), path, places)
     if place in reference.GENERATED:
         text += reference.GENERATED[place]()
-    return with_examples(re.sub(r"-->\n(?=\|)", "-->\n\n", text))
+    text = re.sub(r"-->\n(?=\|)", "-->\n\n", text)
+    return with_examples(unescaped(text))
+
+
+def unescaped(text: str) -> str:
+    """Return a text without backslashes before bars in code of tables, which GitHub needs alone."""
+    row = re.compile(r"^\|.*$", re.MULTILINE)
+    code = re.compile(r"`[^`\n]+`")
+    return row.sub(lambda line: code.sub(lambda c: c[0].replace("\\|", "|"), line[0]), text)
 
 
 # --- pages and links -----------------------------------------------------------------------------
@@ -166,7 +174,9 @@ def definition(path: str, name: str) -> int | None:
 def source_page(path: str) -> str:
     """Return the page of a file: its text, before that of a schema a table of its fields."""
     text = (ROOT / path).read_text(encoding="utf-8")
-    above = reference.schema_table(json.loads(text)) if path.endswith(".schema.json") else ""
+    above = (
+        unescaped(reference.schema_table(json.loads(text))) if path.endswith(".schema.json") else ""
+    )
     suffix = path.rpartition(".")[2]
     language = LANGUAGES.get(suffix, suffix if "." in path else "text")
     return f'{HIDDEN}# {path}\n\n{above}``````{language} linenums="1"\n{text}\n``````\n'

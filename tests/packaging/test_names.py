@@ -62,6 +62,7 @@ OTHER_OPTIONS = {
     "--resume", "--list", "--tokens", "--block",
     "--no-deps", "--no-build-isolation", "--prefix", "--import-mode",
     "--logprobs-mode", "--model-path", "--strict",
+    "--save-debug-rollout-data", "--save-debug-train-data",
 }  # fmt: skip
 """Options of pip, pytest, mypy, servers and the programs of bench/."""
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from docs.site.assemble import ASSETS, linked, pages
+from docs.site.assemble import ASSETS, linked, pages, unescaped
 from tests.support.browser import browser
 
 MOST_SECONDS = 600
@@ -127,6 +127,11 @@ def test_links_become_those_of_the_site() -> None:
         "[a](../../tests)": "a",
     }.items():
         assert linked(text, source, places) == wanted
+
+
+def test_bars_in_code_of_tables_are_plain() -> None:
+    """Python-Markdown shows the backslash that GitHub needs."""
+    assert unescaped("| `a\\|b` | c\\|d |\n`e\\|f`\n") == "| `a|b` | c\\|d |\n`e\\|f`\n"
 
 
 def test_what_is_not_downloaded_lies_here() -> None:
