@@ -207,8 +207,8 @@ def _first_line(error: BaseException) -> str:
 def _refuse_misfits(found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Refuse weights that are missing, left over or of another shape, as `match_tensors` does."""
     problems = []
-    misfits = {name: misfits(found, name) for name in MISFITS}
-    if misfits["missing_keys"] and checkpoint.others:
+    keys = {name: misfits(found, name) for name in MISFITS}
+    if keys["missing_keys"] and checkpoint.others:
         key, kind = next(iter(checkpoint.others.items()))
         problems.append(
             Diagnostic(
@@ -224,8 +224,8 @@ def _refuse_misfits(found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         ("mismatched_keys", "the configuration demands other shapes of"),
     ):
         code = codes.CHECKPOINT_SHAPE if name == "mismatched_keys" else codes.CHECKPOINT_TENSORS
-        if misfits[name]:
-            named = ", ".join(misfits[name][:4])
+        if keys[name]:
+            named = ", ".join(keys[name][:4])
             problems.append(Diagnostic(code, f"{words} {named}", help=_TOGETHER))
     if problems:
         raise Refusal(problems)
