@@ -60,7 +60,7 @@ def recheck(
         clause: CertifiedClause = dataclasses.replace(body.clauses[0], proof=reference)
         clause = dataclasses.replace(clause, **changes)
         found = _Rederived() if outcome is None else outcome
-        monkeypatch.setattr(checker, "recheck", lambda proof, path: found, raising=False)
+        monkeypatch.setattr(checker, "recheck", lambda proof, path, served: found, raising=False)
         result = Rechecker(tmp_path, tmp_path / "w")(clause, body.triple)
         return result.outcome, result.reason
 
@@ -98,6 +98,7 @@ def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
         (lambda p: p["functional"].update(kind="no_flip"), "proof/functional-mismatch"),
         (lambda p: p["functional"].update(kind="odd"), "proof/functional-mismatch"),
         (lambda p: p["checkpoint"].update(sha256="0" * 64), "proof/checkpoint-mismatch"),
+        (lambda p: p["checkpoint"].update(infer="0" * 64), "proof/checkpoint-mismatch"),
         (lambda p: p["cases"][0]["region"].update(kind="points"), "proof/region-mismatch"),
         (lambda p: p.update(cases=[]), "proof/region-mismatch"),
         (lambda p: p["cases"].append(p["cases"][0]), "proof/region-mismatch"),
@@ -219,7 +220,7 @@ def test_a_proof_is_rederived_once_for_all_clauses(
     calls: list[Path] = []
     checker = ModuleType("kcdsl_certs.recheck")
 
-    def rederive(proof: bytes, path: Path) -> _Rederived:
+    def rederive(proof: bytes, path: Path, served: Path | None) -> _Rederived:
         calls.append(path)
         return _Rederived()
 
