@@ -152,7 +152,8 @@ def _work(problem: Any, centre: Any, radius: Any, method: str) -> Callable[[], f
 
     match method:
         case "attack":
-            return lambda: attack(*problem.simulators(), "inf", centre, radius).value
+            train, infer = problem.simulators()
+            return lambda: attack(train, infer, "inf", centre, radius).value
         case "interval":
             return lambda: float(problem.bound(centre, radius).output.drift.mag().amax())
         case "affine":
