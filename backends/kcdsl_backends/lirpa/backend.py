@@ -233,24 +233,28 @@ def drift_box(
         raise ValueError(f"no method of auto_LiRPA: {method!r}")
     network = DriftNetwork(problem, centre, radius)
     if method != "ibp":
-        _refuse_large(problem, method, most)
+        _refuse_large(problem, network, method, most)
     low, high = bounds(network, network.entries, method)
     shape = problem.graph.node(problem.graph.output).shape
     return Box(low.reshape(shape), high.reshape(shape))
 
 
-def _refuse_large(problem: BlockProblem, method: str, most: int) -> None:
+def _refuse_large(problem: BlockProblem, network: DriftNetwork, method: str, most: int) -> None:
     """Refuse a block for whose coefficients there is too little memory.
 
-    CROWN carries one functional back for each element of what a nonlinear operation reads: matrices
-    of the largest result times the largest result, some of them at a time.
+    CROWN carries one functional back for each element of what a nonlinear operation reads: to all
+    inputs of the network, above and below, and through every term of products of two results.
     """
-    leaves = ("param", "constant")
-    size = max(math.prod(n.shape) for n in problem.graph.nodes if n.op not in leaves)
-    needed = 8 * 8 * min(size, _WIDEST) * size
+    nodes = {node.name: node for node in problem.graph.nodes}
+    results = [node for node in nodes.values() if node.op not in ("param", "constant")]
+    rows = max(math.prod(node.shape) for node in results)
+    products = [node for node in results if node.op == "matmul"]
+    terms = [math.prod(node.shape) * nodes[node.inputs[0]].shape[-1] for node in products]
+    inputs = sum(entry.low.numel() for entry in network.entries)
+    needed = 8 * min(rows, _WIDEST) * (4 * inputs + 16 * max(terms, default=0))
     if needed > most:
         raise Unanswered(
-            f"{method} would take about {needed / 2**30:.0f} GB for results of {size:,} numbers"
+            f"{method} would take about {needed / 2**30:.0f} GB for results of {rows:,} numbers"
         )
 
 
