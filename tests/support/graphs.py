@@ -39,15 +39,17 @@ def _remembered(
     length: int,
     tokens: Sequence[int] | Tensor | None = None,
     formats: Iterable[str] = (),
+    *,
+    any_length: bool = False,
 ) -> BlockGraph:
     from kcdsl.model.lowering import block_graph
 
     if not model.built_in:
-        return block_graph(model, block, length, tokens, formats)
+        return block_graph(model, block, length, tokens, formats, any_length=any_length)
     ids = () if tokens is None else (int(t) for t in tokens)
-    key = _digest(model, block, length, ids, sorted(formats))
+    key = _digest(model, block, length, ids, (*sorted(formats), str(any_length)))
     if key not in _KNOWN:
-        _KNOWN[key] = block_graph(model, block, length, tokens, formats)
+        _KNOWN[key] = block_graph(model, block, length, tokens, formats, any_length=any_length)
     return _KNOWN[key]
 
 

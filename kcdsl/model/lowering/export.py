@@ -23,7 +23,7 @@ from kcdsl.model.lowering.agreement import MOST, refuse_other_program
 from kcdsl.model.lowering.calls import Traced, lower
 from kcdsl.model.lowering.drafts import Drafts, finish, remove_dead
 from kcdsl.model.lowering.evaluate import NAMES, TYPES, traced_format
-from kcdsl.model.lowering.rewrites import RULES, joined_views, mark_attention
+from kcdsl.model.lowering.rewrites import RULES, joined_views, mark_attention, spread_operands
 
 _FAKE = "torch._subclasses.fake_tensor"
 _HARMLESS = frozenset({"aten::detach_"})
@@ -36,6 +36,8 @@ def block_graph(
     length: int,
     tokens: Sequence[int] | Tensor | None = None,
     formats: Iterable[str] = (),
+    *,
+    any_length: bool = False,
 ) -> BlockGraph:
     """Return the graph of a block for sequences of `length` tokens.
 
@@ -57,7 +59,7 @@ def block_graph(
         for seed, format in enumerate(wanted if len(wanted) > 1 else wanted * 2)
     ]
     drafts = lower(traced, ids)
-    simplify(drafts)
+    simplify(drafts, any_length)
     graph = finish(drafts, block, None if ids is not None else tuple(example.shape))
     if max(math.prod(node.shape) for node in graph.nodes) <= MOST:
         params = {key: model.weights[key].numpy() for key in graph.parameters}
@@ -113,13 +115,18 @@ def _chance(seed: int) -> Iterator[None]:
             np.random.set_state(before[1])
 
 
-def simplify(drafts: Drafts) -> None:
-    """Apply every rewrite, remove what nothing reads, mark attention, and join views."""
+def simplify(drafts: Drafts, any_length: bool) -> None:
+    """Apply every rewrite, remove what nothing reads, mark attention, and join views.
+
+    A graph that speaks of `any_length` keeps operands that broadcast over rows as they are.
+    """
     remove_dead(drafts)
     for rule in RULES:
         drafts.rewrite(rule)
     remove_dead(drafts)
     mark_attention(drafts)
+    if not any_length:
+        spread_operands(drafts)
     drafts.rewrite(joined_views)
     remove_dead(drafts)
 

@@ -145,6 +145,26 @@ def joined_views(drafts: Drafts, node: Draft) -> Draft | None:
     return replace(node, inputs=source.inputs, attrs=view.attrs)
 
 
+def spread_operands(drafts: Drafts) -> None:
+    """Let products read each result in their own shape: one that broadcasts becomes a view first,
+    whose rule every domain has."""
+    nodes: dict[str, Draft] = {}
+    for name, node in drafts.nodes.items():
+        inputs: list[str] = []
+        for source in node.inputs if node.op == "mul" else ():
+            operand = drafts.nodes[source]
+            if operand.shape != node.shape and operand.op not in LEAVES:
+                wide = f"{name}.{len(inputs)}"
+                attrs = View.expanded(operand.shape, node.shape).attrs
+                nodes[wide] = replace(
+                    operand, name=wide, op="view", inputs=(source,), shape=node.shape, attrs=attrs
+                )
+                source = wide
+            inputs.append(source)
+        nodes[name] = replace(node, inputs=tuple(inputs)) if inputs else node
+    drafts.nodes = nodes
+
+
 ONE_ROUNDING = OPERATIONS - LEAVES - UNROUNDED - {"cast"}
 """Operations whose rules bound what they form inside, a rounding of the result there included."""
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from kcdsl.model.presets import resolve
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
+from kcdsl_backends.drift.functionals import drift_bound
 from tests.support.decoders import (
     FORMS,
     TOKENS,
@@ -119,3 +122,17 @@ def test_a_kernel_that_does_not_cap_scores_is_refused(tmp_path: Path, cli: Any) 
     ran = cli("compile", cwd=tmp_path)
     assert ran.code == 2
     assert "caps its attention scores" in ran.stdout + ran.stderr
+
+
+def test_a_gain_that_is_computed_has_affine_forms_and_bounds_at_any_length(tmp_path: Path) -> None:
+    """The gain 1 + weight is a view where rows are known, and as it stands where they are not."""
+    model = saved_model("Gemma 3", tmp_path)
+    kernel = resolve(KERNELS["bfloat16"])
+    factory = ProblemFactory(model, resolve({"preset": "torch-eager"}), kernel, torch.device("cpu"))
+    problem, centre = factory.problem("attn_0", TOKENS), factory.centre("attn_0", TOKENS)
+    assert centre is not None
+    point = torch.zeros(1, 1, dtype=torch.float64)
+    boxes = drift_bound(problem.bound(centre, point).output.drift, "inf")
+    forms = drift_bound(problem.forms(centre, point, None).box(), "inf")
+    assert forms < boxes / 2
+    assert factory.sequences("attn_0", 8).graph.input_shape == (2, 16)

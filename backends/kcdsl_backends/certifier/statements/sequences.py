@@ -50,10 +50,12 @@ def sequence_graph(
     Refuse a block that is another one at another length, that mixes rows outside of attention, or
     whose positions do not reach `longest`.
     """
-    graph = block_graph(model, block, SHOWN, formats=formats)
+    graph = block_graph(model, block, SHOWN, formats=formats, any_length=True)
     try:
         axes = row_axes(graph)
-        compare(graph, axes, block_graph(model, block, _OTHER, formats=formats), _OTHER)
+        compare(
+            graph, axes, block_graph(model, block, _OTHER, formats=formats, any_length=True), _OTHER
+        )
         whole = _longest(model, graph, longest, formats)
         shape = whole.input_shape or (0,)
         compare(graph, axes, whole, shape[0])
@@ -123,7 +125,7 @@ def _longest(model: Model, graph: BlockGraph, longest: int, formats: Sequence[st
     if rotation is None:
         rows = min(longest, MOST_COMPARED, model.limits[1] or longest)
     try:
-        return block_graph(model, graph.block, rows, formats=formats)
+        return block_graph(model, graph.block, rows, formats=formats, any_length=True)
     except Refusal as refusal:
         if rotation is None:
             reason = refusal.diagnostics[0].message
