@@ -344,9 +344,15 @@ def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = LlamaConfig(vocab_size=256, max_position_embeddings=128, **sizes, **heads)
+        config = LlamaConfig(
+            vocab_size=256,
+            max_position_embeddings=128,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
         LlamaForCausalLM(config).save_pretrained(folder / name)
         return folder
 
