@@ -88,7 +88,7 @@ def clauses_for(
     if evidence is Evidence.RUN:
         found += _proved(blocks if release else blocks[:1], ball=release)
     if evidence is not Evidence.RUN:
-        found += _of_rollouts(("all", *named), scored=evidence is Evidence.SCORED)
+        found += _of_rollouts(("all", *named))
     elif width is not None:
         found += _of_states(width, wide, named)
     else:
@@ -187,8 +187,7 @@ def _of_states(width: int, wide: tuple[str, ...], named: Sequence[str]) -> list[
     ]  # fmt: skip
 
 
-def _of_rollouts(slices: tuple[str, ...], *, scored: bool) -> list[DraftClause]:
-    del scored
+def _of_rollouts(slices: tuple[str, ...]) -> list[DraftClause]:
     return [
         DraftClause(
             "N-RATIO", "mean(abs(log_ratio))", "<=", "0.01", "nats",

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.draft.clauses import DraftPurpose, Evidence, clauses_for
 from kcdsl.draft.folder import COMPUTE, ModelFolder, quantisation_of, read_folder
-from kcdsl.draft.quantisation import serving_kernel, training_kernel
+from kcdsl.draft.quantisation import serving_kernel, stored_kernel, training_kernel
 from kcdsl.draft.rows import given_rows, own_rows, slices_of
 from kcdsl.draft.text import Draft, RecordedKernel, contract_text
+from kcdsl.model.checkpoint.headers import INDEX, SINGLE, read_headers
 from kcdsl.model.configuration import read_config
 from kcdsl.model.files import Artefacts
 from kcdsl.source.files import is_file, missing, shown
@@ -67,7 +68,11 @@ class DraftFiles:
     contract: Path
     more: tuple[tuple[Path, bytes], ...] = ()
     allow: tuple[Path, ...] = ()
-    example: bool = False
+
+    @property
+    def recorded(self) -> bool:
+        """Say whether a kernel of the draft is a recording."""
+        return isinstance(self.draft.infer, RecordedKernel)
 
     @property
     def text(self) -> str:
@@ -146,9 +151,16 @@ def _of_model(
     config = None if folder is None else _quantisation(folder)
     if config is None:
         config = model.quantised
-    infer = serving_kernel(
-        model.compute, model.architecture, config, model.tensors, capped=model.capped
-    )
+    infer = None
+    served: tuple[Path, ...] = ()
+    if folder is not None and config is not None and _has_weights(folder):
+        named = _reference(folder, base)
+        infer = stored_kernel(model.compute, model.architecture, config, named, capped=model.capped)
+        served = tuple(read_headers(folder).files)
+    if infer is None:
+        infer = serving_kernel(
+            model.compute, model.architecture, config, model.tensors, capped=model.capped
+        )
     blocks = () if model.unproved else ("attn_0", "mlp_0")
     notes = [f"not in this contract: {text}" for text in infer.unmet]
     if model.unproved:
@@ -175,14 +187,8 @@ def _of_model(
         tuple(notes),
     )
     more = () if rows.text is None else ((base / rows.path, rows.text.encode()),)
-    named = [
-        model.checkpoint,
-        *model.files,
-        model.path / "config.json",
-        model.tokenizer,
-        request.data,
-    ]
-    return DraftFiles(draft, contract, more, _outside(base, named))
+    read = [model.checkpoint, *model.files, model.path / "config.json", model.tokenizer]
+    return DraftFiles(draft, contract, more, _outside(base, [*read, request.data, *served]))
 
 
 def _refuse_quantised(model: ModelFolder) -> None:
@@ -214,6 +220,10 @@ def _quantisation(folder: Path) -> Any:
             help="leave --quantised out where the weights are served as they were trained",
         )
     return found
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(is_file(folder / name) for name in (SINGLE, INDEX))
 
 
 def _about(model: ModelFolder) -> str:
@@ -330,7 +340,7 @@ def _example(request: DraftRequest, here: Path) -> DraftFiles:
     base = contract.parent
     files = tuple((base / file, data) for file, data in brought)
     more = tuple((base / path.name, data) for path, data in made.more)
-    return DraftFiles(made.draft, contract, (*files, *more), example=True)
+    return DraftFiles(made.draft, contract, (*files, *more))
 
 
 # --- places ---------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ class DraftKernel:
     says: str
     """How it is called in a comment."""
     unmet: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    """The weights that it reads instead of those of the model, as the contract names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,9 @@ def serving_kernel(
     attention in the format of training. A configuration of an unknown method is named in `unmet`.
     """
     read = None if config is None else read_quantisation(config)
-    order: tuple[str, ...] = _HF if architecture == "hf" else _ORDER
-    if capped:
-        order = tuple(run for run in order if ADAPTERS[run].style != "fused")
+    order = _order(architecture, capped)
     base: Section = {"compute": compute}
+    order = _order(architecture, capped)
     kept: dict[str, Section] = {}
     said: tuple[str, ...] = ()
     if read is not None:
@@ -106,6 +107,31 @@ def serving_kernel(
     return DraftKernel(found[0], found[1], compute, (*said, plain))
 
 
+def stored_kernel(
+    compute: str, architecture: str, config: Mapping[str, Any], checkpoint: str, *, capped: bool
+) -> DraftKernel | None:
+    """Return the kernel that reads quantised weights as they are stored and multiplies them
+    dequantised; None for a method that no reader knows."""
+    if str(config.get("quant_method", "")).lower() not in _STORED:
+        return None
+    read = read_quantisation(config)
+    found = _served({"compute": compute}, _order(architecture, capped)[:2])
+    if found is None or architecture == "hf":
+        return None
+    wanted = {"activations": read.activations, "kv_cache": read.kv_cache}
+    lost = tuple(_DROPPED[key].format(_short(part)) for key, part in wanted.items() if part)
+    return DraftKernel(found[0], found[1], f"{compute}, stored codes", lost, checkpoint)
+
+
+def _order(architecture: str, capped: bool) -> tuple[str, ...]:
+    order: tuple[str, ...] = _HF if architecture == "hf" else _ORDER
+    if capped:
+        order = tuple(run for run in order if ADAPTERS[run].style != "fused")
+    return order
+
+
+_STORED = frozenset({"awq", "compressed-tensors", "gptq", "modelopt"})
+"""Methods whose codes and scales are read from the checkpoint."""
 _DROPPED = {
     "kv_cache": "the KV cache in {}, which no local kernel keeps",
     "overrides": "linears that stay as they are ({}): the local kernel quantises all alike",

@@ -126,6 +126,8 @@ def _slices(clause: DraftClause) -> Sequence[str]:
 def _kernel(kernel: DraftKernel | RecordedKernel, *, recomputed: bool) -> Iterator[str]:
     if isinstance(kernel, DraftKernel):
         yield f"run: {kernel.run}  # {kernel.says}"
+        if kernel.checkpoint is not None:
+            yield f"checkpoint: {_scalar(kernel.checkpoint)}"
         yield f"numerics: {_flow(kernel.numerics)}"
         return
     yield "run: recorded"

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.api.backends import formal_backend
+from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import argument, choice, switch, value
-from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common.options import (
     KERNELS,
     RunsCode,
@@ -23,7 +24,6 @@ from kcdsl.cli.common.options import (
     output_option,
 )
 from kcdsl.cli.common.output import deliver, print_json
-from kcdsl.cli.common.plugins import formal_backend
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import BAD_TIME, CANNOT_TRANSFER, FILE_MISSING, NO_PACKAGE, USAGE
 from kcdsl.diagnostics.render.terminal import json_text, one_line, printable
@@ -32,6 +32,7 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kcdsl.api.checking import CheckResult
     from kcdsl.model.files import Artefacts
     from kcdsl.release.transfer import Regions, TransferPlan
     from kcdsl_certs.signatures import SigningKey, Trust
@@ -71,7 +72,7 @@ class CheckCommand(Trusts):
 
     def run(self) -> Exit:
         """Check certificates: 0 valid, 4 invalid; what could not be read is refused (2)."""
-        report = self._report()
+        report = self.checked().combined
         if self.json:
             print_json(report.to_json())
         else:
@@ -79,6 +80,12 @@ class CheckCommand(Trusts):
             if self.signature_only and report.accepted:
                 print("looked at: the signed statement alone, no proof and no evidence beside it")
         return Exit.HELD if report.accepted else Exit.CERTIFICATE_INVALID
+
+    def checked(self) -> CheckResult:
+        """Return what the checks say; raises Refusal for what cannot be read."""
+        from kcdsl.api.checking import CheckResult
+
+        return CheckResult(self._report())
 
     def _report(self) -> Combined:
         from kcdsl.model.files import Artefacts

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from kcdsl.api.backends import solver_backend
+from kcdsl.api.contract import contracts_in, find_contract
 from kcdsl.check.compile import analyse, compile_source, no_program
 from kcdsl.cli.common import Command, argument, choice, switch, value
-from kcdsl.cli.common.contracts import contracts_in, find_contract
 from kcdsl.cli.common.options import contract_argument, output_option, seconds
 from kcdsl.cli.common.output import counted, deliver, difference
-from kcdsl.cli.common.plugins import solver_backend
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE, USAGE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, LintRun, render

@@ -11,8 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.api.contract import find_contract
 from kcdsl.cli.common import Command, argument, choice
-from kcdsl.cli.common.contracts import find_contract
 from kcdsl.cli.common.options import code_words
 from kcdsl.cli.common.output import counted, print_json
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse

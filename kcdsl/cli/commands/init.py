@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import output_option
-from kcdsl.cli.common.output import say
-from kcdsl.diagnostics import Refusal, Sink
+from kcdsl.cli.common.output import progress_bars, say
+from kcdsl.diagnostics import Refusal, Sink, refuse
+from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.draft.clauses import DraftPurpose
 from kcdsl.exits import Exit
@@ -39,6 +40,10 @@ class InitCommand(Command):
         "FOLDER", "the weights as they are served: its quantisation configuration is read"
     )
     temperature: str = value("T", "the temperature that recorded tokens were drawn at", "1")
+    measure: bool = switch(
+        "run the model: limits from the noise of the training kernel, and from bounds that are "
+        "proved now"
+    )
     force: bool = switch("replace files that are already there")
     output: str | None = output_option(
         "FILE", "the contract (default: contract.yaml here, or beside a model that lies elsewhere)"
@@ -59,14 +64,41 @@ class InitCommand(Command):
             temperature=self.temperature,
         )
         found = draft_of(wanted, here, _recording)
+        if self.measure and found.recorded:
+            raise refuse(
+                USAGE,
+                "--measure runs the model, and the inference kernel is a recording here",
+                help="leave it out",
+            )
         make_folder(found.contract.parent)
         files = [NewFile(path, data, 0o644) for path, data in found.more]
         text = found.text
         _refuse_defect(text, found.contract)
         files.append(NewFile(found.contract, text.encode(), 0o644))
         write_together(files, replace=self.force)
+        if self.measure:
+            found = _measured(found)
         _print(found, [file.path for file in files])
         return Exit.HELD
+
+
+def _measured(found: DraftFiles) -> DraftFiles:
+    """Write the contract once more, with limits from runs; return what was written."""
+    from dataclasses import replace
+
+    from kcdsl.api.contract import load
+    from kcdsl.api.evaluation import EvaluateSettings
+    from kcdsl.api.verification import VerifySettings
+    from kcdsl.draft.measure import measured_clauses
+    from kcdsl.source.writing import write_bytes
+
+    evaluating = EvaluateSettings(seconds=5.0, bound_seconds=0.0, progress=progress_bars, tell=say)
+    verifying = VerifySettings(attack=False, confirm=False, cache="off", progress=progress_bars)
+    contract = load(found.contract)
+    clauses = measured_clauses(contract, found.draft.clauses, evaluating, verifying)
+    found = replace(found, draft=replace(found.draft, clauses=clauses))
+    write_bytes(found.contract, found.text.encode())
+    return found
 
 
 def _path(name: str | None) -> Path | None:
@@ -75,7 +107,7 @@ def _path(name: str | None) -> Path | None:
 
 def _recording(path: Path) -> Any:
     """Return what the measuring backend says of a recording; None for rows that are none."""
-    from kcdsl.cli.common.plugins import measuring_backend
+    from kcdsl.api.backends import measuring_backend
 
     return measuring_backend().recording(path)
 

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kcdsl.api.contract import contracts_in
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
-from kcdsl.cli.common.contracts import contracts_in
 from kcdsl.cli.common.options import code_words, output_option
 from kcdsl.cli.common.output import Output, counted, outputs
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse

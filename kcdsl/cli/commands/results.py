@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.api.backends import choose_device, measuring_backend, replaying_backend
+from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import Command, argument, choice, value, values
-from kcdsl.cli.common.contracts import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common.options import (
     KERNELS,
     Device,
     RunsCode,
-    choose_device,
     contract_argument,
     device_option,
     fingerprints_in,
@@ -31,7 +31,6 @@ from kcdsl.cli.common.output import (
     report_in,
     say,
 )
-from kcdsl.cli.common.plugins import measuring_backend, replaying_backend
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
@@ -409,7 +408,7 @@ def _is_trace(file: Path) -> bool:
 
 def _under(backend: Any, trace: Any, given: str) -> Concluded:
     """Return what the evidence says of a changed contract."""
-    from kcdsl.cli.commands.evaluate import accepted_findings, implied_clauses
+    from kcdsl.api.evaluation import accepted_findings, implied_clauses
     from kcdsl.source.files import in_contract
 
     contract = read_contract(given)

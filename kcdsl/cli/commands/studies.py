@@ -9,13 +9,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kcdsl.api.backends import attributor, choose_device, measuring_backend, planner
+from kcdsl.api.contract import read_contract, refuse_foreign_code, results_folder
 from kcdsl.cli.common import argument, choice, switch, value, values
-from kcdsl.cli.common.contracts import read_contract, refuse_foreign_code, results_folder
 from kcdsl.cli.common.options import (
     Device,
     Looks,
     RunsCode,
-    choose_device,
     contract_argument,
     count,
     device_option,
@@ -30,7 +30,6 @@ from kcdsl.cli.common.options import (
 )
 from kcdsl.cli.common.options import requirement as read_requirement
 from kcdsl.cli.common.output import deliver, progress_bars, say
-from kcdsl.cli.common.plugins import attributor, measuring_backend, planner
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import UNKNOWN_SLICE, USAGE
 from kcdsl.diagnostics.render.terminal import json_text

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal, InvalidOperation
@@ -16,13 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kcdsl.cli.common.declare import Command, argument, choice, switch, value, values
-from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import NO_DEVICE
 from kcdsl.route.catalogue import ENGINES
 
 if TYPE_CHECKING:
     from kcdsl.release.requirements import Fingerprints
-    from kcdsl.route.catalogue import Execution
     from kcdsl_certs.signatures import Trust
 
 
@@ -191,21 +185,6 @@ def device_option(default: Device = Device.AUTO) -> Any:
     return choice(Device, "where kernels run; auto takes CUDA where there is one", default)
 
 
-def choose_device(wanted: Device) -> str:
-    """Return "cuda" or "cpu": `auto` takes CUDA where there is one. Raises Refusal without CUDA."""
-    visible = "CUDA_VISIBLE_DEVICES"
-    if wanted == Device.CUDA and os.environ.get(visible, "all") in ("", "-1"):
-        raise refuse(
-            NO_DEVICE, f"{visible} hides every CUDA device", help="unset it, or use --device cpu"
-        )
-    import torch
-
-    available = torch.cuda.is_available()
-    if wanted == Device.CUDA and not available:
-        raise refuse(NO_DEVICE, "torch sees no CUDA device", help="use --device cpu")
-    return "cuda" if available and wanted != Device.CPU else "cpu"
-
-
 def jobs_option(what: str, usual: str) -> Any:
     """Declare `--jobs`; `usual` says how many there are by default."""
     return value("N", f"{what} at a time; 1 works in this process (default: {usual})", read=count)
@@ -215,36 +194,6 @@ def engine_option(what: str) -> Any:
     """Declare `--engine`."""
     help = f"where {what} run: processes of this machine, or a ray cluster"
     return choice(Engine, help, Engine.PROCESSES)
-
-
-def execution_of(
-    engine: Engine, jobs: int | None, threads: int | None, cache: str | None
-) -> Execution:
-    """Return how work is spread; the folder of the cache is made if it can be."""
-    from kcdsl.route.catalogue import Execution
-    from kcdsl.source.writing import make_folder
-
-    folder: Path | None = None
-    if cache is None:
-        folder = _usual_cache()
-    elif cache != "off":
-        folder = Path(cache).resolve()
-        make_folder(folder)
-    return Execution(engine.value, jobs, threads, folder)
-
-
-def _usual_cache() -> Path | None:
-    """Return the folder of the cache where the user said nothing; None if there can be none."""
-    from kcdsl.source.files import user_place
-
-    base = user_place("XDG_CACHE_HOME", ".cache")
-    if base is not None:
-        folder = base / "kcdsl" / "certifier"
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-    print("note: there is no folder for the cache; nothing is remembered", file=sys.stderr)
-    return None
 
 
 def fingerprints_in(kernels: str | None) -> Fingerprints | None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.cli.commands.evaluate import EvaluateCommand
+from kcdsl.api import evaluation
 from tests.support.reports import report_schema
 from tests.support.small_models import DECODER, ENCODER, write_model
 
@@ -251,7 +251,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
     """Training writes its next checkpoint to the same place while the last one is measured."""
     folder = write(KL)
     cli("keygen", "-o", folder / "kcdsl.key")
-    certificate = EvaluateCommand._certificate
+    certificate = evaluation._certificate
 
     def overtaken(*given: Any) -> tuple[bytes | None, str]:
         content = bytearray((folder / "model.safetensors").read_bytes())
@@ -259,7 +259,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
         (folder / "model.safetensors").write_bytes(content)
         return certificate(*given)
 
-    monkeypatch.setattr(EvaluateCommand, "_certificate", overtaken)
+    monkeypatch.setattr(evaluation, "_certificate", overtaken)
     ran = cli("evaluate", "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 2
     assert "KC608" in ran.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.cli.commands import evaluate
+from kcdsl.api import evaluation
 
 CONTRACT = """\
 kcdsl: 1
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def measuring() -> Any:
         raise AssertionError("something is measured")
 
-    monkeypatch.setattr(evaluate, "measuring_backend", measuring)
+    monkeypatch.setattr(evaluation, "measuring_backend", measuring)
     (tmp_path / "contract.yaml").write_text(CONTRACT)
     return tmp_path
 

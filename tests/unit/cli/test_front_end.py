@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kcdsl
+from kcdsl.api.contract import find_contract
 from kcdsl.cli import COMMANDS, application, main
 from kcdsl.cli.common import Command
-from kcdsl.cli.common.contracts import find_contract
 from kcdsl.diagnostics import Refusal
 from kcdsl.exits import Exit
 

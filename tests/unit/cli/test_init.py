@@ -14,6 +14,7 @@ from kcdsl.draft.clauses import DraftPurpose
 from kcdsl.draft.quantisation import serving_kernel
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
+from tests.support.quantised import FORMATS, quantise
 from tests.support.small_models import DECODER, ENCODER, write_model
 
 PURPOSES = tuple(DraftPurpose)
@@ -351,3 +352,64 @@ def test_quantised_weights_beside_the_trained_ones(cli: Any, tmp_path: Path) -> 
     assert ran.code == 0, ran.stderr
     accepted(cli, tmp_path / "contract.yaml")
     assert load_program(tmp_path / "contract.yaml").infer.run == "torch.scaled_mm"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", FORMATS)
+def test_stored_codes_are_read_as_they_are(cli: Any, tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, config={**DECODER, "hidden_size": 32, "intermediate_size": 32})
+    quantise(tmp_path, tmp_path / "served", name)
+    words = ("--quantised", "served", "--data", "prompts.jsonl")
+    ran = cli("init", *words, cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    accepted(cli, tmp_path / "contract.yaml")
+    assert load_program(tmp_path / "contract.yaml").model.served == "served"
+    evaluated(cli, tmp_path / "contract.yaml")
+
+
+# --- from a folder to a signed certificate --------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_four_commands_lead_to_a_signed_certificate(cli: Any, tmp_path: Path, kind: str) -> None:
+    more = {"num_key_value_heads": 2} if kind == "llama" else {"n_embd": 16, "n_layer": 1}
+    saved(tmp_path, kind, **more, **({} if kind == "llama" else {"n_head": 4, "n_positions": 64}))
+    commands = [
+        ("init", kind, "--measure"),
+        ("keygen",),
+        ("verify", "--block", "attn_0", "--sign", "kcdsl.key"),
+        ("check", "out/verify-attn_0.cert.json", "--key", "kcdsl.key.pub"),
+    ]
+    proved = "attn_0" in _drafted(cli, tmp_path, kind)
+    if not proved:
+        commands[2] = ("evaluate", "--sign", "kcdsl.key", "--seconds", "5")
+        commands[3] = ("check", "out/evaluate.cert.json", "--key", "kcdsl.key.pub")
+    for words in commands:
+        ran = cli(*words, cwd=tmp_path)
+        assert ran.code == 0 or (words[0] == "evaluate" and ran.code in (1, 3)), ran.stderr
+    assert "usual" not in (tmp_path / "contract.yaml").read_text().partition("N-KL")[0]
+
+
+def _drafted(cli: Any, folder: Path, kind: str) -> str:
+    ran = cli("init", kind, "-o", folder / "probe.kc.yaml", cwd=folder)
+    assert ran.code == 0, ran.stderr
+    for name in ("probe.kc.yaml", "prompts.jsonl"):
+        (folder / name).unlink()
+    return str(ran.stdout)
+
+
+def test_limits_are_rounded_away_from_what_was_measured() -> None:
+    from fractions import Fraction
+
+    from kcdsl.draft.measure import _rounded
+
+    for value in (
+        Fraction(1, 3),
+        Fraction(123456, 10**9),
+        Fraction(98765, 1000),
+        Fraction(5, 10**7),
+    ):
+        up, down = (Fraction(_rounded(value, up=each)) for each in (True, False))
+        assert down <= value <= up <= value * Fraction(101, 100)
+        assert down >= value * Fraction(99, 100)

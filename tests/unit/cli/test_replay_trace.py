@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kcdsl.cli.commands.evaluate import EvaluateCommand
+from kcdsl.api import evaluation
 from kcdsl.model.architectures.llama import build
 from kcdsl_backends.empirical.table.checkpoint import _frames
 from tests.support.commands import run_here
@@ -357,14 +357,14 @@ def test_where_nothing_could_be_written_what_was_measured_is_kept(
 ) -> None:
     """The folder of the picture is there when the evaluation begins, and gone at its end."""
     (folder / "there").mkdir()
-    write = EvaluateCommand._write
+    write = evaluation._write
 
     def late(*given: Any) -> list[str]:
         (folder / "there").rmdir()
         return write(*given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(EvaluateCommand, "_write", late)
+        patched.setattr(evaluation, "_write", late)
         ran = cli(*EVALUATE, "-o", "made", "--svg", "there/x.svg", cwd=folder)
     assert ran.code == 2
     assert "there is no folder there" in ran.stderr

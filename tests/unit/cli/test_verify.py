@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kcdsl.cli.commands.verify import VerifyCommand
+from kcdsl.api import verification
 from kcdsl_certs.verification.proofs import SOME_MARGIN
 from tests.support.small_models import write_model
 
@@ -276,7 +276,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
 ) -> None:
     """Training writes its next checkpoint to the same place while the last one is being proved."""
     write(HELD)
-    decide = VerifyCommand._decide
+    decide = verification._decide
 
     def overtaken(*given: Any) -> Any:
         outcomes = decide(*given)
@@ -286,7 +286,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
         (folder / name).write_bytes(content + b"\n" * ("json" in name))
         return outcomes
 
-    monkeypatch.setattr(VerifyCommand, "_decide", overtaken)
+    monkeypatch.setattr(verification, "_decide", overtaken)
     ran = cli("verify", "--attack", "off", cwd=folder)
     assert ran.code == 2
     assert "KC608" in ran.stderr
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_no_certificate_can_name_is_refused_at_once(
     write(HELD)
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     (folder / "model.safetensors").symlink_to("weights.safetensors")
-    monkeypatch.setattr(VerifyCommand, "_decide", lambda *given: pytest.fail("hours of proving"))
+    monkeypatch.setattr(verification, "_decide", lambda *given: pytest.fail("hours of proving"))
     ran = cli("verify", cwd=folder)
     assert (ran.code, "KC648" in ran.stderr) == (2, True)
 
@@ -352,7 +352,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
     (folder / "other").mkdir(mode=0o555)
     if place == "read only":
         monkeypatch.setattr("os.access", lambda path, mode: Path(path) != folder / "other")
-    monkeypatch.setattr(VerifyCommand, "_decide", lambda *given: pytest.fail("hours of proving"))
+    monkeypatch.setattr(verification, "_decide", lambda *given: pytest.fail("hours of proving"))
     ran = cli("verify", "-o", output, cwd=folder)
     assert (ran.code, "KC602" in ran.stderr) == (2, True)
 

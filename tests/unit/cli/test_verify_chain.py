@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.cli.commands import verify
+from kcdsl.api import verification as verify
 from kcdsl.diagnostics import Refusal
 from tests.support.small_models import write_contract, write_model
 

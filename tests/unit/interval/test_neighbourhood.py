@@ -188,11 +188,11 @@ def test_the_ends_are_float32_numbers_around_the_region() -> None:
 def test_a_backend_that_does_not_say_so_is_never_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kcdsl.cli.common.plugins import formal_backend
+    from kcdsl.api.backends import formal_backend
     from kcdsl.diagnostics import Refusal
 
     silent = BackendSpec("silent", "json:loads", frozenset({Fragment.UNIVERSAL_DRIFT}))
-    monkeypatch.setattr("kcdsl.cli.common.plugins.catalogue", lambda: (silent,))
+    monkeypatch.setattr("kcdsl.api.backends.catalogue", lambda: (silent,))
     assert formal_backend(None).spec is silent
     with pytest.raises(Refusal) as refused:
         formal_backend(None, around_weights=True)

@@ -194,7 +194,7 @@ def test_what_can_be_looked_at_is_believed(
     """By the command; whatever the backend prints does not stand on stdout."""
     known = (*catalogue(), MINE)
     monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: known)
-    monkeypatch.setattr("kcdsl.cli.common.plugins.catalogue", lambda: known)
+    monkeypatch.setattr("kcdsl.api.backends.catalogue", lambda: known)
     ran = cli("verify", "--backend", "mine", "--json", cwd=prepare("prints", limit))
     (goal,) = json.loads(ran.stdout)["goals"]
     assert (ran.code, goal["verdict"], goal["backend"]) == (code, verdict, "mine"), ran

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.cli.commands.verify import VerifyCommand
+from kcdsl.api import verification
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.kernels import Recording
 from kcdsl.ir.terms import KernelRef
@@ -108,7 +108,7 @@ def test_weights_replaced_after_they_were_loaded_are_not_signed(
     honest, other = folder / "model.safetensors", folder / "other.safetensors"
     other_weights(honest, other)
     good, bad = honest.read_bytes(), other.read_bytes()
-    decide = VerifyCommand._decide
+    decide = verification._decide
 
     def swapped(*given: Any) -> Any:
         honest.write_bytes(bad)
@@ -117,7 +117,7 @@ def test_weights_replaced_after_they_were_loaded_are_not_signed(
         finally:
             honest.write_bytes(good)
 
-    monkeypatch.setattr(VerifyCommand, "_decide", swapped)
+    monkeypatch.setattr(verification, "_decide", swapped)
     ran = cli("verify", "--attack", "off", cwd=folder)
     assert (ran.code, "KC608" in ran.stderr) == (2, True)
     assert "the checkpoint changed" in ran.stderr
@@ -127,7 +127,7 @@ def test_weights_replaced_after_they_were_loaded_are_not_signed(
 def test_data_replaced_after_they_were_read_are_not_signed(
     folder: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, decide = folder / "prompts.jsonl", VerifyCommand._decide
+    data, decide = folder / "prompts.jsonl", verification._decide
     good = data.read_bytes()
 
     def swapped(*given: Any) -> Any:
@@ -137,7 +137,7 @@ def test_data_replaced_after_they_were_read_are_not_signed(
         finally:
             data.write_bytes(good)
 
-    monkeypatch.setattr(VerifyCommand, "_decide", swapped)
+    monkeypatch.setattr(verification, "_decide", swapped)
     ran = cli("verify", "--attack", "off", cwd=folder)
     assert (ran.code, "prompts.jsonl changed" in ran.stderr) == (2, True)
 

@@ -6,22 +6,71 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from kcdsl.api.results import Shows
 from kcdsl.diagnostics import Refusal, Suppressed, refuse
 from kcdsl.diagnostics.codes import FOREIGN_CODE, NO_CONTRACT, SEVERAL_CONTRACTS
 from kcdsl.source.config import load_config
 from kcdsl.source.files import missing, open_regular, shown
 
 if TYPE_CHECKING:
-    from kcdsl.ir.terms import Program
+    from typing import Unpack
+
+    from kcdsl.api.evaluation import Evaluation
+    from kcdsl.api.verification import Verification
+    from kcdsl.ir.terms import Clause, Program
 
 _LIBRARY = re.compile(rb"^library[ \t]*:", re.MULTILINE)
 
 
+class Verifies(TypedDict, total=False):
+    """What `Contract.verify` takes beside blocks and clauses: the options of `kcdsl verify`."""
+
+    backend: str | None
+    backend_seconds: float
+    domains: str | None
+    states: str | None
+    weights: str | None
+    alpha: str | None
+    attack: bool
+    chain: bool
+    confirm: bool
+    device: str
+    engine: str
+    jobs: int | None
+    threads: int | None
+    time_limit: float | None
+    cache: str | None
+    output: str | None
+    sign: Sequence[str]
+    stage: str
+    lifetime: timedelta
+    allow_code: bool
+
+
+class Evaluates(TypedDict, total=False):
+    """What `Contract.evaluate` takes beside slices: the options of `kcdsl evaluate`."""
+
+    device: str
+    seed: int
+    seconds: float
+    bound_seconds: float
+    fresh: bool
+    looks: int | None
+    jobs: int | None
+    engine: str
+    output: str | None
+    sign: Sequence[str]
+    stage: str
+    lifetime: timedelta
+    allow_code: bool
+
+
 @dataclass(frozen=True, slots=True)
-class Contract:
+class Contract(Shows):
     """A contract that was found and compiled, with its accepted findings."""
 
     path: Path
@@ -32,6 +81,60 @@ class Contract:
     def base(self) -> Path:
         """Return the folder that its paths are relative to."""
         return self.path.resolve().parent
+
+    @property
+    def clauses(self) -> tuple[Clause, ...]:
+        """Return the clauses, in the order of the contract."""
+        return self.program.clauses
+
+    def verify(
+        self,
+        block: str | Sequence[str] = (),
+        *,
+        clause: str | Sequence[str] = (),
+        **options: Unpack[Verifies],
+    ) -> Verification:
+        """Decide the clauses about every input of a region, those of the named blocks or clauses
+        alone, and write a certificate or its statement. Raises Refusal."""
+        from kcdsl.api.verification import VerifySettings, verify
+
+        return verify(
+            self, VerifySettings(blocks=_several(block), clauses=_several(clause), **options)
+        )
+
+    def evaluate(
+        self, slices: str | Sequence[str] = (), **options: Unpack[Evaluates]
+    ) -> Evaluation:
+        """Run both kernels on the slices and decide the measured clauses; write report, traces and
+        the certificate or its statement. Raises Refusal."""
+        from kcdsl.api.evaluation import EvaluateSettings, evaluate
+
+        return evaluate(self, EvaluateSettings(slices=_several(slices), **options))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each clause."""
+        from kcdsl.ir.printer import formula_text
+
+        return [
+            {
+                "clause": clause.id,
+                "level": clause.level.value,
+                "family": clause.family.value,
+                "slices": ", ".join(clause.slices),
+                "requirement": formula_text(clause.require),
+            }
+            for clause in self.clauses
+        ]
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def load(path: str | os.PathLike[str] | None = None) -> Contract:
+    """Return the contract of a file or of a folder with one contract; by default that of the
+    current folder, as commands find it. Raises Refusal with the diagnostics."""
+    return read_contract(None if path is None else os.fspath(path))
 
 
 def read_contract(given: str | None) -> Contract:

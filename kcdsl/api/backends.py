@@ -7,13 +7,19 @@ backend needs is not installed.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import NO_BACKEND, WEIGHTS_REGION
+from kcdsl.diagnostics.codes import NO_BACKEND, NO_DEVICE, WEIGHTS_REGION
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
+
+if TYPE_CHECKING:
+    from kcdsl.route.catalogue import Execution
 
 _DOCTOR = "`kcdsl doctor` says how to install what is missing"
 
@@ -116,3 +122,55 @@ def formal_backend(
         f"there is no backend {name!r}" if name else "no installed backend decides drift clauses",
         help=f"backends: {', '.join(s.name for s in able) or 'none; see kcdsl doctor'}",
     )
+
+
+# --- where work runs ------------------------------------------------------------------------------
+
+
+def choose_device(wanted: str) -> str:
+    """Return "cuda" or "cpu": `auto` takes CUDA where there is one. Raises Refusal without CUDA."""
+    visible = "CUDA_VISIBLE_DEVICES"
+    if wanted == "cuda" and os.environ.get(visible, "all") in ("", "-1"):
+        raise refuse(
+            NO_DEVICE, f"{visible} hides every CUDA device", help="unset it, or use --device cpu"
+        )
+    import torch
+
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise refuse(NO_DEVICE, "torch sees no CUDA device", help="use --device cpu")
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+def execution_of(
+    engine: str,
+    jobs: int | None,
+    threads: int | None,
+    cache: str | None,
+    tell: Callable[[str], None],
+) -> Execution:
+    """Return how work is spread; the folder of the cache is made if it can be."""
+    from kcdsl.route.catalogue import Execution
+    from kcdsl.source.writing import make_folder
+
+    folder: Path | None = None
+    if cache is None:
+        folder = _usual_cache(tell)
+    elif cache != "off":
+        folder = Path(cache).resolve()
+        make_folder(folder)
+    return Execution(engine, jobs, threads, folder)
+
+
+def _usual_cache(tell: Callable[[str], None]) -> Path | None:
+    """Return the folder of the cache where the user said nothing; None if there can be none."""
+    from kcdsl.source.files import user_place
+
+    base = user_place("XDG_CACHE_HOME", ".cache")
+    if base is not None:
+        folder = base / "kcdsl" / "certifier"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+    tell("note: there is no folder for the cache; nothing is remembered")
+    return None

@@ -1,0 +1,1 @@
+"""The functions behind the commands, for programs and notebooks (docs/reference/python.md)."""

@@ -1,0 +1,360 @@
+"""Running both kernels of a contract, deciding its measured clauses, and writing the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.api.backends import choose_device, measuring_backend, solver_if_installed
+from kcdsl.api.contract import Contract, refuse_foreign_code, results_folder
+from kcdsl.api.results import Shows, no_progress, quiet
+from kcdsl.api.verification import recording
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.api.results import Progress
+    from kcdsl.diagnostics import Suppressed
+    from kcdsl.ir.terms import Program
+    from kcdsl.model.files import Artefacts
+    from kcdsl.release.requirements import Fingerprints
+    from kcdsl.release.signing import Target
+    from kcdsl.source.writing import NewFile
+    from kcdsl.verdict.report import ImpliedClause, Report
+    from kcdsl_certs.signatures import SigningKey
+
+_UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateSettings:
+    """How clauses are measured; each field is the option of `kcdsl evaluate` of its name.
+
+    `more` are further files with their content for a report; they are written with the others.
+    """
+
+    slices: Sequence[str] = ()
+    device: str = "auto"
+    seed: int = 0
+    seconds: float = 20.0
+    bound_seconds: float = 10.0
+    fresh: bool = False
+    looks: int | None = 1
+    jobs: int | None = None
+    engine: str = "processes"
+    output: str | None = None
+    sign: Sequence[str] = ()
+    stage: str = "offline-ci"
+    lifetime: timedelta = field(default_factory=lambda: timedelta(days=90))
+    allow_code: bool = False
+    more: Sequence[tuple[Path, Callable[[Report], bytes]]] = ()
+    progress: Callable[[], AbstractContextManager[Progress]] = no_progress
+    tell: Callable[[str], None] = quiet
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(Shows):
+    """The report of an evaluation, and the files that were written."""
+
+    report: Report
+    files: tuple[str, ...]
+    target: Target
+    uncertified: str | None
+    """Why there is no statement of a certificate; None where there is one."""
+
+    @property
+    def exit(self) -> Exit:
+        """Return the exit code of the command."""
+        return self.report.exit
+
+    @property
+    def held(self) -> bool:
+        """Say whether every clause that was decided holds."""
+        return self.exit is Exit.HELD
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document `kcdsl.report/2`."""
+        return self.report.to_json()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each clause on each slice."""
+        names = ("clause", "level", "slice", "requirement", "value", "low", "high", "threshold")
+        return [
+            {name: row[name] for name in (*names, "unit", "n", "evidence", "verdict", "reason")}
+            for row in self.to_json()["clauses"]
+        ]
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        from kcdsl.verdict.html import page
+
+        whole = escape(page(self.to_json()), quote=True)
+        return f'<iframe srcdoc="{whole}" width="100%" height="640"></iframe>'
+
+
+def measured(
+    contract: Contract, settings: EvaluateSettings, program: Program | None = None
+) -> Report:
+    """Return the report of an evaluation of a contract, or of `program` in its place; nothing is
+    written. Raises Refusal."""
+    from kcdsl.source.files import in_contract
+
+    program = contract.program if program is None else program
+    refuse_foreign_code(contract, allowed=settings.allow_code)
+    backend, device = measuring_backend(), choose_device(settings.device)
+    with in_contract(contract.path), settings.progress() as progress:
+        setting = backend.prepare(
+            program,
+            contract.base,
+            device=device,
+            slices=settings.slices,
+            seed=settings.seed,
+            seconds=settings.seconds,
+            looks=settings.looks,
+            bound_seconds=settings.bound_seconds,
+            progress=progress,
+        )
+        report: Report = backend.conclude(backend.gather(setting, progress))
+    return report
+
+
+def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
+    """Run both kernels, decide the measured clauses and write the files of the evaluation, all or
+    none; raises Refusal."""
+    from kcdsl.model.files import Artefacts
+    from kcdsl.release.signing import Target, written_as
+    from kcdsl.source.files import in_contract
+    from kcdsl.source.writing import refuse_targets
+
+    program, base = contract.program, contract.base
+    refuse_foreign_code(contract, allowed=settings.allow_code)
+    keys = _keys_for(program, settings.sign)
+    device = choose_device(settings.device)
+    # What no certificate can name is refused before hours of measuring.
+    files = Artefacts.of(base)
+    unnamed = _unnamed(program, files, bool(keys))
+    folder = results_folder(settings.output, contract.path)
+    stem = folder / "evaluate"
+    refuse_targets(_targets(settings, folder, written_as(stem, bool(keys))), made=(folder,))
+    target = Target.of(stem, keys)
+    backend = measuring_backend()
+    kept = backend.checkpoint(folder / "evaluate.journal", fresh=settings.fresh, tell=settings.tell)
+    with closing(kept) as checkpoint:
+        with in_contract(contract.path), settings.progress() as progress:
+            setting = backend.prepare(
+                program,
+                base,
+                device=device,
+                slices=settings.slices,
+                seed=settings.seed,
+                seconds=settings.seconds,
+                looks=settings.looks,
+                bound_seconds=settings.bound_seconds,
+                progress=progress,
+                **recording(backend.prepare, program, files),
+            )
+            spread = backend.spread(
+                program,
+                base,
+                device=device,
+                slices=settings.slices,
+                seed=settings.seed,
+                engine=settings.engine,
+                jobs=settings.jobs,
+            )
+            with _dropped_if_refused(checkpoint):
+                evidence = replace(
+                    backend.gather(setting, progress, checkpoint, spread),
+                    implied=implied_clauses(program),
+                    accepted=accepted_findings(contract.accepted),
+                )
+                report: Report = backend.conclude(evidence)
+        trace = backend.write_trace(evidence, report)
+        made = _evidence(folder, report, trace, backend.records(evidence), checkpoint.resumed)
+        stated, why = None, unnamed or ""
+        if unnamed is None:
+            stated, why = _certificate(settings, contract, files, report, made, keys)
+        written = _write(settings, folder, report, made, (target.path, stated))
+        checkpoint.remove()
+    return Evaluation(report, tuple(written), target, why if stated is None else None)
+
+
+def _targets(settings: EvaluateSettings, folder: Path, target: Path) -> list[Path]:
+    """Return every file that the evaluation is to write."""
+    names = ["trace.parquet", "trace.jsonl", "kernels.json", "report.html", "report.json"]
+    return [
+        *(folder / name for name in (*names, target.name)),
+        *(file for file, _ in settings.more),
+    ]
+
+
+def _certificate(
+    settings: EvaluateSettings,
+    contract: Contract,
+    files: Artefacts,
+    report: Report,
+    made: Mapping[str, NewFile],
+    keys: Sequence[SigningKey],
+) -> tuple[bytes | None, str]:
+    """Return the certificate, or its statement, or why there is none where no key is to
+    sign."""
+    from kcdsl.release.issue import issue, resting_on
+    from kcdsl.release.results import certified_clauses
+
+    try:
+        stated = issue(
+            program=contract.program,
+            base=files,
+            clauses=certified_clauses(contract.program, files, report),
+            keys=keys,
+            fingerprints=_fingerprints(report),
+            stage=settings.stage,
+            lifetime=settings.lifetime,
+            suppressed=contract.accepted,
+            assumptions=tuple(filter(None, (report.model.get("program"),))),
+            evidence=resting_on({role: (file.path, file.data) for role, file in made.items()}),
+            loaded=files.digests,
+        )
+    except Refusal as refusal:
+        if keys or refusal.diagnostics[0].code is not codes.CANNOT_CERTIFY:
+            raise
+        return None, refusal.diagnostics[0].message
+    return stated, ""
+
+
+def _write(
+    settings: EvaluateSettings,
+    folder: Path,
+    report: Report,
+    evidence: Mapping[str, NewFile],
+    stated: tuple[Path, bytes | None],
+) -> list[str]:
+    """Write all files of the evaluation, all or none, the report last; return their names."""
+    from kcdsl.source.writing import NewFile, make_folder, result, write_together
+    from kcdsl.verdict.html import page
+
+    make_folder(folder)
+    files = [file for role, file in evidence.items() if role != "report"]
+    target, data = stated
+    if data is not None:
+        files.append(result(target, data))
+    for file, content in settings.more:
+        files.append(NewFile(file, content(report), 0o644))
+    files.append(result(folder / "report.html", page(report.to_json()).encode()))
+    files.append(evidence["report"])
+    write_together(files, replace=True)
+    return [str(file.path) for file in files]
+
+
+def _unread(program: Program) -> bool:
+    """Say whether both kernels are recorded: a certificate would name weights that nothing read."""
+    return program.train.recording is not None and program.infer.recording is not None
+
+
+def _keys_for(program: Program, named: Sequence[str]) -> tuple[SigningKey, ...]:
+    """Return the keys that sign the certificate; refuse any that are named for recorded kernels."""
+    from kcdsl.release.signing import signing_keys
+
+    if named and _unread(program):
+        raise refuse(
+            codes.CANNOT_CERTIFY,
+            f"{_UNCERTIFIED} that a certificate would name",
+            help="evaluate without --sign, or let the training kernel run",
+        )
+    return signing_keys(named)
+
+
+def _unnamed(program: Program, files: Artefacts, signing: bool) -> str | None:
+    """Return why no certificate can name what is read, None if one can; where keys are to sign,
+    that is refused."""
+    from kcdsl.release.artefacts import refuse_untrusted
+
+    if _unread(program):
+        return _UNCERTIFIED
+    try:
+        refuse_untrusted(program, files)
+    except Refusal as refusal:
+        if signing:
+            raise
+        return refusal.diagnostics[0].message
+    return None
+
+
+@contextmanager
+def _dropped_if_refused(checkpoint: Any) -> Iterator[None]:
+    """Remove the run checkpoint of an evaluation that would be refused by whoever repeats it."""
+    again = {codes.ABOVE_CERTIFIED, codes.NOTHING_TO_EVALUATE, codes.METRIC_OUT_OF_REACH}
+    try:
+        yield
+    except Refusal as refusal:
+        if again & {found.code for found in refusal.diagnostics}:
+            checkpoint.remove()
+        raise
+
+
+def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
+    """Return the clauses that would follow from drift clauses, were those proved at their limit."""
+    from kcdsl.inequalities import round_up
+    from kcdsl.route.goals import goals
+    from kcdsl.verdict.outcome import ProvedDrift
+    from kcdsl.verdict.report import ImpliedClause
+
+    premises = tuple(
+        ProvedDrift(
+            clause_id=goal.clause.id,
+            block=goal.block,
+            slice=goal.region.slice,
+            region=goal.region.kind,
+            norm=goal.functional,
+            bound=round_up(goal.threshold),
+            temperature=program.constants.temperature,
+        )
+        for goal in goals(program)
+        if goal.threshold is not None
+    )
+    smt = solver_if_installed() if premises else None
+    if smt is None:
+        return ()
+    return tuple(
+        ImpliedClause(item.clause_id, item.slice, item.by, tuple(item.steps))
+        for item in smt.derive(program, premises)
+    )
+
+
+def accepted_findings(suppressed: Sequence[Suppressed]) -> tuple[str, ...]:
+    """Return what a report says of accepted findings."""
+    return tuple(
+        f"{item.diagnostic.code} is accepted in line {item.line} of the contract: {item.reason}"
+        for item in suppressed
+    )
+
+
+def _fingerprints(report: Report) -> Fingerprints:
+    """Return what identifies the kernels that ran, with the device they ran on."""
+    return {side: report.kernels[side]["fingerprint"] for side in ("train", "infer")}
+
+
+def _evidence(
+    folder: Path, report: Report, trace: bytes, records: Any, resumed: bytes
+) -> dict[str, NewFile]:
+    """Return the files that the results rest on, by what a certificate calls them; `resumed` is
+    what was taken over from the run checkpoint of an earlier one."""
+    import json
+
+    from kcdsl.release.requirements import kernels_document
+    from kcdsl.source.writing import result
+
+    lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)
+    found = {
+        "trace": result(folder / "trace.parquet", trace),
+        "records": result(folder / "trace.jsonl", "".join(lines).encode()),
+        "kernels": result(folder / "kernels.json", kernels_document(_fingerprints(report))),
+    }
+    if resumed:
+        found["journal"] = result(folder / "resumed.journal", resumed)
+    return {**found, "report": result(folder / "report.json", report.dumps().encode())}

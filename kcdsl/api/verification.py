@@ -1,0 +1,467 @@
+"""Deciding the formal clauses of a contract, and writing certificates of what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.api.backends import (
+    choose_device,
+    execution_of,
+    formal_backend,
+    solver_if_installed,
+)
+from kcdsl.api.contract import Contract, refuse_foreign_code, results_folder
+from kcdsl.api.results import Shows, no_progress, quiet
+from kcdsl.diagnostics import Refusal, Severity, refuse
+from kcdsl.diagnostics.codes import (
+    NO_BACKEND,
+    NO_DOMAIN,
+    NO_GOAL,
+    NO_PROBABILITY,
+    UNKNOWN_CLAUSE,
+    WEIGHTS_REGION,
+    Code,
+)
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.api.results import Progress
+    from kcdsl.ir.terms import Program
+    from kcdsl.model.files import Artefacts
+    from kcdsl.release.signing import Target
+    from kcdsl.route.catalogue import Execution
+    from kcdsl.route.goals import Goal
+    from kcdsl.verdict.outcome import GoalOutcome, Implied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifySettings:
+    """How clauses are decided; each field is the option of `kcdsl verify` of its name."""
+
+    blocks: Sequence[str] = ()
+    clauses: Sequence[str] = ()
+    backend: str | None = None
+    backend_seconds: float = 3600.0
+    domains: str | None = None
+    states: str | None = None
+    weights: str | None = None
+    alpha: str | None = None
+    attack: bool = True
+    chain: bool = False
+    confirm: bool = True
+    device: str = "auto"
+    engine: str = "processes"
+    jobs: int | None = None
+    threads: int | None = None
+    time_limit: float | None = None
+    cache: str | None = None
+    output: str | None = None
+    sign: Sequence[str] = ()
+    stage: str = "offline-ci"
+    lifetime: timedelta = field(default_factory=lambda: timedelta(days=90))
+    allow_code: bool = False
+    progress: Callable[[], AbstractContextManager[Progress]] = no_progress
+    tell: Callable[[str], None] = quiet
+
+
+@dataclass(frozen=True, slots=True)
+class Verification(Shows):
+    """What was decided, and where the certificate, or its statement, lies."""
+
+    program: Program
+    outcomes: tuple[GoalOutcome, ...]
+    implied: tuple[Implied, ...]
+    target: Target
+    exit: Exit
+    cache: Path | None
+
+    @property
+    def path(self) -> Path:
+        """Return the file of the certificate, or of its statement."""
+        return self.target.path
+
+    @property
+    def held(self) -> bool:
+        """Say whether every clause that was decided holds."""
+        return self.exit is Exit.HELD
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document `kcdsl.verify/2`."""
+        return _document(self.program, self.outcomes, self.implied, self.path, self.exit)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each goal: clause, region, bound, limit, attack and verdict."""
+        names = ("clause", "block", "slice", "region", "functional", "threshold", "bound")
+        return [
+            {name: goal.get(name) for name in (*names, "attack", "verdict", "reason")}
+            for goal in self.to_json()["goals"]
+        ]
+
+
+def verify(contract: Contract, settings: VerifySettings) -> Verification:
+    """Decide the chosen clauses, and write what was found before it is returned; raises Refusal."""
+    from kcdsl.model.files import Artefacts
+    from kcdsl.release.artefacts import refuse_untrusted
+    from kcdsl.release.signing import Target, signing_keys
+    from kcdsl.source.files import in_contract
+    from kcdsl.source.writing import refuse_folder
+    from kcdsl.verdict.model import EXITS, verdict_name, worst
+
+    program = contract.program
+    refuse_foreign_code(contract, allowed=settings.allow_code, metrics=False)
+    _refuse_inconsistent(contract, settings.tell)
+    chosen = _asked(settings, _chosen(program, settings.blocks, settings.clauses))
+    keys = signing_keys(settings.sign)
+    device = choose_device(settings.device)
+    around = settings.weights is not None or settings.states is not None
+    seconds = settings.backend_seconds
+    backend = formal_backend(settings.backend, around_weights=around, seconds=seconds)
+    if settings.chain:
+        _refuse_unchained(backend)
+    if settings.domains is not None:
+        domains = _domains(settings.domains, backend.name, chain=settings.chain)
+        chosen = tuple(replace(goal, domains=domains) for goal in chosen)
+    execution = execution_of(
+        settings.engine, settings.jobs, settings.threads, settings.cache, settings.tell
+    )
+    execution = replace(execution, seconds=settings.time_limit)
+    folder = results_folder(settings.output, contract.path)
+    refuse_folder(folder)
+    target = Target.of(folder / "-".join(["verify", *settings.blocks, *settings.clauses]), keys)
+    files = Artefacts.of(contract.base)
+    refuse_untrusted(program, files)
+    with in_contract(contract.path):
+        outcomes = _decide(settings, program, files, chosen, backend, device, execution)
+        implied = _implied(program, files, outcomes, backend)
+    _write(settings, contract, files, target, outcomes, implied, device)
+    code = EXITS[worst({verdict_name(outcome.verdict) for outcome in outcomes})]
+    return Verification(program, outcomes, implied, target, code, execution.cache)
+
+
+def _asked(options: VerifySettings, goals: tuple[Goal, ...]) -> tuple[Goal, ...]:
+    """Return the goals with the regions and the probability that options ask for."""
+    from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA, WIDEST
+
+    if options.weights is not None:
+        rho = _exact(
+            options.weights,
+            lambda size: 0 < size <= WIDEST,
+            (WEIGHTS_REGION, "--weights: {} is no size of a region around the weights"),
+            f"a number above 0 and up to {WIDEST}, such as 1e-4 or 1/1024",
+        )
+        goals = tuple(replace(goal, weights=rho) for goal in goals)
+    if options.states is not None:
+        reach = _exact(
+            options.states,
+            lambda size: 0 <= size < 2**100,
+            (WEIGHTS_REGION, "--states: {} is no distance from the states of a region"),
+            "a number that is not negative, such as 1e-3",
+        )
+        goals = tuple(replace(goal, states=reach) for goal in goals)
+    if options.alpha is None:
+        return goals
+    alpha = _exact(
+        options.alpha,
+        lambda chance: LEAST_ALPHA <= chance <= LARGEST_ALPHA,
+        (NO_PROBABILITY, "--alpha: {} is no probability of a failure"),
+        f"a number from 1e-30 to {LARGEST_ALPHA}, such as 1e-9",
+    )
+    if all(goal.alpha is None for goal in goals):
+        raise refuse(
+            NO_PROBABILITY,
+            "--alpha: no clause that is decided here leaves anything to chance",
+            help="a clause does with `evidence: probabilistic`",
+        )
+    return tuple(g if g.alpha is None else replace(g, alpha=alpha) for g in goals)
+
+
+def _decide(
+    options: VerifySettings,
+    program: Program,
+    files: Artefacts,
+    chosen: Sequence[Goal],
+    backend: Any,
+    device: str,
+    execution: Execution,
+) -> tuple[GoalOutcome, ...]:
+    confirmed = options.confirm
+    if not confirmed and execution.cache is not None:
+        # Nothing is remembered where no checker looks at what comes out of the cache.
+        options.tell("note: --confirm off takes nothing from the cache, and keeps nothing")
+        execution = replace(execution, cache=None)
+    with options.progress() as progress:
+        outcomes: tuple[GoalOutcome, ...] = backend.decide(
+            program,
+            files.base,
+            chosen,
+            device=device,
+            attacks=options.attack,
+            confirm=confirmed,
+            progress=progress,
+            execution=execution,
+            **({"chain": True} if options.chain else {}),
+            **_telling(backend.decide, options.tell),
+            **recording(backend.decide, program, files),
+        )
+    if not options.attack:
+        note = "--attack off: no run was searched for, so nothing shows how near bounds are"
+        outcomes = tuple(replace(o, notes=(*o.notes, note)) for o in outcomes)
+    return outcomes
+
+
+def _write(
+    options: VerifySettings,
+    contract: Contract,
+    files: Artefacts,
+    target: Target,
+    outcomes: Sequence[GoalOutcome],
+    implied: Sequence[Implied],
+    device: str,
+) -> None:
+    """Write the certificate, or its statement, and the proofs that it names, all or none."""
+    from kcdsl.model.fingerprint import kernel_fingerprint
+    from kcdsl.release.issue import issue, resting_on
+    from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
+    from kcdsl.source.writing import make_folder, result, write_together
+
+    program, folder = contract.program, target.path.parent
+    proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
+    references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
+    results = proved_clauses(program, files, outcomes, references)
+    results += implied_clauses(program, files, implied)
+    runs = {
+        o.goal.clause.id: (counterexample_file(folder, o), o.counterexample)
+        for o in outcomes
+        if o.counterexample is not None
+    }
+    bundle = issue(
+        program=program,
+        base=files,
+        clauses=results,
+        keys=target.keys,
+        fingerprints={
+            "train": kernel_fingerprint(program.train, device),
+            "infer": kernel_fingerprint(program.infer, device),
+        },
+        stage=options.stage,
+        lifetime=options.lifetime,
+        suppressed=contract.accepted,
+        evidence=[f for run in runs.values() for f in resting_on({"counterexample": run})],
+        loaded=files.digests,
+    )
+    make_folder(folder)
+    made = [result(folder / references[name].path, proofs[name]) for name in proofs]
+    made += [result(path, data) for path, data in runs.values()]
+    write_together([*made, result(target.path, bundle)], replace=True)
+
+
+def recording(function: Any, program: Program, files: Artefacts) -> dict[str, Any]:
+    """Return the argument by which a function of a backend records what it reads. For a backend
+    that has none, record the files as they are before it runs."""
+    from inspect import signature
+
+    from kcdsl.release.artefacts import record_all
+
+    if "artefacts" in signature(function).parameters:
+        return {"artefacts": files}
+    record_all(program, files)
+    return {}
+
+
+def _telling(function: Any, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Return the argument by which a backend tells beforehand what work may cost, if it has one."""
+    from inspect import signature
+
+    if "tell" not in signature(function).parameters:
+        return {}
+    return {"tell": lambda text: tell(f"note: {text}")}
+
+
+# --- what is asked -------------------------------------------------------------------------------
+
+
+def _refuse_inconsistent(contract: Contract, tell: Callable[[str], None]) -> None:
+    """Ask the SMT backend whether all clauses can hold at once; refuse if they cannot."""
+    from kcdsl.source.files import read_source
+
+    backend = solver_if_installed()
+    if backend is None:
+        tell("note: consistency of the clauses was not checked (no z3)")
+        return
+    findings = backend.consistency(contract.program, source=read_source(contract.path))
+    errors = [d for d in findings if d.severity is Severity.ERROR]
+    if errors:
+        raise Refusal(errors)
+
+
+def _refuse_unchained(backend: Any) -> None:
+    """Refuse a backend that decides a block as one alone."""
+    from inspect import signature
+
+    if "chain" not in signature(backend.decide).parameters:
+        raise refuse(
+            NO_BACKEND,
+            f"backend {backend.name!r} does not prove blocks stage by stage",
+            help="leave out --chain, or name the backend `interval`",
+        )
+
+
+def _chosen(program: Program, blocks: Sequence[str], clauses: Sequence[str]) -> tuple[Goal, ...]:
+    """Return the goals that the options select; refuse a selection that selects nothing."""
+    from difflib import get_close_matches
+
+    from kcdsl.route.goals import goals
+
+    every = goals(program)
+    known = [clause.id for clause in program.clauses]
+    for wanted in clauses:
+        if wanted not in known:
+            near = get_close_matches(wanted, known, n=1)
+            raise refuse(
+                UNKNOWN_CLAUSE,
+                f"the contract has no clause {wanted!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"clauses: {', '.join(known)}",
+            )
+    chosen = tuple(
+        goal
+        for goal in every
+        if (not blocks or goal.block in blocks) and (not clauses or goal.clause.id in clauses)
+    )
+    missing = [b for b in blocks if all(goal.block != b for goal in every)]
+    if missing or not chosen:
+        present = sorted({goal.block for goal in every})
+        what = f"block {missing[0]!r}" if missing else "a drift for all inputs of a region"
+        raise refuse(
+            NO_GOAL,
+            f"no clause of the contract speaks about {what}",
+            help=(f"blocks with clauses: {', '.join(present)}; " if present else "")
+            + "write `forall x in points(SLICE): norm_inf(drift(BLOCK, x)) <= LIMIT`; "
+            "`kcdsl evaluate` decides what is measured",
+        )
+    return chosen
+
+
+def _exact(
+    text: str, admits: Callable[[Fraction], bool], wrong: tuple[Code, str], help: str
+) -> Fraction:
+    """Return the exact value of an option; refuse what is no number, or not one of the admitted.
+
+    `wrong` is the code of the refusal and its message, with a place for the text.
+    """
+    from kcdsl_certs.encoding.reals import parse_real
+    from kcdsl_certs.encoding.rejected import Rejected
+
+    code, message = wrong
+    try:
+        found = parse_real(text)
+        if admits(found):
+            return found
+    except Rejected:
+        pass
+    raise refuse(code, message.format(repr(text[:40])), help=help)
+
+
+def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
+    """Return the domains that are named; refuse others than those that the backend has."""
+    from difflib import get_close_matches
+
+    from kcdsl.route.catalogue import catalogue
+
+    known = next((spec.domains for spec in catalogue() if spec.name == backend), ())
+    if chain or not known:
+        what = "a chain" if chain else f"backend {backend!r}"
+        raise refuse(
+            NO_DOMAIN,
+            f"--domains: {what} leaves no choice of domains",
+            help="leave --domains out" + (", or --chain" if chain else ""),
+        )
+    named = tuple(name.strip() for name in text.split(","))
+    for name in named:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise refuse(
+                NO_DOMAIN,
+                f"--domains: there is no domain {name[:40]!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"domains: {', '.join(known)}",
+            )
+    if len(set(named)) != len(named):
+        raise refuse(
+            NO_DOMAIN, f"--domains: {text[:80]!r} names a domain twice", help="name each once"
+        )
+    return tuple(name for name in known if name in named)
+
+
+# --- what was found ------------------------------------------------------------------------------
+
+
+def _implied(
+    program: Program, files: Artefacts, outcomes: Sequence[GoalOutcome], backend: Any
+) -> tuple[Implied, ...]:
+    """Return the empirical clauses, on slices with rows, that the proved drift bounds imply.
+
+    A clause with a table is implied bucket by bucket, and nowhere if requests are in no bucket.
+    """
+    from kcdsl.ir.tables import expand_tables, gaps
+    from kcdsl.verdict.outcome import proved_drifts
+
+    proved, smt = proved_drifts(program, outcomes), solver_if_installed()
+    if not proved or smt is None:
+        return ()
+    found: tuple[Implied, ...] = smt.derive(program, proved)
+    if not found:
+        return ()
+    written, missed = expand_tables(program), gaps(program)
+    asked = replace(written, slices=(*written.slices, *(gap.slice for gap in missed)))
+    names = {item.slice for item in found} | {gap.slice.name for gap in missed}
+    more = recording(backend.slice_sizes, program, files)
+    sizes = backend.slice_sizes(asked, files.base, names, **more)
+    spoiled = {name for gap in missed if sizes[gap.slice.name] > 0 for name in gap.spoils}
+    return tuple(item for item in found if sizes[item.slice] > 0 and item.slice not in spoiled)
+
+
+def counterexample_file(folder: Path, outcome: GoalOutcome) -> Path:
+    """Return the file of the run that breaks a goal."""
+    return folder / f"{outcome.goal.clause.id}.counterexample.json"
+
+
+def _document(
+    program: Program,
+    outcomes: Sequence[GoalOutcome],
+    implied: Sequence[Implied],
+    certificate: Path,
+    code: Exit,
+) -> dict[str, Any]:
+    from kcdsl.model.presets import resolve
+    from kcdsl.verdict.text.goals import VERIFY_SCHEMA, goal_json
+
+    numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
+    described = []
+    for outcome in outcomes:
+        goal = goal_json(outcome, numerics, str(certificate))
+        if outcome.counterexample is not None:
+            file = counterexample_file(certificate.parent, outcome)
+            goal["counterexample"] = {**goal["counterexample"], "file": str(file)}
+        described.append(goal)
+    return {
+        "schema": VERIFY_SCHEMA,
+        "contract": {"name": program.name, "version": program.version},
+        "goals": described,
+        "implied": [
+            {
+                "clause": item.clause_id,
+                "slice": item.slice,
+                "by": item.by,
+                "chain": list(item.steps),
+                "assumptions": list(item.assumptions),
+            }
+            for item in implied
+        ],
+        "certificate": str(certificate),
+        "exit": int(code),
+    }

@@ -1,0 +1,97 @@
+"""The Python API gives what the commands give, and costs nothing until it is used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kcdsl
+from tests.support.small_models import write_contract, write_model
+
+HELD = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.01"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path, prompts=("a b", "some"))
+    write_contract(tmp_path, HELD, "p99(kl) <= 0.1")
+    return tmp_path
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, kcdsl\n"
+        "print([n for n in ('torch', 'numpy', 'kcdsl.api', 'json', 'rich') if n in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.strip() == "[]", ran.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    for name in kcdsl.__all__:
+        assert getattr(kcdsl, name) is not None
+    with pytest.raises(AttributeError):
+        _ = kcdsl.nothing  # type: ignore[attr-defined]
+
+
+def test_a_contract_is_loaded_and_shown(folder: Path) -> None:
+    contract = kcdsl.load(folder)
+    assert [clause.id for clause in contract.clauses] == ["N-0", "N-1"]
+    assert contract.to_arrow().column("clause").to_pylist() == ["N-0", "N-1"]
+    assert "<td>N-0</td>" in contract._repr_html_()
+    assert "p99(kl) &lt;= 1/10" in contract._repr_html_() or "kl" in contract._repr_html_()
+
+
+def test_errors_carry_their_diagnostics(tmp_path: Path) -> None:
+    with pytest.raises(kcdsl.Refusal) as refusal:
+        kcdsl.load(tmp_path / "missing.yaml")
+    assert [found.code.id for found in refusal.value.diagnostics] == ["KC601"]
+    (tmp_path / "contract.yaml").write_text("kcdsl: 1\n")
+    with pytest.raises(kcdsl.Refusal) as refusal:
+        kcdsl.load(tmp_path)
+    assert all(found.code.id == "KC102" for found in refusal.value.diagnostics)
+
+
+def test_results_are_those_of_the_commands(cli: Any, folder: Path, follows: Any) -> None:
+    assert cli("keygen", cwd=folder).code == 0
+    key = str(folder / "kcdsl.key")
+    contract = kcdsl.load(folder)
+    proved = contract.verify("attn_0", attack=False, sign=[key], output=str(folder / "out"))
+    assert proved.held
+    follows(proved.to_json())
+    (row,) = proved.rows()
+    assert (row["clause"], row["verdict"]) == ("N-0", "held")
+    assert row["bound"] <= 0.01
+    ran = cli("verify", "--block", "attn_0", "--attack", "off", "--json", cwd=folder)
+    assert json.loads(ran.stdout)["goals"][0]["cases"] == proved.to_json()["goals"][0]["cases"]
+    result = kcdsl.check(proved.path, key=key + ".pub", contract=folder / "contract.yaml")
+    assert result
+    assert result.valid
+    follows(result.to_json())
+    assert {step["outcome"] for step in result.rows()} <= {"ok", "not_run"}
+    other = kcdsl.check(proved.path, key=key + ".pub", contract=folder, at="2020-01-01T00:00:00Z")
+    assert not other
+    assert other.reasons
+
+
+def test_an_evaluation_is_a_report(folder: Path, follows: Any) -> None:
+    found = kcdsl.load(folder).evaluate(seconds=0.1, bound_seconds=0)
+    assert found.held
+    assert isinstance(found.report, kcdsl.Report)
+    assert found.report.action == "log"
+    follows(found.to_json())
+    assert {row["clause"] for row in found.rows()} == {"N-1"}
+    assert found._repr_html_().startswith("<iframe srcdoc=")
+    assert (folder / "out" / "report.json").is_file()
+
+
+def test_the_checker_stays_a_package() -> None:
+    import kcdsl.check.compile as compiled
+
+    assert callable(kcdsl.check)
+    assert compiled.load_program is not None
