@@ -18,7 +18,7 @@ from contextlib import (
     redirect_stdout,
 )
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -40,6 +40,32 @@ def reuse_memory() -> None:
         return
     mallopt(_MMAP_MAX, 0)
     mallopt(_TRIM_THRESHOLD, _KEPT)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Form products of float32 in float32, whichever interface of PyTorch set it otherwise."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer interface is in use, and the older one does not read it
+        library: Any = torch.backends
+        places = (library.cuda.matmul, library.mkldnn.matmul)
+        known = [place.fp32_precision for place in places]
+        for place in places:
+            place.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for place, before in zip(places, known, strict=True):
+                place.fp32_precision = before
+        return
+    if precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
 
 
 class OutOfTime(Exception):

@@ -98,3 +98,25 @@ def test_of_rows_without_errors_next_to_nothing_is_left() -> None:
     drawn = _draw(0.0, values=True, keys=True)
     assert (_prover(drawn)[1] <= 1e-20).all()
     assert (_checker(drawn)[1] <= 1e-20).all()
+
+
+def test_products_are_exact_whatever_the_process_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "medium", PyTorch may multiply float32 in bfloat16, on processors that have it."""
+    drawn, seen = _draw(1.0, values=True, keys=True), set()
+    for name in ("mm", "mv", "bmm"):
+        plain = getattr(torch, name)
+
+        def spied(*arguments: Any, plain: Any = plain, **more: Any) -> Any:
+            if arguments[0].dtype is torch.float32:
+                seen.add(torch.get_float32_matmul_precision())
+            return plain(*arguments, **more)
+
+        monkeypatch.setattr(torch, name, spied)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        _prover(drawn)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {"highest"}

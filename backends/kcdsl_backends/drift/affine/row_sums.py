@@ -5,8 +5,9 @@ A functional of one row t of attention reads every row j that t attends to, as
     α_j = Σ_h p_hj c_h + Σ_h s_hj k_hj,
 
 c_h its way through the values of head h, k_hj the way of score j through the keys. Those are T² D
-numbers for every output of a row, of which none is kept. They are formed in float32: what that
-loses is bounded by a share of Σ_h p_hj |c_h| + Σ_h |s_hj| |k_hj|, and counted.
+numbers for every output of a row, of which none is kept. They are formed in float32, never in TF32
+or bfloat16, whatever the process allows: what that loses is bounded by a share of
+Σ_h p_hj |c_h| + Σ_h |s_hj| |k_hj|, and counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.boxes import SAFE, gamma
+from kcdsl_backends.process import exact_products
 
 _UNIT = 2.0**-24
 """Unit roundoff of float32."""
@@ -122,6 +124,7 @@ class Vectors:
         """Bound Σ_n |c_hbn| weights_hn of weights [heads, n] >= 0 -> [heads, B]."""
         return _weighed(self.sizes, self.single.scale, weights)
 
+    @exact_products()
     def row(self, shares: Tensor) -> Tensor:
         """Return Σ_h shares_h c_h [B, n]."""
         heads, count, columns = self.sizes.shape
@@ -129,6 +132,7 @@ class Vectors:
         return found.view(count, columns).double() * self.single.scale
 
 
+@exact_products()
 def _weighed(sizes: Tensor, scale: float, weights: Tensor) -> Tensor:
     top, columns = _power(weights), weights.shape[-1]
     single = torch.bmm(sizes, (weights / top).float()[..., None])[..., 0].double()
@@ -228,6 +232,7 @@ class RowSums:
             found = found + torch.einsum("hb,hn->bn", weights[..., 0], places[:, 0])
         return Adjoint(found[:, None], ((self.own, self.own + 1), (0, shape[1])), shape)
 
+    @exact_products()
     def magnitude(self) -> Tensor:
         """Bound Σ_j |α_j·e_j| over all rows but t, and what float32 loses of row t, [B]."""
         total = self._lost()

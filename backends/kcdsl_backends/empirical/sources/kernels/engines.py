@@ -21,7 +21,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import CODE_FORMATS
 from kcdsl.model.numerics.weights import linear_weight
-from kcdsl_backends.process import quietly
+from kcdsl_backends.process import exact_products, quietly
 
 Program = Callable[[Tensor], Tensor]
 
@@ -133,7 +133,7 @@ def exact_settings(device: torch.device) -> Iterator[None]:
     """
     _refuse_flushing()
     with ExitStack() as stack:
-        stack.enter_context(_exact_products())
+        stack.enter_context(exact_products())
         fused: Any = torch.backends.cuda
         if fused.fp16_bf16_reduction_math_sdp_allowed():
             fused.allow_fp16_bf16_reduction_math_sdp(False)
@@ -154,32 +154,6 @@ def _refuse_flushing() -> None:
         "this process flushes subnormal numbers to zero, which numerics do not admit",
         help="call torch.set_flush_denormal(False); a library built with -ffast-math may set it",
     )
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Form products of float32 in float32, whichever interface of PyTorch set it otherwise."""
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the newer interface is in use, and the older one does not read it
-        library: Any = torch.backends
-        places = (library.cuda.matmul, library.mkldnn.matmul)
-        known = [place.fp32_precision for place in places]
-        for place in places:
-            place.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            for place, before in zip(places, known, strict=True):
-                place.fp32_precision = before
-        return
-    if precision != "highest":
-        torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        if precision != "highest":
-            torch.set_float32_matmul_precision(precision)
 
 
 # --- scaled --------------------------------------------------------------------------------------
