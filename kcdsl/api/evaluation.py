@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import choose_device, measuring_backend, solver_if_installed
 from kcdsl.api.contract import Contract, refuse_foreign_code, results_folder
-from kcdsl.api.results import Shows, no_progress, quiet
+from kcdsl.api.results import Shows, no_progress, offered, quiet
 from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
@@ -88,6 +88,7 @@ class Evaluation(Shows):
             for row in self.to_json()["clauses"]
         ]
 
+    @offered
     def _repr_html_(self) -> str:
         from html import escape
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PACKAGE
 
 Progress = Callable[[str, int, int], None]
 """What long work calls: the name of a stage, how much of it is done, how much there is."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def offered(method: Method) -> Method:
+    """Mark what programs and notebooks call, and nothing of the product."""
+    return method
 
 
 class Shows(ABC):
@@ -23,12 +31,14 @@ class Shows(ABC):
     def rows(self) -> list[dict[str, Any]]:
         """Return the result as rows of plain values."""
 
+    @offered
     def to_arrow(self) -> Any:
         """Return the rows as a pyarrow.Table."""
         import pyarrow
 
         return pyarrow.Table.from_pylist(self.rows())
 
+    @offered
     def to_pandas(self) -> Any:
         """Return the rows as a pandas.DataFrame; raises Refusal where pandas is not installed."""
         try:
@@ -41,6 +51,7 @@ class Shows(ABC):
             ) from None
         return pandas.DataFrame(self.rows())
 
+    @offered
     def _repr_html_(self) -> str:
         return html_table(self.rows())
 
