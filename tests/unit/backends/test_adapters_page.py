@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from torch import nn
 
 from kcdsl.ir.kernels import KernelRef
 from kcdsl.model.adapters import ADAPTERS
+from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.backend import _unserved
 from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS
@@ -55,9 +59,10 @@ def test_the_number_of_other_laws_is_that_of_the_page(page: str) -> None:
 
 def test_a_proof_about_numerics_that_nothing_holds_a_kernel_to_says_so() -> None:
     claimed = (("preset", "torch-eager"),)
+    model = cast(Model, SimpleNamespace(module=nn.Identity()))
     for name, adapter in ADAPTERS.items():
         if name == "torch.eager" or adapter.unproved is not None:
             reference = KernelRef(name, claimed)
-            notes = _unserved(reference, resolve(reference), "inference", "cpu")
+            notes = _unserved(reference, resolve(reference), "inference", "cpu", model)
             assert bool(notes) == (adapter.unproved is not None)
             assert adapter.unproved is None or adapter.unproved in notes[0]

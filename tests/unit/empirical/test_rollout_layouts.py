@@ -181,7 +181,7 @@ def test_pickles_of_trainers_are_refused_with_a_way_out(tmp_path: Path, name: st
 
 
 def test_what_the_sampler_of_slime_kept_is_cut_by_its_offsets(tmp_path: Path) -> None:
-    kept = {
+    kept: dict[str, Any] = {
         "rollout_top_p_token_ids": [1, 8, 2, 4, 7],
         "rollout_top_p_token_offsets": [0, 2, 3, 3, 5],
     }
