@@ -44,7 +44,7 @@ def _remembered(
 ) -> BlockGraph:
     from kcdsl.model.lowering import block_graph
 
-    if not model.built_in:
+    if not model.built_in or model.by_block:  # which holds no weights to know it by
         return block_graph(model, block, length, tokens, formats, any_length=any_length)
     ids = () if tokens is None else (int(t) for t in tokens)
     key = _digest(model, block, length, ids, (*sorted(formats), str(any_length)))

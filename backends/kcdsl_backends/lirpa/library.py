@@ -24,6 +24,8 @@ from torch.autograd import Function as AutogradFunction
 
 METHODS: Mapping[str, str] = {"ibp": "IBP", "crown": "CROWN", "alpha-crown": "CROWN-Optimized"}
 """Names of methods, and what the library calls them."""
+_DEEP = 20_000
+"""How deep the library may recurse through a network."""
 
 
 class Unanswered(Exception):
@@ -192,8 +194,11 @@ def bounds(
     }
     if not library.version.startswith("0.3"):
         options["crown_batch_size"] = rows
-    torch.manual_seed(0)
-    with _in_float64(), _quiet(), _readable_nodes(library.version):
+    with (
+        torch.random.fork_rng(devices=[]), _recursing(_DEEP), _in_float64(), _quiet(),
+        _readable_nodes(library.version),
+    ):  # fmt: skip
+        torch.manual_seed(0)
         try:
             network = library.network(module, middle, bound_opts=options, device="cpu")
             given = tuple(library.entry(entry) for entry in entries)
@@ -214,7 +219,7 @@ def bounds(
 @cache
 def _library() -> _Library:
     """Import the library and add what it lacks."""
-    with _quiet(), _imports_of_the_past():
+    with _quiet(), _recursing(), _imports_of_the_past():
         import auto_LiRPA
         from auto_LiRPA.bound_ops import Bound
         from auto_LiRPA.utils import eyeC
@@ -284,6 +289,21 @@ def _in_float64() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _recursing(limit: int = 0) -> Iterator[None]:
+    """Let calls nest up to a limit, and put back what was allowed before.
+
+    The library allows a million when it is imported. The reader of JSON recurses in C, and a deeply
+    nested document would then end the process.
+    """
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, limit))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @contextmanager

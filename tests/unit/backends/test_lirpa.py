@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,13 @@ def test_blocks_of_minilm(block: str) -> None:
     tokens = (101, 2023, 102)
     bound, attained = compared(factory, block, tokens, 0.0, "ibp")
     assert attained <= bound < 1e3
+
+
+def test_the_library_does_not_raise_the_limit_of_recursion() -> None:
+    """It allows a million calls when imported; nested JSON would then end the process."""
+    code = (
+        "import sys; before = sys.getrecursionlimit()\n"
+        "from kcdsl_backends.lirpa import library; library.version()\n"
+        "assert sys.getrecursionlimit() == before, sys.getrecursionlimit()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

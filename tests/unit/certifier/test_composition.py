@@ -137,7 +137,7 @@ def test_regions_that_links_do_not_know(tmp_path: Path) -> None:
         assert found.contents is None
         assert found.bounded.outcome.bound == math.inf
         assert found.bounded.outcome.reason is not None
-        assert found.bounded.outcome.reason.startswith("links ")
+        assert found.bounded.outcome.reason.startswith("stages ")
 
 
 # --- goals ----------------------------------------------------------------------------------------
