@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import PLAIN_TERMINAL
+from tests.support.configurations import DECODER_TEXT
 from tests.support.rpc import Client
 
 
@@ -166,7 +167,7 @@ def hostile_contract(folder: Path) -> None:
     header += b" " * (-len(header) % 8)
     weights = struct.pack("<Q", len(header)) + header + struct.pack("<f", 1.0)
     (folder / "model.safetensors").write_bytes(weights)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(DECODER_TEXT)
     (folder / "prompts.jsonl").write_text('{"id": "a", "tokens": [0, 1]}\n')
     (folder / "certificate.json").write_text("{}")
     (folder / "kcdsl.toml").write_text('metrics = ["own_metrics.py", "trapped_metrics.own"]\n')

@@ -34,6 +34,7 @@ from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.pages import FENCE
 from kcdsl.diagnostics.spans import SourceFile
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL
+from tests.support.configurations import DECODER_TEXT
 
 BASE = {
     "kcdsl": "kcdsl: 1\n",
@@ -108,9 +109,9 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def stand_in(folder: Path) -> None:
-    """Write the usual files, which have nothing in them; a configuration is an empty object."""
+    """Write the usual files, which have nothing in them but a configuration."""
     for name in FILES:
-        (folder / name).write_text("{}" if name == "config.json" else "")
+        (folder / name).write_text(DECODER_TEXT if name == "config.json" else "")
 
 
 def completed(text: str) -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from kcdsl.check.compile import load_contract
 from kcdsl.ir.terms import Program
 from kcdsl.model.architectures import bert, llama
+from tests.support.configurations import DECODER as DECODER
 
 CONTRACT = """\
 kcdsl: 1
@@ -28,11 +29,6 @@ clauses:
 %s
 """
 PROMPTS = ("hello", "a b", "some", "x")
-DECODER = {
-    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
 ENCODER = {
     "model_type": "bert", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32,

@@ -38,6 +38,7 @@ from kcdsl_certs.signatures import (
     sign,
 )
 from kcdsl_certs.statement import NEEDED, Evidence, Verdict, certificate_id
+from tests.support.configurations import DECODER_TEXT
 
 CONTRACT = """\
 kcdsl: 1
@@ -160,7 +161,7 @@ def scene(root: Path, run: Callable[..., Ran]) -> Scene:
     header += b" " * (-len(header) % 8)
     weights = struct.pack("<Q", len(header)) + header + struct.pack("<f", 1.0)
     made.write(made.vendor / "model.safetensors", weights)
-    made.write(made.vendor / "config.json", "{}")
+    made.write(made.vendor / "config.json", DECODER_TEXT)
     made.write(made.vendor / "prompts.jsonl", '{"id": "1", "text": "hello"}\n')
     program = load_program(made.vendor / "contract.yaml")
     (required,) = required_clauses(program, made.vendor)

@@ -15,6 +15,7 @@ import pytest
 
 from kcdsl.diagnostics.model import FINDINGS
 from tests.support import foreign, hostile
+from tests.support.configurations import DECODER_TEXT
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -32,7 +33,7 @@ Soon = Callable[..., "Ran"]
 def soon(cli: Cli, tmp_path: Path) -> Soon:
     """Return a function that runs a command in a folder with a contract, and looks at its end."""
     (tmp_path / "contract.yaml").write_text(hostile.HEAD + hostile.CLAUSE)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(DECODER_TEXT)
     (tmp_path / "model.safetensors").write_bytes(hostile.CHECKPOINT)
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "tokens": [0, 1]}\n')
     assert cli("keygen", "-o", "own.key", cwd=tmp_path).code == 0

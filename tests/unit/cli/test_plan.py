@@ -15,6 +15,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.trace import trace_bytes
 from kcdsl_backends.requests import Request
+from tests.support.configurations import DECODER_TEXT
 from tests.support.small_models import PROMPTS, write_contract, write_model
 
 CONTRACT = """\
@@ -68,7 +69,7 @@ def write(tmp_path: Path) -> Write:
         lines = "\n".join(f"  {name}: {text}" for name, text in chosen.items())
         (tmp_path / "contract.yaml").write_text(CONTRACT % lines)
         (tmp_path / "model.safetensors").write_bytes(b"")
-        (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+        (tmp_path / "config.json").write_text(DECODER_TEXT)
         if n is not None:
             rows = ({"id": str(i), "text": "x" * (30 if i % 3 == 0 else 10)} for i in range(n))
             (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

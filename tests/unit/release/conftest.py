@@ -32,6 +32,7 @@ from kcdsl_certs.statement import (
     ProofReference,
     Verdict,
 )
+from tests.support.configurations import DECODER_TEXT
 
 CONTRACT = """\
 kcdsl: 1
@@ -80,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
     """Return a folder with the contract, its weights, configuration and data."""
     (tmp_path / "contract.yaml").write_text(CONTRACT)
     (tmp_path / "model.safetensors").write_bytes(weights(1.0, 2.0))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(DECODER_TEXT)
     (tmp_path / "prompts.jsonl").write_text('{"id": "1", "text": "hello"}\n')
     return tmp_path
 
