@@ -110,7 +110,7 @@ def _cost(block: str, tokens: int, device: str) -> Cost:
     from kcdsl_backends.drift.affine_forms import affine_forms
 
     with tempfile.TemporaryDirectory() as folder:
-        factory = layer(Path(folder), device)
+        factory = layer(Path(folder), device, CONFIG)
         problem = factory.problem(block, tuple(range(tokens)))
         generator = torch.Generator().manual_seed(7)
         centre = torch.randn(tokens, CONFIG["hidden_size"], generator=generator).double()

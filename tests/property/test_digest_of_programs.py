@@ -406,8 +406,13 @@ def sample(hint: Any) -> Any:
 
 
 def takes_part(path: Path) -> bool:
-    """Say whether a value belongs to the meaning: each field on the way to it is compared."""
-    return all(f.compare for kind, name in path for f in dataclasses.fields(kind) if f.name == name)
+    """Say whether a value belongs to the meaning: each field on the way to it is compared.
+
+    What the inference kernel reads stands at the kernel; a program repeats it at the model.
+    """
+    return (ir.ModelRef, "served") not in path and all(
+        f.compare for kind, name in path for f in dataclasses.fields(kind) if f.name == name
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_both_ways_give_the_same_bounds(rule: str) -> None:
     for run in runs(rule):
         if run.tape.entries[max(run.computed.values())].one_row is not None:
             found = quotients(run)
-            assert max(abs(q - 1) for q in found) <= 2.0**-34
+            assert (
+                max(abs(q - 1) for q in found) <= 2.0**-18
+            )  # sums over rows are formed in float32
             short += 1
     assert short >= 6
 

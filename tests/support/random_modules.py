@@ -76,7 +76,13 @@ def model_of(part: nn.Module, width: int) -> Model:
     whole = Whole(part, width).eval().requires_grad_(False)
     named = dict(whole.named_parameters())
     checkpoint = Checkpoint.__new__(Checkpoint)
-    for field, value in (("path", None), ("sha256", ""), ("tensors", named), ("others", {})):
+    for field, value in (
+        ("path", None),
+        ("sha256", ""),
+        ("tensors", named),
+        ("others", {}),
+        ("root", None),
+    ):
         object.__setattr__(checkpoint, field, value)
     return Model(whole, checkpoint, {}, {n: n for n in named}, None, False)
 

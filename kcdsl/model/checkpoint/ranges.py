@@ -43,7 +43,7 @@ class HashedFile:
     def read(self, start: int, end: int) -> memoryview:
         """Return the bytes [start, end) as they were when the file was hashed.
 
-        Refuse (KC611) where the file holds others by now.
+        Refuse where the file holds others by now.
         """
         first, last = start // CHUNK, -(-end // CHUNK)
         offset = first * CHUNK

@@ -137,8 +137,11 @@ class Exported:
     def __init__(self, build: Callable[[int], Any], most: int | None) -> None:
         self.build, self.limits, self.asked = build, (1, most), list[int]()
 
-    def graph(self, model: Any, block: str, rows: int, formats: Sequence[str] = ()) -> Any:
+    def graph(
+        self, model: Any, block: str, rows: int, formats: Sequence[str] = (), *, any_length: bool
+    ) -> Any:
         assert model is self
+        assert any_length
         assert formats == ("float32",)
         self.asked.append(rows)
         if self.limits[1] is not None and rows > self.limits[1]:

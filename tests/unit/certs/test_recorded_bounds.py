@@ -1,8 +1,9 @@
 """What the checker derives for small proofs is what was recorded, at every node.
 
 A rule that loses a term gives a lower bound, which no proof with honest claims shows. Differences
-between processors are in the last bits: relative to bounds of coarse kernels they are far below the
-tolerance; bounds of float64 kernels consist of last bits, of a few thousand of them.
+between processors are in the last bits, of float32 where sums over rows are formed in it: relative
+to bounds of coarse kernels they are far below the tolerance; bounds of float64 kernels consist of
+last bits, of a few thousand of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.recorded_bounds import PROOFS, derived, recorded
 
-TOLERANCE = {"coarse": 1e-11, "fine": 1e-3}
+TOLERANCE = {"coarse": 1e-7, "fine": 1e-3}
 
 
 @pytest.mark.parametrize("kind", PROOFS)

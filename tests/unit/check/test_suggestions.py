@@ -21,6 +21,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import library_digest
 from kcdsl.ir.kernels import ROLES
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_yaml
+from tests.support.configurations import DECODER_TEXT
 
 SCHEMA = Path(__file__).resolve().parents[3] / "grammar" / "kcdsl_grammar" / "contract.schema.json"
 
@@ -240,7 +241,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the files that the documents name."""
     made = tmp_path_factory.mktemp("suggestions")
     for name in ("model.safetensors", "c.json", "bpe.json", "requests.jsonl"):
-        (made / name).write_text("{}" if name == "c.json" else "", encoding="utf-8")
+        (made / name).write_text(DECODER_TEXT if name == "c.json" else "", encoding="utf-8")
     (made / "fleet.kc.yaml").write_text(LIBRARY, encoding="utf-8")
     return made
 

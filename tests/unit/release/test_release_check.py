@@ -112,7 +112,7 @@ def test_assumptions_stand_before_the_verdict_of_what_is_accepted_alone(
     ("file", "old", "new", "reason", "words"),
     [
         ("model.safetensors", None, None, "triple/checkpoint-mismatch", "the weights changed"),
-        ("config.json", "{}", "{ }", "triple/checkpoint-mismatch", "the config changed"),
+        ("config.json", "{", "{ ", "triple/checkpoint-mismatch", "the config changed"),
         ("prompts.jsonl", "hello", "hallo", "input/mismatch", "prompts.jsonl changed"),
         ("contract.yaml", "<= 0.05", "<= 0.04", "triple/contract-mismatch", "digest"),
         ("contract.yaml", "1.0.0", "1.0.1", "triple/contract-mismatch", "version 1.0.0 is now"),

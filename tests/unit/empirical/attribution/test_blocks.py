@@ -85,7 +85,7 @@ def test_a_mismatch_inside_of_attention_is_between_its_linears() -> None:
     found = swapped(ref("torch.sdpa.math"), lambda r, k: k)
     assert found.first_mismatch is not None
     assert found.first_mismatch.block == "attn_0"
-    assert found.first_mismatch.operation == "between v_proj and o_proj"
+    assert found.first_mismatch.operation == "between rotary and o_proj"
 
 
 def test_the_first_element_is_where_the_outputs_part() -> None:

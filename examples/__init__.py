@@ -1,0 +1,1 @@
+"""Examples; a package, so that no other distribution of this name stands before it."""
