@@ -52,7 +52,7 @@ def _exact(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return alpha, np.delete(each, OWN, axis=1).sum(-1)
 
 
-def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     tensors = {name: torch.from_numpy(part) for name, part in drawn.items()}
     bound = Bounded.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
     found = None
@@ -64,10 +64,11 @@ def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         other = RowSums(bound, OWN, 1, KEYS - 1, COUNT, keys=keys)
         found = other if found is None else found.beside(other)
     assert found is not None
-    return found.row.values[:, 0].numpy(), found.magnitude().numpy()
+    row = found.row.values[:, 0].numpy()
+    return row, found.magnitude().numpy(), found.all_rows.values.numpy()
 
 
-def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     lines = [Line(*pair) for pair in zip(drawn["along"], drawn["size"], strict=True)]
     rows, found = RowReach(drawn["radius"], tuple(lines)), None
     if "p" in drawn:
@@ -77,7 +78,7 @@ def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         other = ManyRows(rows, OWN, COUNT, None, None, drawn["s"], drawn["k"], 1)
         found = other if found is None else found.joined(other)
     assert found is not None
-    return found.row.values[:, 0], found.bound()
+    return found.row.values[:, 0], found.bound(), found.all_rows.values
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
@@ -88,10 +89,11 @@ def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def test_bounds_hold_and_are_near(scale: float, values: bool, keys: bool, heads: int) -> None:
     drawn = _draw(scale, values=values, keys=keys, heads=heads)
     alpha, exact = _exact(drawn)
-    for row, bound in (_prover(drawn), _checker(drawn)):
+    for row, bound, rows in (_prover(drawn), _checker(drawn)):
         assert (bound >= exact).all()
         assert (bound <= exact * (1 + 2.0**-12)).all()
         assert np.allclose(row, alpha[:, OWN], rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
+        assert np.allclose(rows, alpha, rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
 
 
 def test_of_rows_without_errors_next_to_nothing_is_left() -> None:

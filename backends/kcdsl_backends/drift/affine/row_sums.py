@@ -232,10 +232,27 @@ class RowSums:
             found = found + torch.einsum("hb,hn->bn", weights[..., 0], places[:, 0])
         return Adjoint(found[:, None], ((self.own, self.own + 1), (0, shape[1])), shape)
 
+    @property
+    def all_rows(self) -> Adjoint:
+        """Return what is read of every row; see `lost` for what float32 loses of it."""
+        shape = tuple(self.bound.whole.shape)
+        found = self.bound.whole.new_zeros(self.count, *shape)
+        if self.values is not None:
+            single = self.values.vectors.single
+            part = found[:, : self.values.shares.shape[1]]
+            part += torch.einsum("hj,hbn->bjn", self.values.shares, single.values.double())
+            part *= single.scale
+        if self.keys is not None:
+            first, last = self.keys.first, self.keys.first + self.keys.weights.shape[-1]
+            weights, places = self.keys.part(slice(first, last))
+            wide = places.expand(-1, last - first, -1)
+            found[:, first:last] += torch.einsum("hbj,hjn->bjn", weights, wide)
+        return Adjoint(found, tuple((0, n) for n in shape), shape)
+
     @exact_products()
     def magnitude(self) -> Tensor:
         """Bound Σ_j |α_j·e_j| over all rows but t, and what float32 loses of row t, [B]."""
-        total = self._lost()
+        total = self.lost()
         for rows in self._others:
             values, keys = self._values(rows), self._keys(rows)
             if keys is not None and values is None and len(keys.weights) == 1:
@@ -269,7 +286,7 @@ class RowSums:
         inside: bool = 0 <= rows.start - keys.first < keys.weights.shape[-1]
         return inside
 
-    def _lost(self) -> Tensor:
+    def lost(self) -> Tensor:
         """Bound what is lost where α is formed: in float32, and α·along in float64."""
         terms = 16
         total = self.bound.whole.new_zeros(self.count)

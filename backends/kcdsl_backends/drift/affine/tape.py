@@ -296,8 +296,11 @@ class Tape:
             index = max(pending.keys() | sums.keys())
             if index in sums:
                 many = sums.pop(index)
-                spread, part = spread + many.magnitude(), many.row
-                spread = spread + self._meet(pending, index, part)
+                if index not in pending or pending[index].one_row:
+                    part, rest = many.row, many.magnitude()
+                else:  # added before they are bounded: they may cancel
+                    part, rest = many.all_rows, many.lost()
+                spread = spread + rest + self._meet(pending, index, part)
             functional = pending.pop(index)
             if index == INPUT:
                 return self._range(middle, spread, terms, functional, parts, common)

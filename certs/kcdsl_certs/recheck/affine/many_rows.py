@@ -168,9 +168,24 @@ class ManyRows:
             found += np.einsum("hb,hn->bn", self.weights[..., j], self.places[:, j])
         return Adjoint(found[:, None], (self.own, 0))
 
+    @property
+    def all_rows(self) -> Adjoint:
+        """Return the functionals of every row; what float32 lost of them is `lost`."""
+        n = self.rows.radius.shape[1]
+        found = np.zeros((self.batch, *self.rows.radius.shape))
+        if self.through is not None and self.shares is not None:
+            p, u = self.shares, self.through.single.astype(np.float64)
+            formed = p.T @ u.reshape(len(u), -1)
+            formed = formed.reshape(-1, n, self.batch).transpose(2, 0, 1)
+            found[:, : p.shape[1]] += formed * self.through.unit
+        if self.weights is not None and self.places is not None:
+            last = self.first + self.weights.shape[-1]
+            found[:, self.first : last] += np.einsum("hbj,hjn->bjn", self.weights, self.places)
+        return Adjoint(found, (0, 0))
+
     def bound(self) -> Floats:
         """Return a bound of all rows but t, [B], with what is lost of all."""
-        total = self._lost()
+        total = self.lost()
         for start, stop in self._parts():
             total = total + self._formed(start, stop) + self._along(start, stop)
         return raised(total)
@@ -193,7 +208,7 @@ class ManyRows:
             if start != self.own and (self._in_values(start) or self._in_keys(start)):
                 yield start, stop
 
-    def _lost(self) -> Floats:
+    def lost(self) -> Floats:
         """Bound what is lost of α_j, times the reach of its row."""
         total, terms, n = np.zeros(self.batch), 24, self.rows.radius.shape[1]
         if self.through is not None and self.shares is not None:

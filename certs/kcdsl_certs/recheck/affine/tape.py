@@ -250,8 +250,13 @@ class Tape:
             at = max(pending.keys() | many.keys())
             if at in many:
                 several = many.pop(at)
-                frames[-1].radius = frames[-1].radius + several.bound()
-                self._meet(pending, at, several.row, frames[-1])
+                alone = at not in pending or pending[at].extent[0] == 1
+                if alone:
+                    own, rest = several.row, several.bound()
+                else:  # added before they are bounded: they may cancel
+                    own, rest = several.all_rows, several.lost()
+                frames[-1].radius = frames[-1].radius + rest
+                self._meet(pending, at, own, frames[-1])
             adjoint = pending.pop(at)
             if formed is None and self._still[at]:
                 continue
