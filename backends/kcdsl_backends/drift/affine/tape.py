@@ -297,10 +297,10 @@ class Tape:
             if index in sums:
                 many = sums.pop(index)
                 if index not in pending or pending[index].one_row:
-                    part, rest = many.row, many.magnitude()
+                    part, others = many.row, many.magnitude()
                 else:  # added before they are bounded: they may cancel
-                    part, rest = many.all_rows, many.lost()
-                spread = spread + rest + self._meet(pending, index, part)
+                    part, others = many.all_rows, many.lost()
+                spread = spread + others + self._meet(pending, index, part)
             functional = pending.pop(index)
             if index == INPUT:
                 return self._range(middle, spread, terms, functional, parts, common)
