@@ -31,7 +31,7 @@ from kcdsl.ir.canonical import service_json
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import distribution_of
 from kcdsl.model.presets import resolve
-from kcdsl.source.files import open_regular, user_place
+from kcdsl.source.files import is_settled, open_regular, user_place
 from kcdsl.source.writing import write_bytes
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/2"
@@ -217,7 +217,8 @@ def _listed(record: str | None) -> Iterator[str]:
 class _Known:
     """Digests of files by what the system says of them; kept for the next process.
 
-    A file that was written to has another time of change, which no program sets.
+    A file that was written to has another time of change, which no program sets; what is known of
+    one that changed just now is not kept, because it can change again within that time.
     """
 
     place: Path | None
@@ -244,9 +245,11 @@ class _Known:
                 about = os.fstat(stream.fileno())
                 stamp = f"{about.st_dev} {about.st_ino} {about.st_size} {about.st_ctime_ns}"
                 held = self.now.get(str(path)) or self.before.get(str(path))
-                if not isinstance(held, list | tuple) or held[0] != stamp:
+                settled = is_settled(about)
+                if not settled or not isinstance(held, list | tuple) or held[0] != stamp:
                     held = (stamp, hashlib.file_digest(stream, "sha256").hexdigest())
-                self.now[str(path)] = (str(held[0]), str(held[1]))
+                if settled:
+                    self.now[str(path)] = (str(held[0]), str(held[1]))
                 return str(held[1])
         except OSError:
             return "missing"

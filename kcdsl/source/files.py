@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ MARKED = "the file begins with a byte order mark, and JSON does not"
 """The message for a file of JSON that begins with `MARK`."""
 UNMARKED = "save the file as UTF-8 without a byte order mark"
 """The help for it."""
+SETTLED = 2_000_000_000
+"""Nanoseconds after which another change of a file has another time, in any file system."""
 _LONGEST_NAME = 255
 _NEIGHBOURS = 1000
 """How many files of a folder are looked at for a suggestion."""
@@ -105,6 +108,15 @@ def open_regular(path: Path) -> BufferedReader:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def is_settled(about: os.stat_result) -> bool:
+    """Say whether every change of a file from now on shows in its times.
+
+    Times move in ticks of the file system's clock: a file that changed just now can change again
+    with the same times. Ask before the file is read.
+    """
+    return time.time_ns() - max(about.st_mtime_ns, about.st_ctime_ns) > SETTLED
 
 
 def _flag(name: str) -> int:

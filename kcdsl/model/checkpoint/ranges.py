@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.checkpoint.headers import read_headers
-from kcdsl.source.files import open_file, open_regular, shown, user_place
+from kcdsl.source.files import is_settled, open_file, open_regular, shown, user_place
 from kcdsl.source.writing import make_folder, write_bytes
 from kcdsl_certs.statement.manifest import Manifest, Resource
 
@@ -77,11 +77,12 @@ def hashed_file(path: Path) -> HashedFile:
     """Hash a file as a whole and in chunks; it is read once, a few MiB at a time.
 
     The digests are kept in the user's cache for a file that the system says is the same: device,
-    number, size and times. Refuse a file that is missing or changes meanwhile.
+    number, size and times; those of a file that changed just now are not. Refuse a file that is
+    missing or changes meanwhile.
     """
     with open_file(path) as stream:
         about = os.fstat(stream.fileno())
-        place = _place(about)
+        place = _place(about) if is_settled(about) else None
         kept = _kept(path, place, about.st_size)
         if kept is not None:
             return kept

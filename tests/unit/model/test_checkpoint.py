@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from kcdsl.diagnostics.codes import (
     FILE_MISSING,
     Code,
 )
+from kcdsl.model.checkpoint import ranges
 from kcdsl.model.checkpoint.tensors import load_checkpoint, match_tensors
 from kcdsl.model.files import resolve_file
+from kcdsl.source import files
 
 PUBLISHED = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -140,3 +143,24 @@ def test_a_relative_reference_is_relative_to_the_contract(tmp_path: Path) -> Non
     (tmp_path / "kcdsl.toml").write_text('allow-folders = ["."]\n')
     found = resolve_file("../m.safetensors", tmp_path / "deep")
     assert found == (tmp_path / "m.safetensors").resolve()
+
+
+def test_digests_are_kept_only_of_a_file_that_did_not_change_just_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times of a file move in ticks: two changes within one leave the same times."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(ranges, "_stamp", lambda about: str(about.st_size))
+    path, kept = tmp_path / "weights", tmp_path / "cache" / "kcdsl" / "weights"
+
+    def digest(content: bytes) -> str:
+        path.write_bytes(content)
+        return ranges.hashed_file(path).sha256
+
+    assert digest(b"one") != digest(b"two")
+    assert not kept.exists()
+    later = time.time_ns() + 2 * files.SETTLED
+    monkeypatch.setattr(files.time, "time_ns", lambda: later)
+    first = digest(b"one")
+    assert len(list(kept.iterdir())) == 1
+    assert digest(b"two") == first, "the digest that was kept is read"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import Distribution, PathDistribution
@@ -22,6 +23,7 @@ from kcdsl.model.fingerprint import (
     kernel_fingerprint,
     torch_flags,
 )
+from kcdsl.source import files
 
 H200 = {
     "model": "NVIDIA H100 80GB HBM3", "capability": "9.0", "architecture": "", "processors": 132,
@@ -140,6 +142,19 @@ def test_a_file_patched_in_place_shows(wheel: Distribution, name: str) -> None:
     after = described("fast", wheel)
     assert after["record"] == before["record"]
     assert after["code"] != before["code"]
+
+
+def test_two_changes_within_one_tick_show(
+    wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found of a file that changed just now is not kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    described("fast", wheel)
+    assert not (tmp_path / "cache").exists()
+    later = time.time_ns() + 2 * files.SETTLED
+    monkeypatch.setattr(files.time, "time_ns", lambda: later)
+    described("fast", wheel)
+    assert len(list((tmp_path / "cache" / "kcdsl" / "libraries").iterdir())) == 1
 
 
 def test_a_record_that_was_written_anew_shows(wheel: Distribution, tmp_path: Path) -> None:
