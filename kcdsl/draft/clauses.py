@@ -18,7 +18,7 @@ class DraftPurpose(StrEnum):
     RELEASE = "release"
 
 
-class Evidence(StrEnum):
+class DraftEvidence(StrEnum):
     """Where a drafted contract takes its evidence from: both kernels run here, recorded tokens that
     the training kernel scores, or two recorded sides."""
 
@@ -65,7 +65,7 @@ TRACE = ("build_fingerprint", "request_shape", "rng_seed", "sampling_params", "r
 
 def clauses_for(
     purpose: DraftPurpose,
-    evidence: Evidence,
+    evidence: DraftEvidence,
     *,
     width: int | None,
     blocks: Sequence[str],
@@ -85,15 +85,15 @@ def clauses_for(
     wide = ("all", "long") if long else ("all",)
     release = purpose is DraftPurpose.RELEASE
     found: list[DraftClause] = []
-    if evidence is Evidence.RUN:
+    if evidence is DraftEvidence.RUN:
         found += _proved(blocks if release else blocks[:1], ball=release)
-    if evidence is not Evidence.RUN:
+    if evidence is not DraftEvidence.RUN:
         found += _of_rollouts(("all", *named))
     elif width is not None:
         found += _of_states(width, wide, named)
     else:
         found += _of_policies(purpose, wide, ("all", *named))
-    if evidence is Evidence.RUN:
+    if evidence is DraftEvidence.RUN:
         found += _of_times(release)
     if replayed:
         found.append(_trace(release))

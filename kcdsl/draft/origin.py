@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.draft.clauses import DraftPurpose, Evidence, clauses_for
+from kcdsl.draft.clauses import DraftEvidence, DraftPurpose, clauses_for
 from kcdsl.draft.folder import COMPUTE, ModelFolder, quantisation_of, read_folder
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel, training_kernel
 from kcdsl.draft.rows import given_rows, own_rows, slices_of
@@ -25,7 +25,7 @@ _UNREAD = "there are no log-probabilities of both sides in it"
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class DraftRecording:
     """What the readers of recordings say of a file: its layout, roles of its columns, its rows as
     fields that slices may test."""
 
@@ -138,7 +138,7 @@ def _of_model(
     recorded = None if request.data is None else recordings(request.data)
     if recorded is not None and "infer_logs" in recorded[1]:
         return _scored(
-            request, model, Recording(recorded[0], recorded[1], tuple(recorded[2])), contract
+            request, model, DraftRecording(recorded[0], recorded[1], tuple(recorded[2])), contract
         )
     rows = (
         own_rows(model, PROMPTS)
@@ -167,7 +167,7 @@ def _of_model(
         notes.append(f"nothing is proved, only measured: {model.unproved}")
     clauses = clauses_for(
         purpose,
-        Evidence.RUN,
+        DraftEvidence.RUN,
         width=model.width if model.encoder else None,
         blocks=blocks,
         long=rows.long,
@@ -252,7 +252,7 @@ def _millions(count: int) -> str:
 
 
 def _scored(
-    request: DraftRequest, model: ModelFolder, recording: Recording, contract: Path
+    request: DraftRequest, model: ModelFolder, recording: DraftRecording, contract: Path
 ) -> DraftFiles:
     """Return the draft in which the training kernel scores recorded tokens."""
     assert request.data is not None
@@ -262,7 +262,7 @@ def _scored(
     slices = slices_of(recording.fields, lengths=False)
     named = tuple(s.name for s in slices if s.name != "all")
     clauses = clauses_for(
-        request.purpose or DraftPurpose.RL, Evidence.SCORED, width=None,
+        request.purpose or DraftPurpose.RL, DraftEvidence.SCORED, width=None,
         blocks=(), long=False, named=named, replayed=False,
     )  # fmt: skip
     draft = Draft(
@@ -287,14 +287,14 @@ def _of_recording(
             help="record both (docs/rollouts.md), or let the training kernel score the tokens: "
             f"kcdsl init MODEL_FOLDER --data {shown(path)}",
         )
-    recording = Recording(found[0], found[1], tuple(found[2]))
+    recording = DraftRecording(found[0], found[1], tuple(found[2]))
     contract = request.output or _beside(path.parent, here) / CONTRACT
     infer, note = _recorded(request, recording)
     slices = slices_of(recording.fields, lengths=False)
     named = tuple(s.name for s in slices if s.name != "all")
     purpose = request.purpose or DraftPurpose.RL
     clauses = clauses_for(
-        purpose, Evidence.RECORDED, width=None, blocks=(), long=False, named=named,
+        purpose, DraftEvidence.RECORDED, width=None, blocks=(), long=False, named=named,
         replayed=False,
     )  # fmt: skip
     draft = Draft(
@@ -306,7 +306,7 @@ def _of_recording(
     return DraftFiles(draft, contract, (), _outside(contract.parent, [path]))
 
 
-def _recorded(request: DraftRequest, recording: Recording) -> tuple[RecordedKernel, str]:
+def _recorded(request: DraftRequest, recording: DraftRecording) -> tuple[RecordedKernel, str]:
     values = "raw" if recording.format == "rows" else "processed"
     kernel = RecordedKernel(recording.format, values, request.temperature)
     note = (

@@ -70,7 +70,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kcdsl.model.lowering.drafts import Draft
+    from kcdsl.model.lowering.drafts import DraftNode
 
 PINNED = ("float64", "float32", "float16", "bfloat16")
 """Formats that a node may name."""
@@ -180,7 +180,7 @@ class View:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, node: Node | Draft) -> View:
+    def of(cls, node: Node | DraftNode) -> View:
         """Read the attributes of a node `view`; those left out change nothing."""
         found, attrs = cls.reshaped(node.attrs["split"]), node.attrs
         if "ranges" in attrs:

@@ -16,7 +16,7 @@ import torch
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.ops.bilinear import KeyMaps, Rotation
+from kcdsl_backends.drift.ops.bilinear import KeyMaps, RowRotation
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.prover import block, parameters
@@ -86,9 +86,9 @@ def test_both_ways_give_the_same_bounds(rule: str) -> None:
 def test_a_mistake_in_the_short_way_would_be_seen(
     rule: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    back = Rotation.back
+    back = RowRotation.back
 
-    def wrong(self: Rotation, vectors: torch.Tensor, rows: slice) -> torch.Tensor:
+    def wrong(self: RowRotation, vectors: torch.Tensor, rows: slice) -> torch.Tensor:
         if broken == "no rotation":
             return vectors.expand(-1, self.cos[rows].shape[0], -1)
         return back(replace(self, sin=-self.sin), vectors, rows)
@@ -97,8 +97,8 @@ def test_a_mistake_in_the_short_way_would_be_seen(
         return each.new_zeros(len(each))
 
     changes: dict[str, tuple[type, str, Callable[..., torch.Tensor]]] = {
-        "no rotation": (Rotation, "back", wrong),
-        "rotated the other way": (Rotation, "back", wrong),
+        "no rotation": (RowRotation, "back", wrong),
+        "rotated the other way": (RowRotation, "back", wrong),
         "nothing added": (KeyMaps, "own", nothing),
     }
     monkeypatch.setattr(*changes[broken])

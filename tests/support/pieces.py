@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl_backends.certifier.tasks import CheckResult
+from kcdsl_backends.certifier.tasks import RecheckResult
 from kcdsl_backends.certifier.worker import WorkerContext
 
 
@@ -22,9 +22,9 @@ class Say:
     seconds: float = 0.0
     own: bool = False
 
-    def run(self, context: WorkerContext) -> tuple[CheckResult, None]:
+    def run(self, context: WorkerContext) -> tuple[RecheckResult, None]:
         time.sleep(self.seconds)
-        return CheckResult(f"{self.text} {os.getpid()}" if self.own else self.text), None
+        return RecheckResult(f"{self.text} {os.getpid()}" if self.own else self.text), None
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class DieOnce:
 
     marker: Path
 
-    def run(self, context: WorkerContext) -> tuple[CheckResult, None]:
+    def run(self, context: WorkerContext) -> tuple[RecheckResult, None]:
         if not self.marker.exists():
             self.marker.touch()
             os._exit(7)
-        return CheckResult("second"), None
+        return RecheckResult("second"), None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.adapters import find_adapter, refuse_unserved, unproved
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.attention import caps_scores
-from kcdsl.model.comparison import compared_program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays, resolve
@@ -26,7 +25,7 @@ from kcdsl.verdict.model import Evidence, Inconclusive, InvalidEvidence, Violate
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.decision import OpenGoal, Progress, decide_batch
-from kcdsl_backends.certifier.estimate import Estimate
+from kcdsl_backends.certifier.estimate import CostEstimate
 from kcdsl_backends.certifier.replay import case_record, replay
 from kcdsl_backends.certifier.statements.cases import (
     StatedCase,
@@ -39,6 +38,7 @@ from kcdsl_backends.certifier.statements.cases import (
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.certifier.worker import RunSettings, WorkerContext, open_context, peak_bytes
 from kcdsl_backends.certifier.worker_pool import WorkerPool, threads_of
+from kcdsl_backends.comparison import compared_program
 from kcdsl_backends.drift.affine.independent import ASSUMPTION as INDEPENDENT
 from kcdsl_backends.drift.linear_bounds import cheap
 from kcdsl_backends.requests import Request
@@ -279,7 +279,7 @@ def _foretell(
         if one.goal.domains is None or "affine" in one.goal.domains:
             with at(one.goal.span):
                 graphs += [problem_of(context.factory, one.goal, case).graph for case in one.cases]
-    for line in Estimate.of(graphs, jobs, checked=checked).told():
+    for line in CostEstimate.of(graphs, jobs, checked=checked).told():
         tell(line)
 
 

@@ -22,8 +22,8 @@ from kcdsl_backends.certifier.tasks import (
     Attained,
     BoundedCase,
     BoundTask,
-    CheckResult,
     CheckTask,
+    RecheckResult,
     worth_attacking,
 )
 from kcdsl_backends.certifier.worker import TaskResult, Unfinished, WorkerContext
@@ -232,9 +232,9 @@ def _objection(answers: Sequence[TaskResult], parts: int) -> str | None:
     """Return why a proof is not confirmed; None only where every part was, and was confirmed."""
     for answer in answers:
         match answer.value:
-            case CheckResult(""):
+            case RecheckResult(""):
                 pass
-            case CheckResult(reason):
+            case RecheckResult(reason):
                 return f"the independent checker does not confirm the proof: {reason}"
             case Unfinished(reason):
                 return f"the independent checker did not finish: {reason}"

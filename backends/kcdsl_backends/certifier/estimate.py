@@ -55,7 +55,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class CostEstimate:
     """Seconds and bytes that work on several cases may take, and the bytes that are free."""
 
     seconds: float
@@ -63,13 +63,13 @@ class Estimate:
     free: float | None
 
     @staticmethod
-    def of(graphs: Sequence[BlockGraph], jobs: int, *, checked: bool) -> Estimate:
+    def of(graphs: Sequence[BlockGraph], jobs: int, *, checked: bool) -> CostEstimate:
         """Return the estimate of cases with these graphs, `jobs` of them at a time."""
         costs = [Cost.of(graph) for graph in graphs]
         operations = sum(cost.operations for cost in costs)
         seconds = _SLOWER * operations / _rate() * (1 + _CHECKED * checked)
         largest = max((cost.peak for cost in costs), default=0.0)
-        return Estimate(seconds / jobs, largest * jobs, _free())
+        return CostEstimate(seconds / jobs, largest * jobs, _free())
 
     def told(self) -> Iterable[str]:
         """Yield what users should know before the work begins."""

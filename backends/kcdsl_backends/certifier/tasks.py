@@ -38,7 +38,7 @@ class BoundedCase:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
+class RecheckResult:
     """What the independent checker says of a part of a proof; `reason` is empty if it agrees."""
 
     reason: str
@@ -142,13 +142,13 @@ class CheckTask:
     first: int = 0
     step: int = 1
 
-    def run(self, context: WorkerContext) -> tuple[CheckResult, None]:
+    def run(self, context: WorkerContext) -> tuple[RecheckResult, None]:
         """Check the whole document and derive these cases."""
         model = context.factory.model
         served = None if model.served is None else model.served.path
         part = (self.first, self.step)
         outcome = recheck(self.proof, model.checkpoint.path, part=part, served=served)
-        return CheckResult("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
+        return RecheckResult("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
 
 
 def entry_of(context: WorkerContext, what: str, goal: Goal, case: Case, **more: Any) -> CacheEntry:

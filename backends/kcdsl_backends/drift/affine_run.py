@@ -20,7 +20,7 @@ from kcdsl_backends.drift.affine.adjoint import (
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
-from kcdsl_backends.drift.affine.row_sums import Bounded, RowBound
+from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowBound
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, several
@@ -110,7 +110,7 @@ def _bound_rows(run: KernelRun, node: Node) -> None:
     entry, tape = run.tape.entries[index], run.tape
     fixed = tape.chance is None and run.spread is None and not bool(tape.radius.any())
     if fixed and entry.nonlinear is None and len(entry.shape) == 2 and tape.cut == INPUT:
-        rows = Bounded.of(RowBound.of(entry.error_bound))
+        rows = BoundedRows.of(RowBound.of(entry.error_bound))
         tape.entries[index] = replace(entry, rows=rows)
 
 

@@ -47,7 +47,7 @@ Planes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Smooth:
+class SmoothActivation:
     """A function that falls up to one place and rises from there on.
 
     Args:
@@ -113,16 +113,16 @@ def _slope(value: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tens
     return torch.where(width > 0, (value(high) - value(low)) / width, torch.zeros_like(width))
 
 
-SCALAR: Mapping[str, Smooth | Convex] = {
+SCALAR: Mapping[str, SmoothActivation | Convex] = {
     "exp": Convex(torch.exp, torch.exp, rises=True),
     "reciprocal": Convex(torch.reciprocal, lambda x: -x.square().reciprocal()),
     "rsqrt": Convex(torch.rsqrt, lambda x: -x.rsqrt() / (2 * x)),
-    "tanh": Smooth(torch.tanh, -math.inf, 0.77),
-    "gelu": Smooth(torch.nn.functional.gelu, -0.7517915924990838, 0.798),
-    "gelu_tanh": Smooth(
+    "tanh": SmoothActivation(torch.tanh, -math.inf, 0.77),
+    "gelu": SmoothActivation(torch.nn.functional.gelu, -0.7517915924990838, 0.798),
+    "gelu_tanh": SmoothActivation(
         lambda x: torch.nn.functional.gelu(x, approximate="tanh"), -0.752461361, 0.798
     ),
-    "silu": Smooth(torch.nn.functional.silu, -1.2784645427610738, 0.5001),
+    "silu": SmoothActivation(torch.nn.functional.silu, -1.2784645427610738, 0.5001),
 }
 """Functions by name. The library has some of them, but in 0.3 lines below square roots lie above
 them and reciprocals are of float32, and in 0.7 chords on narrow boxes are below what they bound."""
@@ -238,7 +238,7 @@ def _library() -> _Library:
             dense = torch.eye(rows).unsqueeze(0).expand(batch, -1, -1)
             return (dense.reshape(batch, rows, *shape), *found[1:])
 
-    def operation(function: Smooth | Convex) -> type:
+    def operation(function: SmoothActivation | Convex) -> type:
         class Operation(Bound):  # type: ignore[misc]
             def __init__(self, *args: Any, **options: Any) -> None:
                 super().__init__(*args, **options)

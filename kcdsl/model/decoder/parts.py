@@ -48,7 +48,7 @@ def norm(config: DecoderConfig, width: int) -> nn.Module:
     return (OffsetRMSNorm if config.offset_gain else RMSNorm)(width, config.eps)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """The attention sub-layer."""
 
     def __init__(self, config: DecoderConfig, window: int | None, rotary: Rotary | None) -> None:

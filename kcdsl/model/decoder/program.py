@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.model.decoder.config import DecoderConfig
-from kcdsl.model.decoder.parts import Attention, GatedMLP, norm
+from kcdsl.model.decoder.parts import GatedMLP, SelfAttention, norm
 from kcdsl.model.decoder.rotary import Rotary
 
 FeedForwardOf = Callable[[DecoderConfig, int], nn.Module]
@@ -26,7 +26,7 @@ class DecoderLayer(nn.Module):
         self.factor = config.residual_factor
         if self.where != "after":
             self.input_layernorm = norm(config, config.width)
-        self.self_attn = Attention(config, config.windows[number], rotary)
+        self.self_attn = SelfAttention(config, config.windows[number], rotary)
         self.post_attention_layernorm = norm(config, config.width)
         if self.where == "around":
             self.pre_feedforward_layernorm = norm(config, config.width)

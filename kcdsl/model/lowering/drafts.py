@@ -30,7 +30,7 @@ UNROUNDED = STORE_NOTHING | {"input", "param", "mask"}
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftNode:
     """A node before it has its final name; `origin` says which call of which module it is from."""
 
     name: str
@@ -43,7 +43,7 @@ class Draft:
     format: str = OWN
 
 
-Rule = Callable[["Drafts", Draft], "Draft | None"]
+Rule = Callable[["Drafts", DraftNode], "DraftNode | None"]
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Drafts:
     """
 
     formats: tuple[str, ...] = ("float32",)
-    nodes: dict[str, Draft] = field(default_factory=dict)
+    nodes: dict[str, DraftNode] = field(default_factory=dict)
     constants: dict[str, NDArray[Any]] = field(default_factory=dict)
     output: str = ""
     _by_digest: dict[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Drafts:
     ) -> str:
         """Append a node and return its name."""
         name = f"%{len(self.nodes)}"
-        self.nodes[name] = Draft(name, op, inputs, shape, attrs or {}, role, origin, format)
+        self.nodes[name] = DraftNode(name, op, inputs, shape, attrs or {}, role, origin, format)
         return name
 
     def param(self, key: str, shape: tuple[int, ...], transposed: bool = False) -> str:
@@ -95,7 +95,7 @@ class Drafts:
         """Return the array of a constant node, None for any other node."""
         return self.constants.get(name)
 
-    def users(self, name: str) -> list[Draft]:
+    def users(self, name: str) -> list[DraftNode]:
         """Return the nodes that read a node."""
         return [n for n in self.nodes.values() if name in n.inputs]
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl.model.graph import View
-from kcdsl.model.lowering.drafts import LEAVES, OPERATIONS, UNROUNDED, Draft, Drafts, Rule
+from kcdsl.model.lowering.drafts import LEAVES, OPERATIONS, UNROUNDED, DraftNode, Drafts, Rule
 
 
-def masked_softmax(drafts: Drafts, node: Draft) -> Draft | None:
+def masked_softmax(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """softmax(mask(scores, m)) -> softmax(scores, m); several masks are combined."""
     if node.op != "softmax" or len(node.inputs) != 1:
         return None
@@ -28,7 +28,7 @@ def masked_softmax(drafts: Drafts, node: Draft) -> Draft | None:
     return replace(node, inputs=(scores, drafts.constant(np.ascontiguousarray(mask))))
 
 
-def exact_casts(drafts: Drafts, node: Draft) -> Draft | None:
+def exact_casts(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """f(cast(x)) -> f(x) where the cast changes no number: every kernel's x is one of its format.
 
     What only moves elements is then in the format of x.
@@ -42,7 +42,7 @@ def exact_casts(drafts: Drafts, node: Draft) -> Draft | None:
     )
 
 
-def rounded_once(drafts: Drafts, node: Draft) -> Draft | None:
+def rounded_once(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """cast(f(x)) -> f(x) in the format of the cast, where nothing else reads f(x), f(x) is stored
     as operations form their results inside, and the format holds what a sum or product reads."""
     if node.op != "cast":
@@ -57,7 +57,7 @@ def rounded_once(drafts: Drafts, node: Draft) -> Draft | None:
     return replace(source, format=node.format)
 
 
-def written_out_silu(drafts: Drafts, node: Draft) -> Draft | None:
+def written_out_silu(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """Rewrite x * sigmoid(x) as silu(x)."""
     if node.op != "mul":
         return None
@@ -72,7 +72,7 @@ def written_out_silu(drafts: Drafts, node: Draft) -> Draft | None:
     return None
 
 
-def written_out_norm(drafts: Drafts, node: Draft) -> Draft | None:
+def written_out_norm(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """Rewrite x / sqrt(mean(x²) + eps) as rms_norm(x), of x - mean(x) as layer_norm(x).
 
     The variance is one operation or the mean of the centred squares, the root one of those of
@@ -94,7 +94,7 @@ def written_out_norm(drafts: Drafts, node: Draft) -> Draft | None:
     return None
 
 
-def norm_weight(drafts: Drafts, node: Draft) -> Draft | None:
+def norm_weight(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """rms_norm(x) * weight -> rms_norm(x, weight); written-out norms likewise, with a bias too."""
     if node.op not in ("mul", "add"):
         return None
@@ -115,7 +115,7 @@ def norm_weight(drafts: Drafts, node: Draft) -> Draft | None:
     return None
 
 
-def written_out_rope(drafts: Drafts, node: Draft) -> Draft | None:
+def written_out_rope(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """Rewrite x * cos + concat(-x[h:], x[:h]) * sin as rope(x, cos, sin)."""
     if node.op != "add":
         return None
@@ -134,7 +134,7 @@ def written_out_rope(drafts: Drafts, node: Draft) -> Draft | None:
     return None
 
 
-def joined_views(drafts: Drafts, node: Draft) -> Draft | None:
+def joined_views(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """view(view(x)) -> view(x), where nothing else reads the first and one view says both."""
     source = drafts.nodes[node.inputs[0]] if node.op == "view" else node
     if source.op != "view" or source is node or source.name == drafts.output:
@@ -148,7 +148,7 @@ def joined_views(drafts: Drafts, node: Draft) -> Draft | None:
 def spread_operands(drafts: Drafts) -> None:
     """Let products read each result in their own shape: one that broadcasts becomes a view first,
     whose rule every domain has."""
-    nodes: dict[str, Draft] = {}
+    nodes: dict[str, DraftNode] = {}
     for name, node in drafts.nodes.items():
         inputs: list[str] = []
         for source in node.inputs if node.op == "mul" else ():
@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
 Parts = list[tuple[str, str]]
 
 
-def _normalised(drafts: Drafts, node: Draft) -> list[tuple[str, str, Parts]]:
+def _normalised(drafts: Drafts, node: DraftNode) -> list[tuple[str, str, Parts]]:
     """Return every (x, y, parts) for which the node is x / sqrt(y), with the formats of its parts:
     root and normed, sqrt and quotient, or sqrt, reciprocal and normed."""
     found: list[tuple[str, str, Parts]] = []
@@ -207,7 +207,7 @@ def _normalised(drafts: Drafts, node: Draft) -> list[tuple[str, str, Parts]]:
     return found
 
 
-def _root_mean_square(drafts: Drafts, x: str, spread: Draft) -> tuple[str, str, Parts] | None:
+def _root_mean_square(drafts: Drafts, x: str, spread: DraftNode) -> tuple[str, str, Parts] | None:
     """Return what is normalised where the spread is the mean square of x."""
     square = drafts.nodes[spread.inputs[0]] if spread.op == "mean" else None
     if square is None or square.op != "mul" or square.inputs != (x, x):
@@ -223,7 +223,7 @@ def _root_mean_square(drafts: Drafts, x: str, spread: Draft) -> tuple[str, str, 
     ]  # fmt: skip
 
 
-def _centred_spread(drafts: Drafts, x: str, spread: Draft) -> tuple[str, str, Parts] | None:
+def _centred_spread(drafts: Drafts, x: str, spread: DraftNode) -> tuple[str, str, Parts] | None:
     """Return what is normalised where x is centred, and the spread its variance."""
     centred = drafts.nodes[x]
     mean = _mean_of_centred(drafts, centred)
@@ -235,7 +235,7 @@ def _centred_spread(drafts: Drafts, x: str, spread: Draft) -> tuple[str, str, Pa
     return "layer_norm", mean.inputs[0], [(part, named[part].format) for part in parts]
 
 
-def _mean_of_centred(drafts: Drafts, node: Draft) -> Draft | None:
+def _mean_of_centred(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """Return mean(x) where the node is x - mean(x)."""
     mean = drafts.nodes[node.inputs[1]] if node.op == "sub" else None
     found = mean is not None and mean.op == "mean" and mean.inputs == node.inputs[:1]
@@ -274,7 +274,7 @@ def _is_half_turn(drafts: Drafts, name: str, x: str, half: int) -> bool:
     )
 
 
-def _same(drafts: Drafts, x: str, node: Draft) -> bool:
+def _same(drafts: Drafts, x: str, node: DraftNode) -> bool:
     return drafts.nodes[x].shape == node.shape
 
 
@@ -339,9 +339,9 @@ def _context(drafts: Drafts, softmax: str) -> list[str]:
     return found
 
 
-def _keeps_all(node: Draft) -> bool:
+def _keeps_all(node: DraftNode) -> bool:
     return node.op == "view" and "ranges" not in node.attrs
 
 
-def _multiplies_values(user: Draft, probabilities: str) -> bool:
+def _multiplies_values(user: DraftNode, probabilities: str) -> bool:
     return user.op == "matmul" and user.inputs[0] == probabilities != user.inputs[1]

@@ -24,7 +24,7 @@ from kcdsl_backends.certifier import decision, tasks, worker_pool
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounds import bound_case
 from kcdsl_backends.certifier.decision import _objection, verdict_of
-from kcdsl_backends.certifier.tasks import CheckResult, attack_case
+from kcdsl_backends.certifier.tasks import RecheckResult, attack_case
 from kcdsl_backends.certifier.worker import TaskResult, Unfinished
 from kcdsl_backends.executors import Ray
 from kcdsl_certs.recheck import recheck
@@ -126,9 +126,9 @@ def test_one_want_of_memory_makes_its_goal_inconclusive(
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([CheckResult(""), CheckResult("claim/too-small: p1")], "claim/too-small: p1"),
-        ([CheckResult(""), Unfinished("out of memory")], "did not finish: out of memory"),
-        ([CheckResult("")], "did not see every case"),
+        ([RecheckResult(""), RecheckResult("claim/too-small: p1")], "claim/too-small: p1"),
+        ([RecheckResult(""), Unfinished("out of memory")], "did not finish: out of memory"),
+        ([RecheckResult("")], "did not see every case"),
         ([], "did not see every case"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_proof_is_confirmed_by_all_its_parts_alone(answers: list[Any], words: 
     said = _objection([TaskResult(value, 0.0, 0) for value in answers], 2)
     assert said is not None
     assert words in said
-    assert _objection([TaskResult(CheckResult(""), 0.0, 0)] * 2, 2) is None
+    assert _objection([TaskResult(RecheckResult(""), 0.0, 0)] * 2, 2) is None
 
 
 def test_parts_of_a_check_are_the_check(folder: Path, alone: list[GoalOutcome]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.estimate import Cost, Estimate
+from kcdsl_backends.certifier.estimate import Cost, CostEstimate
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.process import OutOfTime, refuse_late, until
 from tests.support.random_models import random_model
@@ -56,10 +56,10 @@ def test_estimates_grow_with_tokens_and_are_told_where_they_matter(factory: Prob
     operations = [cost.operations for cost in costs]
     assert operations == sorted(operations)
     assert operations[0] > 0
-    assert not list(Estimate.of(graphs, 1, checked=True).told())
-    assert list(Estimate(1e4, 1e9, math.inf).told()) == [
+    assert not list(CostEstimate.of(graphs, 1, checked=True).told())
+    assert list(CostEstimate(1e4, 1e9, math.inf).told()) == [
         "about 167 min and 1.0 GB, within a factor of 3"
     ]
-    (line,) = Estimate(1.0, 9e9, 4e9).told()
+    (line,) = CostEstimate(1.0, 9e9, 4e9).told()
     assert "9.0 GB" in line
     assert "--domains interval" in line

@@ -13,7 +13,7 @@ from kcdsl.model.architecture import load_model
 from kcdsl.route.catalogue import Execution
 from kcdsl_backends.certifier import worker_pool
 from kcdsl_backends.certifier.cache import rules_version
-from kcdsl_backends.certifier.tasks import CheckResult
+from kcdsl_backends.certifier.tasks import RecheckResult
 from kcdsl_backends.certifier.worker import (
     RunSettings,
     Task,
@@ -55,7 +55,7 @@ def pair(context: WorkerContext) -> Iterator[WorkerPool]:
 
 def said(answers: list[TaskResult | None]) -> list[str]:
     """Return what pieces of work said."""
-    return [a.value.reason for a in answers if a is not None and isinstance(a.value, CheckResult)]
+    return [a.value.reason for a in answers if a is not None and isinstance(a.value, RecheckResult)]
 
 
 @pytest.mark.full
@@ -87,7 +87,7 @@ def test_want_of_memory_is_an_unfinished_piece(
     assert first is not None
     assert second is not None
     assert first.value == Unfinished("out of memory: no room")
-    assert second.value == CheckResult("next")
+    assert second.value == RecheckResult("next")
 
 
 @pytest.mark.sample(1)
@@ -204,12 +204,12 @@ def test_threads_depend_on_cores_and_cases_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_threads_are_set_for_the_work_and_come_back(context: WorkerContext) -> None:
     class Threads:
-        def run(self, context: WorkerContext) -> tuple[CheckResult, None]:
-            return CheckResult(str(torch.get_num_threads())), None
+        def run(self, context: WorkerContext) -> tuple[RecheckResult, None]:
+            return RecheckResult(str(torch.get_num_threads())), None
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    assert perform(context, Threads()).value == CheckResult("1")
+    assert perform(context, Threads()).value == RecheckResult("1")
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kcdsl.model import comparison
 from kcdsl.model.checkpoint import tensors
 from kcdsl.model.checkpoint.headers import INDEX
+from kcdsl_backends import comparison
 from tests.support.small_models import write_model
 
 CONTRACT = """\

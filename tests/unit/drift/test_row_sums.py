@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kcdsl_backends.drift.affine.row_sums import (
-    Bounded,
+    BoundedRows,
     KeyRows,
     RowBound,
     RowSums,
@@ -54,7 +54,7 @@ def _exact(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     tensors = {name: torch.from_numpy(part) for name, part in drawn.items()}
-    bound = Bounded.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
+    bound = BoundedRows.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
     found = None
     if "p" in drawn:
         vectors = Vectors.of(tensors["each"], tensors["weight"], bound)

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import MODEL_CONFIG
 from kcdsl.model.architectures import llama
-from kcdsl.model.comparison import compare
 from kcdsl.model.configuration import family_of
 from kcdsl.model.registry import declared, load, names
+from kcdsl_backends.comparison import compare
 from tests.support.decoders import FORMS, SMALL
 
 transformers: Any = pytest.importorskip("transformers")
@@ -174,7 +174,7 @@ def test_another_program_with_the_same_weights_is_refused(attribute: str, value:
 def test_it_is_said_when_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     module, raw = build("llama")
     assert "no rows" in compare("llama", module, raw, ())
-    monkeypatch.setattr("kcdsl.model.comparison.find_spec", lambda name: None)
+    monkeypatch.setattr("kcdsl_backends.comparison.find_spec", lambda name: None)
     assert "not installed" in compare("llama", module, raw, ROWS)
 
 

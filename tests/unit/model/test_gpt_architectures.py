@@ -19,9 +19,9 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model import registry
 from kcdsl.model.architecture import load_model
 from kcdsl.model.checkpoint import tensors as checkpoints
-from kcdsl.model.comparison import compare
 from kcdsl.model.configuration import family_of
 from kcdsl.model.lowering.export import block_graph
+from kcdsl_backends.comparison import compare
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.interval.tensors import read

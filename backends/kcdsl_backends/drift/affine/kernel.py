@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.drift.affine.independent import Roundings
-from kcdsl_backends.drift.affine.row_sums import Bounded
+from kcdsl_backends.drift.affine.row_sums import BoundedRows
 from kcdsl_backends.drift.affine.tape import INPUT, Shared, SplitError, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, up
 from kcdsl_backends.drift.boxes.rounding import ONCE, Apart, Rounding, reads_twice
@@ -219,7 +219,7 @@ class KernelRun:
                     roundings=None if self.tape.chance is None else Roundings.none(own),
                     apart=private.apart,
                     before=entry.before,
-                    rows=None if entry.rows is None else Bounded.of(entry.rows.rows.wider(own)),
+                    rows=None if entry.rows is None else BoundedRows.of(entry.rows.rows.wider(own)),
                 )
             )
         return self.readings[key]

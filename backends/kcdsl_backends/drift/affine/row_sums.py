@@ -73,7 +73,7 @@ class _Single:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
+class BoundedRows:
     """The bound of the rows of an entry, as sums over rows read it."""
 
     rows: RowBound
@@ -81,10 +81,10 @@ class Bounded:
     radius: _Single
 
     @staticmethod
-    def of(rows: RowBound) -> Bounded:
+    def of(rows: RowBound) -> BoundedRows:
         single = _Single.of(rows.radius)
         above = torch.nextafter(single.values, torch.tensor(torch.inf)) + 2.0**-120
-        return Bounded(rows, rows.whole, _Single(above, single.scale))
+        return BoundedRows(rows, rows.whole, _Single(above, single.scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Vectors:
     most: Tensor
 
     @staticmethod
-    def of(each: Tensor, weight: Tensor, bound: Bounded) -> Vectors:
+    def of(each: Tensor, weight: Tensor, bound: BoundedRows) -> Vectors:
         """Return functionals [heads, B, d] of values as those of what these come from by the
         weights [heads, d, n]."""
         heads, count, columns = len(each), each.shape[1], weight.shape[-1]
@@ -172,20 +172,20 @@ class KeyRows:
         places = self.places if self.places.shape[1] == 1 else self.places[:, inner]
         return self.weights[..., inner], places
 
-    def bounds(self, bound: Bounded) -> Tensor:
+    def bounds(self, bound: BoundedRows) -> Tensor:
         """Bound Σ_j |α_j|·whole_j with absolute values inside, [B]."""
         whole = bound.whole[self.first : self.first + self.weights.shape[-1]]
         sizes = (self.places.abs() * whole).sum(-1) * SAFE
         return torch.einsum("hbj,hj->b", self.weights.abs(), sizes) * SAFE
 
-    def along(self, rows: slice, bound: Bounded) -> Tensor:
+    def along(self, rows: slice, bound: BoundedRows) -> Tensor:
         """Return α_j·along_kj [B, K, rows]."""
         weights, places = self.part(rows)
         wide = places.expand(-1, weights.shape[-1], -1)
         lines = torch.einsum("hjn,kjn->khj", wide, bound.rows.along[:, rows])
         return torch.einsum("hbj,khj->bkj", weights, lines)
 
-    def apart(self, rows: slice, bound: Bounded) -> Tensor:
+    def apart(self, rows: slice, bound: BoundedRows) -> Tensor:
         """Bound Σ_j |α_j·e_j| of the functionals of one head, [B]."""
         weights, places = self.part(rows)
         sizes = (places[0].abs() * bound.rows.radius[rows]).sum(-1)
@@ -199,7 +199,7 @@ class RowSums:
     """Functionals of the rows [start, stop) of a matrix, α_j as above; `own` is the row t, whose
     part is carried on with all that else reads this row."""
 
-    bound: Bounded
+    bound: BoundedRows
     own: int
     start: int
     stop: int
@@ -362,7 +362,7 @@ class LastVectors:
 
     last: tuple[Tensor, Tensor, Vectors] | None = None
 
-    def get(self, each: Tensor, weight: Tensor, bound: Bounded) -> Vectors:
+    def get(self, each: Tensor, weight: Tensor, bound: BoundedRows) -> Vectors:
         """Return `Vectors.of` the arguments; `weight` must be a part of one tensor."""
         if self.last is not None:
             known, part, made = self.last

@@ -20,7 +20,7 @@ from torch import Tensor
 from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, at, largest_eigenvalue, reached
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
-from kcdsl_backends.drift.affine.row_sums import Bounded, RowSums
+from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums
 from kcdsl_backends.drift.boxes import SAFE, gamma
 from kcdsl_backends.process import refuse_late
 
@@ -158,7 +158,7 @@ class TapeEntry:
     balance: Tensor | None = None
     one_row: SingleRow | None = None
     shared: Shared | None = None
-    rows: Bounded | None = None
+    rows: BoundedRows | None = None
     moved: tuple[int, Callable[[Tensor], Tensor]] | None = None
 
     @property

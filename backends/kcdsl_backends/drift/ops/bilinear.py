@@ -151,7 +151,7 @@ def places_after(
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class RowRotation:
     """A rotation R_j of every row: tables [T, d], and a bound [groups, T, d] of what it adds."""
 
     cos: Tensor
@@ -179,11 +179,11 @@ class KeyMaps:
 
     below: Heads
     groups: tuple[int, ...]
-    turn: Rotation | None
+    turn: RowRotation | None
     size: Tensor
 
     @staticmethod
-    def of(below: Heads, groups: tuple[int, ...], turn: Rotation | None) -> KeyMaps:
+    def of(below: Heads, groups: tuple[int, ...], turn: RowRotation | None) -> KeyMaps:
         """Return the keys of heads."""
         return KeyMaps(below, groups, turn, below.carried + below.own)
 
@@ -265,7 +265,7 @@ def key_maps(run: KernelRun, node: Node) -> KeyMaps | None:
     cos, sin = (run.parameters.plain(run.source(source, i)) for i in (1, 2))
     own = run.own(source.name)
     assert own is not None
-    turn = Rotation(cos.expand(tokens, width), sin.expand(tokens, width), own)
+    turn = RowRotation(cos.expand(tokens, width), sin.expand(tokens, width), own)
     return KeyMaps.of(below, groups, turn)
 
 

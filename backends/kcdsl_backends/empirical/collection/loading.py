@@ -21,10 +21,10 @@ from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.adapters import unproved
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.checkpoint.ranges import weights_digest
-from kcdsl.model.comparison import compared_program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
+from kcdsl_backends.comparison import compared_program
 from kcdsl_backends.empirical.bounds.blocks import Certify
 from kcdsl_backends.empirical.bounds.requests import ModelBound
 from kcdsl_backends.empirical.collection.chat import renderer

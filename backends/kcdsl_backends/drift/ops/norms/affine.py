@@ -21,7 +21,7 @@ from kcdsl_backends.drift.affine.error_bounds import (
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.row_sums import Bounded, RowBound
+from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowBound
 from kcdsl_backends.drift.affine.tape import (
     INPUT,
     Adjoints,
@@ -172,7 +172,7 @@ def _bound_rows(
     n = entry.shape[-1]
     inexact = gamma(n + 32) * (directions.abs() * sizes[..., None]).sum(0)
     radius = (scale * below.rows.radius + entry.radius + inexact) * SAFE
-    rows = Bounded.of(RowBound(radius, directions, sizes))
+    rows = BoundedRows.of(RowBound(radius, directions, sizes))
     run.tape.entries[stored] = replace(entry, rows=rows)
 
 
