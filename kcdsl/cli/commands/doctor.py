@@ -53,6 +53,8 @@ KERNEL_LIBRARIES: Mapping[str, tuple[str, str]] = {
     "httpx": ("server", "kernels that ask a server"),
 }
 """Distributions (imported by the same name) that kernels need: the extra, and what they run."""
+LIRPA = ("auto_LiRPA", "0.3", "the backend lirpa, a second opinion")
+"""Its requirements ask for versions of years ago, so that it is installed without them."""
 
 
 # --- what was found ------------------------------------------------------------------------------
@@ -127,8 +129,7 @@ class Environment:
             not self.problems
             and self.python_problem is None
             and all(p.usable for p in self.packages if p.required)
-            and bool(self.backends)
-            and all(b.enabled for b in self.backends)
+            and any(b.enabled for b in self.backends)  # others lack what is optional
         )
 
     @property
@@ -185,7 +186,7 @@ def examine() -> Environment:
             "kcdsl is importable but not installed, so its backends are not registered; in the"
             f" checkout run: {pip_install('-e', '.')}"
         )
-    packages = (*_required(), *_kernel_libraries(), _compiler())
+    packages = (*_required(), *_kernel_libraries(), _lirpa(), _compiler())
     backends, trouble = _backends({p.module: p for p in packages})
     usable = {p.module for p in packages if p.usable}
     return Environment(
@@ -232,6 +233,17 @@ def _kernel_libraries() -> Iterator[Package]:
         found = _package(name, "", purpose, declared.get(name, name))  # slow, and loud, to import
         command = None if found.usable else pip_install(f"{DISTRIBUTION}[{extra}]")
         yield replace(found, module=name, required=False, command=command)
+
+
+def _lirpa() -> Package:
+    name, wanted, purpose = LIRPA
+    found = _package(name, "", purpose, name)  # slow to import
+    commands = (
+        pip_install(f"{DISTRIBUTION}[lirpa]"),
+        pip_install("--no-deps", f"{name}=={wanted}"),
+    )
+    command = None if found.usable else " && ".join(commands)
+    return replace(found, module=name, required=False, command=command)
 
 
 def _package(name: str, module: str, purpose: str, requirement: str) -> Package:

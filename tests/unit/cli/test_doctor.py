@@ -93,6 +93,35 @@ def test_a_missing_package_names_the_command_and_the_backends_it_disables(
     assert found.device.kind == "none"
 
 
+def test_an_installation_without_extras_is_ready_and_says_how_to_get_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pip install` of the wheel alone brings no library that is needed by an extra only."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if doctor._normalised(name) not in {*doctor.PURPOSES, "kcdsl"}:
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor, "version", version)
+    found = examine()
+    assert found.ready
+    lacking = {need for b in found.backends for need in b.missing}
+    assert lacking == {"auto_LiRPA"}
+    assert lacking < {p.module for p in found.packages if p.command is not None}
+    assert DoctorCommand().run() is Exit.HELD
+    text = capsys.readouterr().out
+    assert "kcdsl[lirpa]" in text
+    assert "--no-deps auto_LiRPA==0.3\n" in text
+
+
+def test_the_tested_version_of_lirpa_is_named(repository: Path) -> None:
+    pinned = (repository / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    name, version, _ = doctor.LIRPA
+    assert f"{name}=={version}" in pinned
+
+
 def test_a_version_outside_the_range_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
     monkeypatch.setattr(doctor, "version", lambda n: "2.7.1" if n == "torch" else real(n))
