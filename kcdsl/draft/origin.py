@@ -228,10 +228,13 @@ def _has_weights(folder: Path) -> bool:
 
 def _about(model: ModelFolder) -> str:
     count = sum(_size(one.shape) for one in model.tensors.values())
+    beside = "config.json and the tokenizer lie beside them."
+    if not is_file(model.path / "tokenizer.json"):
+        beside = "config.json lies beside them."
     return (
         f"The weights that both kernels read: {_millions(count)} parameters in "
         f"{len(model.tensors)} tensors, stored as {model.stored}. The architecture says which "
-        "program they belong to; config.json and the tokenizer lie beside them."
+        f"program they belong to; {beside}"
     )
 
 

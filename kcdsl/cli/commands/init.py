@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
         print(one_line(f"wrote {path}"))
     for note in found.draft.notes:
         say(f"note: {note}")
-    named = "" if found.contract.parent == Path() else f" {found.contract}"
+    named = _argument(found.contract)
     if found.allow:
         folders = ",".join(str(folder) for folder in found.allow)
         print(one_line(f"first: export KCDSL_ALLOW_FOLDERS={folders}"))
@@ -136,3 +137,15 @@ def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
     print(f"  kcdsl evaluate{named}")
     if proved:
         print(f"  kcdsl verify{named} --block {proved[0]}")
+
+
+def _argument(contract: Path) -> str:
+    """Return what commands need to be told of a contract: nothing where they find it by itself."""
+    import shlex
+
+    from kcdsl.api.contract import find_contract
+
+    with suppress(Refusal):
+        if find_contract(None, Path()).resolve() == contract.resolve():
+            return ""
+    return f" {shlex.quote(str(contract))}"
