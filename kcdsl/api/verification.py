@@ -225,8 +225,8 @@ def _write(
     device: str,
 ) -> None:
     """Write the certificate, or its statement, and the proofs that it names, all or none."""
-    from kcdsl.model.fingerprint import kernel_fingerprint
     from kcdsl.release.issue import issue, resting_on
+    from kcdsl.release.requirements import kernel_here
     from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
     from kcdsl.source.writing import make_folder, result, write_together
 
@@ -246,8 +246,8 @@ def _write(
         clauses=results,
         keys=target.keys,
         fingerprints={
-            "train": kernel_fingerprint(program.train, device),
-            "infer": kernel_fingerprint(program.infer, device),
+            "train": kernel_here(program, program.train, files, device),
+            "infer": kernel_here(program, program.infer, files, device),
         },
         stage=options.stage,
         lifetime=options.lifetime,

@@ -29,7 +29,7 @@ from kcdsl.diagnostics.codes import NO_BACKEND
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import data_digests
-from kcdsl.release.requirements import build_triple, slice_sources
+from kcdsl.release.requirements import build_triple, kernel_here, slice_sources
 from kcdsl.release.results import proof_reference, proved_clauses
 from kcdsl.route.catalogue import BackendSpec, catalogue, is_foreign
 from kcdsl.route.goals import Goal
@@ -284,8 +284,6 @@ def _against(outcome: GoalOutcome) -> str | None:
 def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -> str | None:
     """Return why the proof does not show the clause, None where the checker derives that it does,
     from cases that are the rows of the slice."""
-    from kcdsl.model.fingerprint import kernel_fingerprint
-
     assert outcome.proof is not None
     name = outcome.goal.clause.id
     reference = proof_reference(name, outcome.proof)
@@ -294,7 +292,8 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
     named = program.model.served
     served = None if named is None else files.find_weights(named)
     prints = {
-        role: kernel_fingerprint(getattr(program, role), device) for role in ("train", "infer")
+        role: kernel_here(program, getattr(program, role), files, device)
+        for role in ("train", "infer")
     }
     try:
         (clause,) = proved_clauses(program, base, (outcome,), {name: reference})

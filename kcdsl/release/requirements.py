@@ -272,10 +272,12 @@ def build_triple(
     files = Artefacts.of(base)
     path = checkpoint if checkpoint is not None else files.locate(program.model.checkpoint)
     manifest = checkpoint_manifest(path)
-    kernels = {
-        role: _kernel(ref, None if fingerprints is None else fingerprints.get(role), role)
-        for role, ref in (("train", program.train), ("infer", program.infer))
-    }
+    kernels = {}
+    for role, ref in (("train", program.train), ("infer", program.infer)):
+        given = None if fingerprints is None else fingerprints.get(role)
+        kernels[role] = _kernel(
+            ref, kernel_here(program, ref, files) if given is None else given, role
+        )
     return Triple(
         Checkpoint.of(path.name, manifest, companions(program.model, files)),
         kernels["train"],
@@ -284,11 +286,29 @@ def build_triple(
     )
 
 
-def _kernel(ref: KernelRef, given: Mapping[str, Any] | None, role: str) -> Kernel:
-    if given is None:  # only where one is taken: it needs numpy, and a release gate has none
-        from kcdsl.model.fingerprint import kernel_fingerprint
+def kernel_here(
+    program: Program, ref: KernelRef, files: Artefacts, device: str = "cpu"
+) -> dict[str, Any]:
+    """Return the fingerprint of a kernel as it is here: a recorded one is what its files hold.
 
-        given = kernel_fingerprint(ref)
+    Raises Refusal where a recording is missing.
+    """
+    from kcdsl.model.fingerprint import kernel_fingerprint  # needs numpy, which gates may lack
+
+    found = kernel_fingerprint(ref, device)
+    if ref.recording is None:
+        return found
+    logits = ref.recording.file
+    if logits is not None:
+        path = files.find(logits)
+        return {**found, "recorded": {path.name: files.digest(path)}}
+    data = (declared.data or program.data for declared in program.slices)
+    names = sorted({name for name in data if name is not None})
+    digests = {name: files.digest(files.find(name)) for name in names}
+    return {**found, "recorded": digests}
+
+
+def _kernel(ref: KernelRef, given: Mapping[str, Any], role: str) -> Kernel:
     kernel = Kernel(ref.run, dict(given))
     try:
         _ = kernel.digest

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -69,43 +71,63 @@ class Recount:
         if source is None:
             self._note(self.beyond, f"{clause.label}: the slice has no data")
             return
-        rows = self._rows_of(source)
+        measured = clause.proof is None and clause.method in MEASURED
+        # Units that are drawn or recorded are no rows: of their file the digest says all.
+        counted = not measured or source.units == "rows"
+        rows = self._rows_of(source) if counted else self._unread(source)
         if rows is None:
             self._note(self.missing, source.data)
             return
         pin = {"data": self._digests[source.data], "where": source.where}
         if clause.slice_digest != canonical_digest(pin):
             raise Rejected("recount/slice-mismatch", f"{clause.label}: the slice is another one")
+        if not counted:
+            text = f"{clause.label}: its units are drawn or recorded, not rows of the data"
+            self._note(self.beyond, text)
+            return
         chosen = select(rows, source.where)
         if clause.proof is not None:
             self._proved(clause, source, chosen)
         elif clause.method == ATTACK:
             self._attacked(clause, chosen)
-        elif clause.method in MEASURED:
+        elif measured:
             self._measured(clause, source, chosen)
 
     def _rows_of(self, source: SliceSource) -> tuple[Row, ...] | None:
+        """Return the rows of the data as it was signed; None where it is not at hand."""
         key = (source.data, source.tokens)
         if key not in self._rows:
-            path = self.data(source.data)
-            if path is None or not path.is_file():
+            path = self._at_hand(source)
+            if path is None:
                 self._rows[key] = None
                 return None
-            try:
-                with open_regular(path, "recount/data") as file:
-                    data = file.read(LARGEST_DOCUMENT + 1)
-            except OSError as error:
-                raise Rejected(
-                    "recount/data", f"{source.data}: {error.strerror or error}"
-                ) from None
+            with _opened(path, source) as file:
+                data = file.read(LARGEST_DOCUMENT + 1)
             if len(data) > LARGEST_DOCUMENT:
                 raise Rejected("recount/data", f"{source.data} is too large")
-            digest = hashlib.sha256(data).hexdigest()
-            if self.inputs.get(source.data) != digest:
-                raise Rejected("recount/data", f"{source.data} is not the data that was signed")
-            self._digests[source.data] = digest
+            self._pin(source, hashlib.sha256(data).hexdigest())
             self._rows[key] = read_rows(data, source.tokens)
         return self._rows[key]
+
+    def _unread(self, source: SliceSource) -> tuple[Row, ...] | None:
+        """Return no rows of data that is as it was signed, whatever its format and size; None
+        where it is not at hand."""
+        path = self._at_hand(source)
+        if path is None:
+            return None
+        if source.data not in self._digests:
+            with _opened(path, source) as file:
+                self._pin(source, hashlib.file_digest(file, "sha256").hexdigest())
+        return ()
+
+    def _at_hand(self, source: SliceSource) -> Path | None:
+        path = self.data(source.data)
+        return path if path is not None and path.is_file() else None
+
+    def _pin(self, source: SliceSource, digest: str) -> None:
+        if self.inputs.get(source.data) != digest:
+            raise Rejected("recount/data", f"{source.data} is not the data that was signed")
+        self._digests[source.data] = digest
 
     @staticmethod
     def _note(notes: list[str], text: str) -> None:
@@ -191,10 +213,6 @@ class Recount:
     # --- measured results ------------------------------------------------------------------------
 
     def _measured(self, clause: CertifiedClause, source: SliceSource, chosen: Selected) -> None:
-        if source.units != "rows":
-            text = f"{clause.label}: its units are drawn or recorded, not rows of the data"
-            self._note(self.beyond, text)
-            return
         if self.records is None:
             self._note(self.missing, "the records of requests")
         if clause.counted in ("requests", "records") and not clause.quantity.is_timed:
@@ -257,6 +275,15 @@ class Recount:
                 raise Rejected("recount/duplicate", "a request is recorded twice")
             self._records = list(records)
         return self._records
+
+
+@contextmanager
+def _opened(path: Path, source: SliceSource) -> Iterator[BufferedReader]:
+    try:
+        with open_regular(path, "recount/data") as file:
+            yield file
+    except OSError as error:
+        raise Rejected("recount/data", f"{source.data}: {error.strerror or error}") from None
 
 
 def _slices(record: Mapping[str, Any]) -> list[Any]:

@@ -26,6 +26,41 @@ DATA = b'{"id": "a", "tokens": [1, 2]}\n{"id": "b", "tokens": [1, 2, 3]}\n'
 WHERE: dict[str, list[str]] = {"all": []}
 
 
+def recorded(folder: Path, signed: bytes, present: bytes) -> Recount:
+    """Return the count of a result about units that a recording holds, not rows of it."""
+    (folder / "batch.parquet").write_bytes(present)
+    digest = hashlib.sha256(signed).hexdigest()
+    clause = CertifiedClause(
+        obligation="C/all/0",
+        id="C",
+        quantity=norm("inf", "attn_0"),
+        op="<=",
+        tau=Fraction(1, 2),
+        unit="1",
+        evidence=Evidence.SAMPLE,
+        method="one-sided-limits/1",
+        verdict=Verdict.PASSED,
+        slice="all",
+        slice_digest=canonical_digest({"data": digest, "where": WHERE}),
+        n=3,
+    )
+    source = SliceSource("batch.parquet", WHERE, units="other")
+    count = Recount(
+        {"all": source}, lambda name: folder / name, {source.data: digest}, folder, None
+    )
+    count.run([clause])
+    return count
+
+
+def test_a_recording_of_any_format_is_held_against_its_digest(tmp_path: Path) -> None:
+    """Parquet, or rows without ids: nothing in it is counted, and its digest was signed."""
+    count = recorded(tmp_path, b"PAR1\xff", b"PAR1\xff")
+    assert count.beyond == ["C [all]: its units are drawn or recorded, not rows of the data"]
+    assert (count.counted, count.missing) == ([], [])
+    with pytest.raises(Rejected, match="recount/data"):
+        recorded(tmp_path, b"PAR1\xff", b"PAR1\xfe")
+
+
 def counted(folder: Path, kind: str, names: list[str]) -> Recount:
     """Return the count of one proved result whose proof has these cases."""
     proof = json.dumps({"cases": [{"name": name} for name in names]}).encode()

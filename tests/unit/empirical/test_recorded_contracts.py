@@ -439,6 +439,12 @@ def test_a_certificate_says_that_the_inference_kernel_was_not_seen(
     assert [row["evidence"] for row in found["clauses"]] == ["sample"]
     assert found["triple"]["kernels"]["infer"]["fingerprint"]["recorded"]
     assert any("read from a recording" in text for text in found["nonClaims"])
+    joined = cli("status", str(tmp_path / "contract.yaml"))  # the recording is at hand, and named
+    assert (joined.code, "not used" in joined.stdout) == (0, False)
+    recordings.write(tmp_path / "rows.parquet", many(prompts=63))
+    joined = cli("status", str(tmp_path / "contract.yaml"))
+    assert joined.code == 3
+    assert "another infer kernel: recorded.rows.parquet" in " ".join(joined.stdout.split())
 
 
 # --- whole logits --------------------------------------------------------------------------------
@@ -514,7 +520,7 @@ def test_shifted_logits_are_named(decide: Callable[..., dict[str, Any]], tmp_pat
 
 
 def test_one_side_may_run_beside_recorded_logits(
-    decide: Callable[..., dict[str, Any]], tmp_path: Path
+    decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
     _logits(tmp_path, 4)
     report = decide(
@@ -526,6 +532,7 @@ def test_one_side_may_run_beside_recorded_logits(
     )
     assert verdicts(report) == {"N-KL": "held"}
     assert report["model"]["sha256"] is not None
+    assert "not used" not in cli("status", str(tmp_path / "contract.yaml")).stdout
 
 
 @pytest.mark.parametrize(
