@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from kcdsl.api.contract import read_contract
 from kcdsl.api.results import Shows
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
 
 if TYPE_CHECKING:
-    from kcdsl_certs.verification.report import Combined
+    from typing import Unpack
+
+    from kcdsl.model.files import Artefacts
+    from kcdsl_certs.signatures import Trust
+    from kcdsl_certs.statement import Expectation
+    from kcdsl_certs.verification.report import Combined, Report
 
 PathLike = str | os.PathLike[str]
 
@@ -54,43 +65,192 @@ class CheckResult(Shows):
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSettings:
+    """What certificates are held against; each field is the option of `kcdsl check` of its name."""
+
+    key: Sequence[PathLike] = ()
+    contract: PathLike | None = None
+    recheck: bool = False
+    complete: bool = False
+    signature_only: bool = False
+    policy: PathLike | None = None
+    threshold: int | None = None
+    revocations: Sequence[PathLike] = ()
+    kernels: PathLike | None = None
+    checkpoint: PathLike | None = None
+    base: PathLike | None = None
+    stage: str | None = None
+    minimum_sequence: int | None = None
+    at: str | None = None
+    expected: Callable[[Expectation], None] | None = None
+    """Told what is expected of the certificates, before they are looked at."""
+
+
+class Checks(TypedDict, total=False):
+    """What `check` takes beside certificates and keys: the options of `kcdsl check`."""
+
+    contract: PathLike | None
+    recheck: bool
+    complete: bool
+    signature_only: bool
+    policy: PathLike | None
+    threshold: int | None
+    revocations: Sequence[PathLike]
+    kernels: PathLike | None
+    checkpoint: PathLike | None
+    base: PathLike | None
+    stage: str | None
+    minimum_sequence: int | None
+    at: str | None
+
+
 def check(
     certificates: PathLike | Sequence[PathLike],
     *,
     key: PathLike | Sequence[PathLike] = (),
-    contract: PathLike | None = None,
-    recheck: bool = False,
-    complete: bool = False,
-    signature_only: bool = False,
-    policy: PathLike | None = None,
-    kernels: PathLike | None = None,
-    checkpoint: PathLike | None = None,
-    at: str | None = None,
+    **options: Unpack[Checks],
 ) -> CheckResult:
     """Verify certificates about one triple, as `kcdsl check` with the options of these names.
 
     `contract` is the contract in force, by default that of the current folder. Raises Refusal for
     what cannot be read; a certificate that is not valid gives a result that is false.
     """
-    from kcdsl.cli.commands.check import CheckCommand
+    return check_certificates(_several(certificates), CheckSettings(key=_several(key), **options))
 
-    def named(path: PathLike | None) -> str | None:
-        return None if path is None else os.fspath(path)
 
-    def all_of(paths: PathLike | Sequence[PathLike]) -> tuple[str, ...]:
-        several = [paths] if isinstance(paths, str | os.PathLike) else paths
-        return tuple(os.fspath(path) for path in several)
+def _several(paths: PathLike | Sequence[PathLike]) -> tuple[PathLike, ...]:
+    return (paths,) if isinstance(paths, str | os.PathLike) else tuple(paths)
 
-    command = CheckCommand(
-        certificates=all_of(certificates),
-        key=all_of(key),
-        contract=named(contract),
-        recheck=recheck,
-        complete=complete,
-        signature_only=signature_only,
-        policy=named(policy),
-        kernels=named(kernels),
-        checkpoint=named(checkpoint),
-        at=at,
+
+def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings) -> CheckResult:
+    """Verify certificates about one triple; raises Refusal for what cannot be read."""
+    from kcdsl.model.files import Artefacts
+    from kcdsl.release.artefacts import ArtefactRefused
+    from kcdsl.release.requirements import build_expectation, read_kernels
+    from kcdsl.release.signing import trusted
+    from kcdsl_certs.encoding.rejected import Rejected
+    from kcdsl_certs.verification.report import Combined, refused
+
+    if settings.signature_only and (settings.recheck or settings.complete):
+        raise refuse(
+            USAGE,
+            "--signature-only looks at nothing that --recheck and --complete demand",
+            help="leave it out, or leave them out",
+        )
+    if settings.recheck:
+        _refuse_without_numpy()
+    paths = [Path(name) for name in certificates]
+    bundles = [read_certificate(path) for path in paths]
+    moment = _moment(settings.at)
+    contract = read_contract(None if settings.contract is None else os.fspath(settings.contract))
+    keys = tuple(os.fspath(path) for path in settings.key)
+    revoked = tuple(os.fspath(path) for path in settings.revocations)
+    policy = None if settings.policy is None else os.fspath(settings.policy)
+    trust = trusted(policy, keys, settings.threshold, revoked, contract.base)
+    files, model = Artefacts.of(contract.base), contract.program.model
+    given = settings.checkpoint
+    checkpoint = files.locate(model.checkpoint) if given is None else Path(given)
+    served = None if model.served is None else files.find_weights(model.served)
+    kernels = None if settings.kernels is None else read_kernels(Path(settings.kernels))
+    try:
+        expectation = build_expectation(
+            contract.program, files, fingerprints=kernels, checkpoint=checkpoint
+        )
+    except ArtefactRefused as error:
+        refusal = refused("components", Rejected(error.reason, error.detail))
+        refusals = tuple((str(path), refusal) for path in paths)
+        return CheckResult(Combined(refusals, settings.complete, trust))
+    if settings.expected is not None:
+        settings.expected(expectation)
+    in_part = len(paths) > 1 or not settings.complete
+    at_hand = _AtHand(settings, files, expectation, trust, moment, checkpoint, served, in_part)
+    reports = tuple(
+        (str(path), at_hand.report(path, bundle))
+        for path, bundle in zip(paths, bundles, strict=True)
     )
-    return command.checked()
+    return CheckResult(Combined(reports, settings.complete, trust))
+
+
+@dataclass(frozen=True, slots=True)
+class _AtHand:
+    """What each certificate is held against."""
+
+    settings: CheckSettings
+    files: Artefacts
+    expectation: Expectation
+    trust: Trust
+    moment: datetime
+    checkpoint: Path
+    served: Path | None
+    in_part: bool
+
+    def report(self, path: Path, bundle: bytes) -> Report:
+        """Return what the checks of one certificate say."""
+        from kcdsl.release.artefacts import input_at_hand
+        from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
+        from kcdsl_certs.verification.transfers import Earlier
+        from kcdsl_certs.verification.verify import verify
+
+        settings, expectation, base = self.settings, self.expectation, self.settings.base
+        proofs: ProofChecker | None = PresentProofs(path.parent)
+        if settings.recheck:
+            proofs = Rechecker(path.parent, self.checkpoint, self.served)
+        elif settings.signature_only:
+            proofs = None
+        return verify(
+            bundle,
+            trusted=self.trust.rules,
+            expected_triple=expectation.triple,
+            clock=lambda: self.moment,
+            required_clauses=expectation.clauses,
+            stage=settings.stage,
+            minimum_sequence=settings.minimum_sequence,
+            proofs=proofs,
+            partial=self.in_part,
+            expected_inputs=expectation.inputs,
+            signature_only=settings.signature_only,
+            evidence=None if settings.signature_only else path.parent,
+            data=None if settings.signature_only else partial(input_at_hand, self.files),
+            slices=expectation.slices,
+            strict=settings.complete,
+            earlier=None
+            if base is None
+            else Earlier(path.parent, Path(base), self.checkpoint, settings.recheck),
+        )
+
+
+def _refuse_without_numpy() -> None:
+    """Refuse a re-derivation that cannot run, instead of calling the certificate invalid."""
+    from importlib.util import find_spec
+
+    if find_spec("numpy") is None:
+        raise refuse(
+            NO_PACKAGE, "--recheck needs numpy, which is not installed", help="pip install numpy"
+        )
+
+
+def read_certificate(path: Path) -> bytes:
+    """Return the bytes of a certificate; refuse one that cannot be read."""
+    from kcdsl.source.files import open_regular
+    from kcdsl_certs.signatures import LARGEST_BUNDLE
+
+    try:
+        with open_regular(path) as stream:
+            return stream.read(LARGEST_BUNDLE + 1)
+    except OSError as error:
+        raise refuse(
+            FILE_MISSING, f"the certificate {path} cannot be read: {error.strerror}"
+        ) from error
+
+
+def _moment(text: str | None) -> datetime:
+    from kcdsl_certs.encoding.rejected import Rejected
+    from kcdsl_certs.encoding.strict import parse_time
+
+    if text is None:
+        return datetime.now(UTC)
+    try:
+        return parse_time(text)
+    except Rejected as error:
+        raise refuse(BAD_TIME, f"--at: {error.detail}") from error

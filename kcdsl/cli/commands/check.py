@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +24,24 @@ from kcdsl.cli.common.options import (
 )
 from kcdsl.cli.common.output import deliver, print_json
 from kcdsl.diagnostics import Refusal, refuse
-from kcdsl.diagnostics.codes import BAD_TIME, CANNOT_TRANSFER, FILE_MISSING, NO_PACKAGE, USAGE
+from kcdsl.diagnostics.codes import CANNOT_TRANSFER
 from kcdsl.diagnostics.render.terminal import json_text, one_line, printable
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kcdsl.api.checking import CheckResult
-    from kcdsl.model.files import Artefacts
     from kcdsl.release.transfer import Regions, TransferPlan
-    from kcdsl_certs.signatures import SigningKey, Trust
+    from kcdsl_certs.signatures import SigningKey
     from kcdsl_certs.statement import Expectation, Triple
     from kcdsl_certs.verification.report import Combined, Report
 
 
 RECHECK = "re-derive every proof by the independent checker"
+OTHER_KERNELS = (
+    "the kernels of this machine were compared; for those of another machine or a server, name the"
+    "\nkernels.json of `kcdsl evaluate` there by --kernels"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,144 +73,40 @@ class CheckCommand(Trusts):
 
     def run(self) -> Exit:
         """Check certificates: 0 valid, 4 invalid; what could not be read is refused (2)."""
-        report = self.checked().combined
+        from kcdsl.api.checking import CheckSettings, check_certificates
+
+        settings = CheckSettings(
+            key=self.key,
+            contract=self.contract,
+            recheck=self.recheck,
+            complete=self.complete,
+            signature_only=self.signature_only,
+            policy=self.policy,
+            threshold=self.threshold,
+            revocations=self.revocations,
+            kernels=self.kernels,
+            checkpoint=self.checkpoint,
+            base=self.base,
+            stage=self.stage,
+            minimum_sequence=self.minimum_sequence,
+            at=self.at,
+            expected=self._write_expectation,
+        )
+        report = check_certificates(self.certificates, settings).combined
         if self.json:
             print_json(report.to_json())
         else:
             print_report(report)
+            refused = (reason for _, one in report.reports for reason in one.reasons)
+            if self.kernels is None and any("/kernel-" in reason for reason in refused):
+                print(OTHER_KERNELS)
             if self.signature_only and report.accepted:
                 print("looked at: the signed statement alone, no proof and no evidence beside it")
         return Exit.HELD if report.accepted else Exit.CERTIFICATE_INVALID
 
-    def checked(self) -> CheckResult:
-        """Return what the checks say; raises Refusal for what cannot be read."""
-        from kcdsl.api.checking import CheckResult
-
-        return CheckResult(self._report())
-
-    def _report(self) -> Combined:
-        from kcdsl.model.files import Artefacts
-        from kcdsl.release.artefacts import ArtefactRefused
-        from kcdsl.release.requirements import build_expectation
-        from kcdsl_certs.encoding.rejected import Rejected
-        from kcdsl_certs.verification.report import Combined, refused
-
-        if self.signature_only and (self.recheck or self.complete):
-            raise refuse(
-                USAGE,
-                "--signature-only looks at nothing that --recheck and --complete demand",
-                help="leave it out, or leave them out",
-            )
-        if self.recheck:
-            _refuse_without_numpy()
-        paths = [Path(name) for name in self.certificates]
-        bundles = [read_certificate(path) for path in paths]
-        moment = _moment(self.at)
-        contract = read_contract(self.contract)
-        trust = self.trust_for(contract.base)
-        files = Artefacts.of(contract.base)
-        named = contract.program.model.checkpoint
-        checkpoint = files.locate(named) if self.checkpoint is None else Path(self.checkpoint)
-        other = contract.program.model.served
-        served = None if other is None else files.find_weights(other)
-        kernels = fingerprints_in(self.kernels)
-        try:
-            expectation = build_expectation(
-                contract.program, files, fingerprints=kernels, checkpoint=checkpoint
-            )
-        except ArtefactRefused as error:
-            refusal = refused("components", Rejected(error.reason, error.detail))
-            refusals = tuple((str(path), refusal) for path in paths)
-            return Combined(refusals, self.complete, trust)
+    def _write_expectation(self, expectation: Expectation) -> None:
         if self.write_expectation is not None:
             deliver(json_text(expectation.to_json(), indent=1), self.write_expectation)
-        reports = tuple(
-            (
-                str(path),
-                self._one(path, bundle, moment, trust, expectation, files, checkpoint, served),
-            )
-            for path, bundle in zip(paths, bundles, strict=True)
-        )
-        return Combined(reports, self.complete, trust)
-
-    def _one(
-        self,
-        path: Path,
-        bundle: bytes,
-        moment: datetime,
-        trust: Trust,
-        expectation: Expectation,
-        files: Artefacts,
-        checkpoint: Path,
-        served: Path | None,
-    ) -> Report:
-        """Return what the checks of one certificate say."""
-        from kcdsl.release.artefacts import input_at_hand
-        from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
-        from kcdsl_certs.verification.transfers import Earlier
-        from kcdsl_certs.verification.verify import verify
-
-        proofs: ProofChecker | None = PresentProofs(path.parent)
-        if self.recheck:
-            proofs = Rechecker(path.parent, checkpoint, served)
-        elif self.signature_only:
-            proofs = None
-        return verify(
-            bundle,
-            trusted=trust.rules,
-            expected_triple=expectation.triple,
-            clock=lambda: moment,
-            required_clauses=expectation.clauses,
-            stage=self.stage,
-            minimum_sequence=self.minimum_sequence,
-            proofs=proofs,
-            partial=len(self.certificates) > 1 or not self.complete,
-            expected_inputs=expectation.inputs,
-            signature_only=self.signature_only,
-            evidence=None if self.signature_only else path.parent,
-            data=None if self.signature_only else partial(input_at_hand, files),
-            slices=expectation.slices,
-            strict=self.complete,
-            earlier=None
-            if self.base is None
-            else Earlier(path.parent, Path(self.base), checkpoint, self.recheck),
-        )
-
-
-def _refuse_without_numpy() -> None:
-    """Refuse a re-derivation that cannot run, instead of calling the certificate invalid."""
-    from importlib.util import find_spec
-
-    if find_spec("numpy") is None:
-        raise refuse(
-            NO_PACKAGE, "--recheck needs numpy, which is not installed", help="pip install numpy"
-        )
-
-
-def read_certificate(path: Path) -> bytes:
-    """Return the bytes of a certificate; refuse one that cannot be read."""
-    from kcdsl.source.files import open_regular
-    from kcdsl_certs.signatures import LARGEST_BUNDLE
-
-    try:
-        with open_regular(path) as stream:
-            return stream.read(LARGEST_BUNDLE + 1)
-    except OSError as error:
-        raise refuse(
-            FILE_MISSING, f"the certificate {path} cannot be read: {error.strerror}"
-        ) from error
-
-
-def _moment(text: str | None) -> datetime:
-    from kcdsl_certs.encoding.rejected import Rejected
-    from kcdsl_certs.encoding.strict import parse_time
-
-    if text is None:
-        return datetime.now(UTC)
-    try:
-        return parse_time(text)
-    except Rejected as error:
-        raise refuse(BAD_TIME, f"--at: {error.detail}") from error
 
 
 def print_report(combined: Combined) -> None:
@@ -278,6 +175,7 @@ class TransferCommand(Trusts, RunsCode, Signs):
     def run(self) -> Exit:
         """Write the transfer: 0 if every result goes over, 3 if some or all stay behind, 4 if the
         certificate itself is not valid."""
+        from kcdsl.api.checking import read_certificate
         from kcdsl.model.files import Artefacts
         from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned
         from kcdsl.release.transfer import plan
@@ -337,7 +235,6 @@ class TransferCommand(Trusts, RunsCode, Signs):
     ) -> tuple[Report, Triple]:
         """Return what the checks of the earlier certificate say, and the triple of the later
         one."""
-        from datetime import UTC, datetime
 
         from kcdsl.release.requirements import build_expectation
         from kcdsl_certs.encoding.rejected import Rejected
