@@ -24,6 +24,7 @@ ELSEWHERE = {
     "grammar/README.md": "reference/language.md",
     "certs/README.md": "reference/certificate.md",
     "backends/README.md": "reference/backends.md",
+    "backends/template/README.md": "how-to/backend-template.md",
     "SECURITY.md": "explanation/security.md",
     "CONTRIBUTING.md": "development/contributing.md",
     "CHANGELOG.md": "development/changelog.md",

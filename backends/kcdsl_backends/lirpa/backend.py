@@ -120,7 +120,7 @@ def _decided(
             progress(goal.clause.id, number + 1, len(cases))
     outcomes = [one.outcome for one in bounded]
     strongest: tuple[Attack, Case] | None = None
-    for index in worth_attacking(goal, outcomes) if attacks else ():
+    for index in worth_attacking(goal, outcomes) if attacks and outcomes else ():
         found = attack_case(factory, goal, cases[index], bounded[index])
         outcomes[index] = replace(outcomes[index], attack=found.value)
         if strongest is None or found.value > strongest[0].value:

@@ -1,4 +1,4 @@
-"""examples/own_backend: a distribution that is built, installed, found and believed."""
+"""backends/template: a distribution that is built, installed, found and believed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def installed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index",
                "--no-build-isolation", "--target", str(folder),
-               str(repository / "examples" / "own_backend")]  # fmt: skip
+               str(repository / "backends" / "template")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
@@ -73,3 +73,31 @@ def test_what_it_proves_holds_and_what_it_does_not_is_open(
         ran.stderr
     )
     assert goal["evidence"]["confirmed"] is (verdict == "held")
+
+
+@pytest.mark.full
+def test_its_certificate_is_signed_and_checked(installed: Path, tmp_path: Path) -> None:
+    write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
+    (tmp_path / "contract.yaml").write_text(CONTRACT.replace("LIMIT", "1"))
+    for words in (
+        ("keygen",),
+        ("verify", "--backend", "quick", "--cache", "off", "--sign", "kcdsl.key"),
+        ("check", "out/verify.cert.json", "--key", "kcdsl.key.pub"),
+    ):
+        ran = kcdsl(installed, tmp_path, *words)
+        assert ran.returncode == 0, (words, ran.stdout, ran.stderr)
+
+
+@pytest.mark.full
+def test_it_passes_the_conformance_kit(installed: Path, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "kcdsl_backends.conformance", "quick", "--random", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == "no wrong answer"
+    assert any(line.endswith(": held") for line in ran.stdout.splitlines())

@@ -1,0 +1,1 @@
+"""Goals with known answers, and random ones, that every backend for drift is asked."""

@@ -1,0 +1,45 @@
+"""Ask a backend everything: `python -m kcdsl_backends.conformance NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kcdsl.api.backends import formal_backend
+from kcdsl.diagnostics import Refusal
+from kcdsl_backends.conformance.campaign import asked, campaign, judged, monotone
+from kcdsl_backends.conformance.goals import known_goals
+
+
+def main(words: list[str] | None = None) -> int:
+    """Print every answer; return 0 if none is wrong, 1 if one is, 2 if there is no such backend."""
+    parser = argparse.ArgumentParser(prog="python -m kcdsl_backends.conformance")
+    parser.add_argument("backend", help="its name in the catalogue")
+    parser.add_argument("--evidence", default="proof", help="of clauses, such as proof-real")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="random blocks")
+    parser.add_argument("--seed", type=int, default=1, help="of random blocks")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for one answer")
+    options = parser.parse_args(words)
+    try:
+        backend = formal_backend(options.backend, seconds=options.seconds)
+    except Refusal as refusal:
+        print(f"error: {refusal.diagnostics[0].message}", file=sys.stderr)
+        return 2
+    wrong = 0
+    judgements = (judged(goal, asked(backend, goal, options.evidence)) for goal in known_goals())
+    for each in (*judgements, monotone(backend, options.evidence)):
+        wrong += bool(each.wrong)
+        sign = "✗" if each.wrong else "✓"
+        told = each.wrong or each.reason
+        print(f"{sign} {each.goal}: {each.verdict}" + (f" ({told})" if told else ""), flush=True)
+    for one in campaign({options.backend: backend}, options.random, options.seed):
+        wrong += bool(one.wrong)
+        sign, bound = "✗" if one.wrong else "✓", one.bounds[options.backend]
+        told = one.wrong or f"bound {bound:.3g}, run {one.attack:.3g}"
+        print(f"{sign} random {one.seed}, {' '.join(one.steps)}: {told}", flush=True)
+    print(f"{wrong} wrong answers" if wrong else "no wrong answer")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
