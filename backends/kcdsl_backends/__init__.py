@@ -41,4 +41,12 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         rank=80,
         domains=("ibp", "crown", "alpha-crown"),
     ),
+    BackendSpec(
+        name="z3",
+        target="kcdsl_backends.smt.drift.backend:BACKEND",
+        fragments=frozenset({Fragment.UNIVERSAL_DRIFT}),
+        needs=("torch", "numpy", "z3"),
+        summary="z3 on small blocks: case splits of ReLU, other functions enclosed",
+        rank=90,
+    ),
 )

@@ -54,7 +54,7 @@ def test_no_softmax_leaves_its_boxes(
             [mpmath.mpf(s) + mpmath.mpf(d) for s, d in zip(start, step, strict=True)]
         )
 
-    first = softmax._range(Box(*map(torch.from_numpy, scores)), None)
+    first = softmax.probabilities(Box(*map(torch.from_numpy, scores)), None)
     found = softmax._drift(first, Box(*map(torch.from_numpy, moves)), None)
     allowed = np.ones((1, count), dtype=np.bool_)
     other = probabilities.probabilities(second.Box(*scores), allowed)

@@ -15,109 +15,13 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
-from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
-from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
-from kcdsl_backends.drift.boxes.state import Kernels, Known, SoftmaxState, Step
-from kcdsl_backends.drift.interval import block_input
-from kcdsl_backends.drift.ops import operation_of
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.boxes.rounding import ONCE
+from kcdsl_backends.drift.boxes.state import Kernels
 from kcdsl_backends.lirpa.library import Entry, scalar
+from kcdsl_backends.real_arithmetic.allowances import LEAVES, Allowance, allowances
 
-_LEAVES = frozenset({"param", "constant"})
 _STORED = "stored"
 """The reading that all sums and the output of the block share."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """How far a kernel may be off at one node.
-
-    Args:
-        error: the stored result less what the operation makes of the operands; None: nothing.
-        apart: how far a reading is from the one value of which all are versions, where a result has
-            several; None: it has one.
-        entering: the quantised input of a linear less the input; None: it is not quantised.
-        shift: what is taken off the scores of a softmax before exp.
-        floor: what the sums of a softmax after that are at least.
-    """
-
-    error: Box | None
-    apart: Tensor | None = None
-    entering: Box | None = None
-    shift: Tensor | None = None
-    floor: float = 0.0
-
-
-def allowances(
-    problem: BlockProblem, centre: Tensor | None, radius: Tensor
-) -> tuple[dict[str, Allowance], dict[str, Allowance]]:
-    """Return what both kernels may be off at every node, of numbers as large as intervals say.
-
-    Raises:
-        NoBound: a node has no interval, or stores what this module does not follow.
-    """
-    graph, kernels = problem.graph, problem.kernels()
-    nodes = {node.name: node for node in graph.nodes}
-    again, known = several(graph), dict[str, Known]()
-    found: tuple[dict[str, Allowance], dict[str, Allowance]] = ({}, {})
-    for node in graph.nodes:
-        if node.op in _LEAVES:
-            continue
-        step = Step(node, kernels.at(node, nodes), nodes, known, again)
-        if node.op == "input":
-            state: Known = block_input(node, kernels, centre, radius)
-        elif node.op == "cache":
-            raise NoBound(node.name, "the module has no quantised kv_cache")
-        else:
-            state = operation_of(node).interval(step)
-        known[node.name] = state
-        for side in (0, 1):
-            found[side][node.name] = _allowance(step, state, side)
-    return found
-
-
-def _allowance(step: Step, state: Known, side: int) -> Allowance:
-    """Return what a kernel may be off at a node, of whose operands the states are known."""
-    node, several_of = step.node, step.several
-    if isinstance(state, SoftmaxState):
-        rounding = (state.rounding_train, state.rounding_infer)[side]
-        scores = step.operand(0)
-        box = (scores.train, scores.infer)[side]
-        highest = box.hi if state.mask is None else box.hi.where(state.mask, -torch.inf)
-        shift = highest.amax(-1, keepdim=True)
-        lowest = box.lo if state.mask is None else box.lo.where(state.mask, -torch.inf)
-        floor = float((lowest - shift).exp().sum(-1).amin()) * (1 - 2.0**-30)
-        apart = state.apart[side] if node.name in several_of else None
-        return Allowance(Box.around(rounding), apart, None, shift, floor)
-    error = None if state.errors is None else state.errors[side]
-    apart = state.apart[side] if node.name in several_of else None
-    if apart is not None and node.op in ONCE and error is not None:
-        error = _less(error, apart)  # the sum alone: casts are of each reading
-    left = step.known.get(node.inputs[0]) if node.inputs else None
-    if isinstance(left, SoftmaxState) and node.op == "matmul" and error is not None:
-        values = step.operand(1)
-        rounding = (left.rounding_train, left.rounding_infer)[side]
-        error = _less(error, rounding @ (values.train, values.infer)[side].mag())
-    return Allowance(error, apart, _entering(step, side) if node.op == "linear" else None)
-
-
-def _less(error: Box, counted: Tensor) -> Box:
-    """Return an error without a part of it that is counted elsewhere."""
-    rest = counted - 2.0**-40 * (error.mag() + counted)
-    return Box((error.lo + rest).clamp_max(0), (error.hi - rest).clamp_min(0))
-
-
-def _entering(step: Step, side: int) -> Box | None:
-    """Return what the quantiser of a linear's input is off; None without one."""
-    key = str(step.operand_node(1).attrs["key"])
-    x = step.operand(0)
-    box = (x.train, x.infer)[side]
-    kernel: Rounding = (step.kernels.train, step.kernels.infer)[side]
-    error = activation_error(box, kernel, step.node.name, key)
-    if error is None:
-        return None
-    known = quantizer_steps(box, error, kernel, key, step.node.name)
-    return Box.around(error) if known is None else known.error
 
 
 # --- the module -----------------------------------------------------------------------------------
@@ -144,7 +48,7 @@ class DriftNetwork(torch.nn.Module):
             low, high = centre - radius, centre + radius
             self._indices["input"] = 0
             self.entries.append(Entry(low[None], high[None]))
-        kernels, found = problem.kernels(), allowances(problem, centre, radius)
+        kernels, found = problem.kernels(), allowances(problem, centre, radius).sides
         self._sides = [_Side(self, problem.graph, kernels, side, found[side]) for side in (0, 1)]
         with torch.no_grad():
             self._drift(None)
@@ -251,7 +155,7 @@ class _Side:
         if node.op == "input":
             return self.network.entry("input", None, self._given)
         count = len(node.inputs)
-        computed = [self.nodes[name].op not in _LEAVES for name in node.inputs]
+        computed = [self.nodes[name].op not in LEAVES for name in node.inputs]
         sources = [self.nodes[name] for name in node.inputs]
 
         def operand(index: int) -> Tensor:

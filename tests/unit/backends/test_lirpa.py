@@ -24,6 +24,7 @@ from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.lirpa import network
 from kcdsl_backends.lirpa.backend import BACKEND, drift_box
 from kcdsl_backends.lirpa.library import SCALAR, Convex, Unanswered
+from kcdsl_backends.real_arithmetic import allowances
 from tests.support.random_modules import random_module
 from tests.support.small_models import DECODER, ENCODER, write_contract, write_model
 
@@ -103,9 +104,9 @@ def test_a_forgotten_rounding_is_found_by_the_attack(
 ) -> None:
     """A network without the roundings of an operation has a bound below a run; `view` rounds
     nothing, and a network that forgets it is right."""
-    honest = network._allowance
+    honest = allowances._allowance
 
-    def forgetful(step: Any, state: Any, side: int) -> network.Allowance:
+    def forgetful(step: Any, state: Any, side: int) -> allowances.Allowance:
         found = honest(step, state, side)
         if forgotten == "entering":
             return replace(found, entering=None)
@@ -114,7 +115,7 @@ def test_a_forgotten_rounding_is_found_by_the_attack(
         apart = None if found.apart is None else torch.zeros_like(found.apart)
         return replace(found, error=None, apart=apart)
 
-    monkeypatch.setattr(network, "_allowance", forgetful)
+    monkeypatch.setattr(allowances, "_allowance", forgetful)
     kernel = "fp8" if forgotten == "entering" else "bfloat16 any"
     bound, attained = compared(factory_of(model, kernel), "attn_0", TOKENS, 0.0, "crown")
     if forgotten in ("linear", "entering"):

@@ -89,7 +89,8 @@ def test_a_missing_package_names_the_command_and_the_backends_it_disables(
     assert not found.ready
     assert found.remedy is not None
     assert "torch" in found.remedy
-    assert {b.name for b in found.backends if not b.enabled} == {"interval", "lirpa", "empirical"}
+    disabled = {b.name for b in found.backends if not b.enabled}
+    assert disabled == {"interval", "lirpa", "empirical", "z3"}
     assert found.device.kind == "none"
 
 
@@ -153,7 +154,7 @@ def test_a_package_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyP
     assert package(found, "z3-solver").problem == (
         "does not import: OSError: libz3.so: cannot open shared object file"
     )
-    assert [b.name for b in found.backends if not b.enabled] == ["smt"]
+    assert [b.name for b in found.backends if not b.enabled] == ["smt", "z3"]
     assert not found.ready
 
 
@@ -205,7 +206,7 @@ def test_json_document(capsys: pytest.CaptureFixture[str], without: Callable[[st
     (z3,) = [p for p in document["packages"] if p["name"] == "z3-solver"]
     assert z3["installed"] is None
     assert z3["command"] in document["remedy"]
-    assert [b["name"] for b in document["backends"] if not b["enabled"]] == ["smt"]
+    assert [b["name"] for b in document["backends"] if not b["enabled"]] == ["smt", "z3"]
     assert document == to_json(examine())
     jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
 

@@ -48,7 +48,7 @@ def interval_softmax(step: Step) -> SoftmaxState:
     mask = None if mask is None else mask.expand(step.node.shape)
     if mask is not None and not bool(mask.any(-1).all()):
         raise NoBound(name, "a row of the attention mask admits no column")
-    train, infer = _range(scores.train, mask), _range(scores.infer, mask)
+    train, infer = probabilities(scores.train, mask), probabilities(scores.infer, mask)
     drift = _drift(train, scores.drift, mask)
     exact = settle(name, train, infer, drift)
     rounding_train = _rounding(scores.train, exact.train, mask, step.kernels.train, scores.apart[0])
@@ -79,7 +79,7 @@ def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
     return x if mask is None else torch.where(mask, x, torch.full_like(x, value))
 
 
-def _range(scores: Box, mask: Tensor | None) -> Box:
+def probabilities(scores: Box, mask: Tensor | None) -> Box:
     """Return the range of p_i = 1 / (1 + Σ_{j≠i} exp(s_j - s_i)) on a box of scores."""
     lo, hi = _fill(scores.lo, mask, -torch.inf), _fill(scores.hi, mask, -torch.inf)
     top = hi.amax(-1, keepdim=True)
@@ -549,7 +549,7 @@ def _choose(run: KernelRun, place: int, scores: TapeEntry, mask: Tensor, error: 
         steps = replace(scores.ends, low=scores.ends.low[None], high=scores.ends.high[None])
         steps = split(steps, entry.reference, min(SCORES, choices(entry.shape)))
         box = Box(steps.low, steps.high)
-    formed = _range(box, mask).widen(error)
+    formed = probabilities(box, mask).widen(error)
     run.tape.entries[place] = replace(entry, choices=entry.ends.within(formed))
 
 

@@ -1,0 +1,163 @@
+"""Bound small cases with z3, for the backend `z3`."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import z3
+from torch import Tensor
+
+from kcdsl.route.goals import Goal
+from kcdsl.verdict.outcome import CaseOutcome
+from kcdsl_backends.certifier.bounds import CaseBound
+from kcdsl_backends.certifier.statements.cases import Case, problem_of
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.functionals import drift_bound
+from kcdsl_backends.process import one_thread
+from kcdsl_backends.real_arithmetic.backend import Answer, RealBackend
+from kcdsl_backends.smt.drift.encoding import Encoder, coefficients
+from kcdsl_backends.smt.drift.forms import System
+from kcdsl_backends.smt.drift.solving import Question, Search, Target, size_of, targets
+from kcdsl_backends.smt.solver import Outcome
+
+SECONDS = 60.0
+"""For how long a case is searched where the command has no time limit."""
+COEFFICIENTS = 2**25
+"""Coefficients of one result up to which a block is encoded: 256 MB."""
+SPLITS = 64
+"""Case splits that one question may have."""
+TERMS = 50_000
+"""Terms of linear constraints that one question may have."""
+
+
+@dataclass(slots=True)
+class DriftGoal:
+    """A case as questions for z3: its symbols, and every element of the drift.
+
+    Args:
+        targets: every element of the drift in both directions, with bounds that hold.
+        shape: of the output.
+    """
+
+    system: System
+    targets: list[Target]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: BlockProblem, centre: Tensor | None, radius: Tensor) -> DriftGoal:
+        """Encode a block under two numerics on a region.
+
+        Raises:
+            NoBound: the block is too large, a result has no interval, an operation no rule.
+        """
+        needed = coefficients(problem)
+        if needed > COEFFICIENTS:
+            raise NoBound(problem.graph.output, too_large(needed))
+        encoder = Encoder(problem, centre, radius)
+        output = encoder.output()
+        found = targets(encoder.system, output.drift, output.change)
+        return DriftGoal(encoder.system, found, output.drift.shape)
+
+    def box(self) -> Box:
+        """Return where the drift lies, by the bounds of all targets."""
+        ends = torch.full((2, math.prod(self.shape)), math.inf, dtype=torch.float64)
+        for one in self.targets:
+            ends[0 if one.sign > 0 else 1, one.place] = one.high
+        high = torch.maximum(ends[0], -ends[1])
+        return Box(-ends[1].reshape(self.shape), high.reshape(self.shape))
+
+    def refusal(self, threshold: float | None) -> str | None:
+        """Return why z3 is not asked; None where every question that matters is small."""
+        asked = [one for one in self.targets if threshold is None or one.high > threshold]
+        size = size_of(asked)
+        if size.splits <= SPLITS and size.terms <= TERMS:
+            return None
+        return (
+            f"too large for z3: {size} in one question; at most {SPLITS} case splits and "
+            f"{TERMS:,} terms are asked"
+        )
+
+    def text(self, threshold: float) -> list[str]:
+        """Return the questions whether an element reaches a threshold as SMT-LIB scripts."""
+        return [Question(one).text(threshold) for one in self.targets if one.high >= threshold]
+
+    def input(self, target: Target, centre: Tensor, radius: Tensor) -> Tensor:
+        """Return the float32 input near the values that z3 found for a target, in the region."""
+        moved = torch.zeros_like(centre).flatten()
+        for symbol, value in target.values.items():
+            if symbol < self.system.inputs:
+                moved[int(self.system.names[symbol].rpartition(" ")[2])] = value
+        wide = radius.expand(centre.shape)
+        x = (centre + wide * moved.reshape(centre.shape)).float().double()
+        return torch.where((x - centre).abs() <= wide, x, centre)
+
+
+def too_large(needed: int) -> str:
+    """Return the refusal of a block that needs so many coefficients."""
+    return (
+        f"too large for z3: about {needed:,} coefficients in one result; "
+        f"at most {COEFFICIENTS:,} are encoded"
+    )
+
+
+def _bounded(factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None) -> Answer:
+    """Return the least bound of a case that z3 proves in time."""
+    started = time.monotonic()
+
+    def without(reason: str) -> Answer:
+        outcome = CaseOutcome(case.name, case.longest or len(case.tokens), math.inf, reason=reason)
+        return Answer(CaseBound(outcome))
+
+    if case.longest is not None or goal.weights or goal.states:
+        return without("z3 is asked about one length, one checkpoint and one state")
+    try:
+        with one_thread():
+            posed = DriftGoal.of(problem_of(factory, goal, case), case.centre, case.radius)
+    except NoBound as no:
+        return without(str(no))
+    threshold = None
+    if goal.functional == "inf" and goal.threshold is not None:
+        threshold = _below(goal)
+    reason, notes = posed.refusal(threshold), []
+    spent = time.monotonic() - started
+    search = Search(posed.targets, max(0.0, (SECONDS if seconds is None else seconds) - spent))
+    if reason is None:
+        answer = Outcome.SAT if threshold is None else search.settle(threshold)
+        if answer is Outcome.UNKNOWN:
+            reason = "z3 did not decide the threshold within the time limit"
+        else:
+            search.tighten()
+    drift = posed.box()
+    bound = drift_bound(drift, goal.functional)
+    if search.asked:
+        notes.append(f"{search.asked} questions were put to z3 {z3.get_version_string()}")
+    places = drift.mag().flatten().topk(min(3, math.prod(posed.shape))).indices.tolist()
+    outcome = CaseOutcome(case.name, len(case.tokens), bound)
+    if reason is not None and not goal.admits(bound):
+        outcome = CaseOutcome(case.name, len(case.tokens), bound, reason=reason)
+    x = None
+    strongest = max(posed.targets, key=lambda one: one.low)
+    if case.centre is not None and strongest.values and bool((case.radius > 0).any()):
+        x = posed.input(strongest, case.centre, case.radius)
+    return Answer(CaseBound(outcome, tuple(places)), notes, x)
+
+
+def _below(goal: Goal) -> float:
+    """Return a float64 that a bound may have so that the goal admits it, next to the threshold."""
+    assert goal.threshold is not None
+    value = float(goal.threshold)
+    while value > 0 and not goal.admits(math.nextafter(value, math.inf)):
+        value = math.nextafter(value, -math.inf)
+    return value
+
+
+BACKEND = RealBackend(
+    "z3",
+    lambda: f"z3 {z3.get_version_string()}",
+    "{solver} answers `unsat` only where that is so: no proof of it is derived again",
+    _bounded,
+)

@@ -1,0 +1,260 @@
+"""Affine forms over symbols in [-1, 1], and the linear constraints and cases that tie the symbols.
+
+All numbers are float64; what float64 arithmetic may be off is counted in `Form.error`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kcdsl_backends.drift.boxes import EPS, SAFE, Box, down, gamma, up
+
+_FAINT = 1e-300
+"""More than all products that underflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Numbers centre + Σ coefs·ε + e with |e| <= error, of any symbols ε in [-1, 1].
+
+    Args:
+        centre, error: [*S].
+        coefs: [*S, N]; symbols from the N-th on have no coefficient.
+    """
+
+    centre: Tensor
+    coefs: Tensor
+    error: Tensor
+
+    @staticmethod
+    def constant(value: Tensor, error: Tensor | None = None) -> Form:
+        """Return known numbers."""
+        return Form(
+            value,
+            value.new_zeros(*value.shape, 0),
+            torch.zeros_like(value) if error is None else error,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the numbers."""
+        return tuple(self.centre.shape)
+
+    def size(self) -> Tensor:
+        """Return |centre| + Σ|coefs|, rounded up."""
+        return (self.centre.abs() + self.coefs.abs().sum(-1)) * SAFE
+
+    def range(self) -> Box:
+        """Return where the numbers lie, whatever ties the symbols."""
+        radius = up((self.coefs.abs().sum(-1) * SAFE + self.error) * SAFE)
+        return Box(down(self.centre - radius), up(self.centre + radius))
+
+    def mapped(self, place: Callable[[Tensor], Tensor]) -> Form:
+        """Return the elements that a function of such tensors takes, where it puts them."""
+        index = place(torch.arange(self.centre.numel()).reshape(self.shape))
+        flat = self.coefs.reshape(self.centre.numel(), -1)
+        return Form(self.centre.flatten()[index], flat[index], self.error.flatten()[index])
+
+    def expand(self, shape: tuple[int, ...]) -> Form:
+        """Return the form broadcast to a shape."""
+        if self.shape == shape:
+            return self
+        return self.mapped(lambda index: index.expand(shape))
+
+    def __add__(self, other: Form) -> Form:
+        shape = tuple(torch.broadcast_shapes(self.shape, other.shape))
+        a, b = self.expand(shape), other.expand(shape)
+        one, two = _alike(a.coefs, b.coefs)
+        centre, coefs = a.centre + b.centre, one + two
+        size = centre.abs() + coefs.abs().sum(-1)
+        return Form(centre, coefs, (a.error + b.error + 2 * EPS * size) * SAFE)
+
+    def __neg__(self) -> Form:
+        return Form(-self.centre, -self.coefs, self.error)
+
+    def __sub__(self, other: Form) -> Form:
+        return self + -other
+
+    def times(self, factor: Tensor, off: Tensor | float = 0.0) -> Form:
+        """Return the product with numbers that are at most `off` from `factor`, elementwise."""
+        shape = tuple(torch.broadcast_shapes(self.shape, tuple(factor.shape)))
+        a, by = self.expand(shape), factor.expand(shape)
+        centre, coefs = a.centre * by, a.coefs * by[..., None]
+        wrong = by.abs() * a.error + (a.size() + a.error) * off
+        size = centre.abs() + coefs.abs().sum(-1)
+        return Form(centre, coefs, (wrong + 4 * EPS * size) * SAFE + _FAINT)
+
+    def plus(self, value: Tensor, error: Tensor | float = 0.0) -> Form:
+        """Return the sum with numbers that are at most `error` from `value`."""
+        shape = tuple(torch.broadcast_shapes(self.shape, tuple(value.shape)))
+        a = self.expand(shape)
+        centre = a.centre + value
+        return Form(centre, a.coefs, (a.error + error + EPS * centre.abs()) * SAFE)
+
+    def before(self, right: Tensor, off: Tensor | None = None) -> Form:
+        """Return self @ right for numbers [..., k, n] at most `off` from `right`."""
+        shape = torch.broadcast_shapes(self.shape[:-2], right.shape[:-2])
+        a = self.expand((*shape, *self.shape[-2:]))
+        centre, magnitude = a.centre @ right, right.abs()
+        coefs = torch.einsum(
+            "...ikN,...kj->...ijN", a.coefs, right.expand(*shape, *right.shape[-2:])
+        )
+        wrong = a.error @ magnitude + gamma(a.shape[-1] + 4) * (a.size() @ magnitude)
+        if off is not None:
+            wrong = wrong + (a.size() + a.error) @ off
+        return Form(centre, coefs, wrong * SAFE + _FAINT)
+
+    @property
+    def turned(self) -> Form:
+        """Return the form with its last two dimensions exchanged."""
+        return self.mapped(lambda index: index.transpose(-1, -2))
+
+    def total(self) -> Form:
+        """Return the sum over the last dimension, which is kept."""
+        centre, coefs = self.centre.sum(-1, keepdim=True), self.coefs.sum(-2, keepdim=True)
+        wrong = self.error.sum(-1, keepdim=True)
+        wrong = wrong + gamma(self.shape[-1] + 4) * self.size().sum(-1, keepdim=True)
+        return Form(centre, coefs, wrong * SAFE)
+
+
+def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return coefficients with as many symbols each."""
+    many = max(a.shape[-1], b.shape[-1])
+    padded = [torch.nn.functional.pad(one, (0, many - one.shape[-1])) for one in (a, b)]
+    return padded[0], padded[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Σ coefs·ε + constant <= 0, with the symbols of each coefficient."""
+
+    symbols: tuple[int, ...]
+    coefs: tuple[float, ...]
+    constant: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What holds of symbols: all rows of at least one of the cases."""
+
+    cases: tuple[tuple[Row, ...], ...]
+
+    @property
+    def symbols(self) -> frozenset[int]:
+        """Return all symbols that the fact speaks of."""
+        return frozenset(i for case in self.cases for row in case for i in row.symbols)
+
+
+@dataclass(slots=True)
+class System:
+    """The symbols of a problem, and what is known of them.
+
+    Args:
+        names: of every symbol.
+        facts: linear constraints (one case) and case splits.
+        inputs: how many symbols, the first ones, are elements of the input.
+    """
+
+    names: list[str] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    inputs: int = 0
+
+    def fresh(self, name: str, box: Box, shape: tuple[int, ...] | None = None) -> Form:
+        """Return numbers of a box, of which each has a symbol of its own; points have none."""
+        box = box if shape is None else box.expand(shape)
+        middle, radius = box.midpoint()
+        own = (radius > 0).flatten().nonzero().flatten()
+        first = len(self.names)
+        self.names += [f"{name} {int(place)}" for place in own]
+        coefs = torch.zeros(radius.numel(), len(self.names), dtype=torch.float64)
+        coefs[own, torch.arange(first, len(self.names))] = radius.flatten()[own]
+        return Form(middle, coefs.reshape(*radius.shape, -1), torch.zeros_like(middle))
+
+    def relu(self, name: str, h: Form, d: Form, boxes: tuple[Box, Box], change: Box) -> ReluPair:
+        """Return max(h, 0) and max(h + d, 0) - max(h, 0), by cases where a sign is open.
+
+        Args:
+            name: of new symbols.
+            h, d: the value of one kernel, and what that of the other is more.
+            boxes: where h and h + d lie.
+            change: where d lies.
+        """
+        one, two = boxes
+        on, off = (one.lo >= 0) & (two.lo >= 0), (one.hi <= 0) & (two.hi <= 0)
+        open_, zero = ~on & ~off, torch.zeros_like(one.lo)
+        keep = on.to(torch.float64)
+        high = torch.where(open_, one.hi.clamp_min(0), zero)
+        below, above = change.lo.clamp_max(0), change.hi.clamp_min(0)
+        changed = Box(torch.where(open_, below, zero), torch.where(open_, above, zero))
+        y = h.times(keep) + self.fresh(f"{name} value", Box(zero, high))
+        moved = d.times(keep) + self.fresh(f"{name} change", changed)
+        other = h + d
+        for place in open_.flatten().nonzero().flatten().tolist():
+            same, still = _equal(y, h, place), _equal(moved, d, place)
+            none, flat = (row(y, place),), (row(moved, place), row(-moved, place))
+            gone, new = _equal(moved, -h, place), _equal(moved, other, place)
+            is_on, is_off = (row(-h, place),), (row(h, place),)
+            then_on, then_off = (row(-other, place),), (row(other, place),)
+            low, top = (float(box.flatten()[place]) for box in (one.lo, one.hi))
+            after, last = (float(box.flatten()[place]) for box in (two.lo, two.hi))
+            ways = [
+                (top > 0 and last > 0, (*is_on, *then_on, *same, *still)),
+                (low < 0 and after < 0, (*is_off, *then_off, *none, *flat)),
+                (top > 0 and after < 0, (*is_on, *then_off, *same, *gone)),
+                (low < 0 and last > 0, (*is_off, *then_on, *none, *new)),
+            ]
+            self.facts.append(Fact(tuple(rows for may, rows in ways if may)))
+            lines = [row(h - y, place), row(-y, place)]
+            if low < 0 < top:
+                lines.append(_below_chord(y, h, (low, top), place))
+            least, most = float(below.flatten()[place]), float(above.flatten()[place])
+            if least < 0 < most:
+                lines.append(_below_chord(moved, d, (least, most), place))
+                lines.append(_below_chord(-moved, -d, (-most, -least), place))
+            self.facts.append(Fact((tuple(lines),)))
+        return ReluPair(y, moved)
+
+
+@dataclass(frozen=True, slots=True)
+class ReluPair:
+    """A rectified value, and what that of the other kernel is more."""
+
+    value: Form
+    change: Form
+
+
+def _equal(a: Form, b: Form, place: int) -> tuple[Row, Row]:
+    return row(a - b, place), row(b - a, place)
+
+
+def _below_chord(y: Form, x: Form, ends: tuple[float, float], place: int) -> Row:
+    """Return y <= high (x - low) / (high - low) for low < 0 < high."""
+    low, high = ends
+    slope = torch.tensor(high / (high - low), dtype=torch.float64)
+    return row((y - x.times(slope)).plus(slope * low, 8 * EPS * (high - low)), place)
+
+
+_BITS = 24
+"""Bits that coefficients of a row keep; what is cut off is added to the row."""
+
+
+def row(form: Form, place: int) -> Row:
+    """Return form <= 0 for one element, weakened by the error of the form and by rounding."""
+    coefs = form.coefs.reshape(form.centre.numel(), -1)[place]
+    largest = float(coefs.abs().amax()) if coefs.numel() else 0.0
+    centre, slack = form.centre.flatten()[place], form.error.flatten()[place]
+    symbols: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    if largest > 0.0:
+        grid = 2.0 ** (torch.tensor(largest, dtype=torch.float64).log2().floor() - _BITS)
+        rounded = (coefs / grid).round() * grid
+        slack = slack + (coefs - rounded).abs().sum() * SAFE
+        kept = rounded.nonzero().flatten()
+        symbols, values = tuple(kept.tolist()), tuple(rounded[kept].tolist())
+        constant = down(centre - up(slack * SAFE))
+        return Row(symbols, values, float((constant / grid).floor() * grid))
+    return Row((), (), float(down(centre - slack)))

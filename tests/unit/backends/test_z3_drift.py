@@ -1,0 +1,234 @@
+"""Bounds of z3 lie above every run; a forgotten rounding or case is found out; cvc5 agrees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.model.presets import resolve
+from kcdsl.route.catalogue import Execution
+from kcdsl.route.goals import goals
+from kcdsl.verdict.model import Held, Inconclusive, Violated
+from kcdsl_backends.attack import attack
+from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
+from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.real_arithmetic import allowances
+from kcdsl_backends.smt.drift import backend as module
+from kcdsl_backends.smt.drift.backend import BACKEND, DriftGoal
+from kcdsl_backends.smt.drift.forms import Fact, System
+from kcdsl_backends.smt.drift.solving import Question, Search
+from kcdsl_backends.smt.solver import Outcome
+from tests.support.random_modules import model_of, random_module
+from tests.support.small_models import write_contract, write_model
+
+FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
+KERNELS: dict[str, dict[str, Any]] = {
+    "float32": {"preset": "torch-sdpa-flash"},
+    "bfloat16 any": {"preset": "torch-sdpa-flash", "compute": "bfloat16", "casts": "any"},
+    "fp8 weights": {"preset": "torch-eager", "weights": FP8},
+    "fp8": {
+        "preset": "torch-eager",
+        "compute": "bfloat16",
+        "weights": FP8,
+        "activations": {"format": "fp8_e4m3", "scale": "per_token"},
+    },
+}
+REAL = "forall x in ball(all, 0.001): norm_inf(drift(attn_0, x)) <= "
+
+
+class Rectified(nn.Module):
+    """x + B relu(A x + a) + b, or with a rectified maximum in between."""
+
+    def __init__(self, width: int, inner: int, *, maximum: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        shapes = (inner, width), (inner,), (width, inner), (width,)
+        parts = (0.5 * torch.randn(shape, generator=generator) for shape in shapes)
+        self.a, self.c, self.b, self.d = (nn.Parameter(part) for part in parts)
+        self.maximum = maximum
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, width]."""
+        h = torch.relu(nn.functional.linear(x, self.a, self.c))
+        y = nn.functional.linear(h, self.b, self.d)
+        return y + torch.relu(x - y) if self.maximum else x + y
+
+
+def problem_of(part: nn.Module, width: int, kernel: str) -> tuple[BlockProblem, torch.Tensor]:
+    model = model_of(part, width)
+    train, infer = resolve({"preset": "torch-eager"}), resolve(KERNELS[kernel])
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    centre = factory.centre("part", (1,))
+    assert centre is not None
+    return factory.problem("part", (1,)), centre
+
+
+def radius_of(size: float) -> torch.Tensor:
+    return torch.full((1, 1), size, dtype=torch.float64)
+
+
+def bounded(
+    problem: BlockProblem, centre: torch.Tensor, size: float, seconds: float = 30.0
+) -> float:
+    posed = DriftGoal.of(problem, centre, radius_of(size))
+    Search(posed.targets, seconds).tighten()
+    return float(posed.box().mag().amax())
+
+
+def attained(problem: BlockProblem, centre: torch.Tensor, size: float) -> float:
+    simulators = problem.simulators()
+    return attack(
+        *simulators, "inf", centre, radius_of(size), candidates=2, rounds=6, samples=8
+    ).value
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("maximum", [False, True])
+@pytest.mark.parametrize("size", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_a_bound_is_above_runs_and_below_other_domains(
+    kernel: str, size: float, maximum: bool
+) -> None:
+    problem, centre = problem_of(Rectified(3, 4, maximum=maximum), 3, kernel)
+    bound = bounded(problem, centre, size)
+    assert attained(problem, centre, size) <= bound
+    interval = problem.bound(centre, radius_of(size)).output.drift
+    assert bound <= float(interval.mag().amax())
+    affine = problem.forms(centre, radius_of(size), None).box()
+    assert bound <= float(affine.mag().amax()) * 1.02
+
+
+def test_cases_of_relu_make_a_bound_exact() -> None:
+    """The drift of rectified weights on a wide box: half of what intervals say."""
+    problem, centre = problem_of(Rectified(3, 4), 3, "fp8 weights")
+    bound, run = bounded(problem, centre, 1.0), attained(problem, centre, 1.0)
+    interval = problem.bound(centre, radius_of(1.0)).output.drift
+    assert run <= bound <= 1.2 * run
+    assert bound <= 0.8 * float(interval.mag().amax())
+
+
+def _without_rounding(patch: pytest.MonkeyPatch) -> None:
+    honest = allowances._allowance
+
+    def forgetful(step: Any, state: Any, side: int) -> allowances.Allowance:
+        found = honest(step, state, side)
+        return replace(found, error=None) if step.node.op == "linear" else found
+
+    patch.setattr(allowances, "_allowance", forgetful)
+
+
+def _without_case(patch: pytest.MonkeyPatch) -> None:
+    honest = System.relu
+
+    def forgetful(self: System, *given: Any) -> Any:
+        found = honest(self, *given)
+        self.facts = [Fact(fact.cases[1:]) if len(fact.cases) > 1 else fact for fact in self.facts]
+        return found
+
+    patch.setattr(System, "relu", forgetful)
+
+
+@pytest.mark.parametrize(
+    ("forget", "kernel"), [(_without_rounding, "bfloat16 any"), (_without_case, "fp8 weights")]
+)
+def test_what_is_forgotten_is_found_by_a_run(
+    monkeypatch: pytest.MonkeyPatch, forget: Callable[[pytest.MonkeyPatch], None], kernel: str
+) -> None:
+    problem, centre = problem_of(Rectified(3, 4), 3, kernel)
+    run = attained(problem, centre, 0.5)
+    forget(monkeypatch)
+    assert bounded(problem, centre, 0.5) < run
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(120))
+def test_no_run_of_a_random_block_exceeds_a_bound(seed: int) -> None:
+    made = random_module(seed, widths=(2, 8), longest=3)
+    train, infer = resolve({"preset": "torch-eager"}), resolve(list(KERNELS.values())[seed % 4])
+    try:
+        factory = ProblemFactory(made.model(), train, infer, torch.device("cpu"))
+        tokens = tuple(n % 8 for n in range(made.rows))
+        problem, centre = factory.problem("part", tokens), factory.centre("part", tokens)
+        assert centre is not None
+        size = (seed % 3) * 1e-2
+        bound = bounded(problem, centre, size, 3.0)
+    except (NoBound, Refusal):
+        return
+    assert attained(problem, centre, size) <= bound, made.steps
+
+
+# --- cvc5 -----------------------------------------------------------------------------------------
+
+
+def cvc5_says(script: str) -> str:
+    import cvc5
+
+    solver = cvc5.Solver()
+    solver.setOption("tlimit-per", "20000")
+    parser = cvc5.InputParser(solver)
+    parser.setStringInput(cvc5.InputLanguage.SMT_LIB_2_6, script, "goal")
+    symbols = parser.getSymbolManager()
+    while not (command := parser.nextCommand()).isNull():
+        answer = str(command.invoke(solver, symbols)).strip()
+        if answer:
+            return answer
+    raise AssertionError("the script asks nothing")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("share", [0.5, 0.97, 1.03])
+@pytest.mark.parametrize("kernel", ["bfloat16 any", "fp8 weights"])
+def test_cvc5_agrees_on_every_threshold(kernel: str, share: float) -> None:
+    problem, centre = problem_of(Rectified(2, 3), 2, kernel)
+    posed = DriftGoal.of(problem, centre, radius_of(0.5))
+    Search(posed.targets, 30.0).tighten()
+    top = max(posed.targets, key=lambda one: one.high)
+    threshold = top.low * share if share < 1 else top.high * share
+    top.high = math.inf
+    answer = Question(top).reaches(threshold, 30.0)
+    assert answer is (Outcome.SAT if share < 1 else Outcome.UNSAT)
+    assert cvc5_says(Question(top).text(threshold)) == str(answer.value)
+
+
+# --- the backend ----------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("evidence", ["proof", "proof-real"])
+def test_a_clause_must_admit_what_no_checker_derives(tmp_path: Path, evidence: str) -> None:
+    write_model(tmp_path, prompts=("a b",))
+    program = write_contract(tmp_path, REAL + "1.0", REAL + "1e-9", evidence=evidence)
+    (wide, narrow) = BACKEND.decide(program, tmp_path, goals(program))
+    assert isinstance(narrow.verdict, Violated)
+    assert narrow.counterexample is not None
+    assert any("z3 4" in text or "z3 5" in text for text in wide.evidence.assumptions)
+    assert isinstance(wide.verdict, Held if evidence == "proof-real" else Inconclusive)
+
+
+def test_no_time_is_inconclusive(tmp_path: Path) -> None:
+    write_model(tmp_path, prompts=("a b",))
+    program = write_contract(tmp_path, REAL + "1e-6", evidence="proof-real")
+    (found,) = BACKEND.decide(
+        program, tmp_path, goals(program), attacks=False, execution=Execution(seconds=1e-9)
+    )
+    assert isinstance(found.verdict, Inconclusive)
+
+
+def test_a_large_block_is_declined_before_it_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, prompts=("a b",))
+    program = write_contract(tmp_path, REAL + "1.0", evidence="proof-real")
+    monkeypatch.setattr(module, "COEFFICIENTS", 1000)
+    monkeypatch.setattr(module, "Encoder", None)
+    (found,) = BACKEND.decide(program, tmp_path, goals(program), attacks=False)
+    assert isinstance(found.verdict, Inconclusive)
+    assert "at most 1,000 are encoded" in found.verdict.reason
