@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -253,7 +254,7 @@ class Encoder:
 
     def _product(self, name: str, a: Pair, b: Pair, *, square: bool = False) -> Pair:
         """Return a·b = mₐb + m_b a - mₐm_b + (a - mₐ)(b - m_b), and Δ(ab) = āΔb + b̄Δa."""
-        shape = tuple(torch.broadcast_shapes(a.train.shape, b.train.shape))
+        shape = tuple(np.broadcast_shapes(a.train.shape, b.train.shape))
         (am, ar), (bm, br) = a.boxes[0].midpoint(), b.boxes[0].midpoint()
         rest = (ar * br * SAFE).expand(shape)
         linear = b.train.times(am) + a.train.times(bm)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class Form:
         return self.mapped(lambda index: index.expand(shape))
 
     def __add__(self, other: Form) -> Form:
-        shape = tuple(torch.broadcast_shapes(self.shape, other.shape))
+        shape = tuple(np.broadcast_shapes(self.shape, other.shape))
         a, b = self.expand(shape), other.expand(shape)
         one, two = _alike(a.coefs, b.coefs)
         centre, coefs = a.centre + b.centre, one + two
@@ -81,7 +82,7 @@ class Form:
 
     def times(self, factor: Tensor, off: Tensor | float = 0.0) -> Form:
         """Return the product with numbers that are at most `off` from `factor`, elementwise."""
-        shape = tuple(torch.broadcast_shapes(self.shape, tuple(factor.shape)))
+        shape = tuple(np.broadcast_shapes(self.shape, tuple(factor.shape)))
         a, by = self.expand(shape), factor.expand(shape)
         centre, coefs = a.centre * by, a.coefs * by[..., None]
         wrong = by.abs() * a.error + (a.size() + a.error) * off
@@ -90,14 +91,14 @@ class Form:
 
     def plus(self, value: Tensor, error: Tensor | float = 0.0) -> Form:
         """Return the sum with numbers that are at most `error` from `value`."""
-        shape = tuple(torch.broadcast_shapes(self.shape, tuple(value.shape)))
+        shape = tuple(np.broadcast_shapes(self.shape, tuple(value.shape)))
         a = self.expand(shape)
         centre = a.centre + value
         return Form(centre, a.coefs, (a.error + error + EPS * centre.abs()) * SAFE)
 
     def before(self, right: Tensor, off: Tensor | None = None) -> Form:
         """Return self @ right for numbers [..., k, n] at most `off` from `right`."""
-        shape = torch.broadcast_shapes(self.shape[:-2], right.shape[:-2])
+        shape = np.broadcast_shapes(self.shape[:-2], right.shape[:-2])
         a = self.expand((*shape, *self.shape[-2:]))
         centre, magnitude = a.centre @ right, right.abs()
         coefs = torch.einsum(
