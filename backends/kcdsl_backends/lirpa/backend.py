@@ -15,7 +15,7 @@ from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.lirpa.library import METHODS, Unanswered, bounds, version
 from kcdsl_backends.lirpa.network import DriftNetwork
-from kcdsl_backends.real_arithmetic.backend import Answer, RealBackend
+from kcdsl_backends.real_arithmetic.backend import RealBackend, SolverAnswer
 
 _LARGEST = 2**32
 """Bytes that the coefficients of CROWN may take before it is left out."""
@@ -23,13 +23,15 @@ _WIDEST = 2**16
 """Functionals of one result that CROWN carries back, at most."""
 
 
-def _bounded(factory: ProblemFactory, goal: Goal, case: Case, _seconds: float | None) -> Answer:
+def _bounded(
+    factory: ProblemFactory, goal: Goal, case: Case, _seconds: float | None
+) -> SolverAnswer:
     """Return the least bound of a case, and what people should know of it."""
     named = case.name, case.longest or len(case.tokens)
     best, method, without, places = math.inf, "", list[str](), tuple[int, ...]()
     if case.longest is not None or goal.weights or goal.states:
         reason = "auto_LiRPA is asked about one length, one checkpoint and one state"
-        return Answer(CaseBound(CaseOutcome(*named, math.inf, reason=reason)))
+        return SolverAnswer(CaseBound(CaseOutcome(*named, math.inf, reason=reason)))
     problem = problem_of(factory, goal, case)
     for name in _methods(goal):
         try:
@@ -44,9 +46,9 @@ def _bounded(factory: ProblemFactory, goal: Goal, case: Case, _seconds: float | 
             break
     if not method:
         reason = "; ".join(without)
-        return Answer(CaseBound(CaseOutcome(*named, math.inf, reason=reason)))
+        return SolverAnswer(CaseBound(CaseOutcome(*named, math.inf, reason=reason)))
     told = f"bounds are of auto_LiRPA {version()}, {method}, in real arithmetic"
-    return Answer(CaseBound(CaseOutcome(*named, best), places), [told, *without])
+    return SolverAnswer(CaseBound(CaseOutcome(*named, best), places), [told, *without])
 
 
 def _methods(goal: Goal) -> tuple[str, ...]:

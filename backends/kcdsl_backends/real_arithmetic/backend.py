@@ -33,7 +33,7 @@ from kcdsl_backends.certifier.worker import peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SolverAnswer:
     """What a solver says of a case: a bound, what people should know of it, and an input.
 
     `x` [T, D] is an input of the region at which a large drift may be attained; an attack starts
@@ -60,7 +60,7 @@ class RealBackend:
     name: str
     solver: Callable[[], str]
     assumption: str
-    bound: Callable[[ProblemFactory, Goal, Case, float | None], Answer]
+    bound: Callable[[ProblemFactory, Goal, Case, float | None], SolverAnswer]
 
     def decide(
         self,
@@ -129,7 +129,7 @@ class RealBackend:
         limit: float | None,
     ) -> GoalOutcome:
         """Return the outcome of a goal on its cases."""
-        started, answers, notes = time.monotonic(), list[Answer](), dict[str, None]()
+        started, answers, notes = time.monotonic(), list[SolverAnswer](), dict[str, None]()
         for number, case in enumerate(cases):
             left = None if limit is None else max(0.0, limit - time.monotonic())
             answers.append(self.bound(factory, goal, case, left))
@@ -180,7 +180,7 @@ class RealBackend:
         return verdict
 
 
-def _attacked(factory: ProblemFactory, goal: Goal, case: Case, answer: Answer) -> Attack:
+def _attacked(factory: ProblemFactory, goal: Goal, case: Case, answer: SolverAnswer) -> Attack:
     """Return the strongest run that is found: from the input of the answer, or in the region."""
     if answer.x is not None:
         there = replace(case, centre=answer.x, radius=torch.zeros_like(case.radius))

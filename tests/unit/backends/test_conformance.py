@@ -18,6 +18,7 @@ from kcdsl_backends.conformance.__main__ import main
 from kcdsl_backends.conformance.campaign import RandomGoal, asked, campaign, judged, monotone
 from kcdsl_backends.conformance.goals import Answer, KnownGoal, known_goals
 from kcdsl_backends.lirpa.backend import BACKEND as LIRPA
+from kcdsl_backends.smt.drift.backend import BACKEND as Z3
 
 GOALS = {goal.name: goal for goal in known_goals()}
 TRUE = GOALS["ordinary numbers: a rounding is at most a little more"]
@@ -111,9 +112,10 @@ def test_the_certifier_answers_rightly(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", GOALS)
-def test_auto_lirpa_answers_rightly(name: str) -> None:
+@pytest.mark.parametrize("backend", [LIRPA, Z3], ids=["lirpa", "z3"])
+def test_backends_of_real_arithmetic_answer_rightly(backend: Any, name: str) -> None:
     goal = GOALS[name]
-    assert not judged(goal, asked(LIRPA, goal, "proof-real")).wrong
+    assert not judged(goal, asked(backend, goal, "proof-real")).wrong
 
 
 def test_a_bound_below_a_run_or_above_a_coarser_one_is_wrong() -> None:
@@ -137,7 +139,7 @@ def test_bounds_of_random_blocks_are_above_runs() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("first", [1, 11, 21, 31, 41, 51])
 def test_bounds_of_many_random_blocks_are_above_runs(first: int) -> None:
-    for one in campaign({"lirpa": LIRPA}, 10, first):
+    for one in campaign({"lirpa": LIRPA, "z3": Z3}, 10, first):
         assert not one.wrong, one
 
 

@@ -18,10 +18,10 @@ from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFa
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.process import one_thread
-from kcdsl_backends.real_arithmetic.backend import Answer, RealBackend
+from kcdsl_backends.real_arithmetic.backend import RealBackend, SolverAnswer
 from kcdsl_backends.smt.drift.encoding import Encoder, coefficients
 from kcdsl_backends.smt.drift.forms import System
-from kcdsl_backends.smt.drift.solving import Question, Search, Target, size_of, targets
+from kcdsl_backends.smt.drift.solving import DriftElement, DriftQuestion, Search, size_of, targets
 from kcdsl_backends.smt.solver import Outcome
 
 SECONDS = 60.0
@@ -44,7 +44,7 @@ class DriftGoal:
     """
 
     system: System
-    targets: list[Target]
+    targets: list[DriftElement]
     shape: tuple[int, ...]
 
     @staticmethod
@@ -83,9 +83,9 @@ class DriftGoal:
 
     def text(self, threshold: float) -> list[str]:
         """Return the questions whether an element reaches a threshold as SMT-LIB scripts."""
-        return [Question(one).text(threshold) for one in self.targets if one.high >= threshold]
+        return [DriftQuestion(one).text(threshold) for one in self.targets if one.high >= threshold]
 
-    def input(self, target: Target, centre: Tensor, radius: Tensor) -> Tensor:
+    def input(self, target: DriftElement, centre: Tensor, radius: Tensor) -> Tensor:
         """Return the float32 input near the values that z3 found for a target, in the region."""
         moved = torch.zeros_like(centre).flatten()
         for symbol, value in target.values.items():
@@ -104,13 +104,15 @@ def too_large(needed: int) -> str:
     )
 
 
-def _bounded(factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None) -> Answer:
+def _bounded(
+    factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None
+) -> SolverAnswer:
     """Return the least bound of a case that z3 proves in time."""
     started = time.monotonic()
 
-    def without(reason: str) -> Answer:
+    def without(reason: str) -> SolverAnswer:
         outcome = CaseOutcome(case.name, case.longest or len(case.tokens), math.inf, reason=reason)
-        return Answer(CaseBound(outcome))
+        return SolverAnswer(CaseBound(outcome))
 
     if case.longest is not None or goal.weights or goal.states:
         return without("z3 is asked about one length, one checkpoint and one state")
@@ -143,7 +145,7 @@ def _bounded(factory: ProblemFactory, goal: Goal, case: Case, seconds: float | N
     strongest = max(posed.targets, key=lambda one: one.low)
     if case.centre is not None and strongest.values and bool((case.radius > 0).any()):
         x = posed.input(strongest, case.centre, case.radius)
-    return Answer(CaseBound(outcome, tuple(places)), notes, x)
+    return SolverAnswer(CaseBound(outcome, tuple(places)), notes, x)
 
 
 def _below(goal: Goal) -> float:

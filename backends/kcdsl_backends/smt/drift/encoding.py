@@ -21,23 +21,23 @@ from kcdsl_backends.drift.boxes.state import Kernels, Parameter, SoftmaxState
 from kcdsl_backends.drift.ops.activations import GELU, GELU_TANH, SILU, TANH
 from kcdsl_backends.drift.ops.softmax import probabilities
 from kcdsl_backends.real_arithmetic.allowances import LEAVES, Allowances, allowances
-from kcdsl_backends.smt.drift.forms import Form, System
+from kcdsl_backends.smt.drift.forms import SymbolForm, System
 
 _STORED = "stored"
 """The reading that all sums and the output of the block share."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class BothKernels:
     """The training value of a result and its drift, with boxes of both kernels' values."""
 
-    train: Form
-    drift: Form
+    train: SymbolForm
+    drift: SymbolForm
     boxes: tuple[Box, Box]
     change: Box
 
     @property
-    def infer(self) -> Form:
+    def infer(self) -> SymbolForm:
         """Return the inference value."""
         return self.train + self.drift
 
@@ -46,22 +46,26 @@ class Pair:
         """Return a box of both kernels' values."""
         return self.boxes[0].hull(self.boxes[1])
 
-    def mapped(self, place: Callable[[Tensor], Tensor]) -> Pair:
+    def mapped(self, place: Callable[[Tensor], Tensor]) -> BothKernels:
         """Return the elements that a function takes, where it puts them."""
 
         def moved(box: Box) -> Box:
             return Box(place(box.lo), place(box.hi))
 
         train, drift = self.train.mapped(place), self.drift.mapped(place)
-        return Pair(train, drift, (moved(self.boxes[0]), moved(self.boxes[1])), moved(self.change))
+        return BothKernels(
+            train, drift, (moved(self.boxes[0]), moved(self.boxes[1])), moved(self.change)
+        )
 
 
-def pair(train: Form, drift: Form, known: tuple[Box, Box, Box] | None = None) -> Pair:
+def pair(
+    train: SymbolForm, drift: SymbolForm, known: tuple[Box, Box, Box] | None = None
+) -> BothKernels:
     """Return a pair with the boxes that its forms give, within those that are known."""
     boxes = [train.range(), (train + drift).range(), drift.range()]
     if known is not None:
         boxes = [one.meet(two) for one, two in zip(boxes, known, strict=True)]
-    return Pair(train, drift, (boxes[0], boxes[1]), boxes[2])
+    return BothKernels(train, drift, (boxes[0], boxes[1]), boxes[2])
 
 
 @dataclass(slots=True)
@@ -72,7 +76,7 @@ class Encoder:
     centre: Tensor | None
     radius: Tensor
     system: System = field(default_factory=System)
-    _found: dict[str, Pair] = field(default_factory=dict)
+    _found: dict[str, BothKernels] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(init=False)
     _kernels: Kernels = field(init=False)
     _known: Allowances = field(init=False)
@@ -87,7 +91,7 @@ class Encoder:
         self._kernels = self.problem.kernels()
         self._known = allowances(self.problem, self.centre, self.radius)
 
-    def output(self) -> Pair:
+    def output(self) -> BothKernels:
         """Return the output that both kernels store.
 
         Raises:
@@ -97,28 +101,28 @@ class Encoder:
 
     # --- readings and errors ----------------------------------------------------------------------
 
-    def _kept(self, name: str, make: Callable[[], Pair]) -> Pair:
+    def _kept(self, name: str, make: Callable[[], BothKernels]) -> BothKernels:
         if name not in self._found:
             self._found[name] = make()
         return self._found[name]
 
-    def _off(self, x: Pair, what: str, boxes: tuple[Box | None, Box | None]) -> Pair:
+    def _off(self, x: BothKernels, what: str, boxes: tuple[Box | None, Box | None]) -> BothKernels:
         """Return a result of which both kernels are off by numbers of these boxes."""
         errors = [
-            Form.constant(torch.zeros_like(x.train.centre))
+            SymbolForm.constant(torch.zeros_like(x.train.centre))
             if box is None
             else self.system.fresh(f"{side} {what}", box, x.train.shape)
             for side, box in zip(("train", "infer"), boxes, strict=True)
         ]
         return pair(x.train + errors[0], x.drift + (errors[1] - errors[0]))
 
-    def _within(self, name: str, x: Pair) -> Pair:
+    def _within(self, name: str, x: BothKernels) -> BothKernels:
         """Return a result with boxes that intervals know of it too."""
         state = self._known.states[name]
         state = state.collapse() if isinstance(state, SoftmaxState) else state
         return pair(x.train, x.drift, (state.train, state.infer, state.drift))
 
-    def _reading(self, name: str, use: str) -> Pair:
+    def _reading(self, name: str, use: str) -> BothKernels:
         """Return what one reader sees of a result."""
         apart = tuple(side[name].apart for side in self._known.sides)
         if apart == (None, None):
@@ -131,7 +135,7 @@ class Encoder:
             ),
         )
 
-    def _value(self, name: str) -> Pair:
+    def _value(self, name: str) -> BothKernels:
         """Return a result that has one reading: the operation on its readings, and the errors."""
         errors = tuple(side[name].error for side in self._known.sides)
         return self._kept(
@@ -142,27 +146,27 @@ class Encoder:
             ),
         )
 
-    def _base(self, name: str) -> Pair:
+    def _base(self, name: str) -> BothKernels:
         """Return the value of which all readings of a result are versions."""
         node = self._nodes[name]
         if node.op in ONCE or node.op == "input":
             return self._value(name)
         return self._kept(f"{name} base", lambda: self._exact(node, self._based))
 
-    def _read(self, node: Node, index: int) -> Pair:
+    def _read(self, node: Node, index: int) -> BothKernels:
         use = _STORED if node.op in ONCE else f"{node.name} {index}"
         return self._reading(node.inputs[index], use)
 
-    def _based(self, node: Node, index: int) -> Pair:
+    def _based(self, node: Node, index: int) -> BothKernels:
         return self._base(node.inputs[index])
 
     # --- operations -------------------------------------------------------------------------------
 
-    def _exact(self, node: Node, read: Callable[[Node, int], Pair]) -> Pair:
+    def _exact(self, node: Node, read: Callable[[Node, int], BothKernels]) -> BothKernels:
         """Return the result of an operation on real numbers."""
         sources = [self._nodes[name] for name in node.inputs]
 
-        def operand(index: int) -> Pair:
+        def operand(index: int) -> BothKernels:
             source = sources[index]
             if source.op in LEAVES:
                 return _constant(self._kernels.plain(source))
@@ -226,14 +230,14 @@ class Encoder:
             case op:
                 raise NoBound(node.name, f"no rule for the operation {op}")
 
-    def _input(self) -> Pair:
+    def _input(self) -> BothKernels:
         assert self.centre is not None
         shape = tuple(self.centre.shape)
         x = self.system.fresh("x", Box.around(self.radius.expand(shape)))
         self.system.inputs = len(self.system.names)
-        return pair(x.plus(self.centre), Form.constant(torch.zeros_like(self.centre)))
+        return pair(x.plus(self.centre), SymbolForm.constant(torch.zeros_like(self.centre)))
 
-    def _linear(self, node: Node, x: Pair) -> Pair:
+    def _linear(self, node: Node, x: BothKernels) -> BothKernels:
         entering = tuple(side[node.name].entering for side in self._known.sides)
         if entering != (None, None):
             x = self._off(x, f"{node.name} entering", (entering[0], entering[1]))
@@ -248,11 +252,13 @@ class Encoder:
             train, drift = train + bias.train, drift + bias.drift
         return pair(train, drift)
 
-    def _remainder(self, name: str, size: Tensor) -> Form:
+    def _remainder(self, name: str, size: Tensor) -> SymbolForm:
         """Return numbers of at most this size, of which nothing more is known."""
         return self.system.fresh(name, Box.around(up(size * SAFE)))
 
-    def _product(self, name: str, a: Pair, b: Pair, *, square: bool = False) -> Pair:
+    def _product(
+        self, name: str, a: BothKernels, b: BothKernels, *, square: bool = False
+    ) -> BothKernels:
         """Return a·b = mₐb + m_b a - mₐm_b + (a - mₐ)(b - m_b), and Δ(ab) = āΔb + b̄Δa."""
         shape = tuple(np.broadcast_shapes(a.train.shape, b.train.shape))
         (am, ar), (bm, br) = a.boxes[0].midpoint(), b.boxes[0].midpoint()
@@ -266,7 +272,7 @@ class Encoder:
         drift = b.drift.times(am) + a.drift.times(bm) + self._remainder(f"{name} change", size)
         return pair(train, drift)
 
-    def _products(self, name: str, a: Pair, b: Pair) -> Pair:
+    def _products(self, name: str, a: BothKernels, b: BothKernels) -> BothKernels:
         """Return a @ b by the rules of a product, one remainder for each sum."""
         (am, ar), (bm, br) = a.boxes[0].midpoint(), b.boxes[0].midpoint()
         off = gamma(am.shape[-1] + 4) * (am.abs() @ bm.abs())
@@ -277,7 +283,7 @@ class Encoder:
         drift = a.drift.before(bm) + b.drift.turned.before(am.mT).turned
         return pair(train, drift + self._remainder(f"{name} change", size * (1 + 2.0**-40)))
 
-    def _relu(self, name: str, x: Pair) -> Pair:
+    def _relu(self, name: str, x: BothKernels) -> BothKernels:
         """Return both rectified values exactly, each by cases where its sign is open."""
         made = self.system.relu(name, x.train, x.drift, x.boxes, x.change)
         stay = (x.boxes[0].lo >= 0) & (x.boxes[1].lo >= 0)
@@ -286,7 +292,7 @@ class Encoder:
         both = [Box(box.lo.clamp_min(0), box.hi.clamp_min(0)) for box in x.boxes]
         return pair(made.value, made.change, (both[0], both[1], known))
 
-    def _smooth(self, node: Node, x: Pair) -> Pair:
+    def _smooth(self, node: Node, x: BothKernels) -> BothKernels:
         """Return f(a) = f(c) + s(a - c) ± r|a - c| and Δf = sΔa ± r|Δa|, with f' in s ± r."""
         tanh = node.op == "gelu" and node.attrs.get("approximate") == "tanh"
         function = {"tanh": TANH, "silu": SILU, "gelu": GELU_TANH if tanh else GELU}[node.op]
@@ -301,7 +307,7 @@ class Encoder:
         both = function.range(x.boxes[0]), function.range(x.boxes[1])
         return pair(train, drift, (*both, drift.range()))
 
-    def _softmax(self, node: Node, scores: Pair) -> Pair:
+    def _softmax(self, node: Node, scores: BothKernels) -> BothKernels:
         """Return p(c) + the change from c to the training scores, and from these to the others."""
         mask = None
         if len(node.inputs) > 1:
@@ -318,8 +324,8 @@ class Encoder:
         return pair(result.train, result.drift, (both[0], both[1], result.change))
 
     def _softmax_change(
-        self, name: str, d: Form, scores: Box, mask: Tensor | None, change: Box | None = None
-    ) -> Form:
+        self, name: str, d: SymbolForm, scores: Box, mask: Tensor | None, change: Box | None = None
+    ) -> SymbolForm:
         """Return p(s + d) - p(s) = p̃_i(d_i - Σ p̃_j d_j), p̃ at scores of a box (Rule 3)."""
         if mask is not None:
             d = d.times(mask.to(torch.float64))
@@ -331,7 +337,7 @@ class Encoder:
         inner = d - (mean + self._remainder(f"{name} mean", rest.expand(size.shape)))
         return inner.times(p) + self._remainder(name, loose * inner.range().mag())
 
-    def _norm(self, node: Node, x: Pair) -> Pair:
+    def _norm(self, node: Node, x: BothKernels) -> BothKernels:
         name, n, eps = node.name, node.shape[-1], float(node.attrs["eps"])
         if node.op == "layer_norm":
             means = [_mean(form, n) for form in (x.train, x.drift)]
@@ -354,7 +360,7 @@ class Encoder:
                 found = _times_constant(found, held)
         return found
 
-    def _root(self, name: str, v: Pair) -> Pair:
+    def _root(self, name: str, v: BothKernels) -> BothKernels:
         """Return v^-1/2, whose derivative -v^-3/2/2 rises."""
 
         def slopes(box: Box) -> tuple[Tensor, Tensor]:
@@ -376,12 +382,12 @@ class Encoder:
         return pair(train, drift, (both[0], both[1], drift.range()))
 
 
-def _middle(x: Pair) -> Box:
+def _middle(x: BothKernels) -> Box:
     """Return a box of half the sum of both kernels' values."""
     return (x.boxes[0] + x.boxes[1]).half().meet(x.boxes[0] + x.change.half())
 
 
-def _mean(form: Form, count: int) -> Form:
+def _mean(form: SymbolForm, count: int) -> SymbolForm:
     share = torch.tensor(1.0 / count, dtype=torch.float64)
     return form.total().times(share, EPS * share)
 
@@ -393,18 +399,18 @@ def _masked(box: Box, mask: Tensor | None) -> Box:
     return Box(torch.where(mask, box.lo, zero), torch.where(mask, box.hi, zero))
 
 
-def _scaled(x: Pair, factor: float) -> Pair:
+def _scaled(x: BothKernels, factor: float) -> BothKernels:
     by = torch.tensor(factor, dtype=torch.float64)
     return pair(x.train.times(by, EPS * by.abs()), x.drift.times(by, EPS * by.abs()))
 
 
-def _constant(held: Parameter) -> Pair:
+def _constant(held: Parameter) -> BothKernels:
     """Return a parameter that both kernels store."""
     change, off = held.difference.midpoint()
-    return pair(Form.constant(held.train), Form.constant(change, off))
+    return pair(SymbolForm.constant(held.train), SymbolForm.constant(change, off))
 
 
-def _times_constant(x: Pair, held: Parameter) -> Pair:
+def _times_constant(x: BothKernels, held: Parameter) -> BothKernels:
     change, off = held.difference.midpoint()
     drift = x.drift.times(held.infer)
     if not held.alike:
@@ -418,13 +424,13 @@ def _viewed(view: View, x: Tensor) -> Tensor:
     return cut.permute(view.order).expand(view.sizes).reshape(view.shape)
 
 
-def _concat(parts: list[Pair], dim: int) -> Pair:
+def _concat(parts: list[BothKernels], dim: int) -> BothKernels:
     many = max(form.coefs.shape[-1] for x in parts for form in (x.train, x.drift))
 
-    def joined(forms: list[Form]) -> Form:
+    def joined(forms: list[SymbolForm]) -> SymbolForm:
         axis = dim % len(forms[0].shape)
         pad = [torch.nn.functional.pad(f.coefs, (0, many - f.coefs.shape[-1])) for f in forms]
-        return Form(
+        return SymbolForm(
             torch.cat([f.centre for f in forms], axis),
             torch.cat(pad, axis),
             torch.cat([f.error for f in forms], axis),

@@ -1,6 +1,6 @@
 """Affine forms over symbols in [-1, 1], and the linear constraints and cases that tie the symbols.
 
-All numbers are float64; what float64 arithmetic may be off is counted in `Form.error`.
+All numbers are float64; what float64 arithmetic may be off is counted in `SymbolForm.error`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FAINT = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SymbolForm:
     """Numbers centre + Σ coefs·ε + e with |e| <= error, of any symbols ε in [-1, 1].
 
     Args:
@@ -32,9 +32,9 @@ class Form:
     error: Tensor
 
     @staticmethod
-    def constant(value: Tensor, error: Tensor | None = None) -> Form:
+    def constant(value: Tensor, error: Tensor | None = None) -> SymbolForm:
         """Return known numbers."""
-        return Form(
+        return SymbolForm(
             value,
             value.new_zeros(*value.shape, 0),
             torch.zeros_like(value) if error is None else error,
@@ -54,49 +54,49 @@ class Form:
         radius = up((self.coefs.abs().sum(-1) * SAFE + self.error) * SAFE)
         return Box(down(self.centre - radius), up(self.centre + radius))
 
-    def mapped(self, place: Callable[[Tensor], Tensor]) -> Form:
+    def mapped(self, place: Callable[[Tensor], Tensor]) -> SymbolForm:
         """Return the elements that a function of such tensors takes, where it puts them."""
         index = place(torch.arange(self.centre.numel()).reshape(self.shape))
         flat = self.coefs.reshape(self.centre.numel(), -1)
-        return Form(self.centre.flatten()[index], flat[index], self.error.flatten()[index])
+        return SymbolForm(self.centre.flatten()[index], flat[index], self.error.flatten()[index])
 
-    def expand(self, shape: tuple[int, ...]) -> Form:
+    def expand(self, shape: tuple[int, ...]) -> SymbolForm:
         """Return the form broadcast to a shape."""
         if self.shape == shape:
             return self
         return self.mapped(lambda index: index.expand(shape))
 
-    def __add__(self, other: Form) -> Form:
+    def __add__(self, other: SymbolForm) -> SymbolForm:
         shape = tuple(np.broadcast_shapes(self.shape, other.shape))
         a, b = self.expand(shape), other.expand(shape)
         one, two = _alike(a.coefs, b.coefs)
         centre, coefs = a.centre + b.centre, one + two
         size = centre.abs() + coefs.abs().sum(-1)
-        return Form(centre, coefs, (a.error + b.error + 2 * EPS * size) * SAFE)
+        return SymbolForm(centre, coefs, (a.error + b.error + 2 * EPS * size) * SAFE)
 
-    def __neg__(self) -> Form:
-        return Form(-self.centre, -self.coefs, self.error)
+    def __neg__(self) -> SymbolForm:
+        return SymbolForm(-self.centre, -self.coefs, self.error)
 
-    def __sub__(self, other: Form) -> Form:
+    def __sub__(self, other: SymbolForm) -> SymbolForm:
         return self + -other
 
-    def times(self, factor: Tensor, off: Tensor | float = 0.0) -> Form:
+    def times(self, factor: Tensor, off: Tensor | float = 0.0) -> SymbolForm:
         """Return the product with numbers that are at most `off` from `factor`, elementwise."""
         shape = tuple(np.broadcast_shapes(self.shape, tuple(factor.shape)))
         a, by = self.expand(shape), factor.expand(shape)
         centre, coefs = a.centre * by, a.coefs * by[..., None]
         wrong = by.abs() * a.error + (a.size() + a.error) * off
         size = centre.abs() + coefs.abs().sum(-1)
-        return Form(centre, coefs, (wrong + 4 * EPS * size) * SAFE + _FAINT)
+        return SymbolForm(centre, coefs, (wrong + 4 * EPS * size) * SAFE + _FAINT)
 
-    def plus(self, value: Tensor, error: Tensor | float = 0.0) -> Form:
+    def plus(self, value: Tensor, error: Tensor | float = 0.0) -> SymbolForm:
         """Return the sum with numbers that are at most `error` from `value`."""
         shape = tuple(np.broadcast_shapes(self.shape, tuple(value.shape)))
         a = self.expand(shape)
         centre = a.centre + value
-        return Form(centre, a.coefs, (a.error + error + EPS * centre.abs()) * SAFE)
+        return SymbolForm(centre, a.coefs, (a.error + error + EPS * centre.abs()) * SAFE)
 
-    def before(self, right: Tensor, off: Tensor | None = None) -> Form:
+    def before(self, right: Tensor, off: Tensor | None = None) -> SymbolForm:
         """Return self @ right for numbers [..., k, n] at most `off` from `right`."""
         shape = np.broadcast_shapes(self.shape[:-2], right.shape[:-2])
         a = self.expand((*shape, *self.shape[-2:]))
@@ -107,19 +107,19 @@ class Form:
         wrong = a.error @ magnitude + gamma(a.shape[-1] + 4) * (a.size() @ magnitude)
         if off is not None:
             wrong = wrong + (a.size() + a.error) @ off
-        return Form(centre, coefs, wrong * SAFE + _FAINT)
+        return SymbolForm(centre, coefs, wrong * SAFE + _FAINT)
 
     @property
-    def turned(self) -> Form:
+    def turned(self) -> SymbolForm:
         """Return the form with its last two dimensions exchanged."""
         return self.mapped(lambda index: index.transpose(-1, -2))
 
-    def total(self) -> Form:
+    def total(self) -> SymbolForm:
         """Return the sum over the last dimension, which is kept."""
         centre, coefs = self.centre.sum(-1, keepdim=True), self.coefs.sum(-2, keepdim=True)
         wrong = self.error.sum(-1, keepdim=True)
         wrong = wrong + gamma(self.shape[-1] + 4) * self.size().sum(-1, keepdim=True)
-        return Form(centre, coefs, wrong * SAFE)
+        return SymbolForm(centre, coefs, wrong * SAFE)
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Inequality:
     """Σ coefs·ε + constant <= 0, with the symbols of each coefficient."""
 
     symbols: tuple[int, ...]
@@ -139,10 +139,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Constraint:
     """What holds of symbols: all rows of at least one of the cases."""
 
-    cases: tuple[tuple[Row, ...], ...]
+    cases: tuple[tuple[Inequality, ...], ...]
 
     @property
     def symbols(self) -> frozenset[int]:
@@ -161,10 +161,10 @@ class System:
     """
 
     names: list[str] = field(default_factory=list)
-    facts: list[Fact] = field(default_factory=list)
+    facts: list[Constraint] = field(default_factory=list)
     inputs: int = 0
 
-    def fresh(self, name: str, box: Box, shape: tuple[int, ...] | None = None) -> Form:
+    def fresh(self, name: str, box: Box, shape: tuple[int, ...] | None = None) -> SymbolForm:
         """Return numbers of a box, of which each has a symbol of its own; points have none."""
         box = box if shape is None else box.expand(shape)
         middle, radius = box.midpoint()
@@ -173,9 +173,11 @@ class System:
         self.names += [f"{name} {int(place)}" for place in own]
         coefs = torch.zeros(radius.numel(), len(self.names), dtype=torch.float64)
         coefs[own, torch.arange(first, len(self.names))] = radius.flatten()[own]
-        return Form(middle, coefs.reshape(*radius.shape, -1), torch.zeros_like(middle))
+        return SymbolForm(middle, coefs.reshape(*radius.shape, -1), torch.zeros_like(middle))
 
-    def relu(self, name: str, h: Form, d: Form, boxes: tuple[Box, Box], change: Box) -> ReluPair:
+    def relu(
+        self, name: str, h: SymbolForm, d: SymbolForm, boxes: tuple[Box, Box], change: Box
+    ) -> ReluPair:
         """Return max(h, 0) and max(h + d, 0) - max(h, 0), by cases where a sign is open.
 
         Args:
@@ -208,7 +210,7 @@ class System:
                 (top > 0 and after < 0, (*is_on, *then_off, *same, *gone)),
                 (low < 0 and last > 0, (*is_off, *then_on, *none, *new)),
             ]
-            self.facts.append(Fact(tuple(rows for may, rows in ways if may)))
+            self.facts.append(Constraint(tuple(rows for may, rows in ways if may)))
             lines = [row(h - y, place), row(-y, place)]
             if low < 0 < top:
                 lines.append(_below_chord(y, h, (low, top), place))
@@ -216,7 +218,7 @@ class System:
             if least < 0 < most:
                 lines.append(_below_chord(moved, d, (least, most), place))
                 lines.append(_below_chord(-moved, -d, (-most, -least), place))
-            self.facts.append(Fact((tuple(lines),)))
+            self.facts.append(Constraint((tuple(lines),)))
         return ReluPair(y, moved)
 
 
@@ -224,15 +226,15 @@ class System:
 class ReluPair:
     """A rectified value, and what that of the other kernel is more."""
 
-    value: Form
-    change: Form
+    value: SymbolForm
+    change: SymbolForm
 
 
-def _equal(a: Form, b: Form, place: int) -> tuple[Row, Row]:
+def _equal(a: SymbolForm, b: SymbolForm, place: int) -> tuple[Inequality, Inequality]:
     return row(a - b, place), row(b - a, place)
 
 
-def _below_chord(y: Form, x: Form, ends: tuple[float, float], place: int) -> Row:
+def _below_chord(y: SymbolForm, x: SymbolForm, ends: tuple[float, float], place: int) -> Inequality:
     """Return y <= high (x - low) / (high - low) for low < 0 < high."""
     low, high = ends
     slope = torch.tensor(high / (high - low), dtype=torch.float64)
@@ -243,7 +245,7 @@ _BITS = 24
 """Bits that coefficients of a row keep; what is cut off is added to the row."""
 
 
-def row(form: Form, place: int) -> Row:
+def row(form: SymbolForm, place: int) -> Inequality:
     """Return form <= 0 for one element, weakened by the error of the form and by rounding."""
     coefs = form.coefs.reshape(form.centre.numel(), -1)[place]
     largest = float(coefs.abs().amax()) if coefs.numel() else 0.0
@@ -257,5 +259,5 @@ def row(form: Form, place: int) -> Row:
         kept = rounded.nonzero().flatten()
         symbols, values = tuple(kept.tolist()), tuple(rounded[kept].tolist())
         constant = down(centre - up(slack * SAFE))
-        return Row(symbols, values, float((constant / grid).floor() * grid))
-    return Row((), (), float(down(centre - slack)))
+        return Inequality(symbols, values, float((constant / grid).floor() * grid))
+    return Inequality((), (), float(down(centre - slack)))

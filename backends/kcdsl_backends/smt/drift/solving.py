@@ -16,7 +16,7 @@ from fractions import Fraction
 import z3
 
 from kcdsl_backends.drift.boxes import Box
-from kcdsl_backends.smt.drift.forms import Fact, Form, Row, System, row
+from kcdsl_backends.smt.drift.forms import Constraint, Inequality, SymbolForm, System, row
 from kcdsl_backends.smt.solver import Expression, Outcome
 
 CLOSE = 2.0**-6
@@ -28,7 +28,7 @@ _STEPS = 64
 
 
 @dataclass(slots=True)
-class Target:
+class DriftElement:
     """One element of the drift in one direction: at most `high`; the system attains `low`.
 
     `core` are the coefficients of symbols that facts speak of, `rest` what all others come to. z3
@@ -37,9 +37,9 @@ class Target:
 
     place: int
     sign: int
-    core: Row
+    core: Inequality
     rest: float
-    facts: tuple[Fact, ...]
+    facts: tuple[Constraint, ...]
     high: float
     low: float = -math.inf
     values: dict[int, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Size:
         return f"{self.symbols:,} symbols, {self.splits:,} case splits, {self.terms:,} terms"
 
 
-def targets(system: System, drift: Form, known: Box) -> list[Target]:
+def targets(system: System, drift: SymbolForm, known: Box) -> list[DriftElement]:
     """Return every element of a drift in a box in both directions, the largest bound first."""
     by_symbol: dict[int, list[int]] = defaultdict(list)
     symbols = [fact.symbols for fact in system.facts]
@@ -83,8 +83,8 @@ def _target(
     by_symbol: dict[int, list[int]],
     place: int,
     sign: int,
-    whole: Row,
-) -> Target:
+    whole: Inequality,
+) -> DriftElement:
     reached, numbers, waiting = set[int](), set[int](), list(whole.symbols)
     while waiting:
         for number in by_symbol.get(waiting.pop(), ()):
@@ -97,19 +97,19 @@ def _target(
     core = [(i, -c) for i, c in pairs if i in reached]
     rest = math.fsum(abs(c) for i, c in pairs if i not in reached) - whole.constant
     high = rest + math.fsum(abs(c) for _, c in core)
-    held = Row(tuple(i for i, _ in core), tuple(c for _, c in core), 0.0)
+    held = Inequality(tuple(i for i, _ in core), tuple(c for _, c in core), 0.0)
     facts = tuple(system.facts[number] for number in sorted(numbers))
-    return Target(place, sign, held, _up(rest), facts, _up(_up(high)))
+    return DriftElement(place, sign, held, _up(rest), facts, _up(_up(high)))
 
 
 def _up(value: float) -> float:
     return math.nextafter(value, math.inf)
 
 
-def size_of(found: list[Target]) -> Size:
+def size_of(found: list[DriftElement]) -> Size:
     """Return the largest question of some targets."""
 
-    def one(target: Target) -> tuple[int, int, int]:
+    def one(target: DriftElement) -> tuple[int, int, int]:
         symbols = frozenset[int]().union(*(fact.symbols for fact in target.facts))
         splits = sum(len(fact.cases) > 1 for fact in target.facts)
         rows = [row for fact in target.facts for case in fact.cases for row in case]
@@ -122,10 +122,10 @@ def size_of(found: list[Target]) -> Size:
 # --- z3 -------------------------------------------------------------------------------------------
 
 
-class Question:
+class DriftQuestion:
     """A z3 solver that holds the facts of one target."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: DriftElement) -> None:
         self._context = z3.Context()
         self._target = target
         self._solver = z3.Solver(ctx=self._context)
@@ -140,11 +140,11 @@ class Question:
             self._solver.add(cases[0] if len(cases) == 1 else z3.Or(*cases))
         self._objective = self._sum(target.core)
 
-    def _all(self, case: tuple[Row, ...]) -> Expression:
+    def _all(self, case: tuple[Inequality, ...]) -> Expression:
         rows = [self._sum(one) <= self._number(-one.constant) for one in case]
         return rows[0] if len(rows) == 1 else z3.And(*rows)
 
-    def _sum(self, one: Row) -> Expression:
+    def _sum(self, one: Inequality) -> Expression:
         pairs = zip(one.symbols, one.coefs, strict=True)
         terms = [self._number(value) * self._symbols[i] for i, value in pairs]
         if len(terms) < 2:
@@ -208,10 +208,10 @@ class Search:
         seconds: for how long; None for as long as it takes.
     """
 
-    found: list[Target]
+    found: list[DriftElement]
     seconds: float | None = None
     _started: float = field(default_factory=time.monotonic)
-    _questions: dict[tuple[int, int], Question] = field(default_factory=dict)
+    _questions: dict[tuple[int, int], DriftQuestion] = field(default_factory=dict)
 
     @property
     def asked(self) -> int:
@@ -250,7 +250,7 @@ class Search:
                 case Outcome.UNKNOWN:
                     top.hard = middle
 
-    def _ask(self, target: Target, threshold: float, share: float) -> Outcome:
+    def _ask(self, target: DriftElement, threshold: float, share: float) -> Outcome:
         """Ask about one target, for a share of the seconds that are left."""
         target.asked += 1
         if threshold > target.high:
@@ -261,5 +261,5 @@ class Search:
         key = target.place, target.sign
         if key not in self._questions:
             self._questions.clear()
-            self._questions[key] = Question(target)
+            self._questions[key] = DriftQuestion(target)
         return self._questions[key].reaches(threshold, self.left() * share)
