@@ -15,6 +15,7 @@ from importlib import import_module
 from bench.common import Figure, report
 
 SECTIONS = {
+    "road": "bench.first_hour_road",
     "architectures": "bench.first_hour_architectures",
     "verify": "bench.first_hour_verify",
     "rollouts": "bench.first_hour_rollouts",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import configparser
 import re
-import subprocess
-import sys
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics.pages import manual_pages
+from tests.support.installed import build
 
 SOURCES = {
     "kcdsl": "kcdsl",
@@ -21,14 +20,6 @@ SOURCES = {
     "kcdsl_backends": "backends/kcdsl_backends",
     "kcdsl_certs": "certs/kcdsl_certs",
 }
-
-
-def build(root: Path, target: str, into: Path) -> Path:
-    """Build the sdist or the wheel of the project in `root` and return its path."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
-    subprocess.run(command, cwd=root, check=True, capture_output=True, stdin=subprocess.DEVNULL)
-    (made,) = into.iterdir()
-    return made
 
 
 @pytest.fixture(scope="module")
