@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.common import Better, Figure
+from tests.support import gpt_models
 from tests.support.commands import Ran, run_here
-from tests.support.decoders import FORMS, distance_from_transformers, random_changes, saved_model
+from tests.support.decoders import (
+    FORMS,
+    Form,
+    distance_from_transformers,
+    random_changes,
+    saved_model,
+)
 from tests.support.look_alikes import LOOK_ALIKES, refused
 
 RANDOM = 6
@@ -38,7 +48,7 @@ _REQUESTS = '{"id": "a", "tokens": [3, 9, 5, 17, 33]}\n{"id": "b", "tokens": [8,
 
 def figures() -> list[Figure]:
     """Measure every form, and count the look-alikes that are refused."""
-    found = [figure for name in FORMS for figure in _of_form(name)]
+    found = [figure for row in _rows() for figure in _of_form(row)]
     held = [refused(name, change) for name, change in LOOK_ALIKES]
     return [
         *found,
@@ -52,16 +62,45 @@ def figures() -> list[Figure]:
     ]
 
 
-def _of_form(name: str) -> list[Figure]:
-    form, lower, higher = FORMS[name], Better.LOWER, Better.HIGHER
-    apart = [distance_from_transformers(form, 1)] + [
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A form of an architecture: its name, how far from transformers it is on the small
+    configuration and on random ones, and what writes a small random model to a folder."""
+
+    name: str
+    architecture: str
+    apart: Callable[[], list[float]]
+    save: Callable[[Path], object]
+
+
+def _rows() -> Iterator[_Row]:
+    """Yield every form."""
+    for name, form in FORMS.items():
+        yield _Row(name, form.architecture, partial(_apart, form), partial(saved_model, name))
+    for name, kind in (("GPT-2", "gpt2"), ("GPT-NeoX", "gpt_neox")):
+        yield _Row(name, kind, partial(_apart_of_gpt, kind), partial(gpt_models.written, kind))
+
+
+def _apart(form: Form) -> list[float]:
+    return [distance_from_transformers(form, 1)] + [
         distance_from_transformers(form, seed, **random_changes(form, seed))
         for seed in range(RANDOM)
     ]
+
+
+def _apart_of_gpt(kind: str) -> list[float]:
+    drawn = (gpt_models.drawn(kind, seed) for seed in range(RANDOM))
+    small = gpt_models.distance(kind, gpt_models.saved(kind), 1)
+    return [small, *(gpt_models.distance(kind, raw, n) for n, raw in enumerate(drawn))]
+
+
+def _of_form(row: _Row) -> list[Figure]:
+    name, lower, higher = row.name, Better.LOWER, Better.HIGHER
+    apart = row.apart()
     worst = max(apart) if all(value == value for value in apart) else float("nan")
-    small = "2 layers of width 16, 2 requests; infer bfloat16, casts any"
+    small = "2 layers of width 16 (GPT-NeoX: 32), 2 requests; infer bfloat16, casts any"
     with tempfile.TemporaryDirectory() as folder:
-        ran, goals = _road(name, Path(folder))
+        ran, goals = _road(row, Path(folder))
     found = [
         Figure(
             f"{name}: largest difference from transformers",
@@ -90,10 +129,10 @@ def _of_form(name: str) -> list[Figure]:
     ]
 
 
-def _road(name: str, folder: Path) -> tuple[dict[str, Ran], dict[str, tuple[float, float]]]:
+def _road(row: _Row, folder: Path) -> tuple[dict[str, Ran], dict[str, tuple[float, float]]]:
     """Run the commands on a random model; return what each left, and bound and attack by block."""
-    saved_model(name, folder)
-    (folder / "contract.kc.yaml").write_text(_CONTRACT % FORMS[name].architecture)
+    row.save(folder)
+    (folder / "contract.kc.yaml").write_text(_CONTRACT % row.architecture)
     (folder / "requests.jsonl").write_text(_REQUESTS)
     run_here("keygen", "-o", "test.key", cwd=folder)
     ran = {

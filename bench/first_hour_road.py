@@ -15,26 +15,19 @@ from pathlib import Path
 
 from bench.common import Better, Figure
 from tests.support.installed import build, first_certificate, install
+from tests.support.small_models import save_llama
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MOST_COMMANDS = 4
-_SIZES = {
-    "vocab_size": 256, "max_position_embeddings": 128, "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 def figures() -> list[Figure]:
     """Walk the road once."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "dist").mkdir()
         wheel = build(REPOSITORY, "wheel", folder / "dist")
-        LlamaForCausalLM(LlamaConfig(**_SIZES)).save_pretrained(folder / "model")
+        save_llama(folder / "model")
         began, before = time.perf_counter(), _processor()
         place = install(wheel, folder / "env")
         ran = first_certificate(place, folder, "model")

@@ -24,6 +24,7 @@ import pytest
 from tests.support.commands import PLAIN_TERMINAL, run_here
 from tests.support.files import files_below
 from tests.support.pages import Block, agrees, alone, blocks, settled, stand_in
+from tests.support.small_models import save_llama
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -340,20 +341,7 @@ def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
     """Stand beside a folder of a small random Llama, as transformers writes it."""
 
     def prepare(repository: Path, folder: Path) -> Path:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=256,
-            max_position_embeddings=128,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder / name)
+        save_llama(folder / name)
         return folder
 
     return prepare

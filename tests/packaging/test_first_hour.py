@@ -13,6 +13,7 @@ from tests.support.commands import Ran
 from tests.support.installed import Installation, build, first_certificate, install
 from tests.support.pages import blocks
 from tests.support.quantised import quantise
+from tests.support.small_models import save_llama
 
 pytestmark = pytest.mark.full
 
@@ -22,21 +23,6 @@ def installed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ins
     """Install the wheel without extras: no transformers, no auto_LiRPA."""
     wheel = build(repository, "wheel", tmp_path_factory.mktemp("wheel"))
     return install(wheel, tmp_path_factory.mktemp("environment") / "env")
-
-
-def saved(folder: Path, **changes: int) -> Path:
-    """Save a small random Llama as transformers does, and return its folder."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 256, "max_position_embeddings": 128, "hidden_size": 32,
-        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**(sizes | changes))).save_pretrained(folder)
-    return folder
 
 
 def done(place: Installation, folder: Path, *words: str) -> Ran:
@@ -58,7 +44,7 @@ def test_the_doctor_finds_nothing_missing(installed: Installation, tmp_path: Pat
 
 
 def test_four_commands_lead_to_a_certificate(installed: Installation, tmp_path: Path) -> None:
-    saved(tmp_path / "my model")
+    save_llama(tmp_path / "my model")
     ran = [one for one, _ in first_certificate(installed, tmp_path, "my model")]
     assert [one.code for one in ran] == [0, 0, 0, 0], [one.stderr for one in ran]
     assert "\nvalid\n" in ran[-1].stdout
@@ -73,7 +59,7 @@ def test_rollouts_lead_to_a_certificate(
     installed: Installation, tmp_path: Path, repository: Path
 ) -> None:
     """The rows of the tutorial, recorded with transformers, are scored by the installed kcdsl."""
-    saved(tmp_path / "policy")
+    save_llama(tmp_path / "policy")
     page = (repository / "docs" / "tutorials" / "rl-batch.md").read_text(encoding="utf-8")
     (script,) = (block.text for block in blocks(page) if block.name == "record.py")
     command = [sys.executable, "-c", script, "policy", "rollouts.jsonl"]
@@ -93,7 +79,7 @@ def test_rollouts_lead_to_a_certificate(
 def test_a_quantised_checkpoint_leads_to_a_certificate(
     installed: Installation, tmp_path: Path
 ) -> None:
-    quantise(saved(tmp_path / "model"), tmp_path / "model-fp8", "fp8 tensor")
+    quantise(save_llama(tmp_path / "model"), tmp_path / "model-fp8", "fp8 tensor")
     done(installed, tmp_path, "init", "model", "--quantised", "model-fp8", "--for", "serving")
     done(installed, tmp_path, "keygen")
     done(installed, tmp_path, "verify", "--block", "attn_0", "--sign", "kcdsl.key")

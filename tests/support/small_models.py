@@ -76,3 +76,21 @@ def write_contract(
     path.write_text(CONTRACT % (compute, clauses))
     program, _ = load_contract(path)
     return program
+
+
+def save_llama(folder: Path) -> Path:
+    """Save a random Llama of 35,000 parameters as transformers does, and return its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        max_position_embeddings=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
