@@ -58,6 +58,8 @@ class BackendSpec:
     """The packages that the planner needs."""
     attributor: str = ""
     """"package.module:ATTRIBUTE" of what splits a drift among its sources; none if empty."""
+    sizer: str = ""
+    """"package.module:ATTRIBUTE" of what says which cases are small enough; empty if all are."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""
@@ -74,6 +76,10 @@ class BackendSpec:
     def load_attributor(self) -> Any:
         """Import and return what splits a drift among its sources."""
         return _imported(self.attributor)
+
+    def load_sizer(self) -> Any:
+        """Import and return what says which cases are small enough."""
+        return _imported(self.sizer)
 
 
 def is_foreign(spec: BackendSpec) -> bool:
@@ -109,7 +115,7 @@ def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:
     """Return a backend with what can be believed of it."""
     if not is_foreign(spec):
         return spec
-    return replace(spec, fragments=spec.fragments & _PROVABLE, planner="", attributor="")
+    return replace(spec, fragments=spec.fragments & _PROVABLE, planner="", attributor="", sizer="")
 
 
 # --- execution ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.contract import find_contract
-from kcdsl.cli.common import Command, argument, choice
+from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import code_words
 from kcdsl.cli.common.output import counted, print_json
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
@@ -64,6 +64,10 @@ class ExplainCommand(Command):
     )
     contract: str | None = argument("CONTRACT", "the contract of the clause", "?")
     format: AnswerFormat = choice(AnswerFormat, "form of the answer", AnswerFormat.TEXT)
+    size: bool = switch("load the model, and say which cases of a clause are small enough for z3")
+    smtlib: str | None = value(
+        "DIR", "write the questions of these cases to z3 into this folder; goes with --size"
+    )
 
     def run(self) -> Exit:
         """Print a page of a code or of the manual, a metric, what backends say to a clause, or the
@@ -86,10 +90,14 @@ class ExplainCommand(Command):
             _show_metric(metric, self.format)
         elif page is not None:
             _show_page(page, self.format)
+        elif self.size and self.format is not AnswerFormat.TEXT:
+            raise refuse(USAGE, "--size has no JSON", help="leave --format out")
         elif self.format is AnswerFormat.MARKDOWN:
             raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
         else:
             _explain_clause(self.topic, self.contract, self.format)
+            if self.size or self.smtlib is not None:
+                _show_sizes(self.topic, self.contract, self.smtlib)
         return Exit.HELD
 
 
@@ -252,6 +260,38 @@ def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
     if elsewhere:
         errors = counted(len(elsewhere), "error")
         print(f"the contract has {errors}: `kcdsl lint` shows them", file=sys.stderr)
+
+
+def _show_sizes(name: str, given: str | None, folder: str | None) -> None:
+    """Print for each case of a clause whether it is small enough, and why; write its questions."""
+    from kcdsl.api.contract import read_contract, refuse_foreign_code
+    from kcdsl.model.files import Artefacts
+    from kcdsl.route.catalogue import catalogue
+    from kcdsl.route.goals import goals
+    from kcdsl.source.files import in_contract
+    from kcdsl.source.writing import make_folder, result, write_together
+
+    contract = read_contract(given)
+    goal = next((one for one in goals(contract.program) if one.clause.id == name), None)
+    specs = [spec for spec in catalogue() if spec.sizer and not spec.missing()]
+    if goal is None or not specs:
+        print("\nno backend that takes small cases alone covers the clause")
+        return
+    refuse_foreign_code(contract, allowed=False, metrics=False)
+    files, written = Artefacts.of(contract.base), []
+    for spec in specs:
+        with in_contract(contract.path):
+            found = spec.load_sizer()(contract.program, files, goal)
+        print(f"\nsmall enough for {spec.name}:")
+        for number, one in enumerate(found):
+            print(f"  {one_line(one.case)}: {'yes' if one.small else 'no'}, {one.reason}")
+            for place, text in enumerate(one.scripts if folder is not None else ()):
+                path = Path(folder or "") / f"{name}-{number}-{place}.smt2"
+                written.append(result(path, text.encode()))
+    if folder is not None:
+        make_folder(Path(folder))
+        write_together(written, replace=True)
+        print(f"{counted(len(written), 'question')} in {folder}")
 
 
 def _contract_for(topic: str, given: str | None) -> Path:

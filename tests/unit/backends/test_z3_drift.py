@@ -234,3 +234,26 @@ def test_a_large_block_is_declined_before_it_is_encoded(
     (found,) = BACKEND.decide(program, tmp_path, goals(program), attacks=False)
     assert isinstance(found.verdict, Inconclusive)
     assert "at most 1,000 are encoded" in found.verdict.reason
+
+
+def test_explain_says_which_cases_are_small_enough(tmp_path: Path, cli: Any) -> None:
+    write_model(tmp_path, prompts=("a b",))
+    write_contract(tmp_path, REAL + "1e-9", evidence="proof-real")
+    ran = cli("explain", "N-0", "contract.yaml", "--smtlib", "asked", cwd=tmp_path)
+    assert ran.code == 0, ran
+    assert "small enough for z3:" in ran.stdout
+    assert "p0: yes, " in ran.stdout
+    scripts = sorted((tmp_path / "asked").glob("*.smt2"))
+    assert scripts
+    assert cvc5_says(scripts[0].read_text()) in ("sat", "unsat")
+
+
+def test_a_counterexample_runs_again(tmp_path: Path, cli: Any) -> None:
+    write_model(tmp_path, prompts=("a b",))
+    write_contract(tmp_path, REAL + "1e-8", evidence="proof-real")
+    ran = cli("verify", "--backend", "z3", "--time-limit", "20", cwd=tmp_path)
+    assert ran.code == 1, ran
+    (document,) = (tmp_path / "out").glob("*counterexample*.json")
+    again = cli("replay", document, "--contract", "contract.yaml", cwd=tmp_path)
+    assert again.code == 1, again
+    assert "violated" in again.stdout

@@ -10,10 +10,15 @@ import torch
 import z3
 from torch import Tensor
 
+from kcdsl.diagnostics.model import at
+from kcdsl.ir.terms import Program
+from kcdsl.model.architecture import load_model
+from kcdsl.model.files import Artefacts
+from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.certifier.bounds import CaseBound
-from kcdsl_backends.certifier.statements.cases import Case, problem_of
+from kcdsl_backends.certifier.statements.cases import Case, cases_of, problem_of, slice_rows
 from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import drift_bound
@@ -81,10 +86,6 @@ class DriftGoal:
             f"{TERMS:,} terms are asked"
         )
 
-    def text(self, threshold: float) -> list[str]:
-        """Return the questions whether an element reaches a threshold as SMT-LIB scripts."""
-        return [DriftQuestion(one).text(threshold) for one in self.targets if one.high >= threshold]
-
     def input(self, target: DriftElement, centre: Tensor, radius: Tensor) -> Tensor:
         """Return the float32 input near the values that z3 found for a target, in the region."""
         moved = torch.zeros_like(centre).flatten()
@@ -104,26 +105,82 @@ def too_large(needed: int) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CaseSize:
+    """How large a case is for z3.
+
+    Args:
+        case: its name.
+        small: whether z3 is asked.
+        reason: the size of the largest question, or why z3 is not asked.
+        scripts: the questions whether an element exceeds the threshold, in SMT-LIB, if z3 is asked.
+    """
+
+    case: str
+    small: bool
+    reason: str
+    scripts: tuple[str, ...] = ()
+
+
+def sizes(program: Program, files: Artefacts, goal: Goal) -> list[CaseSize]:
+    """Return the size of every case of a goal.
+
+    Raises:
+        Refusal: the model, the kernels, the data or the block cannot be used.
+    """
+    model = load_model(program.model, files)
+    train, infer = resolve(program.train), resolve(program.infer)
+    factory = ProblemFactory(model, train, infer, torch.device("cpu"))
+    with at(goal.span):
+        rows = slice_rows(program, model, goal.region.slice)
+        cases = cases_of(factory, goal, rows) if rows else []
+        return [_size(factory, goal, case) for case in cases]
+
+
+def _size(factory: ProblemFactory, goal: Goal, case: Case) -> CaseSize:
+    posed = _posed(factory, goal, case)
+    if isinstance(posed, str):
+        return CaseSize(case.name, False, posed)
+    threshold = _limit(goal)
+    refusal = posed.refusal(threshold)
+    if refusal is not None:
+        return CaseSize(case.name, False, refusal)
+    asked = [one for one in posed.targets if threshold is None or one.high > threshold]
+    if threshold is None:
+        return CaseSize(case.name, True, f"{size_of(asked)} in the largest question")
+    if not asked:
+        return CaseSize(case.name, True, "the bound holds before z3 is asked")
+    scripts = tuple(DriftQuestion(one).text(_up(threshold)) for one in asked)
+    reason = f"{len(asked)} questions; the largest has {size_of(asked)}"
+    return CaseSize(case.name, True, reason, scripts)
+
+
+def _posed(factory: ProblemFactory, goal: Goal, case: Case) -> DriftGoal | str:
+    """Return a case as questions, or why it is not asked."""
+    if case.longest is not None or goal.weights or goal.states:
+        return "z3 is asked about one length, one checkpoint and one state"
+    try:
+        with one_thread():
+            return DriftGoal.of(problem_of(factory, goal, case), case.centre, case.radius)
+    except NoBound as no:
+        return str(no)
+
+
+def _limit(goal: Goal) -> float | None:
+    """Return what every element must stay below; None where the clause says no such number."""
+    return _below(goal) if goal.functional == "inf" and goal.threshold is not None else None
+
+
 def _bounded(
     factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None
 ) -> SolverAnswer:
     """Return the least bound of a case that z3 proves in time."""
     started = time.monotonic()
 
-    def without(reason: str) -> SolverAnswer:
-        outcome = CaseOutcome(case.name, case.longest or len(case.tokens), math.inf, reason=reason)
+    posed, threshold = _posed(factory, goal, case), _limit(goal)
+    if isinstance(posed, str):
+        outcome = CaseOutcome(case.name, case.longest or len(case.tokens), math.inf, reason=posed)
         return SolverAnswer(CaseBound(outcome))
-
-    if case.longest is not None or goal.weights or goal.states:
-        return without("z3 is asked about one length, one checkpoint and one state")
-    try:
-        with one_thread():
-            posed = DriftGoal.of(problem_of(factory, goal, case), case.centre, case.radius)
-    except NoBound as no:
-        return without(str(no))
-    threshold = None
-    if goal.functional == "inf" and goal.threshold is not None:
-        threshold = _below(goal)
     reason, notes = posed.refusal(threshold), []
     spent = time.monotonic() - started
     search = Search(posed.targets, max(0.0, (SECONDS if seconds is None else seconds) - spent))
@@ -148,11 +205,15 @@ def _bounded(
     return SolverAnswer(CaseBound(outcome, tuple(places)), notes, x)
 
 
+def _up(value: float) -> float:
+    return math.nextafter(value, math.inf)
+
+
 def _below(goal: Goal) -> float:
     """Return a float64 that a bound may have so that the goal admits it, next to the threshold."""
     assert goal.threshold is not None
     value = float(goal.threshold)
-    while value > 0 and not goal.admits(math.nextafter(value, math.inf)):
+    while value > 0 and not goal.admits(_up(value)):
         value = math.nextafter(value, -math.inf)
     return value
 
