@@ -36,8 +36,10 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model import own_code, registry
 from kcdsl.model.checkpoint.headers import read_headers
 from kcdsl.model.checkpoint.modules import (
+    FilledAsItRuns,
     HeldWeights,
     Unfilled,
+    WeightReader,
     empty_parameters,
     fill,
     fill_with_zeros,
@@ -193,6 +195,10 @@ class Model:
             fill_with_zeros(part)
         elif self.by_block:
             fill(part, self._keys_by_parameter(), self.weights)
+
+    def filled_as_it_runs(self, part: nn.Module, weights: WeightReader) -> nn.Module:
+        """Return a part of the module that reads weights when a part of it runs."""
+        return FilledAsItRuns(part, self._keys_by_parameter(), weights)
 
     def _keys_by_parameter(self) -> dict[int, str]:
         named = self.module.named_parameters(remove_duplicate=False)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kcdsl.model.checkpoint.tensors import StoredTensors
+
 
 class WeightReader(Protocol):
-    """Where weights are read from, as float32, by the key of the checkpoint."""
+    """Where weights are read from, as the exact numbers stored, by the key of the checkpoint."""
 
     def __getitem__(self, key: str, /) -> Tensor: ...
 
@@ -50,6 +52,12 @@ class HeldWeights(Mapping[str, Tensor]):
         """Return a tensor; it is read where it lies in a file."""
         tensor = self._tensors[key]
         return tensor.T.contiguous() if key in self._transposed else tensor
+
+    def narrow(self, key: str) -> Tensor:
+        """Return a tensor in the type that it is stored in."""
+        held = self._tensors
+        tensor = held.narrow(key) if isinstance(held, StoredTensors) else held[key]
+        return tensor.T if key in self._transposed else tensor
 
     def rows(self, key: str, numbers: Tensor) -> Tensor:
         """Return these rows of a matrix."""
@@ -143,7 +151,8 @@ def filled_as_it_runs(
         for part in emptied:
             if type(part) is nn.Embedding and part.max_norm is None:
                 key = keys[id(part.weight)]
-                part.forward = partial(_looked_up, weights, key)  # type: ignore[method-assign]
+                looked = partial(_looked_up, weights, key, part.weight.dtype)
+                part.forward = looked  # type: ignore[method-assign]
                 looked_up.append(part)
             else:
                 handles.append(part.register_forward_pre_hook(take))
@@ -158,6 +167,30 @@ def filled_as_it_runs(
             drop(part)
 
 
-def _looked_up(weights: WeightReader, key: str, ids: Tensor) -> Tensor:
+def _looked_up(weights: WeightReader, key: str, kind: torch.dtype, ids: Tensor) -> Tensor:
     numbers, places = torch.unique(ids, return_inverse=True)
-    return weights.rows(key, numbers)[places]
+    return weights.rows(key, numbers).to(kind)[places]
+
+
+class FilledAsItRuns(nn.Module):
+    """A part of a module that holds the weights of one of its parts at a time, while that runs."""
+
+    def __init__(self, part: nn.Module, keys: Mapping[int, str], weights: WeightReader) -> None:
+        """Take what `filled_as_it_runs` takes."""
+        super().__init__()
+        self.part = part
+        self._read = keys, weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the part."""
+        with filled_as_it_runs(self.part, *self._read):
+            found: Tensor = self.part(x)
+        return found
+
+
+class NarrowWeights(dict[str, Tensor]):
+    """Some tensors of a checkpoint in the types that they are stored in, by key."""
+
+    def rows(self, key: str, numbers: Tensor) -> Tensor:
+        """Return these rows of a matrix."""
+        return self[key][numbers]

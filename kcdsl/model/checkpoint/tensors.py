@@ -122,6 +122,10 @@ class StoredTensors(Mapping[str, Tensor]):
         one = self.stored[key]
         return self._read(key, one.start, one.end).reshape(one.shape)
 
+    def narrow(self, key: str) -> Tensor:
+        """Read a tensor in the type that it is stored in."""
+        return self[key].to(TYPES[self.stored[key].kind])
+
     def rows(self, key: str, numbers: Tensor) -> Tensor:
         """Read these rows of a matrix."""
         one = self.stored[key]

@@ -51,7 +51,7 @@ class _Run:
     """Runs a converted block and its graph on the same input."""
 
     graph: BlockGraph
-    params: Mapping[str, Array]
+    params: Mapping[str, Tensor]
     parts: Mapping[str, nn.Module]
     ids: Tensor | None
     base: str
@@ -91,7 +91,7 @@ class ComposedAttention(TorchFunctionMode):
 
 def refuse_other_program(
     graph: BlockGraph,
-    params: Mapping[str, Array],
+    params: Mapping[str, Tensor],
     converted: Callable[[str], nn.Module],
     formats: Sequence[str],
     ids: Tensor | None,

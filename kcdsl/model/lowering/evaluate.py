@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.special import erf, expit
+from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, View
 from kcdsl.model.numerics import UNROUNDED
@@ -69,7 +70,7 @@ Round = Callable[[Array, str], Array]
 
 def graph_output(
     graph: BlockGraph,
-    params: Mapping[str, Array],
+    params: Mapping[str, Array | Tensor],
     x: Array | None,
     compute: str | None = None,
     change: Callable[[Array], Array] | None = None,
@@ -98,23 +99,33 @@ def graph_output(
 
 def each_node(
     graph: BlockGraph,
-    params: Mapping[str, Array],
+    params: Mapping[str, Array | Tensor],
     x: Array | None,
     compute: str | None,
     values: dict[str, Array],
 ) -> Iterator[tuple[str, Array]]:
-    """Yield the value of every node in order (masks: bool); `values` keeps them for later nodes."""
+    """Yield the value of every node (masks: bool), of a parameter before its first reader; `values`
+    keeps them for later nodes."""
 
     def rounded(value: Array, format: str) -> Array:
         return value if compute is None else round_to(value, format or compute)
 
-    for node in graph.nodes:
-        value = _leaf(graph, node, params, x)
+    def in_order() -> Iterator[Node]:
+        left = {node.name: node for node in graph.nodes if node.op == "param"}
+        for node in graph.nodes:
+            if node.op != "param":
+                yield from (left.pop(name) for name in node.inputs if name in left)
+                yield node
+        yield from left.values()
+
+    for node in in_order():
+        value = _leaf(graph, node, params, x, compute)
         if value is None:
             with np.errstate(all="ignore"):
                 operands = [values[i] for i in node.inputs]
                 value = MEANING[node.op](node, rounded, *operands)
-        if value.dtype != np.bool_ and node.op not in UNROUNDED:
+                del operands
+        if value.dtype != np.bool_ and node.op not in UNROUNDED | {"param"}:
             value = rounded(value, node.format)
         if value.shape != node.shape:
             raise ValueError(f"{node.name} has shape {value.shape}, the graph says {node.shape}")
@@ -125,20 +136,29 @@ def each_node(
 def round_to(value: Array, format: str) -> Array:
     """Return a float64 array, rounded to nearest even in a format of `TYPES`; what is beyond
     its largest number becomes infinite."""
-    narrow = torch.from_numpy(np.array(value, dtype=np.float64, order="C")).to(TYPES[format])
-    return np.asarray(narrow.to(torch.float64).numpy())
+    return _stored(torch.from_numpy(np.array(value, dtype=np.float64, order="C")), format)
+
+
+def _stored(value: Tensor, format: str) -> Array:
+    return np.asarray(value.to(TYPES[format]).to(torch.float64).numpy())
 
 
 def _leaf(
-    graph: BlockGraph, node: Node, params: Mapping[str, Array], x: Array | None
+    graph: BlockGraph,
+    node: Node,
+    params: Mapping[str, Array | Tensor],
+    x: Array | None,
+    compute: str | None,
 ) -> Array | None:
+    """Return the value of an input, a constant or a parameter, the latter rounded; else None."""
     match node.op:
         case "input":
             if x is None:
                 raise ValueError("the graph has an input, and none was given")
             return np.asarray(x, dtype=np.float64)
         case "param":
-            return np.asarray(params[node.attrs["key"]], dtype=np.float64)
+            held = torch.as_tensor(params[node.attrs["key"]])
+            return _stored(held, "float64" if compute is None else node.format or compute)
         case "constant":
             array = graph.constants[node.attrs["key"]]
             return array if array.dtype == np.bool_ else array.astype(np.float64)

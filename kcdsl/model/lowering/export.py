@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.architecture import Model
+from kcdsl.model.checkpoint.modules import NarrowWeights
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering.agreement import MOST, refuse_other_program
 from kcdsl.model.lowering.calls import Traced, lower
@@ -62,17 +63,16 @@ def block_graph(
     simplify(drafts, any_length)
     graph = finish(drafts, block, None if ids is not None else tuple(example.shape))
     if max(math.prod(node.shape) for node in graph.nodes) <= MOST:
-        params = {key: model.weights[key].numpy() for key in graph.parameters}
-        refuse_other_program(graph, params, lambda f: _part(model, block, f), wanted, ids)
+        params = NarrowWeights({key: model.weights.narrow(key) for key in graph.parameters})
+        refuse_other_program(graph, params, lambda f: _part(model, block, f, params), wanted, ids)
     return graph
 
 
-def _part(model: Model, block: str, format: str) -> nn.Module:
+def _part(model: Model, block: str, format: str, weights: NarrowWeights) -> nn.Module:
     """Return a block of a copy of the model that is converted to a format."""
     whole = replace(model, module=converted(model, format))
     part = whole.block(block)
-    whole.fill(part)
-    return part
+    return whole.filled_as_it_runs(part, weights) if model.by_block else part
 
 
 def _traced(model: Model, block: str, format: str, example: Tensor, seed: int) -> Traced:
