@@ -14,6 +14,7 @@ from torch import Tensor
 from kcdsl.model.checkpoint import tensors
 from kcdsl.model.checkpoint.headers import INDEX
 from kcdsl_backends import comparison
+from kcdsl_backends.drift.boxes import matrices, state
 from tests.support.small_models import write_model
 
 CONTRACT = """\
@@ -83,6 +84,7 @@ def test_a_folder_of_shards_is_proved_signed_measured_and_checked(cli: Any, fold
 def test_of_a_large_checkpoint_the_block_alone_is_read(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its weights are held as they are stored, and multiplied some rows at a time."""
     command = ("verify", "--block", "attn_0", "--json")
     read: dict[str, int] = {}
     reading = tensors.StoredTensors._read
@@ -95,6 +97,8 @@ def test_of_a_large_checkpoint_the_block_alone_is_read(
         small.setattr(tensors, "RESIDENT", 0)
         small.setattr(tensors.StoredTensors, "_read", noted)
         small.setattr(comparison, "LARGEST_COMPARED", 0)
+        small.setattr(state, "KEPT_WIDE", 0)
+        small.setattr(matrices, "KEPT_WIDE", 256)
         part = cli(*command, cwd=folder, env={"XDG_CACHE_HOME": str(folder / "cache")})
     assert part.code == 0, part.stderr
     whole = cli(*command, cwd=folder)
@@ -108,7 +112,27 @@ def test_of_a_large_checkpoint_the_block_alone_is_read(
     width = json.loads((folder / "weights" / "config.json").read_text())["hidden_size"]
     assert read["model.embed_tokens.weight"] == 2 * width
     one, other = (json.loads(ran.stdout)["goals"][0] for ran in (whole, part))
-    assert one["bound"] == other["bound"]
+    assert one["bound"] == pytest.approx(other["bound"], rel=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("domain", ["affine", "interval", "planes"])
+@pytest.mark.parametrize("block", ["layer_0", "mlp_0"])
+def test_large_weights_have_the_bounds_of_small_ones(
+    cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, domain: str
+) -> None:
+    contract = CONTRACT.replace("drift(attn_0", f"drift({block}").replace("0.01", "9.0")
+    contract = contract.replace("points(all)", "ball(all, 1e-6)")
+    (folder / "contract.yaml").write_text(contract)
+    command = ("verify", "--block", block, "--json", "--domains", domain, "--cache", "off")
+    bounds = []
+    for most in (matrices.KEPT_WIDE, 0):
+        monkeypatch.setattr(state, "KEPT_WIDE", most)
+        monkeypatch.setattr(matrices, "KEPT_WIDE", 256 if most == 0 else most)
+        ran = cli(*command, cwd=folder)
+        assert ran.code == 0, ran.stderr
+        bounds.append(json.loads(ran.stdout)["goals"][0]["bound"])
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-12)
 
 
 def test_bytes_that_change_after_they_were_hashed_are_refused(

@@ -160,7 +160,7 @@ def test_digests_are_kept_only_of_a_file_that_did_not_change_just_now(
     assert digest(b"one") != digest(b"two")
     assert not kept.exists()
     later = time.time_ns() + 2 * files.SETTLED
-    monkeypatch.setattr(files.time, "time_ns", lambda: later)
+    monkeypatch.setattr(time, "time_ns", lambda: later)
     first = digest(b"one")
     assert len(list(kept.iterdir())) == 1
     assert digest(b"two") == first, "the digest that was kept is read"

@@ -152,7 +152,7 @@ def test_two_changes_within_one_tick_show(
     described("fast", wheel)
     assert not (tmp_path / "cache").exists()
     later = time.time_ns() + 2 * files.SETTLED
-    monkeypatch.setattr(files.time, "time_ns", lambda: later)
+    monkeypatch.setattr(time, "time_ns", lambda: later)
     described("fast", wheel)
     assert len(list((tmp_path / "cache" / "kcdsl" / "libraries").iterdir())) == 1
 

@@ -363,13 +363,13 @@ class LastVectors:
     last: tuple[Tensor, Tensor, Vectors] | None = None
 
     def get(self, each: Tensor, weight: Tensor, bound: BoundedRows) -> Vectors:
-        """Return `Vectors.of` the arguments; `weight` must be a part of one tensor."""
+        """Return `Vectors.of` the arguments; `weight` is a part of one tensor, of any format."""
         if self.last is not None:
             known, part, made = self.last
             if _same_part(part, weight) and torch.equal(known, each):
                 return made
         self.last = None
-        made = Vectors.of(each, weight, bound)
+        made = Vectors.of(each, weight.to(torch.float64), bound)
         self.last = each.clone(), weight, made
         return made
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from kcdsl.model.numerics.weights import (
     stored_constant,
 )
 from kcdsl_backends.drift.boxes import Box, NoBound, refuse_wide
+from kcdsl_backends.drift.boxes.matrices import KEPT_WIDE, narrowest, row_parts
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult, added
 from kcdsl_backends.drift.boxes.weight_ball import BallTensor, WeightBall, at_rows
 
@@ -203,6 +204,16 @@ class Kernels:
         """Return the stored value of a param node used as the weight of a linear."""
         return self._held(node, linear=True)
 
+    def linear_parts(self, node: Node) -> Iterator[Parameter]:
+        """Yield the weight of a linear, of a large one some rows at a time."""
+        train, infer = (stored.kept(node) for stored in self.stored)
+        if self.ball is not None or train.dtype == torch.float64:
+            yield self.linear(node)
+            return
+        same = self.stored[1].shares(node, self.stored[0], linear=True)
+        for mine, other in zip(row_parts(train), row_parts(infer), strict=True):
+            yield Parameter(mine, mine if same else other)
+
     def mask(self, node: Node) -> Tensor:
         return self.stored[0].mask(node)
 
@@ -337,7 +348,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """The values one kernel holds, in float64 (exact), computed once per tensor and use.
+    """The values one kernel holds, in float64 (exact).
+
+    Made once per tensor and use. A matrix of more than `KEPT_WIDE` numbers is held in the narrowest
+    format that has them all, and as float64 only while something reads it.
 
     Args:
         tensors: checkpoint tensors by key, float32.
@@ -377,10 +391,14 @@ class StoredParameters:
         key = self._key(node, "linear" if linear and node.op == "param" else "plain")
         if other is self._beside and key in self._shared:
             return self._shared[key]
-        mine, theirs = self.read(node, linear=linear), other.read(node, linear=linear)
+        mine, theirs = self._held(node, *key), other._held(node, *key)
+        if mine.dtype != theirs.dtype:
+            mine, theirs = mine.to(torch.float64), theirs.to(torch.float64)
         same = mine is theirs or torch.equal(mine, theirs)
         if other is self._beside:
             self._shared[key] = same
+            if same:
+                self._cache[key] = other._cache[key]
         return same
 
     def plain(self, node: Node) -> Tensor:
@@ -399,20 +417,30 @@ class StoredParameters:
         return torch.from_numpy(self.constants[node.attrs["key"]]).to(self.device)
 
     def _value(self, node: Node, use: str) -> Tensor:
+        return self._held(node, *self._key(node, use)).to(torch.float64)
+
+    def kept(self, node: Node) -> Tensor:
+        """Return the weight of a linear as it is kept: float64, or narrower for a large one."""
+        return self._held(node, *self._key(node, "linear" if node.op == "param" else "plain"))
+
+    def _held(self, node: Node, op: str, name: str, use: str) -> Tensor:
         if node.op not in ("param", "constant"):
             raise NoBound(node.name, f"{node.op} stands where a parameter or a constant must")
-        name, key = str(node.attrs["key"]), self._key(node, use)
+        key = op, name, use
         if key not in self._cache:
             if node.op == "param":
-                source = self.tensors[name].detach().to("cpu", torch.float32)
+                stored = self.tensors[name].detach().to("cpu", torch.float32)
                 if use == "linear":
-                    stored = self._linear(source, name)
+                    stored = self._linear(stored, name)
                 else:
-                    stored = plain_parameter(source, self.numerics, name)
+                    stored = plain_parameter(stored, self.numerics, name)
             else:
-                source = torch.from_numpy(self.constants[name])
-                stored = stored_constant(source, node.format, self.numerics, name)
-            self._cache[key] = stored.to(self.device, torch.float64)
+                stored = torch.from_numpy(self.constants[name])
+                stored = stored_constant(stored, node.format, self.numerics, name)
+            if stored.numel() > KEPT_WIDE and stored.dim() == 2 and node.op == "param":
+                self._cache[key] = narrowest(stored).to(self.device)
+            else:
+                self._cache[key] = stored.to(self.device, torch.float64)
         return self._cache[key]
 
     def _linear(self, source: Tensor, name: str) -> Tensor:

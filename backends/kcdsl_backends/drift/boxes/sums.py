@@ -11,6 +11,7 @@ from torch import Tensor
 from kcdsl.model.numerics import Activations, MatrixUnit, Numerics, Weights
 from kcdsl.model.numerics.formats import CODE_FORMATS, FORMATS, CodeFormat, ScaleLayout
 from kcdsl_backends.drift.boxes import Box, NoBound, gamma, up
+from kcdsl_backends.drift.boxes.matrices import Magnitudes
 from kcdsl_backends.drift.boxes.quantizers import quantizer, static_scale
 from kcdsl_backends.drift.boxes.rounding import Rounding
 
@@ -47,7 +48,7 @@ def _least_input(left: Tensor, spec: Activations, plain: float, weight: str) -> 
     return scale.clamp_min(spec.least_scale) * least
 
 
-def _least_weight(right: Tensor, stored: Weights, plain: float) -> Tensor | float:
+def _least_weight(right: Tensor | Magnitudes, stored: Weights, plain: float) -> Tensor | float:
     form = CODE_FORMATS.get(stored.format)
     if form is None or form.integer:
         return plain
@@ -175,7 +176,7 @@ class Sums:
     """
 
     left: Tensor
-    right: Tensor
+    right: Tensor | Magnitudes
     total: Tensor
     result: Tensor
     kernel: Rounding

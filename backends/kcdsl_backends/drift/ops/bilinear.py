@@ -38,19 +38,28 @@ class Through(Protocol):
 class Heads:
     """An operand [heads, T, d] that comes straight from a linear: e[h, t] = W_h e_x[t] + o[h, t].
 
-    `weight` [heads, d, D], `own` [heads, T, d] bounds |o|, `error_bound` [T, D] bounds |e_x|; e_x
-    is the entry `source` (None: a known number). `groups` names for every head the first that is
-    the same, of several that read one; `plain`: nothing else is known of o, and no others share any
-    of it.
+    W is `kept` [heads, d, D] in the format of the weight, `own` [heads, T, d] bounds |o|,
+    `error_bound` [T, D] bounds |e_x|; e_x is the entry `source` (None: a known number). `groups`
+    names for every head the first that is the same, of several that read one; `plain`: nothing else
+    is known of o, and no others share any of it.
     """
 
-    weight: Tensor
+    kept: Tensor
     own: Tensor
     error_bound: Tensor
     source: int | None
     ellipsoids: Ellipsoids = field(default_factory=dict)
     plain: bool = False
     groups: tuple[int, ...] = ()
+
+    @property
+    def weight(self) -> Tensor:
+        """Return W as float64."""
+        return self.kept.to(torch.float64)
+
+    def part(self, heads: int | slice | list[int], columns: slice = slice(None)) -> Tensor:
+        """Return some rows of W of some heads, as float64."""
+        return self.kept[heads, columns].to(torch.float64)
 
     @property
     def carried(self) -> Tensor:
@@ -62,13 +71,13 @@ class Heads:
         """Return bounds of |W_h e_x|₂ [heads, T]: √n times the largest singular value of W_h ρ."""
         found = self.own.new_empty(self.own.shape[:-1])
         for h, t in rows((*found.shape, 1)):
-            scaled = self.weight[h] * self.error_bound[t]
+            scaled = self.part(h) * self.error_bound[t]
             trace = float(scaled.square().sum()) * SAFE
             found[h, t] = math.sqrt(largest_eigenvalue(scaled @ scaled.T, trace))
         found = found * math.sqrt(self.error_bound.shape[-1]) * SAFE
         for (t,), matrix in self.ellipsoids.items():
             for h in range(found.shape[0]):
-                found[h, t] = min(float(found[h, t]), longest(matrix, self.weight[h]))
+                found[h, t] = min(float(found[h, t]), longest(matrix, self.part(h)))
         return found
 
     def again(self, run: KernelRun) -> Heads:
@@ -117,7 +126,7 @@ def straight_heads(
     outputs = _outputs(place, *entry.shape)
     if outputs is None:
         return None
-    weight = run.parameters.linear(run.source(source, 1))
+    weight = run.parameters.kept(run.source(source, 1))
     own = run.own(source.name)
     assert own is not None
     own = own.flatten()[place.flatten()].reshape(place.shape)
@@ -215,7 +224,7 @@ class KeyMaps:
         """Return W_gᵀ R_jᵀ q_h of queries [heads, d] -> [heads, rows, D]; [heads, 1, D] where it is
         the same in every row."""
         read = list(self.groups[first : first + len(queries)])
-        return self._back(queries[:, None], rows) @ self.below.weight[read]
+        return self._back(queries[:, None], rows) @ self.below.part(read)
 
     def _back(self, vectors: Tensor, rows: slice) -> Tensor:
         return vectors if self.turn is None else self.turn.back(vectors, rows)
@@ -308,7 +317,7 @@ def row_of_values(
             return None
         (first, stop), _, columns = a.window
         each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
-        return last.get(each, values.weight[first:stop, slice(*columns)], bound)
+        return last.get(each, values.kept[first:stop, slice(*columns)], bound)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         (first, stop), (row, _), columns = a.window
@@ -355,7 +364,7 @@ def row_of_values(
             count = a.values.shape[0]
             found.append((source, RowSums(bound, row, 0, ends[row], count, values=shares)))
         elif carries and ends[row]:
-            inputs = each @ values.weight[heads, slice(*columns)]  # [heads, B, D]
+            inputs = each @ values.part(heads, slice(*columns))  # [heads, B, D]
             rows = torch.einsum("hj,hbn->bjn", weights[heads, row, : ends[row]], inputs)
             shape = tuple(values.error_bound.shape)
             found.append((source, Adjoint(rows, ((0, ends[row]), (0, shape[1])), shape)))
@@ -389,7 +398,7 @@ def _together(
     each, part = a.values[:, [h - first for h in members], 0], weights[members]
     own = values.own[members[0], :, slice(*columns)]
     joint = torch.einsum("hj,bhd->bjd", part, each).abs().flatten(1) @ own.flatten()
-    lost = gamma(a.values.shape[1] + values.weight.shape[-2] + 2 * PASS)
+    lost = gamma(a.values.shape[1] + values.kept.shape[-2] + 2 * PASS)
     size = (sizes[members][:, :, slice(*columns)] * part.abs()[..., None]).sum(1)
     inexact = lost * (each.abs().flatten(1) @ size.flatten())
     return (joint * (1 + 2 * gamma(own.numel() + PASS)) + inexact) * SAFE
@@ -442,7 +451,7 @@ def row_of_keys(
 def through_values(values: Heads, moved: Tensor) -> Through:
     """Return a function that bounds Σ_j moved[h, t, j] |a·W_h e_x[j]| of a head, [B]; with `known`,
     but for what that is beside Σ_j moved[h, t, j] (|a·W_h| ρ_x[j])."""
-    inexact = gamma(values.weight.shape[1] + PASS) * values.carried
+    inexact = gamma(values.kept.shape[1] + PASS) * values.carried
     exact = not bool(values.error_bound.any())  # then all that the values are off by is their own
 
     def beyond(a: Adjoint, h: int, *, known: bool = False) -> Tensor:
@@ -453,7 +462,7 @@ def through_values(values: Heads, moved: Tensor) -> Through:
         if exact or known:
             return total
         far = weights @ values.error_bound * SAFE
-        sized = (part @ values.weight[h, slice(*columns)]).abs() * far
+        sized = (part @ values.part(h, slice(*columns))).abs() * far
         return total + sized.flatten(1).sum(-1) * SAFE
 
     return beyond

@@ -25,6 +25,7 @@ from kcdsl_backends.drift.boxes import (
     matmul,
     up,
 )
+from kcdsl_backends.drift.boxes.matrices import Magnitudes, joined, products
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult
 from kcdsl_backends.drift.boxes.state import Parameter, State, Step
@@ -43,7 +44,6 @@ from kcdsl_backends.drift.ops.quantized_input import activation_error, quantise
 def interval_linear(step: Step) -> State:
     """Bound x @ weight.T + bias with the stored weights of both kernels."""
     x, kernels = step.operand(0), (step.kernels.train, step.kernels.infer)
-    weight = step.kernels.linear(step.operand_node(1))
     bias = step.kernels.plain(step.operand_node(2)) if len(step.node.inputs) > 2 else None
     name, key = step.node.name, str(step.operand_node(1).attrs["key"])
     entering, drift_in = [x.train, x.infer], x.drift
@@ -54,22 +54,21 @@ def interval_linear(step: Step) -> State:
             drift_in = drift_in + stored.error if side else drift_in - stored.error
     if entering[0] is not x.train or entering[1] is not x.infer:
         drift_in = drift_in.meet(entering[1] - entering[0])
-    factors = _factors(weight)
-    drift = matmul(drift_in, factors[1])
-    if not weight.alike:
-        drift = drift + matmul(entering[0], _transposed(weight.difference))
+    drift, each, totals, sizes = _products(step, drift_in, (entering[0], entering[1]))
     if bias is not None:
         drift = drift + bias.difference
     exact, errors, early = [], [], []
     for side, kernel in enumerate(kernels):
-        product = result = matmul(entering[side], factors[side])
-        size = None
+        product = result = each[side]
+        size: Tensor | None = None
+        lost: Tensor | float = 0.0
         if bias is not None:
             result, size = product + bias.boxes[side], bias.boxes[side].mag()
-        before = x.infer if side else x.train
-        lost = saturation_error(before, weight.boxes[side], kernel, name, key)
+        if kernel.numerics.byte_sums != "wide":
+            whole = step.kernels.linear(step.operand_node(1)).boxes[side]
+            lost = saturation_error(x.infer if side else x.train, whole, kernel, name, key)
         error, cast = _linear_error(
-            *(entering[side], product, result, factors[side], size, kernel, key, lost)
+            *(entering[side], product, result, totals[side], sizes[side], size, kernel, key, lost)
         )
         exact.append(result)
         errors.append(error)
@@ -92,6 +91,35 @@ def _interval_quantized(x: Box, kernel: Rounding, node: str, weight: str) -> Sto
     return known or StoredResult(x.widen(error), Box.around(error))
 
 
+Sizes = Tensor | Magnitudes
+
+
+def _products(
+    step: Step, drift: Box, entering: tuple[Box, Box]
+) -> tuple[Box, tuple[Box, Box], tuple[Tensor, Tensor], tuple[Sizes, Sizes]]:
+    """Return the difference of both products with the weight, the products, bounds of the sums of
+    magnitudes, and the magnitudes of the weight [in, out] of either kernel."""
+    found, node = [], step.operand_node(1)
+    sizes: tuple[Sizes, Sizes] | None = None
+    for weight in step.kernels.linear_parts(node):
+        factors = _factors(weight)
+        apart = matmul(drift, factors[1])
+        if not weight.alike:
+            apart = apart + matmul(entering[0], _transposed(weight.difference))
+        one, two = (matmul(x, factor) for x, factor in zip(entering, factors, strict=True))
+        totals = [
+            magnitude_product(s.mag(), f.size) for s, f in zip(entering, factors, strict=True)
+        ]
+        found.append([apart.lo, apart.hi, one.lo, one.hi, two.lo, two.hi, *totals])
+        sizes = factors[0].size, factors[1].size
+    assert sizes is not None
+    if len(found) > 1:
+        train, infer = (Magnitudes(kernel.kept(node)) for kernel in step.kernels.stored)
+        sizes, found = (train, infer), [joined(found)]
+    ends = found[0]
+    return Box(*ends[:2]), (Box(*ends[2:4]), Box(*ends[4:6])), (ends[6], ends[7]), sizes
+
+
 def _factors(weight: Parameter) -> tuple[Factor, Factor]:
     """Return the weight [in, out] of both kernels; one and the same where they hold the same."""
     train, infer = weight.boxes
@@ -107,7 +135,8 @@ def _linear_error(
     x: Box,
     product: Box,
     result: Box,
-    weight: Factor,
+    total: Tensor,
+    sizes: Sizes,
     bias: Tensor | None,
     kernel: Rounding,
     key: str,
@@ -116,15 +145,13 @@ def _linear_error(
     """Return E of a linear, any order of summation and a free cast before the bias, and what of it
     is that cast.
 
-    `weight` is [in, out] and has the name `key`, `bias` is a magnitude. `lost` is what sums of
-    bytes lose.
+    `total` bounds the sums of magnitudes; `sizes` are those of the weight [in, out], which has the
+    name `key`; `bias` is a magnitude. `lost` is what sums of bytes lose.
     """
-    size = weight.size
-    total = magnitude_product(x.mag(), size)
     if bias is not None:
         total = up(total + bias)
     sums = Sums(
-        *(x.mag(), size, total, result.mag(), kernel),
+        *(x.mag(), sizes, total, result.mag(), kernel),
         before=term_roundings(kernel),
         quantised=kernel.numerics.activations.quantised,
         weight=key,
@@ -144,21 +171,20 @@ def _linear_error(
 def affine_linear(run: KernelRun, node: Node) -> None:
     """Append x @ weight.T + bias."""
     index, x = _affine_quantized(run, node)
-    weight = run.parameters.linear(run.source(node, 1))
+    weight = run.parameters.kept(run.source(node, 1))
     bias, kernel, terms = run.optional(node, 2), run.rounding, weight.shape[1]
-    absolute = weight.abs().T
-    product = x.reference @ weight.T
-    reference = product if bias is None else product + bias
-    error_bound = x.error_bound @ absolute * SAFE
-    shift = None if bias is None else bias.abs()
+    absolute, shift = Magnitudes.of(weight), None if bias is None else bias.abs()
+    product, error_bound, total = products(weight, x.reference, x.error_bound, x.size)
+    reference, error_bound = product if bias is None else product + bias, error_bound * SAFE
     moved, pushed, shared = None, None, None
     if run.spread is not None:  # all that other weights make of x̂ is an error of this result
         spread, more = run.spread.of(run.source(node, 1), linear=True).T, run.around(node, 2)
         shared = _shared(run, run.spread, node, x, spread, more)
-        absolute, moved = (absolute + spread) * SAFE, x.size @ spread * SAFE
+        absolute = (weight.to(torch.float64).abs().T + spread) * SAFE
+        total, moved = x.size @ absolute, x.size @ spread * SAFE
         pushed = moved if more is None else (moved + more) * SAFE
         shift = shift if shift is None or more is None else (shift + more) * SAFE
-    total = x.size @ absolute * SAFE
+    total = total * SAFE
     if shift is not None:
         total = (total + shift) * SAFE
     value = (reference.abs() + error_bound) * SAFE
@@ -205,7 +231,8 @@ def affine_linear(run: KernelRun, node: Node) -> None:
 
 @dataclass(slots=True)
 class _LastProduct:
-    """Functionals times a weight [out, in]; those of one row are often those of the row before."""
+    """Functionals times a weight [out, in] as it is kept; those of one row are often those of the
+    row before."""
 
     weight: Tensor
     last: tuple[Adjoint, Tensor] | None = None
@@ -217,7 +244,7 @@ class _LastProduct:
             if same and torch.equal(known.values, a.values):
                 return found
         self.last = None
-        found = a.values @ self.weight[slice(*a.window[-1])]
+        found = a.values @ self.weight[slice(*a.window[-1])].to(torch.float64)
         if a.single_row:
             self.last = a, found
         return found
@@ -231,7 +258,7 @@ def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor |
         raise NoBound(node.name, "sums of bytes in 16 bits with weights that are not known")
     _, x = run.entry(node, 0)
     box = Box(x.reference - x.error_bound * SAFE, x.reference + x.error_bound * SAFE)
-    return saturation_error(box, weight, run.rounding, node.name, key)
+    return saturation_error(box, weight.to(torch.float64), run.rounding, node.name, key)
 
 
 def _shared(
@@ -311,8 +338,9 @@ def _through_weights(query: Heads, key: Heads) -> Tensor:
 class BeforeLinear:
     """Where the operand of an operation comes from: e = W e_x + o, |o| <= own [..., m].
 
-    An activation asks again and again, often with the same weights, and each answer takes a matrix
-    as large as the linear: `known` holds the last of every row. The bound of |e_x| must not change.
+    W is in the format in which it is kept. An activation asks again and again, often with the same
+    weights, and each answer takes a matrix as large as the linear: `known` holds the last of every
+    row. The bound of |e_x| must not change.
     """
 
     weight: Tensor
@@ -382,7 +410,7 @@ def before_linear(run: KernelRun, node: Node) -> BeforeLinear | None:
         return None
     own = run.own(source.name)
     assert own is not None
-    return BeforeLinear(run.parameters.linear(run.source(source, 1)), own, below)
+    return BeforeLinear(run.parameters.kept(run.source(source, 1)), own, below)
 
 
 def linear_linear(run: LinearRun, node: Node) -> None:
