@@ -38,6 +38,9 @@ from kcdsl_backends.drift.interval import kernel_boxes
 
 IGNORED = 2.0**-12
 """Up to this share of the inference kernel's error that of the training kernel needs no pass."""
+BESIDE = 2.0**-9
+"""Up to this share of the width of the stored output of the inference kernel, a part of the error
+of the training kernel is not followed further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +148,7 @@ class AffineForms:
         infer = _stored(self.infer, self.output)
         if self.infer is self.train:
             return infer - infer
-        one = self.ends[0]
-        by_elements = Box.point(one.reference).widen(up(one.error_bound))
-        if bool((one.error_bound <= IGNORED * (infer.hi - infer.lo) / 2).all()):
-            return infer - by_elements
-        return infer - _stored(self.train, self.output)
+        return infer - _stored(self.train, self.output, BESIDE * (infer.hi - infer.lo) / 2)
 
     @property
     def readings(self) -> tuple[Apart, Apart]:
@@ -209,15 +208,19 @@ class AffineForms:
         return found
 
 
-def _stored(run: KernelRun, output: str) -> Box:
-    """Return the box of a stored output: of all it was formed from, cast to its format."""
+def _stored(run: KernelRun, output: str, spare: Tensor | None = None) -> Box:
+    """Return the box of a stored output: all that it was formed from, cast to its format.
+
+    Errors of up to `spare` that arrive at an entry are not followed further.
+    """
     entry = output_entry(run, output)
     formed = entry.before
     low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
     size = at_once(run.tape)
     each = unit_functionals(entry.shape, low.device, by_row=entry.by_row, size=size)
     for i, start, stop, functionals in each:
-        found = run.tape.bound(run.computed[output], functionals, formed=formed)
+        less = None if spare is None else spare[i].reshape(-1)[start:stop]
+        found = run.tape.bound(run.computed[output], functionals, formed=formed, spare=less)
         between = found.with_region(run.tape.radius)
         low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
     read = entry if formed is None else formed

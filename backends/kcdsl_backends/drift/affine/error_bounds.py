@@ -213,7 +213,7 @@ BATCH = 512
 """Functionals bounded by one reverse pass."""
 REST = 128
 """Elements of the rows of a head from which on each row is bounded by a pass of its own."""
-NUMBERS = 2**23
+NUMBERS = 2**19
 """Numbers of the functionals of several rows that are bounded by one reverse pass."""
 MOST_NUMBERS = 2**28
 """Numbers of the functionals of one reverse pass, where each reads every token: 2 GiB."""

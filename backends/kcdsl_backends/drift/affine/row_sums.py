@@ -286,8 +286,18 @@ class RowSums:
         inside: bool = 0 <= rows.start - keys.first < keys.weights.shape[-1]
         return inside
 
+    def whole(self) -> Tensor:
+        """Bound Σ_j |α_j·e_j| over all rows without what cancels between heads, [B]."""
+        total, share = self._sizes()
+        return total * (1 + share) * SAFE
+
     def lost(self) -> Tensor:
         """Bound what is lost where α is formed: in float32, and α·along in float64."""
+        total, share = self._sizes()
+        return total * share
+
+    def _sizes(self) -> tuple[Tensor, float]:
+        """Bound Σ_j |α_j|·whole_j with absolute values inside, and the share of it that is lost."""
         terms = 16
         total = self.bound.whole.new_zeros(self.count)
         if self.values is not None:
@@ -296,7 +306,8 @@ class RowSums:
         if self.keys is not None:
             total = total + self.keys.bounds(self.bound)
             terms += len(self.keys.weights)
-        return total * (_gamma(terms) + gamma(self.bound.whole.shape[1] + terms + 64) + 2.0**-40)
+        columns = self.bound.whole.shape[1]
+        return total, _gamma(terms) + gamma(columns + terms + 64) + 2.0**-40
 
     def _lines(self, rows: slice, values: ValueRows | None, keys: KeyRows | None) -> Tensor:
         """Bound Σ_j Σ_k |α_j·along_kj| size_kj [B]."""

@@ -267,15 +267,18 @@ class Tape:
         formed: TapeEntry | None = None,
         *,
         shared: bool = False,
+        spare: Tensor | None = None,
     ) -> Range:
         """Bound functionals of the error of one entry by a reverse pass.
 
-        What arrives at the entry `floor` or before is bounded by the reaches there. `formed` stands
-        for the entry: the same result before its cast. With `shared`, what is the same in both
-        kernels is kept apart; this costs what is known of single rows of products.
+        What arrives at the entry `floor` or before is bounded by the reaches there, and so is what
+        arrives anywhere if that bound is at most `spare` [B]. `formed` stands for the entry: the
+        same result before its cast. With `shared`, what is the same in both kernels is kept apart;
+        this costs what is known of single rows of products.
         """
         refuse_late()
-        return self._bound({index: adjoint}, adjoint.values.shape[0], floor, formed, shared=shared)
+        count = adjoint.values.shape[0]
+        return self._bound({index: adjoint}, count, floor, formed, shared=shared, spare=spare)
 
     def _bound(
         self,
@@ -285,6 +288,7 @@ class Tape:
         formed: TapeEntry | None = None,
         *,
         shared: bool,
+        spare: Tensor | None,
     ) -> Range:
         middle = torch.zeros(count, dtype=torch.float64, device=self.radius.device)
         spread, parts = torch.zeros_like(middle), None
@@ -296,6 +300,9 @@ class Tape:
             index = max(pending.keys() | sums.keys())
             if index in sums:
                 many = sums.pop(index)
+                if spare is not None and bool(((whole := many.whole()) <= spare).all()):
+                    spread = spread + whole
+                    continue
                 if index not in pending or pending[index].one_row:
                     part, others = many.row, many.magnitude()
                 else:  # added before they are bounded: they may cancel
@@ -309,6 +316,11 @@ class Tape:
             if index <= floor:
                 spread = spread + reached(entry.ellipsoids, entry.error_bound, functional)
                 continue
+            if spare is not None:
+                whole = functional.magnitude(entry.error_bound)
+                if bool((whole <= spare).all()):
+                    spread = spread + whole
+                    continue
             if entry.centre is not None:
                 middle = middle + functional.against(entry.centre)
                 spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
@@ -346,7 +358,7 @@ class Tape:
             if entry.amplified is not None:
                 alone = not pending and not sums
                 if alone and functional.single_row and len(adjoints) == 1:
-                    rest = self._bound(dict(adjoints), count, floor, shared=shared)
+                    rest = self._bound(dict(adjoints), count, floor, shared=shared, spare=spare)
                     factor = entry.amplified.factor.expand(entry.shape)[functional.first]
                     spread = spread + factor * rest.magnitude(self.radius)
                     own = self._range(middle, spread, terms, None, parts, common)

@@ -208,8 +208,19 @@ class ManyRows:
             if start != self.own and (self._in_values(start) or self._in_keys(start)):
                 yield start, stop
 
+    def whole(self) -> Floats:
+        """Return a bound of all rows, [B], without what cancels between heads."""
+        total, each = self._sizes()
+        return raised(total * (1 + each))
+
     def lost(self) -> Floats:
         """Bound what is lost of α_j, times the reach of its row."""
+        total, each = self._sizes()
+        return raised(total * each)
+
+    def _sizes(self) -> tuple[Floats, float]:
+        """Return Σ_j (Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|)·reach_j, [B], and which share of it may
+        be lost."""
         total, terms, n = np.zeros(self.batch), 24, self.rows.radius.shape[1]
         if self.through is not None and self.shares is not None:
             total = total + np.abs(self.shares).sum(axis=-1) @ self.through.most
@@ -219,8 +230,7 @@ class ManyRows:
             sizes = (np.abs(self.places) * self.rows.reach[self.first : last]).sum(axis=-1)
             total = total + np.einsum("hbj,hj->b", np.abs(self.weights), sizes)
             terms += 2 * len(self.weights)
-        each = terms * _SINGLE / (1 - terms * _SINGLE) + 4 * gamma(n + terms + 64, UNIT)
-        return raised(total * each)
+        return total, terms * _SINGLE / (1 - terms * _SINGLE) + 4 * gamma(n + terms + 64, UNIT)
 
     def _along(self, start: int, stop: int) -> Floats:
         """Bound what moves along the lines of rows start to stop."""

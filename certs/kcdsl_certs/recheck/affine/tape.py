@@ -233,13 +233,15 @@ class Tape:
         floor: int = 0,
         formed: TapeEntry | None = None,
         apart: bool = False,
+        spare: Floats | None = None,
     ) -> Bound:
         """Return bounds of functionals of the error of one entry, by one reverse pass.
 
-        What arrives at `floor` or before is bounded by what is known of the error there. `formed`
-        is read in the place of the entry: the same before its cast. `apart`: what is shared with
-        the other kernel is not counted but named, and rows of products are not averaged. Raises
-        Rejected "bound/not-finite".
+        What arrives at `floor` or before is bounded by what is known of the error there; so is what
+        arrives anywhere and is at most `spare` [B] by that. `formed` is read in the place of the
+        entry: the same before its cast. `apart`: what is shared with the other kernel is not
+        counted but named, and rows of products are not averaged. Raises Rejected
+        "bound/not-finite".
         """
         frames = [self._frame(functionals.batch, 0.0)]
         pending = {place: functionals}
@@ -250,6 +252,9 @@ class Tape:
             at = max(pending.keys() | many.keys())
             if at in many:
                 several = many.pop(at)
+                if spare is not None and bool(((whole := several.whole()) <= spare).all()):
+                    frames[-1].radius = frames[-1].radius + whole
+                    continue
                 alone = at not in pending or pending[at].extent[0] == 1
                 if alone:
                     own, rest = several.row, several.bound()
@@ -267,6 +272,9 @@ class Tape:
             if at <= floor:
                 rest = reached(entry.ellipsoids, entry.nearest, adjoint)
                 frames[-1].radius = frames[-1].radius + rest
+                continue
+            if spare is not None and bool(((whole := adjoint.sizes(entry.nearest)) <= spare).all()):
+                frames[-1].radius = frames[-1].radius + whole
                 continue
             other = None if self.budget is not None or apart else entry.averaged
             operands: tuple[tuple[int, RowPull], ...] = entry.operands

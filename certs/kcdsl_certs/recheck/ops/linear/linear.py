@@ -283,13 +283,22 @@ def _same(adjoint: Adjoint) -> Adjoint:
 
 
 def _through(weight: Floats) -> Pull:
-    """Return the pullback of x @ weight.T."""
+    """Return the pullback of x @ weight.T, which keeps its last product of a single row: those of
+    other rows are often the same."""
+    last: list[tuple[Floats, slice, Floats]] = []
 
     def pull(adjoint: Adjoint) -> Adjoint:
         columns = adjoint.window[-1]
-        count = adjoint.extent[-1]
-        flat = adjoint.values.reshape(-1, count) @ weight[columns]
-        values = flat.reshape(adjoint.batch, *adjoint.extent[:-1], weight.shape[1])
+        alone = adjoint.values.size == adjoint.batch * adjoint.extent[-1]
+        flat = adjoint.values.reshape(-1, adjoint.extent[-1])
+        if last and last[0][1] == columns and np.array_equal(last[0][0], flat):
+            found = last[0][2]
+        else:
+            last.clear()
+            found = flat @ weight[columns]
+            if alone:
+                last.append((flat.copy(), columns, found))
+        values = found.reshape(adjoint.batch, *adjoint.extent[:-1], weight.shape[1])
         return Adjoint(values, (*adjoint.start[:-1], 0))
 
     return pull
