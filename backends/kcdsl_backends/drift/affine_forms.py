@@ -291,8 +291,13 @@ def affine_forms(
             common=common,
         )
 
-    one = run(0)
-    two = one if entering.drift is None and _same(train, infer) else run(1, one.common)
+    if entering.drift is None and _same(train, infer):
+        one = two = run(0)
+    elif ball is None:  # the inference kernel is coarser, and sooner without a bound
+        one, two = reversed([run(side) for side in (1, 0)])
+    else:
+        one = run(0)
+        two = run(1, one.common)
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return AffineForms(graph.output, one, two)

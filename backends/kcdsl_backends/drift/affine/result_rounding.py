@@ -231,7 +231,9 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
     entry = _formed(run, node, result, result.internal)
     whole = entry.error_bound.sum(-1, keepdim=True) * SAFE
     size = result.reference.abs().sum(-1, keepdim=True)
-    needed = (whole > 0) & (run.grain * whole >= run.negligible * size)
+    cast = run.rounding.unit(form)
+    share = early.unit + cast * (1 + early.unit)
+    needed = (whole > 0) & (min(share, run.grain) * whole >= run.negligible * size)
     place = run.tape.add(entry)
     total, floor = whole, run.tape.near
     if node.op in SUMMED and run.passing(node, place, "norm", needed, floor):
@@ -242,8 +244,6 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
     run.tape.entries.pop()
     if not bool((total < whole).any()):
         return None
-    cast = run.rounding.unit(form)
-    share = early.unit + cast * (1 + early.unit)
     cap = share * entry.error_bound * SAFE
     radius = result.internal + early.of_known * (1 + cast) + cast * result.reference.abs()
     rest = Remainder(-cap, cap, share * total * SAFE)

@@ -42,6 +42,7 @@ from kcdsl_backends.drift.ops.norms.written import (
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
+_TOO_FAR = "the drift reaches the size of the variance"
 EARLY = 2.0**-24
 """Ellipsoids are made so much earlier: they keep error bounds from growing."""
 LARGEST = 2**29
@@ -184,6 +185,8 @@ def _moved(
     error_bound = (around + around.mean(-1, keepdim=True) if centred else around) * SAFE
     mean = (c.abs() * error_bound).mean(-1, keepdim=True) / v * SAFE
     inexact = 4 * gamma(n + 8)
+    if tape.chance is None:
+        _refuse_far(node, tape, index, c / n / v, mean)
 
     def lowered(found: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
         """Return error bound and mean by passes; that of the direction goes to the input."""
@@ -212,7 +215,7 @@ def _moved(
         error_bound, mean = lowered(found, needed)
         square = _square(tape, index, error_bound, centred=centred)
     if not bool((mean < FARTHEST).all()):
-        raise NoBound(node.name, "the drift reaches the size of the variance")
+        raise NoBound(node.name, _TOO_FAR)
     needed = ~(mean <= SMALL)
     if run.passing(node, index, "norm", needed):
         unit = torch.eye(n, dtype=torch.float64, device=c.device)
@@ -225,6 +228,14 @@ def _moved(
     off = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
     least = v * (1 - mean) ** 2 * (1 - 2.0**-45) - off
     return _Moved(error_bound, mean, shrink, factor, least, early)
+
+
+def _refuse_far(node: Node, tape: Tape, index: int, along: Tensor, mean: Tensor) -> None:
+    """Refuse a norm whose error along a row is too large, before anything else is asked of it: one
+    functional of each row says so as surely as all of them."""
+    far = ~(mean < FARTHEST)
+    if bool(far.any()) and not bool((directions(tape, index, along, far) < FARTHEST)[far].all()):
+        raise NoBound(node.name, _TOO_FAR)
 
 
 def _square(tape: Tape, index: int, error_bound: Tensor, *, centred: bool) -> Tensor:
