@@ -2,29 +2,31 @@
 
 Random weights of the size that training begins with, float32 torch eager against bfloat16 flash
 attention with free casts; the command as users run it, without attacks, its checker included, on
-one thread. Seconds of the processor stand beside those of the clock, as machines are shared.
+one thread. Seconds of the processor stand beside those of the clock, as machines are shared. Every
+row ends at a limit of time, and rows can be run one by one:
+
+    python -m bench.first_hour_verify --list
+    python -m bench.first_hour_verify --row attn_0-1024-32 --seconds 300
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import resource
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.common import Better, Figure
 from bench.large_layer import CONFIG, layer
 
-ROWS: tuple[tuple[str, int, int, float, float], ...] = (
-    ("attn_0", 1024, 128, 60.0, 4.0),
-    ("mlp_0", 1024, 8, 60.0, 4.0),
-    ("layer_0", 1024, 8, 60.0, 4.0),
-)
-"""Block, width, tokens, and the seconds and GB that are wanted of each."""
 _CONTRACT = """\
 kcdsl: 1
 contract: ordinary-sizes
@@ -39,57 +41,171 @@ clauses:
   N: {{require: "forall x in points(some): norm_inf(drift({block}, x)) <= 1e9", level: L2}}
 """
 _TEXT = "The quick brown fox jumps over the lazy dog near the big river bank. " * 8
+_WHERE = "kcdsl verify --attack off --domains affine, bfloat16, casts any"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A block, its width and tokens, and what is wanted of it: seconds of the clock, GB."""
+
+    block: str
+    width: int
+    tokens: int
+    seconds: float | None = None
+    memory: float | None = None
+    threads: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return the name by which the row is asked for."""
+        return f"{self.block}-{self.width}-{self.tokens}"
+
+
+ROWS = (
+    Row("attn_0", 1024, 128, 60.0, 4.0),
+    Row("mlp_0", 1024, 8, 60.0, 4.0),
+    Row("layer_0", 1024, 8, 60.0, 4.0),
+)
+"""What is reported."""
+MORE = (
+    Row("attn_0", 1024, 32),
+    Row("attn_0", 1024, 64),
+    Row("attn_0", 4096, 128, 600.0, 12.0, threads=2),
+)
+"""Rows that are run by name alone: smaller ones, and one that takes an hour."""
+LIMIT = 900.0
+"""Seconds of the clock after which a row is ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one run of the command took; `bound` is None where there is none, `said` is what it told
+    beforehand, in seconds (None where it told nothing)."""
+
+    cpu: float
+    wall: float
+    peak: float
+    bound: float | None
+    said: float | None
+    ended: bool
+
+
+def main(arguments: list[str]) -> int:
+    """Run the rows that are named, each in a process of its own, and print what they cost."""
+    parser = argparse.ArgumentParser(prog="bench.first_hour_verify", description=__doc__)
+    every = {row.name: row for row in (*ROWS, *MORE)}
+    parser.add_argument("--list", action="store_true", help="name the rows")
+    parser.add_argument("--row", action="append", choices=tuple(every), help="by default all")
+    parser.add_argument("--seconds", type=float, default=LIMIT, help="after which a row is ended")
+    chosen = parser.parse_args(arguments)
+    if chosen.list:
+        print(*every, sep="\n")
+        return 0
+    for name in chosen.row or [row.name for row in ROWS]:
+        _measured(every[name], chosen.seconds)
+    return 0
 
 
 def figures() -> list[Figure]:
     """Measure every row."""
     found = []
-    for block, width, tokens, seconds, memory in ROWS:
-        name = f"verify {block}, width {width}, {tokens} tokens"
-        cost = _cost(block, width, tokens)
-        where = "kcdsl verify --attack off --domains affine, one thread, bfloat16, casts any"
-        lower = Better.LOWER
+    for row in ROWS:
+        name, cost = f"verify {row.block}, width {row.width}, {row.tokens} tokens", _measured(row)
+        lower, where = Better.LOWER, f"{_WHERE}, {row.threads} thread"
+        if cost.ended:
+            where = f"{where}; ended after {LIMIT:.0f} s"
         found += [
-            Figure(f"{name}: processor seconds", cost["cpu"], lower, seconds, where),
-            Figure(f"{name}: seconds", cost["wall"], lower, None, where),
-            Figure(f"{name}: peak GB", cost["peak"] / 1e9, lower, memory, where),
-            Figure(f"{name}: bound", cost["bound"], lower, None, "norm_inf of the drift"),
+            Figure(f"{name}: seconds", cost.wall, lower, row.seconds, where),
+            Figure(f"{name}: processor seconds", cost.cpu, lower, None, where),
+            Figure(f"{name}: peak GB", cost.peak / 1e9, lower, row.memory, where),
         ]
+        if cost.said is not None:
+            ratio = cost.said / cost.cpu
+            found.append(Figure(f"{name}: seconds told / processor", ratio, lower, 3.0, where))
+        if cost.bound is not None:
+            found.append(Figure(f"{name}: bound", cost.bound, lower, None, "norm_inf of the drift"))
     return found
 
 
-def _cost(block: str, width: int, tokens: int) -> dict[str, float]:
-    """Return what one run of the command costs, and the bound that it finds."""
+def _measured(row: Row, limit: float = LIMIT) -> Cost:
+    """Return what the command costs on a row, and print it."""
     config = dict(
         CONFIG,
-        hidden_size=width,
-        num_attention_heads=width // 64,
-        intermediate_size=width * 11 // 4,
+        hidden_size=row.width,
+        num_attention_heads=row.width // (128 if row.width >= 4096 else 64),
+        intermediate_size=row.width * 11 // 4,
         vocab_size=320,
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layer(folder, "cpu", config)
-        (folder / "prompts.jsonl").write_text(json.dumps({"id": "a", "text": _TEXT[:tokens]}))
-        (folder / "contract.yaml").write_text(_CONTRACT.format(block=block))
-        command = [
-            *(sys.executable, "-m", "kcdsl", "verify", str(folder / "contract.yaml"), "--json"),
-            *("--attack", "off", "--domains", "affine", "--jobs", "1", "--threads", "1"),
-            *("--cache", "off"),
-        ]
-        before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        wall, after = (
-            time.perf_counter() - started,
-            resource.getrusage(resource.RUSAGE_CHILDREN),
+        request = {"id": "a", "text": _TEXT[: row.tokens]}
+        (folder / "prompts.jsonl").write_text(json.dumps(request))
+        (folder / "contract.yaml").write_text(_CONTRACT.format(block=row.block))
+        cost = _run(folder, row, limit)
+    bound = "no bound" if cost.bound is None else f"bound {cost.bound:.4g}"
+    said = "" if cost.said is None else f", {cost.said / cost.cpu:.2f} of it told beforehand"
+    state = "ended, " if cost.ended else ""
+    print(
+        f"  {row.name}: {state}{cost.cpu:.1f} s of the processor{said}, {cost.wall:.1f} s, "
+        f"{cost.peak / 1e9:.2f} GB, {bound}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return cost
+
+
+def _run(folder: Path, row: Row, limit: float) -> Cost:
+    command = [
+        *(sys.executable, "-m", "kcdsl", "verify", str(folder / "contract.yaml"), "--json"),
+        *("--attack", "off", "--domains", "affine", "--jobs", "1"),
+        *("--threads", str(row.threads), "--cache", "off"),
+    ]
+    threads = {"OMP_NUM_THREADS": str(row.threads), "OPENBLAS_NUM_THREADS": str(row.threads)}
+    started, told = time.perf_counter(), folder / "told"
+    with (folder / "answer").open("w+") as answer, told.open("w") as notes:
+        child = subprocess.Popen(
+            command,
+            stdout=answer,
+            stderr=notes,
+            env={**os.environ, **threads},
+            start_new_session=True,
         )
-    if done.returncode:
-        raise SystemExit(f"{block}, {tokens} tokens: {done.stdout[-400:]}{done.stderr[-400:]}")
-    goal: dict[str, Any] = json.loads(done.stdout)["goals"][0]
-    print(f"  {block}, {tokens} tokens: {wall:.1f} s", file=sys.stderr, flush=True)
-    return {
-        "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "wall": wall,
-        "peak": float(goal["peak_bytes"]),
-        "bound": float(goal["bound"]),
-    }
+        ended, status, used = _awaited(child, started + limit)
+        wall = time.perf_counter() - started
+        answer.seek(0)
+        text = answer.read()
+    if not ended and status not in (0, 3):  # 3: inconclusive, as where there is no bound
+        raise SystemExit(f"{row.name}: {text[-400:]}{told.read_text()[-400:]}")
+    bound = None if ended else json.loads(text)["goals"][0]["bound"]
+    said = _told(told.read_text().splitlines())
+    return Cost(used[0], wall, used[1], None if bound is None else float(bound), said, ended)
+
+
+def _awaited(child: subprocess.Popen[bytes], until: float) -> tuple[bool, int, tuple[float, float]]:
+    """Wait for a process, and end it at a time: whether it was ended, its exit code, and seconds of
+    the processor and bytes that it took."""
+    ended = False
+    while True:
+        pid, status, used = os.wait4(child.pid, os.WNOHANG)
+        if pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+            taken = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024.0
+            return ended, child.returncode, taken
+        if not ended and time.perf_counter() > until:
+            os.killpg(child.pid, signal.SIGKILL)
+            ended = True
+        time.sleep(0.1)
+
+
+def _told(lines: Iterable[str]) -> float | None:
+    """Return the seconds that the command told before it began."""
+    for line in lines:
+        found = re.search(r"about (\d+) (s|min) and", line)
+        if found is not None:
+            return float(found[1]) * (60 if found[2] == "min" else 1)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

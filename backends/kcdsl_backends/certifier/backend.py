@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain as chained
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +137,17 @@ class IntervalBackend:
         assumptions = (*ASSUMPTIONS, *filter(None, (compared,)))
         threads = threads_of(execution, sum(map(_size, goals, rows)))
         sha256, rules = model.checkpoint.sha256, rules_version()
-        limit = None if execution.seconds is None else time.time() + execution.seconds
         setting = RunSettings(
-            program, base, device, threads, sha256, rules, execution.cache, loaded, limit
+            program, base, device, threads, sha256, rules, execution.cache, loaded
         )
         context = open_context(setting, model)
+        batches = _batches(context, goals, rows)
+        first = list(islice(batches, 1))
+        if execution.seconds is not None:  # the regions of the first goals are known: work begins
+            context.setting = replace(setting, limit=time.time() + execution.seconds)
         outcomes: list[GoalOutcome] = []
         with WorkerPool(context, execution) as pool:
-            for batch in _batches(context, goals, rows):
+            for batch in chained(first, batches):
                 working = [one for one in batch if one.cases]
                 if tell is not None and not chain:
                     _foretell(context, working, pool.spread, tell, checked=confirm)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -125,7 +124,7 @@ class EarlierBounds:
     drift: Box | None = None
     """The box of the drift that `forms` give."""
     reason: str | None = None
-    """Why there are no boxes."""
+    """Why the first domain that has no bound has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +154,10 @@ class AffineDomain:
         alpha = problem.goal.alpha if self.likely else None
         if self.likely and alpha is None:
             return
-        forms = _forms(problem, alpha)
-        if forms is None:
+        try:
+            forms = problem.block.forms(*problem.region, alpha)
+        except NoBound as no:
+            found.reason = found.reason or str(no)
             return
         if not self.likely:
             found.forms = forms
@@ -257,14 +258,6 @@ def bound_stated(
 
 def _tighter(problem: Problem, one: Bound, other: Bound) -> bool:
     return one.margin > other.margin if problem.order else one.value < other.value
-
-
-def _forms(problem: Problem, alpha: Fraction | None) -> AffineForms | None:
-    """Return the affine forms, None where there are none."""
-    try:
-        return problem.block.forms(*problem.region, alpha)
-    except NoBound:
-        return None
 
 
 def _planes(problem: Problem) -> LinearFound | None:

@@ -29,7 +29,7 @@ Row = tuple[int, ...]
 _WIDEST = 256  # functionals of an output row at a time
 # Up to this share of the error of the inference kernel a part of that of the training kernel is not
 # followed further; a prover leaves a little more, so that this is never the wider of both.
-_FAINT = 2.0**-9 * (1 - 2.0**-6)
+_FAINT = 2.0**-9 * (1 - 2.0**-12)
 
 
 def walk(

@@ -12,6 +12,7 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.estimate import Cost, CostEstimate
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
+from kcdsl_backends.drift.affine.error_bounds import on_row
 from kcdsl_backends.process import OutOfTime, refuse_late, until
 from tests.support.random_models import random_model
 
@@ -63,3 +64,25 @@ def test_estimates_grow_with_tokens_and_are_told_where_they_matter(factory: Prob
     (line,) = CostEstimate(1.0, 9e9, 4e9).told()
     assert "9.0 GB" in line
     assert "--domains interval" in line
+
+
+def test_what_is_spared_is_bounded_where_it_arrives(factory: ProblemFactory) -> None:
+    problem, tokens = factory.problem("attn_0", (1, 2, 3)), (1, 2, 3)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    forms = problem.forms(factory.centre("attn_0", tokens), zero)
+    run, place = forms.infer, forms.infer.computed[forms.output]
+    width = forms.shape[-1]
+    functionals = on_row(torch.eye(width, dtype=torch.float64), (2,), forms.shape)
+
+    def sizes(spare: torch.Tensor | None) -> torch.Tensor:
+        return run.tape.bound(place, functionals, spare=spare).magnitude(zero)
+
+    exact, whole = sizes(None), run.tape.entries[place].error_bound[2]
+    some = torch.where(torch.arange(width) % 2 == 0, 0.1 * exact, 0.0)
+    assert torch.equal(sizes(torch.zeros(width, dtype=torch.float64)), exact)
+    assert torch.allclose(sizes(torch.full((width,), math.inf)), whole)
+    spared = sizes(some)
+    assert bool((spared >= exact).all())
+    assert bool((spared <= exact + 8 * some).all())
+    assert bool((spared > exact).any())
+    assert torch.equal(spared[1::2], exact[1::2])

@@ -96,6 +96,13 @@ class Adjoint:
             factor = factor.expand(self.shape)[at(self.window)]
         return Adjoint(self.values * factor, self.window, self.shape)
 
+    def without(self, some: Tensor) -> Adjoint:
+        """Return the functionals with zero in the place of some of them [B]."""
+        if not bool(some.any()):
+            return self
+        kept = (~some).reshape(-1, *(1 for _ in self.window))
+        return Adjoint(self.values * kept, self.window, self.shape)
+
     def against(self, tensor: Tensor) -> Tensor:
         """Return Σ values·tensor [B]."""
         part = tensor.expand(self.shape)[at(self.window)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -300,13 +301,15 @@ class Tape:
             index = max(pending.keys() | sums.keys())
             if index in sums:
                 many = sums.pop(index)
-                if spare is not None and bool(((whole := many.whole()) <= spare).all()):
+                few, whole = _few(spare, many.whole, middle)
+                if bool(few.all()):
                     spread = spread + whole
                     continue
                 if index not in pending or pending[index].one_row:
                     part, others = many.row, many.magnitude()
                 else:  # added before they are bounded: they may cancel
                     part, others = many.all_rows, many.lost()
+                part, others = part.without(few), torch.where(few, whole, others)
                 spread = spread + others + self._meet(pending, index, part)
             functional = pending.pop(index)
             if index == INPUT:
@@ -316,11 +319,12 @@ class Tape:
             if index <= floor:
                 spread = spread + reached(entry.ellipsoids, entry.error_bound, functional)
                 continue
-            if spare is not None:
-                whole = functional.magnitude(entry.error_bound)
-                if bool((whole <= spare).all()):
-                    spread = spread + whole
+            few, whole = _few(spare, partial(functional.magnitude, entry.error_bound), middle)
+            if bool(few.any()):
+                spread = spread + whole * few
+                if bool(few.all()):
                     continue
+                functional = functional.without(few)
             if entry.centre is not None:
                 middle = middle + functional.against(entry.centre)
                 spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
@@ -406,6 +410,14 @@ class Tape:
         """
         spread = spread * (1 + 2 * gamma(terms)) + middle.abs() * 2.0**-50
         return Range(middle - spread, middle + spread, region, parts, self.chance, shared)
+
+
+def _few(spare: Tensor | None, whole: Callable[[], Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which functionals [B] are at most `spare`, and the bound that says so."""
+    if spare is None:
+        return torch.zeros_like(like, dtype=torch.bool), torch.zeros_like(like)
+    found = whole()
+    return found <= spare, found
 
 
 def _beside(one: Parts | None, two: Parts | None) -> Parts | None:

@@ -37,6 +37,13 @@ class Adjoint:
         """Return the elementwise product with an array of the node's shape."""
         return Adjoint(self.values * factor[self.window], self.start)
 
+    def without(self, some: Bools) -> Adjoint:
+        """Return the same with zero in the place of some of the functionals [B]."""
+        if not some.any():
+            return self
+        kept = ~some.reshape(-1, *(1 for _ in self.extent))
+        return Adjoint(self.values * kept, self.start)
+
     def sizes(self, weights: Floats) -> Floats:
         """Return Σ |α|·weights of every functional, weights an array of the node's shape."""
         flat = np.abs(self.values).reshape(self.batch, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -252,7 +253,8 @@ class Tape:
             at = max(pending.keys() | many.keys())
             if at in many:
                 several = many.pop(at)
-                if spare is not None and bool(((whole := several.whole()) <= spare).all()):
+                few, whole = _few(spare, several.whole)
+                if few.all():
                     frames[-1].radius = frames[-1].radius + whole
                     continue
                 alone = at not in pending or pending[at].extent[0] == 1
@@ -260,8 +262,8 @@ class Tape:
                     own, rest = several.row, several.bound()
                 else:  # added before they are bounded: they may cancel
                     own, rest = several.all_rows, several.lost()
-                frames[-1].radius = frames[-1].radius + rest
-                self._meet(pending, at, own, frames[-1])
+                frames[-1].radius = frames[-1].radius + np.where(few, whole, rest)
+                self._meet(pending, at, own.without(few), frames[-1])
             adjoint = pending.pop(at)
             if formed is None and self._still[at]:
                 continue
@@ -273,9 +275,12 @@ class Tape:
                 rest = reached(entry.ellipsoids, entry.nearest, adjoint)
                 frames[-1].radius = frames[-1].radius + rest
                 continue
-            if spare is not None and bool(((whole := adjoint.sizes(entry.nearest)) <= spare).all()):
-                frames[-1].radius = frames[-1].radius + whole
-                continue
+            few, whole = _few(spare, partial(adjoint.sizes, entry.nearest))
+            if few.any():
+                frames[-1].radius = frames[-1].radius + np.where(few, whole, 0.0)
+                if few.all():
+                    continue
+                adjoint = adjoint.without(few)
             other = None if self.budget is not None or apart else entry.averaged
             operands: tuple[tuple[int, RowPull], ...] = entry.operands
             if other is not None and adjoint.extent[-2] == 1:
@@ -397,3 +402,11 @@ class Tape:
         if not (np.isfinite(centre).all() and np.isfinite(radius + reached).all()):
             raise Rejected("bound/not-finite", "a functional has no finite bound")
         return Bound(centre, radius, alpha, likely, self.budget)
+
+
+def _few(spare: Floats | None, whole: Callable[[], Floats]) -> tuple[Bools, Floats]:
+    """Return which functionals [B] are at most `spare`, and the bound that says so."""
+    if spare is None:
+        return np.zeros(1, dtype=np.bool_), np.zeros(1)
+    found = whole()
+    return found <= spare, found
