@@ -39,6 +39,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         needs=("torch", "numpy", "auto_LiRPA"),
         summary="auto_LiRPA on the drift network: a second opinion in real arithmetic",
         rank=80,
+        real_arithmetic=True,
         domains=("ibp", "crown", "alpha-crown"),
     ),
     BackendSpec(

@@ -97,22 +97,18 @@ def formal_backend(
     One that knows no region around the weights is refused where one is asked for. One of another
     distribution is asked in a process of its own, and has so many `seconds` for all its answers.
     """
-    from kcdsl.release.foreign import ForeignBackend
-    from kcdsl.route.catalogue import is_foreign
-
-    specs = catalogue()
-    able = [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]
+    able = formal_backends()
     named = [s for s in able if name is None or s.name == name]
     fit = [s for s in named if s.around_weights or not around_weights]
     if fit:
-        return ForeignBackend(fit[0], seconds) if is_foreign(fit[0]) else fit[0].load()
+        return loaded(fit[0], seconds)
     if named:
         raise refuse(
             WEIGHTS_REGION,
             f"backend {named[0].name!r} decides for the weights of the checkpoint alone",
             help="leave --weights out, or --backend",
         )
-    for spec in specs:
+    for spec in catalogue():
         if spec.name == name:
             lacking = ", ".join(spec.missing())
             why = f"needs {lacking}" if lacking else "does not decide drift for all inputs"
@@ -122,6 +118,20 @@ def formal_backend(
         f"there is no backend {name!r}" if name else "no installed backend decides drift clauses",
         help=f"backends: {', '.join(s.name for s in able) or 'none; see kcdsl doctor'}",
     )
+
+
+def formal_backends() -> list[BackendSpec]:
+    """Return the installed backends for drift goals, in the order of the catalogue."""
+    specs = catalogue()
+    return [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]
+
+
+def loaded(spec: BackendSpec, seconds: float) -> Any:
+    """Return a backend; one of another distribution has so many seconds for all its answers."""
+    from kcdsl.release.foreign import ForeignBackend
+    from kcdsl.route.catalogue import is_foreign
+
+    return ForeignBackend(spec, seconds) if is_foreign(spec) else spec.load()
 
 
 # --- where work runs ------------------------------------------------------------------------------

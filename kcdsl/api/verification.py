@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,12 @@ from kcdsl.api.backends import (
     choose_device,
     execution_of,
     formal_backend,
+    formal_backends,
+    loaded,
     solver_if_installed,
 )
 from kcdsl.api.contract import Contract, refuse_foreign_code, results_folder
+from kcdsl.api.portfolio import AUTO, decide_together
 from kcdsl.api.results import Shows, no_progress, quiet
 from kcdsl.diagnostics import Refusal, Severity, refuse
 from kcdsl.diagnostics.codes import (
@@ -121,9 +125,17 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
     device = choose_device(settings.device)
     around = settings.weights is not None or settings.states is not None
     seconds = settings.backend_seconds
-    backend = formal_backend(settings.backend, around_weights=around, seconds=seconds)
+    together = settings.backend == AUTO
+    named = None if together else settings.backend
+    backend = formal_backend(named, around_weights=around, seconds=seconds)
     if settings.chain:
         _refuse_unchained(backend)
+    if together and (settings.chain or settings.domains is not None):
+        raise refuse(
+            NO_BACKEND,
+            f"--backend {AUTO} leaves the way to each backend",
+            help="leave out --chain and --domains, or name a backend",
+        )
     if settings.domains is not None:
         domains = _domains(settings.domains, backend.name, chain=settings.chain)
         chosen = tuple(replace(goal, domains=domains) for goal in chosen)
@@ -137,7 +149,10 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
     files = Artefacts.of(contract.base)
     refuse_untrusted(program, files)
     with in_contract(contract.path):
-        outcomes = _decide(settings, program, files, chosen, backend, device, execution)
+        if together:
+            outcomes = _together(settings, program, files, chosen, device, execution)
+        else:
+            outcomes = _decide(settings, program, files, chosen, backend, device, execution)
         implied = _implied(program, files, outcomes, backend)
     _write(settings, contract, files, target, outcomes, implied, device)
     code = EXITS[worst({verdict_name(outcome.verdict) for outcome in outcomes})]
@@ -213,6 +228,24 @@ def _decide(
         note = "--attack off: no run was searched for, so nothing shows how near bounds are"
         outcomes = tuple(replace(o, notes=(*o.notes, note)) for o in outcomes)
     return outcomes
+
+
+def _together(
+    options: VerifySettings,
+    program: Program,
+    files: Artefacts,
+    chosen: Sequence[Goal],
+    device: str,
+    execution: Execution,
+) -> tuple[GoalOutcome, ...]:
+    """Ask the installed backends in turn."""
+
+    def ask(backend: Any, goals: Sequence[Goal], seconds: float | None) -> tuple[GoalOutcome, ...]:
+        limited = replace(execution, seconds=seconds)
+        return _decide(options, program, files, goals, backend, device, limited)
+
+    offers = [(spec, partial(loaded, spec, options.backend_seconds)) for spec in formal_backends()]
+    return decide_together(offers, chosen, ask, execution.seconds)
 
 
 def _write(

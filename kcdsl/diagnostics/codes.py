@@ -205,6 +205,7 @@ WEIGHTS_REGION = _declare("KC475", "unusable region of weights or states")
 NO_DOMAIN = _declare("KC476", "unknown domain of bounds")
 NO_PROBABILITY = _declare("KC477", "unusable failure probability")
 GRAPH_DIFFERS = _declare("KC478", "graph differs from the module")
+BACKENDS_DISAGREE = _declare("KC479", "backends contradict each other")
 
 # --- KC5 statistics ------------------------------------------------------------------------------
 PERCENTILE_WITH_BUDGET = _declare("KC501", "percentile with a sample budget")

@@ -49,6 +49,9 @@ class BackendSpec:
     around_weights: bool = False
     """Whether it decides goals for every θ' in a region around the weights (`Goal.weights`); a
     backend that does not say so is never given one."""
+    real_arithmetic: bool = False
+    """Whether its bounds leave its own roundings out: it decides only clauses that admit
+    `evidence: proof-real`."""
     domains: tuple[str, ...] = ()
     """The domains that it bounds goals in, cheapest first, of which some may be chosen
     (`Goal.domains`); a backend that names none has no choice."""

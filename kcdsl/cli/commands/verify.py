@@ -46,7 +46,10 @@ class VerifyCommand(RunsCode, Certifies):
     contract: str | None = contract_argument()
     block: tuple[str, ...] = values("NAME", "only clauses on this block")
     clause: tuple[str, ...] = values("ID", "only this clause")
-    backend: str | None = value("NAME", "decide with this backend")
+    backend: str | None = value(
+        "NAME",
+        "decide with this backend, or with all in turn: `auto` (default: the first)",
+    )
     backend_seconds: float = value(
         "S", "how long a backend of another distribution may take", 3600.0, read=positive
     )

@@ -1,0 +1,149 @@
+"""Several backends for one contract: the cheapest first, others where it leaves a clause open."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import BACKENDS_DISAGREE, NO_BACKEND
+from kcdsl.ir.terms import EvidenceKind
+from kcdsl.route.catalogue import BackendSpec, Fragment, is_foreign
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
+
+if TYPE_CHECKING:
+    from kcdsl.route.goals import Goal
+    from kcdsl.verdict.outcome import GoalOutcome
+
+AUTO = "auto"
+"""The name by which all backends together are asked for."""
+
+Ask = Callable[[Any, Sequence["Goal"], float | None], Sequence["GoalOutcome"]]
+"""Asks a backend for goals within some seconds, None for as long as it takes."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What was said of a goal so far, and why some backends were not asked."""
+
+    goal: Goal
+    answers: list[tuple[BackendSpec, GoalOutcome]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def settled(self) -> bool:
+        """Say whether asking others could change nothing."""
+        return any(
+            isinstance(outcome.verdict, Held | Violated | InvalidEvidence)
+            for _, outcome in self.answers
+        )
+
+    def outcome(self) -> GoalOutcome:
+        """Return the answer that decides, or else the one with the smallest bound, with notes on
+        all others."""
+        decisive = [o for _, o in self.answers if not isinstance(o.verdict, Inconclusive)]
+        best = decisive[0] if decisive else min((o for _, o in self.answers), key=lambda o: o.bound)
+        told = [_told(outcome) for _, outcome in self.answers if outcome is not best]
+        by = f"decided by {best.backend}" if decisive else "decided by no backend"
+        name = self.goal.clause.id
+        note = "; ".join([f"{name}: {by}", *told, *self.left_out])
+        return replace(best, notes=(*best.notes, note))
+
+
+def decide_together(
+    offers: Sequence[tuple[BackendSpec, Callable[[], Any]]],
+    goals: Sequence[Goal],
+    ask: Ask,
+    seconds: float | None,
+) -> tuple[GoalOutcome, ...]:
+    """Decide each goal by the first backend that can; outcomes come in the order of the goals.
+
+    Args:
+        offers: backends in the order in which they are asked, with what loads each; not empty.
+        goals: what to decide.
+        ask: asks one of them.
+        seconds: after how long no further backend is asked, and no search goes on.
+
+    Raises:
+        Refusal: KC479 where two backends contradict each other, KC402 for a goal that none decides.
+    """
+    begun, asked = time.monotonic(), [_Asked(goal) for goal in goals]
+    for number, (spec, load) in enumerate(offers):
+        taken = [each for each in asked if _takes(spec, each)]
+        left = None if seconds is None else seconds - (time.monotonic() - begun)
+        if number and left is not None and left <= 0:
+            for each in taken:
+                each.left_out.append(f"{spec.name}: not asked, the time limit had passed")
+            continue
+        if not taken:
+            continue
+        outcomes = ask(load(), [each.goal for each in taken], left)
+        for each, outcome in zip(taken, outcomes, strict=True):
+            each.answers.append((spec, outcome))
+            _refuse_contradiction(each)
+    for each in asked:
+        if not each.answers:
+            raise refuse(
+                NO_BACKEND,
+                f"no installed backend decides {each.goal.clause.id}",
+                notes=tuple(each.left_out),
+                help="`kcdsl explain CLAUSE` says which backend could",
+            )
+    return tuple(each.outcome() for each in asked)
+
+
+def _takes(spec: BackendSpec, asked: _Asked) -> bool:
+    """Say whether a backend is asked for a goal; note why not, if others left it open."""
+    goal = asked.goal
+    if asked.settled:
+        return False
+    reason = ""
+    if goal.functional == "no_flip" and Fragment.UNIVERSAL_FLIP not in spec.fragments:
+        reason = "does not decide the order of logits"
+    elif (goal.weights or goal.states) and not spec.around_weights:
+        reason = "decides for the weights of the checkpoint alone"
+    elif spec.real_arithmetic and goal.clause.evidence is not EvidenceKind.PROOF_REAL:
+        reason = "the clause does not admit `evidence: proof-real`"
+    if reason:
+        asked.left_out.append(f"{spec.name}: not asked, {reason}")
+    return not reason
+
+
+def proved(outcome: GoalOutcome) -> float:
+    """Return the bound of every run that an outcome states; infinite where it states none."""
+    likely = any(case.alpha is not None for case in outcome.cases)
+    return math.inf if likely or outcome.goal.functional == "no_flip" else outcome.bound
+
+
+def _refuse_contradiction(asked: _Asked) -> None:
+    """Raise KC479 where a backend says that a goal holds, or bounds its drift, and another has a
+    run that says otherwise."""
+    for (one, holds), (other, breaks) in permutations(asked.answers, 2):
+        told = ""
+        if isinstance(holds.verdict, Held) and isinstance(breaks.verdict, Violated):
+            told = f"{one.name} shows that it holds, and {other.name} has a run that breaks it"
+        elif not is_foreign(other) and breaks.attack is not None and breaks.attack > proved(holds):
+            told = (
+                f"{one.name} bounds the drift by {proved(holds):.6g}, and {other.name} has a run "
+                f"with {breaks.attack:.6g}"
+            )
+        if told:
+            raise refuse(
+                BACKENDS_DISAGREE,
+                f"backends contradict each other about {asked.goal.clause.id}: {told}",
+                span=asked.goal.span,
+                help="one of them is wrong; decide with a single one by --backend, and report it",
+            )
+
+
+def _told(outcome: GoalOutcome) -> str:
+    """Say in a few words what a backend found."""
+    match outcome.verdict:
+        case Inconclusive(reason) | InvalidEvidence(reason):
+            return f"{outcome.backend}: {verdict_name(outcome.verdict)}, {reason}"
+        case verdict:
+            return f"{outcome.backend}: {verdict_name(verdict)}"
