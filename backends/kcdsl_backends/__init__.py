@@ -49,6 +49,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         needs=("torch", "numpy", "z3"),
         summary="z3 on small blocks: case splits of ReLU, other functions enclosed",
         rank=90,
+        real_arithmetic=True,
         sizer="kcdsl_backends.smt.drift.backend:sizes",
     ),
 )
