@@ -285,8 +285,7 @@ class ManyRows:
                     flat = u[:, begin:end].reshape(len(u), -1)
                     np.matmul(p[top:low], flat, out=one.reshape(low - top, -1))
                 if w is not None and v is not None:
-                    for j in range(low - top):
-                        np.dot(v[top + j, begin:end], w[top + j], out=two[j])
+                    np.matmul(v[top:low, begin:end], w[top:low], out=two)
                     one = np.add(one, two, out=one) if p is not None else two
                 np.abs(one, out=one)
                 each_row = sizes[top:low, None, begin:end] @ one
