@@ -52,4 +52,13 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         real_arithmetic=True,
         sizer="kcdsl_backends.smt.drift.backend:sizes",
     ),
+    BackendSpec(
+        name="marabou",
+        target="kcdsl_backends.smt.drift.marabou:BACKEND",
+        fragments=frozenset({Fragment.UNIVERSAL_DRIFT}),
+        needs=("torch", "numpy", "z3", "maraboupy"),
+        summary="Marabou on the questions that z3 is asked, in float64",
+        rank=85,
+        real_arithmetic=True,
+    ),
 )

@@ -176,7 +176,9 @@ class RandomGoal:
         return ""
 
 
-def campaign(backends: Mapping[str, Any], count: int, seed: int) -> Iterator[RandomGoal]:
+def campaign(
+    backends: Mapping[str, Any], count: int, seed: int, evidence: str = "proof-real"
+) -> Iterator[RandomGoal]:
     """Yield random goals with the strongest run that is found, and the bound of every backend; of
     one that declines the bound is infinite."""
     for number in range(seed, seed + count):
@@ -193,7 +195,6 @@ def campaign(backends: Mapping[str, Any], count: int, seed: int) -> Iterator[Ran
         )
 
         def bound(backend: Any, goal: KnownGoal = goal, **more: Any) -> GoalOutcome | None:
-            evidence = "proof-real" if getattr(backend, "name", "") == "lirpa" else "proof"
             with tempfile.TemporaryDirectory(prefix="kcdsl-") as folder:
                 try:
                     (found,) = _answers(

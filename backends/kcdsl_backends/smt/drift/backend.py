@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,14 @@ from kcdsl_backends.process import one_thread
 from kcdsl_backends.real_arithmetic.backend import RealBackend, SolverAnswer
 from kcdsl_backends.smt.drift.encoding import Encoder, coefficients
 from kcdsl_backends.smt.drift.forms import System
-from kcdsl_backends.smt.drift.solving import DriftElement, DriftQuestion, Search, size_of, targets
+from kcdsl_backends.smt.drift.solving import (
+    DriftElement,
+    DriftQuestion,
+    Question,
+    Search,
+    size_of,
+    targets,
+)
 from kcdsl_backends.smt.solver import Outcome
 
 SECONDS = 60.0
@@ -82,7 +90,7 @@ class DriftGoal:
         if size.splits <= SPLITS and size.terms <= TERMS:
             return None
         return (
-            f"too large for z3: {size} in one question; at most {SPLITS} case splits and "
+            f"too large: {size} in one question; at most {SPLITS} case splits and "
             f"{TERMS:,} terms are asked"
         )
 
@@ -100,7 +108,7 @@ class DriftGoal:
 def too_large(needed: int) -> str:
     """Return the refusal of a block that needs so many coefficients."""
     return (
-        f"too large for z3: about {needed:,} coefficients in one result; "
+        f"too large: about {needed:,} coefficients in one result; "
         f"at most {COEFFICIENTS:,} are encoded"
     )
 
@@ -158,7 +166,7 @@ def _size(factory: ProblemFactory, goal: Goal, case: Case) -> CaseSize:
 def _posed(factory: ProblemFactory, goal: Goal, case: Case) -> DriftGoal | str:
     """Return a case as questions, or why it is not asked."""
     if case.longest is not None or goal.weights or goal.states:
-        return "z3 is asked about one length, one checkpoint and one state"
+        return "solvers are asked about one length, one checkpoint and one state"
     try:
         with one_thread():
             return DriftGoal.of(problem_of(factory, goal, case), case.centre, case.radius)
@@ -171,38 +179,52 @@ def _limit(goal: Goal) -> float | None:
     return _below(goal) if goal.functional == "inf" and goal.threshold is not None else None
 
 
-def _bounded(
-    factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None
-) -> SolverAnswer:
-    """Return the least bound of a case that z3 proves in time."""
-    started = time.monotonic()
+@dataclass(frozen=True, slots=True)
+class LinearSolver:
+    """A solver of linear constraints with case splits.
 
-    posed, threshold = _posed(factory, goal, case), _limit(goal)
-    if isinstance(posed, str):
-        outcome = CaseOutcome(case.name, case.longest or len(case.tokens), math.inf, reason=posed)
-        return SolverAnswer(CaseBound(outcome))
-    reason, notes = posed.refusal(threshold), []
-    spent = time.monotonic() - started
-    search = Search(posed.targets, max(0.0, (SECONDS if seconds is None else seconds) - spent))
-    if reason is None:
-        answer = Outcome.SAT if threshold is None else search.settle(threshold)
-        if answer is Outcome.UNKNOWN:
-            reason = "z3 did not decide the threshold within the time limit"
-        else:
-            search.tighten()
-    drift = posed.box()
-    bound = drift_bound(drift, goal.functional)
-    if search.asked:
-        notes.append(f"{search.asked} questions were put to z3 {z3.get_version_string()}")
-    places = drift.mag().flatten().topk(min(3, math.prod(posed.shape))).indices.tolist()
-    outcome = CaseOutcome(case.name, len(case.tokens), bound)
-    if reason is not None and not goal.admits(bound):
-        outcome = CaseOutcome(case.name, len(case.tokens), bound, reason=reason)
-    x = None
-    strongest = max(posed.targets, key=lambda one: one.low)
-    if case.centre is not None and strongest.values and bool((case.radius > 0).any()):
-        x = posed.input(strongest, case.centre, case.radius)
-    return SolverAnswer(CaseBound(outcome, tuple(places)), notes, x)
+    Args:
+        name: how people call it.
+        version: gives the name and the version.
+        question: what asks it about one element of the drift.
+    """
+
+    name: str
+    version: Callable[[], str]
+    question: Callable[[DriftElement], Question]
+
+    def bounded(
+        self, factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None
+    ) -> SolverAnswer:
+        """Return the least bound of a case that the solver proves in time."""
+        started = time.monotonic()
+        posed, threshold = _posed(factory, goal, case), _limit(goal)
+        if isinstance(posed, str):
+            length = case.longest or len(case.tokens)
+            return SolverAnswer(CaseBound(CaseOutcome(case.name, length, math.inf, reason=posed)))
+        reason, notes = posed.refusal(threshold), []
+        spent = time.monotonic() - started
+        left = max(0.0, (SECONDS if seconds is None else seconds) - spent)
+        search = Search(posed.targets, left, self.question)
+        if reason is None:
+            answer = Outcome.SAT if threshold is None else search.settle(threshold)
+            if answer is Outcome.UNKNOWN:
+                reason = f"{self.name} did not decide the threshold within the time limit"
+            else:
+                search.tighten()
+        drift = posed.box()
+        bound = drift_bound(drift, goal.functional)
+        if search.asked:
+            notes.append(f"{search.asked} questions were put to {self.version()}")
+        places = drift.mag().flatten().topk(min(3, math.prod(posed.shape))).indices.tolist()
+        outcome = CaseOutcome(case.name, len(case.tokens), bound)
+        if reason is not None and not goal.admits(bound):
+            outcome = CaseOutcome(case.name, len(case.tokens), bound, reason=reason)
+        x = None
+        strongest = max(posed.targets, key=lambda one: one.low)
+        if case.centre is not None and strongest.values and bool((case.radius > 0).any()):
+            x = posed.input(strongest, case.centre, case.radius)
+        return SolverAnswer(CaseBound(outcome, tuple(places)), notes, x)
 
 
 def _up(value: float) -> float:
@@ -218,9 +240,13 @@ def _below(goal: Goal) -> float:
     return value
 
 
+def _version() -> str:
+    return f"z3 {z3.get_version_string()}"
+
+
 BACKEND = RealBackend(
     "z3",
-    lambda: f"z3 {z3.get_version_string()}",
+    _version,
     "{solver} answers `unsat` only where that is so: no proof of it is derived again",
-    _bounded,
+    LinearSolver("z3", _version, DriftQuestion).bounded,
 )

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Protocol
 
 import z3
 
@@ -45,6 +47,11 @@ class DriftElement:
     values: dict[int, float] = field(default_factory=dict)
     hard: float = -math.inf
     asked: int = 0
+
+    def attained(self) -> float:
+        """Return the drift at `values`."""
+        pairs = zip(self.core.symbols, self.core.coefs, strict=True)
+        return math.fsum(c * self.values[i] for i, c in pairs) + self.rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,13 @@ def size_of(found: list[DriftElement]) -> Size:
     return Size(*(max((each[i] for each in by_size), default=0) for i in range(3)))
 
 
+class Question(Protocol):
+    """Asks a solver about one target."""
+
+    def reaches(self, threshold: float, seconds: float) -> Outcome:
+        """Say whether the element reaches a threshold; where it does, keep values that do it."""
+
+
 # --- z3 -------------------------------------------------------------------------------------------
 
 
@@ -183,10 +197,8 @@ class DriftQuestion:
         for i, symbol in self._symbols.items():
             value = model.eval(symbol, model_completion=True)
             values[i] = float(Fraction(value.numerator_as_long(), value.denominator_as_long()))
-        core = self._target.core
-        reached = math.fsum(c * values[i] for i, c in zip(core.symbols, core.coefs, strict=True))
         self._target.values = values
-        self._target.low = max(self._target.low, reached + self._target.rest)
+        self._target.low = max(self._target.low, self._target.attained())
 
     def text(self, threshold: float) -> str:
         """Return the question in SMT-LIB: satisfiable where the element may reach a threshold."""
@@ -206,12 +218,14 @@ class Search:
     Args:
         found: the targets; their bounds are lowered in place.
         seconds: for how long; None for as long as it takes.
+        question: asks a solver about a target.
     """
 
     found: list[DriftElement]
     seconds: float | None = None
+    question: Callable[[DriftElement], Question] = DriftQuestion
     _started: float = field(default_factory=time.monotonic)
-    _questions: dict[tuple[int, int], DriftQuestion] = field(default_factory=dict)
+    _questions: dict[tuple[int, int], Question] = field(default_factory=dict)
 
     @property
     def asked(self) -> int:
@@ -261,5 +275,5 @@ class Search:
         key = target.place, target.sign
         if key not in self._questions:
             self._questions.clear()
-            self._questions[key] = DriftQuestion(target)
+            self._questions[key] = self.question(target)
         return self._questions[key].reaches(threshold, self.left() * share)

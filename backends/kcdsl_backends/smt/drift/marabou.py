@@ -1,0 +1,92 @@
+"""Marabou answers the questions that z3 is asked: linear constraints, and case splits of ReLU."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from kcdsl_backends.real_arithmetic.backend import RealBackend
+from kcdsl_backends.smt.drift.backend import LinearSolver
+from kcdsl_backends.smt.drift.forms import Inequality
+from kcdsl_backends.smt.drift.solving import DriftElement
+from kcdsl_backends.smt.solver import Outcome
+
+
+@cache
+def _library() -> tuple[Any, Any]:
+    """Import Marabou, which warns of parsers that are not installed."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from maraboupy import Marabou, MarabouCore
+    return Marabou, MarabouCore
+
+
+def _name() -> str:
+    return f"Marabou {version('maraboupy')}"
+
+
+class MarabouQuestion:
+    """The facts of one target, as a query for Marabou is made of them."""
+
+    def __init__(self, target: DriftElement) -> None:
+        used = {i for fact in target.facts for i in fact.symbols} | set(target.core.symbols)
+        self._places = {symbol: place for place, symbol in enumerate(sorted(used))}
+        self._target = target
+
+    def reaches(self, threshold: float, seconds: float) -> Outcome:
+        """Say whether the element reaches a threshold; where it does, keep values that do it."""
+        marabou, core = _library()
+        if seconds < 1:  # Marabou counts whole seconds
+            return Outcome.UNKNOWN
+        target, query = self._target, core.InputQuery()
+        query.setNumberOfVariables(len(self._places))
+        for place in self._places.values():
+            query.setLowerBound(place, -1.0)
+            query.setUpperBound(place, 1.0)
+        for fact in target.facts:
+            cases = [[self._row(one) for one in case] for case in fact.cases]
+            if len(cases) > 1:
+                core.addDisjunctionConstraint(query, cases)
+                continue
+            for one in cases[0]:
+                query.addEquation(one)
+        reached = tuple(-c for c in target.core.coefs)
+        query.addEquation(
+            self._row(Inequality(target.core.symbols, reached, threshold - target.rest))
+        )
+        options = marabou.createOptions(
+            verbosity=0, timeoutInSeconds=int(min(seconds, 10**6)), numWorkers=1
+        )
+        try:
+            answer, values, _ = core.solve(query, options, "")
+        except RuntimeError:  # of its own, such as a basis that it cannot factorise
+            return Outcome.UNKNOWN
+        if answer == "sat":
+            target.values = {symbol: values[place] for symbol, place in self._places.items()}
+            target.low = max(target.low, target.attained())
+            return Outcome.SAT
+        return Outcome.UNSAT if answer == "unsat" else Outcome.UNKNOWN
+
+    def _row(self, one: Inequality) -> Any:
+        """Return Σ coefs·ε <= -constant, times a power of two that makes the largest about 1:
+        tolerances of Marabou are absolute."""
+        _, core = _library()
+        largest = max(map(abs, (*one.coefs, one.constant)), default=0.0)
+        scale = 2.0 ** -min(max(math.frexp(largest)[1], -900), 900) if largest else 1.0
+        found = core.Equation(core.Equation.LE)
+        for symbol, value in zip(one.symbols, one.coefs, strict=True):
+            found.addAddend(value * scale, self._places[symbol])
+        found.setScalar(-one.constant * scale)
+        return found
+
+
+BACKEND = RealBackend(
+    "marabou",
+    _name,
+    "{solver} answers `unsat` in float64 and within its tolerances, which nothing derives again",
+    LinearSolver("Marabou", _name, MarabouQuestion).bounded,
+)

@@ -1,0 +1,73 @@
+"""Marabou answers the questions that z3 is asked as z3 does, and its bounds lie above runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from kcdsl_backends.conformance.campaign import asked, campaign, judged
+from kcdsl_backends.conformance.goals import known_goals
+from kcdsl_backends.smt.drift.backend import DriftGoal
+from kcdsl_backends.smt.drift.forms import Constraint, Inequality
+from kcdsl_backends.smt.drift.marabou import BACKEND, MarabouQuestion
+from kcdsl_backends.smt.drift.solving import DriftElement, DriftQuestion, Search
+from kcdsl_backends.smt.solver import Outcome
+from tests.unit.backends.test_z3_drift import Rectified, attained, problem_of, radius_of
+
+GOALS = {goal.name: goal for goal in known_goals()}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kernel", ["bfloat16 any", "fp8 weights", "fp8"])
+@pytest.mark.parametrize("size", [0.05, 0.5])
+@pytest.mark.parametrize("maximum", [False, True])
+def test_it_answers_as_z3_does(kernel: str, size: float, maximum: bool) -> None:
+    problem, centre = problem_of(Rectified(3, 4, maximum=maximum), 3, kernel)
+    posed = DriftGoal.of(problem, centre, radius_of(size))
+    decided = 0
+    for target in posed.targets[:4]:
+        for share in (0.3, 0.6, 0.9, 1.01):
+            threshold = share * target.high
+            says = DriftQuestion(target).reaches(threshold, 20.0)
+            if says is not Outcome.UNKNOWN:
+                assert MarabouQuestion(target).reaches(threshold, 20.0) is says
+                decided += 1
+    assert decided
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-200, 2.0**200])
+def test_numbers_of_any_size_are_told_apart(scale: float) -> None:
+    """x + y <= 1 or x <= -1: at most 1.5 of x + y/2, 1 where the first case is forgotten."""
+    either = Constraint(
+        (
+            (Inequality((0, 1), (scale, scale), -scale),),
+            (Inequality((0,), (scale,), scale),),
+        )
+    )
+    aim = Inequality((0, 1), (scale, scale / 2), 0.0)
+    element = DriftElement(0, 1, aim, 0.0, (either,), high=1.5 * scale)
+    assert MarabouQuestion(element).reaches(0.999 * scale, 20.0) is Outcome.SAT
+    assert MarabouQuestion(element).reaches(1.001 * scale, 20.0) is Outcome.UNSAT
+    free = DriftElement(0, 1, aim, 0.0, (Constraint(either.cases[1:]),), high=1.5 * scale)
+    assert MarabouQuestion(free).reaches(-0.499 * scale, 20.0) is Outcome.UNSAT
+
+
+def test_bounds_of_a_block_are_above_runs() -> None:
+    problem, centre = problem_of(Rectified(2, 4), 2, "fp8 weights")
+    posed = DriftGoal.of(problem, centre, radius_of(1.0))
+    Search(posed.targets, 20.0, MarabouQuestion).tighten()
+    bound, run = float(posed.box().mag().amax()), attained(problem, centre, 1.0)
+    assert run <= bound <= 1.05 * run
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", GOALS)
+def test_it_answers_known_goals_rightly(name: str) -> None:
+    goal = GOALS[name]
+    assert not judged(goal, asked(BACKEND, goal, "proof-real")).wrong
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", [1, 11, 21])
+def test_bounds_of_random_blocks_are_above_runs(first: int) -> None:
+    for one in campaign({"marabou": BACKEND}, 10, first):
+        assert not one.wrong, one
