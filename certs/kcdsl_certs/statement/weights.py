@@ -1,4 +1,5 @@
-"""The files of a checkpoint's weights: one, or an index and the shards that it names."""
+"""The files of a checkpoint's weights: one, an index and the shards that it names, or an ONNX file
+and its external data."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kcdsl_certs.encoding import onnx
 from kcdsl_certs.encoding.files import open_regular, shown
 from kcdsl_certs.encoding.rejected import Rejected
 
@@ -35,11 +37,16 @@ def index_of(checkpoint: Path) -> Path | None:
 
 
 def weight_files(checkpoint: Path) -> tuple[Path, ...] | None:
-    """Return the files of the weights of an index or a folder; None where a path is one file, or a
-    folder whose files are not named as Hugging Face names them: then all of it is the checkpoint.
+    """Return the files of the weights of an index, an ONNX file or a folder.
+
+    None where a path is one file, or a folder whose files are not named as Hugging Face names them:
+    then all of it is the checkpoint.
 
     Raises Rejected as `index_of` and `shards_of` do.
     """
+    if checkpoint.name.endswith(onnx.SUFFIX) and not os.path.isdir(checkpoint):
+        beside = onnx_files(read_onnx(checkpoint)[1])
+        return (checkpoint, *(checkpoint.parent / name for name in beside)) if beside else None
     index = index_of(checkpoint)
     if index is not None:
         return (index, *(index.parent / name for name in sorted(set(shards_of(index).values()))))
@@ -60,6 +67,33 @@ def storage_files(checkpoint: Path) -> tuple[Path, ...]:
         raise Rejected("checkpoint/empty", f"{shown(checkpoint.name)} holds no weights")
     beside = (files[0].parent / name for name in CONFIGURATIONS)
     return (*files, *(path for path in beside if os.path.lexists(path)))
+
+
+def read_onnx(path: Path) -> tuple[bytes, dict[str, onnx.OnnxTensor]]:
+    """Return the bytes of an ONNX file, and its tensors.
+
+    Raises Rejected `checkpoint/format` for what is none; OSError where it cannot be read.
+    """
+    with open_regular(path, "checkpoint/special-file", links=False) as file:
+        data = file.read(onnx.LARGEST + 1)
+    if len(data) > onnx.LARGEST:
+        raise Rejected("checkpoint/format", f"more than {onnx.LARGEST} bytes")
+    return data, onnx.tensors_of(data)
+
+
+def onnx_files(tensors: Mapping[str, onnx.OnnxTensor]) -> tuple[str, ...]:
+    """Return the names of the files of external data, sorted.
+
+    Raises Rejected `checkpoint/index` for a name that leads out of the folder of the ONNX file.
+    """
+    names = sorted({one.location for one in tensors.values() if one.location})
+    for name in names:
+        plain = name.isprintable() and not any(part in name for part in "/\\:\0")
+        if not plain or name in (".", ".."):
+            raise Rejected(
+                "checkpoint/index", f"{ascii(name)[:80]} is no file beside the ONNX file"
+            )
+    return tuple(names)
 
 
 def shards_of(index: Path) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files and of shards, read while they are hashed."""
+"""Tensors of safetensors files, of shards and of ONNX files, read while they are hashed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl_certs.encoding import onnx
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.statement.manifest import Manifest, Resource
-from kcdsl_certs.statement.weights import LARGEST_INDEX, SINGLE, index_of, parse_index
+from kcdsl_certs.statement.weights import (
+    LARGEST_INDEX,
+    SINGLE,
+    index_of,
+    onnx_files,
+    parse_index,
+    read_onnx,
+)
 
 LONGEST_HEADER = 100_000_000
 _CHUNK = 1 << 20
@@ -70,12 +78,14 @@ def read(path: Path, keys: Collection[str] | None = None) -> TensorFile:
     """
     try:
         index = index_of(path)
-        if index is None:
+        in_graph = path.name.endswith(onnx.SUFFIX) and not os.path.isdir(path)
+        if index is None and not in_graph:
             one = path / SINGLE if os.path.isdir(path) else path
             resource, _, tensors = read_file(one, keys)
             root = hashlib.sha256(bytes.fromhex(resource.sha256)).hexdigest()
             return TensorFile(resource.sha256, tensors, root)
-        resources, tensors = read_index(index, keys)
+        read_all = read_graph if index is None else read_index
+        resources, tensors = read_all(index or path, keys)
         ordered = tuple(sorted(resources, key=lambda one: PurePosixPath(one.name)))
         manifest = Manifest(ordered)
         return TensorFile(manifest.weights_digest, tensors, manifest.root_digest)
@@ -109,6 +119,33 @@ def read_index(
     if absent:
         raise _bad(f"tensor {min(absent)[:80]!r} is in the index and in no shard")
     return resources, tensors
+
+
+def read_graph(
+    path: Path, keys: Collection[str] | None
+) -> tuple[list[Resource], dict[str, Tensor]]:
+    """Return the digests of an ONNX file and its external data, and these tensors of it."""
+    data, stored = read_onnx(path)
+    resources = [Resource(path.name, len(data), hashlib.sha256(data).hexdigest())]
+    held: dict[str, bytes] = {}
+    for name in onnx_files(stored):
+        with open_regular(path.parent / name, "checkpoint/unreadable") as file:
+            held[name] = file.read()
+        digest = hashlib.sha256(held[name]).hexdigest()
+        resources.append(Resource(name, len(held[name]), digest))
+    found: dict[str, Tensor] = {}
+    for key, one in stored.items():
+        if not one.dtype or (keys is not None and key not in keys):
+            continue
+        content = one.data
+        if one.location:
+            content = memoryview(held[one.location])[one.offset : one.offset + one.length]
+            if len(content) != one.length:
+                raise _bad(f"tensor {key[:80]!r} lies outside of its file")
+        elif one.length >= 0:
+            raise _bad(f"tensor {key[:80]!r} lies in no file")
+        found[key] = Tensor(one.dtype, one.shape, content)
+    return resources, found
 
 
 def read_file(

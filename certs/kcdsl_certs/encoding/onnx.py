@@ -1,0 +1,196 @@
+"""Tensors of ONNX files, read from the wire format of protobuf.
+
+https://protobuf.dev/programming-guides/encoding and onnx.proto define the numbers of fields. A
+field that may stand once and stands twice is refused: readers differ in what they make of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kcdsl_certs.encoding.rejected import Rejected
+
+SUFFIX = ".onnx"
+LARGEST = 1 << 31
+"""The largest file in bytes."""
+_KINDS = {1: ("F32", 4), 10: ("F16", 2), 16: ("BF16", 2)}
+_GRAPH, _INITIALIZER, _SPARSE = 7, 5, 15
+_DIMS, _TYPE, _FLOATS, _INTEGERS, _NAME, _RAW, _EXTERNAL, _LOCATION = 1, 2, 4, 5, 8, 9, 13, 14
+_DATA = frozenset({_FLOATS, _INTEGERS, 6, 7, _RAW, 10, 11})
+_ONCE = frozenset({_TYPE, 3, _NAME, _RAW, _LOCATION})
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxTensor:
+    """A tensor of a file: its bytes, or the file beside it, the offset and the length of them.
+
+    `dtype` is the name that safetensors files have for the type; "" for any other than a float of
+    32 or 16 bits, whose numbers are not read.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+    location: str = ""
+    offset: int = 0
+    length: int = -1
+
+
+def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
+    """Return the tensors of the bytes of an ONNX file by their names.
+
+    Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
+    """
+    graphs = [value for number, kind, value in _fields(memoryview(data)) if number == _GRAPH]
+    if len(graphs) != 1 or not isinstance(graphs[0], memoryview):
+        raise _bad("it does not have one graph")
+    found: dict[str, OnnxTensor] = {}
+    for number, _, value in _fields(graphs[0]):
+        if number == _SPARSE:
+            raise _bad("it has sparse tensors")
+        if number == _INITIALIZER:
+            name, tensor = _tensor(_message(value))
+            if name in found:
+                raise _bad(f"the tensor {name[:80]!a} stands twice")
+            found[name] = tensor
+    return found
+
+
+def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
+    once: dict[int, int | memoryview] = {}
+    dims: list[int] = []
+    parts: list[bytes] = []
+    filled: set[int] = set()
+    external: dict[str, str] = {}
+    for number, kind, value in _fields(message):
+        if number in _ONCE:
+            if number in once:
+                raise _bad(f"field {number} of a tensor stands twice")
+            once[number] = value
+        if number in _DATA and (kind != _BYTES or len(_message(value))):
+            filled.add(number)
+        if number == _DIMS:
+            dims += _varints(value) if kind == _BYTES else [_integer(value)]
+        elif number == _FLOATS:
+            parts.append(_single(value) if kind == _FIXED32 else bytes(_message(value)))
+        elif number == _INTEGERS:
+            every = _varints(value) if kind == _BYTES else [_integer(value)]
+            parts.append(b"".join((one & 0xFFFF).to_bytes(2, "little") for one in every))
+        elif number == _EXTERNAL:
+            key, said = _entry(_message(value))
+            if key in external:
+                raise _bad(f"external data says {key[:40]!a} twice")
+            external[key] = said
+    name = _text(_message(once.get(_NAME, memoryview(b""))))
+    dtype, size = _KINDS.get(_integer(once.get(_TYPE, 0)), ("", 0))
+    shape = tuple(dims)
+    if min(shape, default=0) < 0 or max(shape, default=0) > 1 << 40:
+        raise _bad(f"the tensor {name[:80]!a} has the shape {list(shape)[:8]}")
+    outside = _integer(once.get(_LOCATION, 0)) == 1
+    if not dtype:
+        location = external.get("location", "") if outside else ""
+        return name, OnnxTensor("", shape, memoryview(b""), location)
+    wanted = math.prod(shape) * size
+    if outside:
+        if filled:
+            raise _bad(f"the tensor {name[:80]!a} lies in the file and outside of it")
+        offset = _count(external.get("offset", "0"))
+        length = _count(external.get("length", str(wanted)))
+        if length != wanted:
+            raise _bad(f"the tensor {name[:80]!a} has {length} bytes, its shape needs {wanted}")
+        place = external.get("location", "")
+        return name, OnnxTensor(dtype, shape, memoryview(b""), place, offset, length)
+    own = {_RAW, _FLOATS if dtype == "F32" else _INTEGERS}
+    if external or len(filled) > 1 or not filled <= own:
+        raise _bad(f"the tensor {name[:80]!a} has its numbers in no one place")
+    raw = _message(once.get(_RAW, memoryview(b"")))
+    content = raw if len(raw) else memoryview(b"".join(parts))
+    if len(content) != wanted:
+        raise _bad(f"the tensor {name[:80]!a} has {len(content)} bytes, its shape needs {wanted}")
+    return name, OnnxTensor(dtype, shape, content)
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
+    """Yield the number, the wire type and the value of every field of a message."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        if number == 0:
+            raise _bad("a field without a number")
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+            yield number, kind, value
+            continue
+        if kind == _BYTES:
+            size, at = _varint(data, at)
+        elif kind in (_FIXED32, _FIXED64):
+            size = 4 if kind == _FIXED32 else 8
+        else:
+            raise _bad(f"wire type {kind}")
+        if size > len(data) - at:
+            raise _bad("it is cut off")
+        yield number, kind, data[at : at + size]
+        at += size
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = 0
+    for place in range(10):
+        if at + place >= len(data):
+            raise _bad("it is cut off")
+        byte = data[at + place]
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            value &= (1 << 64) - 1
+            return value - (1 << 64) if value >> 63 else value, at + place + 1
+    raise _bad("a number of more than ten bytes")
+
+
+def _varints(value: int | memoryview) -> list[int]:
+    data, found, at = _message(value), [], 0
+    while at < len(data):
+        one, at = _varint(data, at)
+        found.append(one)
+    return found
+
+
+def _entry(message: memoryview) -> tuple[str, str]:
+    found = {number: _text(_message(value)) for number, _, value in _fields(message)}
+    return found.get(1, ""), found.get(2, "")
+
+
+def _single(value: int | memoryview) -> bytes:
+    return bytes(_message(value))
+
+
+def _message(value: int | memoryview) -> memoryview:
+    if isinstance(value, memoryview):
+        return value
+    raise _bad("a number where a message or bytes belong")
+
+
+def _integer(value: int | memoryview) -> int:
+    if isinstance(value, int):
+        return value
+    raise _bad("bytes where a number belongs")
+
+
+def _text(value: memoryview) -> str:
+    try:
+        return bytes(value).decode()
+    except UnicodeDecodeError:
+        raise _bad("a name that is no UTF-8") from None
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise _bad(f"{text[:40]!a} is no count of bytes")
+    return int(text)
+
+
+def _bad(what: str) -> Rejected:
+    return Rejected("checkpoint/format", what)
