@@ -393,7 +393,7 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
 def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> None:
     named: list[Scalar] = []
     if isinstance(raw.model, Mapping):
-        fields = ("checkpoint", "config", "tokenizer")
+        fields = ("checkpoint", "onnx", "config", "tokenizer")
         nodes = {name: raw.model.get(name) for name in fields}
         named += [
             node

@@ -89,6 +89,10 @@ def _program(value: dict[str, Any]) -> ir.Program:
             _optional_text(model["module"]),
             _optional_text(model["config"]),
             _optional_text(model["tokenizer"]),
+            blocks=tuple(
+                (_text(name), _text(ends["from"]), _text(ends["to"]))
+                for name, ends in model.get("blocks", {}).items()
+            ),
         ),
         train=_kernel(value["kernels"]["train"]),
         infer=_kernel(value["kernels"]["infer"]),

@@ -119,10 +119,10 @@ def _graph(path: Path) -> Refusal:
     more = f" and {len(counts) - 12} more kinds" if len(counts) > 12 else ""
     return refuse(
         codes.USAGE,
-        f"{shown(path)} is an ONNX graph, and `model` of a contract names a checkpoint, no graph",
+        f"{shown(path)} is an ONNX graph, of which no contract is drafted",
         notes=(f"its operations: {listed}{more}",),
-        help="draft from the folder of Hugging Face that it was exported from; the kernels "
-        "onnxruntime.float32 and onnxruntime.dynamic_int8 export that themselves",
+        help="write `model: {onnx: FILE, blocks: {NAME: {from: TENSOR, to: TENSOR}}}`, or draft "
+        "from the folder of Hugging Face that it was exported from",
     )
 
 

@@ -179,6 +179,12 @@ def library_json(library: ir.Library) -> dict[str, Any]:
     }
 
 
+def _blocks(model: ir.ModelRef) -> dict[str, Any]:
+    """Return the blocks of an ONNX file; nothing for another model."""
+    named = {name: {"from": first, "to": last} for name, first, last in sorted(model.blocks)}
+    return {"blocks": named} if named else {}
+
+
 def to_json(program: ir.Program) -> dict[str, Any]:
     """Return a program as plain JSON data with the schema `kcdsl.ir/1`.
 
@@ -197,6 +203,7 @@ def to_json(program: ir.Program) -> dict[str, Any]:
             "module": program.model.module,
             "config": program.model.config,
             "tokenizer": program.model.tokenizer,
+            **_blocks(program.model),
         },
         "kernels": {role: _kernel(kernel) for role, kernel in program.kernels.items()},
         "data": program.data,

@@ -44,6 +44,7 @@ __all__ = [
     "FALLBACK_FROM",
     "GUARD_FROM",
     "MOST_ROWS",
+    "ONNX",
     "Abs",
     "AllOf",
     "AnyOf",
@@ -183,6 +184,10 @@ class Clause:
     holdout: bool = False
 
 
+ONNX = "onnx"
+"""The architecture of a model whose program is the graph of an ONNX file."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRef:
     """Where the weights are and which program they belong to.
@@ -191,7 +196,9 @@ class ModelRef:
     ("package.module:factory") is set. `checkpoint` and `tokenizer` are paths relative to the
     contract; a checkpoint may also be `package:NAME/path/inside`, a file inside an installed
     distribution. `served` is the checkpoint that the inference kernel reads, where that is
-    another; a program takes it from its kernel.
+    another; a program takes it from its kernel. Where the architecture is `ONNX`, the checkpoint
+    is an ONNX file with the program in it, and `blocks` has the name of each block with the
+    tensors at which it begins and ends.
     """
 
     checkpoint: str
@@ -201,6 +208,7 @@ class ModelRef:
     tokenizer: str | None = None
     served: str | None = None
     span: Span = field(default=_NOWHERE, compare=False)
+    blocks: tuple[tuple[str, str, str], ...] = ()
 
 
 GUARD_FROM = Fraction(1)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
-from kcdsl.ir.terms import ModelRef
+from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model import own_code, registry
 from kcdsl.model.checkpoint.headers import read_headers
 from kcdsl.model.checkpoint.modules import (
@@ -319,6 +319,8 @@ def load_model(ref: ModelRef, base: Path | Artefacts, *, by_block: bool = False)
 def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
     path = files.find_weights(ref.checkpoint)
     config = find_config(ref, path, files)
+    if ref.architecture == ONNX:
+        return _of_graph(ref, path, config, files)
     name = ref.architecture
     own = registry.declared(name) if name in registry.names() and name is not None else None
     built_in = ref.module is None and own is not None and not own.foreign
@@ -346,6 +348,24 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
         rule = registry.load(name).canonical_key if built_in and name is not None else str
         served = _served(place, module, config, rule, keys, files)
     return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty, served)
+
+
+def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefacts) -> Model:
+    """Return the model of an ONNX file."""
+    from kcdsl.model.onnx.program import read_program
+
+    module, checkpoint = read_program(path, ref.blocks, files.admitted)
+    files.record(CHECKPOINT, checkpoint.root_digest)
+    if ref.served is not None:
+        raise refuse(
+            codes.UNKNOWN_ARCHITECTURE,
+            "with an ONNX file the inference kernel has no checkpoint of its own",
+            help="say in `numerics` how the inference kernel stores the weights",
+        )
+    if module.vocabulary is not None:
+        config = {**config, "vocab_size": module.vocabulary}
+    tokenizer = find_tokenizer(ref, path, files, config)
+    return Model(module, checkpoint, config, module.keys, tokenizer, False, files)
 
 
 def _served(
@@ -381,6 +401,8 @@ def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:
     with at(ref.span):
         files = Artefacts.of(base)
         path = files.find_weights(ref.checkpoint)
+        if ref.architecture == ONNX:
+            return _of_graph(ref, path, find_config(ref, path, files), files)
         stored = read_headers(path, files.admitted).tensors
         name = ref.architecture
         if ref.module is not None or name is None or registry.declared(name).foreign:

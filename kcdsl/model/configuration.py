@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.ir.terms import ModelRef
+from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.files import Artefacts, companion
 from kcdsl.model.registry import ModelFamily, declared, load
@@ -134,7 +134,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict[str, Any]:
     """Return the configuration of a model: the file its contract names, else the config.json beside
-    the checkpoint; empty for a module of the user's own that has none.
+    the checkpoint; empty for a module of the user's own or an ONNX file
+    that has none.
 
     `base` is the folder of the contract. Refuse a file that is missing or cannot be read.
     """
@@ -143,7 +144,7 @@ def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict
         path = files.find(ref.config)
     else:
         beside = files.beside(checkpoint, "config.json")
-        if beside is None and ref.module is not None:
+        if beside is None and (ref.module is not None or ref.architecture == ONNX):
             return {}
         path = beside or weights_folder(checkpoint) / "config.json"
     return parse_config(path, files.read(path, companion("config"), _LARGEST_CONFIG))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from collections.abc import Mapping as AnyMapping
 from dataclasses import fields, replace
 from fractions import Fraction
 
-from kcdsl.check.sections.reading import RawKernel, StructureReader
+from kcdsl.check.sections.reading import SLICE_NAME, RawKernel, StructureReader, identifier
 from kcdsl.check.sections.sources import (
     RECORDED,
     SERVERS,
@@ -21,7 +22,7 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label, Refusal
 from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
-from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model import registry
 from kcdsl.model.adapters import adapter_names, is_adapter
 from kcdsl.model.numerics import Activations, KvCache, MatrixUnit, Numerics, TensorCore, Weights
@@ -57,7 +58,17 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
     """Check the section `model`; None after an error."""
     if node is None:
         return None
-    texts = {name: reader.text(node, name) for name in MODEL_FIELDS}
+    texts = {name: reader.text(node, name) for name in MODEL_FIELDS if name != "blocks"}
+    if node.get("onnx") is not None:
+        return _read_graph(node, texts, reader)
+    if (blocks := node.get("blocks")) is not None:
+        reader.reporter.error(
+            codes.UNKNOWN_FIELD,
+            "`blocks` belongs to `onnx`",
+            blocks.span,
+            "the blocks of another model are those of its program",
+        )
+    del texts["onnx"]
     architecture, module = texts["architecture"], texts["module"]
     if node.get("architecture") is not None and node.get("module") is not None:
         first, second = (
@@ -94,7 +105,57 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
             "write package.module:factory",
         )
     values = {name: scalar.text for name, scalar in texts.items() if scalar is not None}
-    return ModelRef(**values, span=node.span) if "checkpoint" in values else None
+    if "checkpoint" not in values:
+        return None
+    return ModelRef(
+        values["checkpoint"],
+        values.get("architecture"),
+        values.get("module"),
+        values.get("config"),
+        values.get("tokenizer"),
+        span=node.span,
+    )
+
+
+def _read_graph(
+    node: Mapping, texts: AnyMapping[str, Scalar | None], reader: StructureReader
+) -> ModelRef | None:
+    """Check a model that is an ONNX file; None after an error."""
+    path, good = texts["onnx"], True
+    for entry in node.entries:
+        if entry.key.text in ("checkpoint", "architecture", "module"):
+            good = False
+            reader.reporter.error(
+                codes.CONFLICTING_FIELDS,
+                f"the model has `onnx` and `{entry.key.text}`",
+                entry.key.span,
+                "an ONNX file holds the program and the weights",
+            )
+    blocks: list[tuple[str, str, str]] = []
+    named = reader.mapping(node, "blocks")
+    for entry in named.entries if named is not None else ():
+        name = identifier(reader, entry.key, SLICE_NAME, "block")
+        ends = reader.mapping(named, entry.key.text, ("from", "to"), ("from", "to"))
+        first, last = reader.text(ends, "from"), reader.text(ends, "to")
+        if entry.key.text == "model":
+            name = None
+            reader.reporter.error(
+                codes.BAD_IDENTIFIER,
+                "`model` cannot name a block",
+                entry.key.span,
+                "`model` is the whole program",
+            )
+        if name is None or first is None or last is None:
+            good = False
+            continue
+        blocks.append((name.text, first.text, last.text))
+    if path is None or not good:
+        return None
+    given = {name: scalar.text for name, scalar in texts.items() if scalar is not None}
+    config, tokenizer = given.get("config"), given.get("tokenizer")
+    return ModelRef(
+        path.text, ONNX, None, config, tokenizer, span=node.span, blocks=tuple(sorted(blocks))
+    )
 
 
 def _or_module(help: str) -> str:

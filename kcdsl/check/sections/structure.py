@@ -67,7 +67,7 @@ _SKELETONS = {
     "slices": "slices: {all: {}}",
 }
 """The text that a fix writes for a missing section; no clause can be guessed."""
-MODEL_FIELDS = ("checkpoint", "architecture", "module", "config", "tokenizer")
+MODEL_FIELDS = ("checkpoint", "architecture", "module", "onnx", "blocks", "config", "tokenizer")
 _EXPRESSION_FIELDS = ("require", "budget")
 _RECORD_FIELDS = ("metric", "threshold", "op", "delta", "over")
 ACTION_FIELDS = ("then", "remediation", "action")
@@ -199,7 +199,9 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
     reader.fields(root, "a contract", SECTIONS, required, _SKELETONS)
     kernels = reader.mapping(root, "kernels", ROLES, own)
     found = [(role, read_kernel_fields(reader, kernels, role)) for role in ROLES]
-    model = reader.mapping(root, "model", MODEL_FIELDS, ("checkpoint",))
+    written = root.get("model")
+    in_graph = isinstance(written, Mapping) and written.get("onnx") is not None
+    model = reader.mapping(root, "model", MODEL_FIELDS, () if in_graph else ("checkpoint",))
     return RawContract(
         name=identifier(reader, reader.text(root, "contract"), CLAUSE_ID, "contract"),
         version=reader.text(root, "version", numbers=True),

@@ -20,7 +20,7 @@ from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
-from kcdsl.ir.terms import Library, ModelRef, Program
+from kcdsl.ir.terms import ONNX, Library, ModelRef, Program
 from kcdsl.route.router import Route, route
 from kcdsl.source.config import load_config
 from kcdsl.source.files import decode_source, read_source
@@ -227,9 +227,13 @@ def _weights(model: ModelRef, folder: Path) -> str:
     """Return the digest of the checkpoint as it is now, or where it was looked for in vain."""
     from kcdsl.model.checkpoint.ranges import weights_digest
     from kcdsl.model.files import Artefacts
+    from kcdsl.release.artefacts import checkpoint_manifest
 
     try:
-        return f"sha256:{weights_digest(Artefacts.of(folder).find_weights(model.checkpoint))}"
+        path = Artefacts.of(folder).find_weights(model.checkpoint)
+        if model.architecture == ONNX:
+            return f"sha256:{checkpoint_manifest(path).weights_digest}"
+        return f"sha256:{weights_digest(path)}"
     except Refusal as refusal:
         return refusal.diagnostics[0].message
 

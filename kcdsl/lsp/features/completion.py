@@ -38,6 +38,7 @@ _LIBRARIES = (".kc.yaml", ".kc.yml")
 _DATA = {
     "data": (".jsonl",),
     "checkpoint": (".safetensors",),
+    "onnx": (".onnx",),
     "config": (".json",),
     "tokenizer": (".json",),
     "file": _LIBRARIES,
@@ -145,6 +146,9 @@ _RIVALS = (
     {"then", "action"},
     {"remediation", "action"},
     {"architecture", "module"},
+    {"architecture", "onnx"},
+    {"checkpoint", "onnx"},
+    {"module", "onnx"},
     {"contract", "library"},
 )
 

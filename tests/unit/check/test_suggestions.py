@@ -196,7 +196,7 @@ LOGITS = """\
 kcdsl: 1
 contract: whole-logits
 version: 1.0.0
-model: {checkpoint: model.safetensors, architecture: llama}
+model: {onnx: model.onnx, blocks: {mlp_0: {from: hidden, to: logits}}}
 data: requests.jsonl
 kernels:
   train: {run: recorded, format: logits, file: train.safetensors}

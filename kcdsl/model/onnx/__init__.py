@@ -1,0 +1,1 @@
+"""ONNX files as models: their graph is the program, and their initializers are the checkpoint."""

@@ -1,0 +1,82 @@
+"""Constants of ONNX graphs: nodes that depend neither on the tokens nor on weights that run.
+
+They are computed by the reference implementation of the `onnx` package, in the formats that the
+file states; runtimes fold such constants before they run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.onnx.files import Array, OnnxNode
+
+LARGEST = 1 << 26
+"""Elements of a folded constant; what has more would only fill the memory."""
+
+FOLDED = frozenset({
+    *("Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "ConstantOfShape", "Cos"),
+    *("CumSum", "Div", "Equal", "Exp", "Expand", "Flatten", "Floor", "Gather", "GatherElements"),
+    *("GatherND", "Greater", "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual"),
+    *("Log", "MatMul", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range"),
+    *("Reciprocal", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "ScatterND"),
+    *("Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt", "Squeeze", "Sub", "Tile"),
+    *("Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
+})  # fmt: skip
+"""Operators whose value is computed when a file is read, where all of their operands are fixed."""
+
+
+def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list[Array]:
+    """Return the results of a node whose operands are fixed. Refuse another operator, and a result
+    that is too large."""
+    if node.kind not in FOLDED:
+        raise refuse(codes.OPERATION_UNSUPPORTED, f"{node.place} is not supported among constants")
+    if _size(node, operands) > LARGEST:
+        raise refuse(
+            codes.ONNX_FILE, f"the constant of {node.place} has more than {LARGEST} elements"
+        )
+    attributes = {
+        name: numpy_helper.from_array(np.asarray(value)) if isinstance(value, np.ndarray) else value
+        for name, value in node.attributes.items()
+    }
+    proto = helper.make_node(node.kind, node.inputs, node.outputs, node.name, **attributes)
+    feeds = {
+        name: value
+        for name, value in zip(node.inputs, operands, strict=True)
+        if name and value is not None
+    }
+    with np.errstate(all="ignore"):
+        found = ReferenceEvaluator(proto, opsets={"": opset}).run(None, feeds)
+    return [np.asarray(value) for value in found]
+
+
+def _size(node: OnnxNode, operands: Sequence[Array | None]) -> int:
+    """Return about how many elements the result of a node has, before it is computed."""
+    held = [v for v in operands if v is not None]
+    match node.kind:
+        case "ConstantOfShape":
+            return math.prod(int(n) for n in held[0].reshape(-1))
+        case "Expand":
+            sizes = tuple(int(n) for n in held[1].reshape(-1))
+            return math.prod(np.broadcast_shapes(held[0].shape, sizes))
+        case "Range":
+            start, stop, step = (float(v.reshape(())) for v in held)
+            return int(abs(stop - start) / abs(step)) if step else LARGEST + 1
+        case "Tile":
+            return int(held[0].size) * math.prod(int(n) for n in held[1].reshape(-1))
+        case "MatMul":
+            return int(int(held[0].size) * max(1, held[1].size // max(1, held[1].shape[0])))
+        case "GatherND" | "Gather":
+            return int(int(held[1].size) * max(1, held[0].size // max(1, held[0].shape[0])))
+        case _ if len(held) > 1 and node.kind not in ("Concat", "Slice", "Reshape", "Split"):
+            try:
+                return math.prod(np.broadcast_shapes(*(v.shape for v in held)))
+            except ValueError:
+                return max(v.size for v in held)
+        case _:
+            return sum(v.size for v in held)

@@ -1,0 +1,145 @@
+"""ONNX files for tests: a decoder as exporters write it, with its operations written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+VOCABULARY, WIDTH, HEADS, INNER = 12, 8, 2, 16
+
+DECODER = """
+<ir_version: 9, opset_import: ["" : 18]>
+decoder (int64[1,T] input_ids) => (float[1,T,12] logits)
+{
+  embedded = Gather <axis = 0> (embedding, input_ids)
+  square = Pow (embedded, two)
+  mean = ReduceMean <keepdims = 1> (square, last)
+  shifted = Add (mean, eps)
+  root = Sqrt (shifted)
+  inverse = Reciprocal (root)
+  normed = Mul (embedded, inverse)
+  weighted = Mul (norm_weight, normed)
+  sizes = Shape (input_ids)
+  length = Gather <axis = 0> (sizes, one)
+  column = Unsqueeze (length, zero_axis)
+  apart = Concat <axis = 0> (ones_axis, column, heads_axis, head_axis)
+  together = Concat <axis = 0> (ones_axis, column, width_axis)
+  positions = Range (zero, length, one)
+  floats = Cast <to = 1> (positions)
+  rows = Unsqueeze (floats, one_axis)
+  angles = Mul (rows, frequencies)
+  double = Concat <axis = -1> (angles, angles)
+  cosine = Cos (double)
+  sine = Sin (double)
+  q = MatMul (weighted, wq)
+  q_apart = Reshape (q, apart)
+  q_heads = Transpose <perm = [0, 2, 1, 3]> (q_apart)
+  q_first = Slice (q_heads, zero_axis, half_axis, last)
+  q_second = Slice (q_heads, half_axis, far_axis, last)
+  q_negative = Neg (q_second)
+  q_turned = Concat <axis = -1> (q_negative, q_first)
+  q_straight = Mul (q_heads, cosine)
+  q_across = Mul (q_turned, sine)
+  q_placed = Add (q_straight, q_across)
+  k = MatMul (weighted, wk)
+  k_apart = Reshape (k, apart)
+  k_heads = Transpose <perm = [0, 2, 1, 3]> (k_apart)
+  k_first = Slice (k_heads, zero_axis, half_axis, last)
+  k_second = Slice (k_heads, half_axis, far_axis, last)
+  k_negative = Neg (k_second)
+  k_turned = Concat <axis = -1> (k_negative, k_first)
+  k_straight = Mul (k_heads, cosine)
+  k_across = Mul (k_turned, sine)
+  k_placed = Add (k_straight, k_across)
+  v = MatMul (weighted, wv)
+  v_apart = Reshape (v, apart)
+  v_heads = Transpose <perm = [0, 2, 1, 3]> (v_apart)
+  square_axes = Concat <axis = 0> (column, column)
+  full = ConstantOfShape <value = float[1] {1.0}> (square_axes)
+  lower = Trilu <upper = 0> (full)
+  keep = Cast <to = 9> (lower)
+  bias = Where (keep, nothing, hidden)
+  k_columns = Transpose <perm = [0, 1, 3, 2]> (k_placed)
+  scores = MatMul (q_placed, k_columns)
+  scaled = Mul (scores, half)
+  masked = Add (scaled, bias)
+  shares = Softmax <axis = -1> (masked)
+  no_number = IsNaN (shares)
+  guarded = Where (no_number, nothing, shares)
+  context = MatMul (guarded, v_heads)
+  context_rows = Transpose <perm = [0, 2, 1, 3]> (context)
+  joined = Reshape (context_rows, together)
+  attention = MatMul (joined, wo)
+  attended = Add (embedded, attention)
+  second = LayerNormalization <axis = -1, epsilon = 0.00001> (attended, gain, offset)
+  wide = MatMul (second, up)
+  biased = Add (wide, up_bias)
+  over_root = Div (biased, root_of_two)
+  error = Erf (over_root)
+  share = Add (error, single)
+  doubled = Mul (biased, share)
+  active = Mul (half, doubled)
+  feed = MatMul (active, down)
+  layer = Add (attended, feed)
+  logits = MatMul (layer, head)
+}
+"""
+BLOCKS = {
+    "norm_0": ("embedded", "weighted"),
+    "attn_0": ("weighted", "attention"),
+    "mlp_0": ("second", "feed"),
+    "layer_0": ("embedded", "layer"),
+}
+
+
+def weights() -> dict[str, NDArray[Any]]:
+    """Return the tensors of the decoder."""
+    drawn = np.random.default_rng(7)
+
+    def matrix(*shape: int) -> NDArray[Any]:
+        return (drawn.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    def vector(size: int) -> NDArray[Any]:
+        return (1 + 0.1 * drawn.standard_normal(size)).astype(np.float32)
+
+    numbers = {
+        "two": 2.0, "eps": 1e-5, "half": 0.5, "nothing": 0.0, "hidden": -np.inf, "single": 1.0,
+        "root_of_two": np.sqrt(2.0),
+    }  # fmt: skip
+    axes = {
+        "zero_axis": 0, "one_axis": 1, "ones_axis": 1, "heads_axis": HEADS, "half_axis": 2,
+        "head_axis": WIDTH // HEADS, "width_axis": WIDTH, "last": -1, "far_axis": 2**31,
+    }  # fmt: skip
+    held = {name: np.asarray(value, dtype=np.float32) for name, value in numbers.items()}
+    held |= {name: np.asarray([value], dtype=np.int64) for name, value in axes.items()}
+    held |= {"zero": np.asarray(0, dtype=np.int64), "one": np.asarray(1, dtype=np.int64)}
+    held |= {name: matrix(WIDTH, WIDTH) for name in ("wq", "wk", "wv", "wo")}
+    held |= {"up": matrix(WIDTH, INNER), "down": matrix(INNER, WIDTH), "up_bias": vector(INNER)}
+    held |= {name: vector(WIDTH) for name in ("norm_weight", "gain", "offset")}
+    held |= {"embedding": matrix(VOCABULARY, WIDTH), "head": matrix(WIDTH, VOCABULARY)}
+    return held | {"frequencies": np.asarray([1.0, 0.1], dtype=np.float32)}
+
+
+def model_of(text: str, tensors: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
+    """Return a model of the text of its graph and its tensors."""
+    model = onnx.parser.parse_model(text)
+    for name, value in tensors.items():
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    return model
+
+
+def save_decoder(folder: Path, name: str = "model.onnx", *, beside: bool = False) -> Path:
+    """Write the decoder; `beside` puts its weights into a file of external data."""
+    path = folder / name
+    model = model_of(DECODER, weights())
+    onnx.checker.check_model(model)
+    onnx.save(
+        model, str(path), save_as_external_data=beside, location=f"{name}.data", size_threshold=0
+    )
+    return path

@@ -1,0 +1,288 @@
+"""Models of ONNX files: the program, its blocks, and files that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.ir.terms import ONNX, ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.lowering.evaluate import graph_output
+from kcdsl.model.lowering.export import block_graph
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.interval.tensors import read
+from kcdsl_certs.statement.manifest import build_manifest
+from tests.support.onnx_files import BLOCKS, DECODER, model_of, save_decoder, weights
+
+TOKENS = [3, 1, 4, 1, 5]
+
+
+def loaded(path: Path, blocks: dict[str, tuple[str, str]] = BLOCKS) -> Model:
+    ends = tuple((name, *between) for name, between in blocks.items())
+    return load_model(ModelRef(path.name, ONNX, blocks=ends), path.parent)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_decoder(tmp_path_factory.mktemp("onnx"))
+
+
+@pytest.fixture(scope="module")
+def model(decoder: Path) -> Model:
+    return loaded(decoder)
+
+
+def test_the_program_does_what_onnx_runtime_does(decoder: Path, model: Model) -> None:
+    session = onnxruntime.InferenceSession(str(decoder), providers=["CPUExecutionProvider"])
+    for tokens in (TOKENS, [7], [2] * 9):
+        wanted = session.run(None, {"input_ids": np.asarray([tokens])})[0][0]
+        found = model.module(model.ids(tokens)).numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not model.encoder_only
+    assert model.limits[0] == 12
+
+
+def test_weights_are_those_of_the_file(model: Model) -> None:
+    held = weights()
+    matrices = {"wq", "wk", "wv", "wo", "up", "down", "head"}
+    assert model.transposed == matrices
+    assert {"embedding", "norm_weight", "gain", "offset", "up_bias"} | matrices == set(
+        model.keys.values()
+    )
+    np.testing.assert_array_equal(model.checkpoint.tensors["up"].numpy(), held["up"])
+
+
+HAS = {
+    "norm_0": {"rms_norm"},
+    "attn_0": {"rope", "softmax", "linear"},
+    "mlp_0": {"gelu", "linear"},
+    "layer_0": {"rms_norm", "rope", "softmax", "layer_norm", "gelu"},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layer_0", *(pytest.param(n, marks=pytest.mark.full) for n in ("norm_0", "attn_0", "mlp_0"))],
+)
+def test_written_out_operators_become_those_that_rules_know(model: Model, name: str) -> None:
+    params = {key: model.weights[key].numpy() for key in model.weights}
+    entering = model.block_inputs(TOKENS, name)
+    assert entering is not None
+    graph = block_graph(model, name, len(TOKENS), formats=("bfloat16",))
+    wanted = model.block(name)(entering).numpy()
+    found = graph_output(graph, params, entering.numpy())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert HAS[name] <= {node.op for node in graph.nodes}
+    roles = {node.role for node in graph.nodes if node.op == "softmax"}
+    assert roles <= {"probabilities"}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_checker_reads_the_same_weights(tmp_path: Path, beside: bool) -> None:
+    path = save_decoder(tmp_path, beside=beside)
+    found, mine = read(path), loaded(path)
+    assert found.sha256 == mine.checkpoint.sha256
+    assert found.root_digest == mine.checkpoint.root_digest == build_manifest(path).root_digest
+    assert set(found.tensors) == set(mine.checkpoint.tensors)
+    for key, tensor in found.tensors.items():
+        stored = mine.checkpoint.tensors[key].numpy()
+        assert tensor.shape == stored.shape
+        assert bytes(tensor.data) == stored.tobytes()
+    assert len(build_manifest(path).resources) == 1 + beside
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16])
+@pytest.mark.parametrize("raw", [False, True])
+def test_every_storage_of_a_tensor_is_read_alike(tmp_path: Path, kind: int, raw: bool) -> None:
+    numbers = np.random.default_rng(3).standard_normal((4, 3)).astype(np.float32)
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    if raw:
+        tensor = numpy_helper.from_array(numbers.astype(dtype), "matrix")
+    else:
+        tensor = helper.make_tensor("matrix", kind, (4, 3), numbers.astype(dtype).flatten())
+    name = {1: "float", 10: "float16", 16: "bfloat16"}[kind]
+    text = '<ir_version: 9, opset_import: ["" : 18]> g (int64[1,T] input_ids) => '
+    text += f"({name}[1,T,3] hidden) {{ hidden = Gather (matrix, input_ids) }}"
+    proto = model_of(text, {})
+    proto.graph.initializer.append(tensor)
+    path = tmp_path / "model.onnx"
+    onnx.save(proto, str(path))
+    stored = read(path).tensors["matrix"]
+    assert bytes(stored.data) == numbers.astype(dtype).tobytes()
+    mine = loaded(path, {}).checkpoint.tensors["matrix"].numpy()
+    np.testing.assert_array_equal(mine, numbers.astype(dtype).astype(np.float32))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _external(location: str) -> Any:
+    def change(model: onnx.ModelProto) -> None:
+        tensor = next(t for t in model.graph.initializer if t.name == "wq")
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=location)
+
+    return change
+
+
+def _reversed(model: onnx.ModelProto) -> None:
+    nodes = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def _cyclic(model: onnx.ModelProto) -> None:
+    model.graph.node[0].input[0] = "layer"
+
+
+def _twice(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(model.graph.initializer[-1])
+
+
+def _short(model: onnx.ModelProto) -> None:
+    tensor = next(t for t in model.graph.initializer if t.name == "wq")
+    tensor.raw_data = tensor.raw_data[:-4]
+
+
+def _huge(model: onnx.ModelProto) -> None:
+    tensor = next(t for t in model.graph.initializer if t.name == "wq")
+    tensor.dims[:] = [1 << 40, 1 << 40]
+
+
+def _large_constant(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray([1 << 40]), "many"))
+    node = next(n for n in model.graph.node if n.output[0] == "full")
+    node.input[0] = "many"
+
+
+def _opset(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version = 9
+
+
+def _domain(model: onnx.ModelProto) -> None:
+    model.graph.node[0].domain = "com.microsoft"
+
+
+def _loop(model: onnx.ModelProto) -> None:
+    model.graph.node[0].attribute.append(helper.make_attribute("body", model.graph))
+
+
+def _operator(model: onnx.ModelProto) -> None:
+    next(n for n in model.graph.node if n.output[0] == "root").op_type = "Elu"
+
+
+def _attribute(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.output[0] == "second")
+    node.attribute.append(helper.make_attribute("stash_type", 10))
+
+
+def _cache(model: onnx.ModelProto) -> None:
+    value = helper.make_tensor_value_info("past_key", TensorProto.FLOAT, [1, 2, 3, 4])
+    model.graph.input.append(value)
+
+
+def _function(model: onnx.ModelProto) -> None:
+    node = helper.make_node("Identity", ["x"], ["y"])
+    made = helper.make_function("", "Own", ["x"], ["y"], [node], model.opset_import)
+    model.functions.append(made)
+
+
+DAMAGE = {
+    "outside": (_external("../weights"), "KC468", "no name of a file in its folder"),
+    "absolute": (_external("/etc/passwd"), "KC468", "no name of a file in its folder"),
+    "itself": (_external("model.onnx"), "KC468", "no name of a file in its folder"),
+    "absent": (_external("weights"), "KC601", "weights"),
+    "reversed": (_reversed, "KC468", "nothing before it computes"),
+    "cyclic": (_cyclic, "KC468", "reads 'layer', which nothing before it computes"),
+    "twice": (_twice, "KC468", "stands twice"),
+    "short": (_short, "KC468", "damaged"),
+    "huge": (_huge, "KC468", "the shape"),
+    "large constant": (_large_constant, "KC468", "elements"),
+    "opset": (_opset, "KC468", "version 9"),
+    "domain": (_domain, "KC461", "com.microsoft"),
+    "loop": (_loop, "KC461", "a graph"),
+    "operator": (_operator, "KC461", "Elu of node root"),
+    "attribute": (_attribute, "KC461", "LayerNormalization of node second"),
+    "cache": (_cache, "KC468", "past_key"),
+    "function": (_function, "KC468", "functions of its own"),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+def test_a_file_that_no_program_is_read_of_is_refused(tmp_path: Path, damage: str) -> None:
+    change, code, said = DAMAGE[damage]
+    proto = model_of(DECODER, weights())
+    change(proto)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(Refusal) as refused:
+        loaded(path, {})
+    assert str(refused.value.diagnostics[0].code) == code
+    assert said in refused.value.diagnostics[0].message
+
+
+def test_cut_off_and_foreign_files_are_refused_by_both(tmp_path: Path) -> None:
+    data = save_decoder(tmp_path).read_bytes()
+    for name, content in (("cut.onnx", data[:-7]), ("text.onnx", b"no graph"), ("no.onnx", b"")):
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(Refusal):
+            loaded(path, {})
+        with pytest.raises(Rejected, match="checkpoint/format"):
+            read(path)
+
+
+@pytest.mark.parametrize("location", ["../weights", "/etc/passwd", "a/b", ".."])
+def test_the_checker_follows_no_path_out_of_the_folder(tmp_path: Path, location: str) -> None:
+    proto = model_of(DECODER, weights())
+    _external(location)(proto)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    for reads in (read, build_manifest):
+        with pytest.raises(Rejected):
+            reads(path)
+
+
+def test_the_checker_refuses_what_readers_read_differently(tmp_path: Path) -> None:
+    proto = model_of(DECODER, weights())
+    again = model_of(DECODER, {"wq": np.zeros((8, 8), dtype=np.float32)})
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString() + again.SerializeToString())
+    with pytest.raises(Rejected, match="one graph"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (("embeded", "layer"), "did you mean"),
+        (("attention", "weighted"), "reads more of the tokens"),
+        (("weighted", "layer"), "reads more of the tokens"),
+        (("embedded", "scores"), "it must be hidden states"),
+    ],
+)
+def test_blocks_that_are_none_are_refused(decoder: Path, ends: tuple[str, str], said: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(decoder, {"part": ends})
+    found = refused.value.diagnostics[0]
+    assert str(found.code) == "KC459"
+    assert said in f"{found.message} {found.help}"
+
+
+def test_a_length_that_the_file_does_not_take_is_refused(tmp_path: Path) -> None:
+    proto = model_of(DECODER, weights())
+    fixed = next(t for t in proto.graph.initializer if t.name == "width_axis")
+    fixed.CopyFrom(numpy_helper.from_array(np.asarray([2]), "width_axis"))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(Refusal) as refused:
+        loaded(path, {})
+    assert "fails on 3 tokens" in refused.value.diagnostics[0].message
