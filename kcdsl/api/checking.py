@@ -79,6 +79,7 @@ class CheckSettings:
     revocations: Sequence[PathLike] = ()
     kernels: PathLike | None = None
     checkpoint: PathLike | None = None
+    infer_checkpoint: PathLike | None = None
     base: PathLike | None = None
     stage: str | None = None
     minimum_sequence: int | None = None
@@ -99,6 +100,7 @@ class Checks(TypedDict, total=False):
     revocations: Sequence[PathLike]
     kernels: PathLike | None
     checkpoint: PathLike | None
+    infer_checkpoint: PathLike | None
     base: PathLike | None
     stage: str | None
     minimum_sequence: int | None
@@ -151,11 +153,19 @@ def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings
     files, model = Artefacts.of(contract.base), contract.program.model
     given = settings.checkpoint
     checkpoint = files.locate(model.checkpoint) if given is None else Path(given)
-    served = None if model.served is None else files.find_weights(model.served)
+    own = settings.infer_checkpoint
+    if own is not None and model.served is None:
+        raise refuse(
+            USAGE,
+            "--infer-checkpoint is for contracts whose inference kernel has a checkpoint",
+            help="leave it out; --checkpoint replaces the weights of both kernels",
+        )
+    named = None if model.served is None or own is not None else files.find_weights(model.served)
+    served = named if own is None else Path(own)
     kernels = None if settings.kernels is None else read_kernels(Path(settings.kernels))
     try:
         expectation = build_expectation(
-            contract.program, files, fingerprints=kernels, checkpoint=checkpoint
+            *(contract.program, files), fingerprints=kernels, checkpoint=checkpoint, served=served
         )
     except ArtefactRefused as error:
         refusal = refused("components", Rejected(error.reason, error.detail))

@@ -112,7 +112,8 @@ def stored_kernel(
 ) -> DraftKernel | None:
     """Return the kernel that reads quantised weights as they are stored and multiplies them
     dequantised; None for a method that no reader knows."""
-    if str(config.get("quant_method", "")).lower() not in _STORED:
+    method = str(config.get("quant_method", "")).lower()
+    if method not in _STORED or (method == "fp8" and not config.get("weight_block_size")):
         return None
     read = read_quantisation(config)
     found = _served({"compute": compute}, _order(architecture, capped)[:2])
@@ -130,7 +131,7 @@ def _order(architecture: str, capped: bool) -> tuple[str, ...]:
     return order
 
 
-_STORED = frozenset({"awq", "compressed-tensors", "gptq", "modelopt"})
+_STORED = frozenset({"awq", "compressed-tensors", "fp8", "gptq", "modelopt"})
 """Methods whose codes and scales are read from the checkpoint."""
 _DROPPED = {
     "kv_cache": "the KV cache in {}, which no local kernel keeps",

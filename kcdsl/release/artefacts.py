@@ -58,13 +58,13 @@ def checkpoint_manifest(path: Path) -> Manifest:
         raise refuse(code, f"{path} cannot be read: {error.strerror}") from error
 
 
-def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
+def companions(model: ModelRef, files: Artefacts, served: Path | None = None) -> dict[str, str]:
     """Return the sha256 of the files that belong to the weights, by role.
 
     `config`, `tokenizer`, `generation_config`, `tokenizer_config` and `chat_template` as they are
     found by what reads them (named, or beside the checkpoint), `module`, the source file of a
     factory of the user's own, and `infer_checkpoint`, the manifest of what the inference kernel
-    reads instead.
+    reads instead; `served` replaces the path that the contract names.
     """
     checkpoint = files.locate(model.checkpoint)
     found: dict[str, str] = {}
@@ -82,7 +82,8 @@ def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
             found[role] = files.digest(path)
     if model.served is not None:
         try:
-            found[INFER_CHECKPOINT] = storage_manifest(files.find_weights(model.served)).digest
+            place = files.find_weights(model.served) if served is None else served
+            found[INFER_CHECKPOINT] = storage_manifest(place).digest
         except Rejected as error:
             raise ArtefactRefused(error) from error
     if model.module is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ def slice_sources(program: Program, files: Artefacts) -> dict[str, SliceSource]:
     rollouts are read, are measured in other units than rows.
     """
     program = expand_tables(program)
-    tokens = "other" if "tokenizer" in companions(program.model, files) else BYTES
+    beside = companions(replace(program.model, served=None), files)
+    tokens = "other" if "tokenizer" in beside else BYTES
     kernels = (program.train, program.infer)
     drawn = any(k.service is not None or k.recording is not None for k in kernels)
     found = {}
@@ -260,12 +262,13 @@ def build_triple(
     *,
     fingerprints: Fingerprints | None = None,
     checkpoint: Path | None = None,
+    served: Path | None = None,
 ) -> Triple:
     """Return the triple of a compiled contract whose folder is `base`.
 
     `fingerprints` are those of the kernels that will run; by default they are taken here.
-    `checkpoint` replaces the path that the contract names. Raises Refusal where a file is missing
-    or must not be trusted.
+    `checkpoint` and `served` replace the paths that the contract names. Raises Refusal where a file
+    is missing or must not be trusted.
     """
     from kcdsl.ir.canonical import digest
 
@@ -279,7 +282,7 @@ def build_triple(
             ref, kernel_here(program, ref, files) if given is None else given, role
         )
     return Triple(
-        Checkpoint.of(path.name, manifest, companions(program.model, files)),
+        Checkpoint.of(path.name, manifest, companions(program.model, files, served)),
         kernels["train"],
         kernels["infer"],
         Contract(program.name, program.version, digest(program).removeprefix("sha256:")),
@@ -325,11 +328,14 @@ def build_expectation(
     *,
     fingerprints: Fingerprints | None = None,
     checkpoint: Path | None = None,
+    served: Path | None = None,
 ) -> Expectation:
     """Return all that a verifier must know beforehand: triple, clauses, data digests, slices."""
     files = Artefacts.of(base)
     return Expectation(
-        build_triple(program, files, fingerprints=fingerprints, checkpoint=checkpoint),
+        build_triple(
+            program, files, fingerprints=fingerprints, checkpoint=checkpoint, served=served
+        ),
         required_clauses(program, files),
         data_digests(program, files),
         slice_sources(program, files),

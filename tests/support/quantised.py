@@ -57,6 +57,11 @@ def fp8(w: Tensor, layout: str, kind: torch.dtype = torch.float32) -> Written:
     return {"weight": code, "weight_scale": scale}, code.float() * spread
 
 
+def inverse(parts: dict[str, Tensor], value: Tensor) -> Written:
+    """Name the scales as DeepSeek does."""
+    return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}, value
+
+
 def int8(w: Tensor) -> Written:
     """Signed bytes with scales of channels, down to -128."""
     scale = (w.abs().amax(-1, keepdim=True) / 127.5).to(torch.bfloat16)
@@ -187,6 +192,15 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "fp8 block": (
         _compressed("float-quantized", strategy="block", **_F8),
         lambda w: fp8(w, "block"),
+    ),
+    "fp8 of DeepSeek": (
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+        lambda w: inverse(*fp8(w, "block")),
     ),
     "int8 channel": (
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),

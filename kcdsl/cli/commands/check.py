@@ -59,6 +59,9 @@ class CheckCommand(Trusts):
     )
     kernels: str | None = value("FILE", KERNELS)
     checkpoint: str | None = value("FILE", "the weights, instead of those the contract names")
+    infer_checkpoint: str | None = value(
+        "FILE", "the weights of the inference kernel, where the contract names some of its own"
+    )
     base: str | None = value(
         "FILE", "the earlier weights, with which those of a weights transfer are compared"
     )
@@ -86,6 +89,7 @@ class CheckCommand(Trusts):
             revocations=self.revocations,
             kernels=self.kernels,
             checkpoint=self.checkpoint,
+            infer_checkpoint=self.infer_checkpoint,
             base=self.base,
             stage=self.stage,
             minimum_sequence=self.minimum_sequence,

@@ -177,7 +177,7 @@ def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
     if len(data) < 8 or not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
         raise ValueError("its header is cut off")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=_once)
+        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=once)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
@@ -205,10 +205,13 @@ def _stored(name: str, told: Any, first: int) -> StoredTensor:
     raise ValueError(f"the type, shape and bytes of {ascii(name)[1:-1][:80]} do not fit")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError where a key stands in it twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("its header names something twice")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{excerpt(twice)} stands in it twice")
     return found
 
 
@@ -222,7 +225,7 @@ def _index(path: Path, data: bytes) -> dict[str, str]:
     try:
         if len(data) > _LARGEST_INDEX:
             raise ValueError(f"it is larger than {_LARGEST_INDEX} bytes")
-        raw = json.loads(data.decode(), object_pairs_hook=_once_each)
+        raw = json.loads(data.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise _bad_index(path, f"it is not JSON: {error}") from None
     named = raw.get("weight_map") if isinstance(raw, dict) else None
@@ -234,15 +237,6 @@ def _index(path: Path, data: bytes) -> dict[str, str]:
                 path, f"the file of {excerpt(key)} is {excerpt(name)!r}, no name in its folder"
             )
     return named
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{excerpt(twice)} stands in it twice")
-    return found
 
 
 def _is_plain(name: str) -> bool:

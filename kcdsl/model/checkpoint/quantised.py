@@ -79,10 +79,12 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         return _awq_scheme(config)
     if method == "modelopt" or "quant_algo" in config:
         return _modelopt(config)
+    if method == "fp8":
+        return _blocked(config)
     raise _unknown("quant_method", config.get("quant_method"), _METHODS)
 
 
-_METHODS = ("compressed-tensors", "gptq", "awq", "modelopt")
+_METHODS = ("compressed-tensors", "gptq", "awq", "modelopt", "fp8")
 
 
 def _unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
@@ -268,14 +270,20 @@ def _tiled(
     if high == rows and columns % wide == 0:
         width = columns // wide
         return scale.repeat_interleave(width, dim=1), f"group_{width}"
-    block = 128
-    _need(
-        (high, wide) == (-(-rows // block), -(-columns // block)),
-        name,
-        f"scales of shape {(high, wide)} do not fit a matrix of {shape}",
-    )
-    tall = scale.repeat_interleave(block, dim=0)[:rows]
-    return tall.repeat_interleave(block, dim=1)[:, :columns], "block_128"
+    return _of_blocks(scale, shape, name), "block_128"
+
+
+_BLOCK = 128
+
+
+def _of_blocks(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    """Return one scale for every element of a matrix, of those of its blocks."""
+    rows, columns = shape
+    fits = tuple(scale.shape) == (-(-rows // _BLOCK), -(-columns // _BLOCK))
+    said = f"scales of shape {tuple(scale.shape)} do not fit a matrix of {shape}"
+    _need(fits, name, said)
+    tall = scale.repeat_interleave(_BLOCK, dim=0)[:rows]
+    return tall.repeat_interleave(_BLOCK, dim=1)[:, :columns]
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -386,6 +394,29 @@ def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> Quant
     whole = read(f"{base}.weight_scale_2").to(torch.float32).reshape(-1)
     _need(whole.numel() == 1, name, "it has several scales of the tensor")
     return _nvfp4(read, base, kinds, name, lambda s: s * whole)
+
+
+# --- fp8: float8 blocks, as DeepSeek stores them --------------------------------------------------
+
+
+def _blocked(config: Mapping[str, Any]) -> Scheme:
+    _allow(config, "fmt", ("e4m3", None), None)
+    _allow(config, "activation_scheme", ("dynamic", None), None)
+    size = config.get("weight_block_size")
+    if size != [_BLOCK, _BLOCK]:
+        raise _unknown("weight_block_size", size, ([_BLOCK, _BLOCK],))
+    return Scheme("fp8", "weight", ("weight_scale_inv",), _decode_blocked)
+
+
+def _decode_blocked(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+    """Return float8 codes times the scales of blocks of 128; the last blocks may be cut off."""
+    name, scales = f"{base}.weight", f"{base}.weight_scale_inv"
+    _need(kinds[name] == "F8_E4M3", name, f"it is stored as {kinds[name]}")
+    _need(kinds.get(scales) in PLAIN, name, "it has no weight_scale_inv of a float format")
+    stored = read(name).to(torch.float32)
+    _need(stored.dim() == 2, name, "it is no matrix")
+    scale = _of_blocks(read(scales).to(torch.float32), tuple(stored.shape), name)
+    return _weight(stored * scale, "fp8_e4m3", "block_128", stored, scale)
 
 
 def is_sound(found: QuantisedWeight) -> bool:

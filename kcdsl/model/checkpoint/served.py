@@ -21,6 +21,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.checkpoint.headers import (
     StoredTensor,
     header_of,
+    once,
     read_headers,
     weights_folder,
 )
@@ -266,16 +267,9 @@ def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> N
 
 def _object(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data.decode(), object_pairs_hook=_once)
+        found = json.loads(data.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is given twice")
     return found

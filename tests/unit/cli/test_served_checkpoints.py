@@ -75,6 +75,11 @@ def test_a_pair_of_checkpoints_is_proved_measured_and_checked(
     check = ("check", *names, "--key", "k.key.pub", "--recheck")
     checked = cli(*check, cwd=folder)
     assert checked.code == 0, checked.stdout + checked.stderr
+    # the checkpoint that is deployed may lie elsewhere
+    moved = (folder / "quantised").rename(folder / "elsewhere")
+    assert cli(*check, cwd=folder).code != 0
+    assert cli(*check, "--infer-checkpoint", "elsewhere", cwd=folder).code == 0
+    moved.rename(folder / "quantised")
     # both checkpoints and the configuration of the second are bound
     config = folder / "quantised" / "config.json"
     for path in (folder / "quantised" / "model.safetensors", config):

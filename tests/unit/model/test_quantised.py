@@ -61,10 +61,30 @@ def test_a_weight_is_what_its_format_says(folder: Path, name: str) -> None:
             assert other.largest_scale == mine.scale or not mine.form
 
 
+@pytest.mark.parametrize("shape", [(130, 200), (256, 128), (1, 200), (3, 5)])
+def test_blocks_of_fp8_may_be_cut_off(tmp_path: Path, shape: tuple[int, int]) -> None:
+    config, write = FORMATS["fp8 of DeepSeek"]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    weight = weight * torch.arange(1, shape[1] + 1)  # every block has a scale of its own
+    parts, meant = write(weight)
+    tensors = {f"w.{name}": part for name, part in parts.items()}
+    kinds = {"w.weight": "F8_E4M3", "w.weight_scale_inv": "F32"}
+    mine = scheme_of(config).decode(tensors.__getitem__, "w", kinds)
+    assert torch.equal(mine.value, meant)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    theirs = read_served(tmp_path, {"w.weight"}).matrix("w.weight")
+    assert np.array_equal(theirs.value, meant.numpy())
+    assert (mine.form, mine.layout) == (theirs.kind, theirs.scale) == ("fp8_e4m3", "block_128")
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "torchao"}, "torchao"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "weight_block_size"),
+        ({"quant_method": "fp8"}, "weight_block_size None"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),

@@ -28,7 +28,8 @@ from kcdsl_certs.statement.weights import CONFIGURATIONS, SINGLE, index_of
 _LARGEST = 1 << 24
 _PARTS = (
     "weight", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point",
-    "weight_packed", "weight_shape", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx",
+    "weight_packed", "weight_shape", "weight_g_idx", "weight_scale_inv", "qweight",
+    "qzeros", "scales", "g_idx",
 )  # fmt: skip
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
@@ -157,6 +158,8 @@ def _decode(served: Served, base: str) -> Decoded:
             return _bytes(served, base)
         if method.get("quant_algo") == "NVFP4":
             return _four(served, base, "weight", "weight_scale_2", False)
+    if name == "fp8":
+        return _squares(served, base, method)
     raise Rejected("served/method", f"{name[:40] or method.get('quant_algo')!r} is not known")
 
 
@@ -196,6 +199,29 @@ def _bytes(served: Served, base: str) -> Decoded:
             codes = codes - _tiles(zeros, codes.shape, _order(served, base))[0]
             kind = ""
     return _product(codes, served, base, kind)
+
+
+def _squares(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
+    """Return bytes times the scales of squares of 128 by 128, of which the last may be smaller."""
+    stated = method.get("weight_block_size"), method.get("fmt"), method.get("activation_scheme")
+    if stated[0] != [128, 128] or stated[1] not in ("e4m3", None):
+        raise Rejected("served/method", f"fp8 in blocks of {str(stated[0])[:40]}")
+    if stated[2] not in ("dynamic", None):
+        raise Rejected("served/method", f"fp8 with inputs scaled {str(stated[2])[:40]!r}")
+    tensor, inverse = served.part(base, "weight"), served.part(base, "weight_scale_inv")
+    if tensor.dtype != "F8_E4M3" or inverse.dtype not in ("F32", "F16", "BF16"):
+        raise ValueError(f"bytes are {tensor.dtype}, scales {inverse.dtype}")
+    codes, scales = _numbers(tensor), _numbers(inverse)
+    value = np.empty_like(codes)
+    tall, wide = (-(-n // 128) for n in codes.shape)
+    if scales.shape != (tall, wide):
+        raise ValueError("the scales do not fit")
+    with np.errstate(all="ignore"):
+        for row in range(tall):
+            for column in range(wide):
+                square = np.s_[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
+                value[square] = codes[square] * scales[row, column]
+    return Decoded(value, "fp8_e4m3", "block_128", float(codes.min()), float(np.abs(scales).max()))
 
 
 def _product(codes: NDArray[Any], served: Served, base: str, kind: str) -> Decoded:
