@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
-from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
+from kcdsl_backends.drift.boxes.quantizers import quantizer_steps, scale_steps, static_quantizer
 from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
 from kcdsl_backends.drift.boxes.state import Known, SoftmaxState, Step
 from kcdsl_backends.drift.interval import block_input
@@ -29,6 +29,8 @@ class Allowance:
         apart: how far a reading is from the one value of which all are versions, where a result has
             several; None: it has one.
         entering: the quantised input of a linear less the input; None: it is not quantised.
+        step: the scale of which the quantised input is an integer multiple, but for a relative
+            2^-22; None: it need not be one.
         shift: what is taken off the scores of a softmax before exp.
         floor: what the sums of a softmax after that are at least.
     """
@@ -36,6 +38,7 @@ class Allowance:
     error: Box | None
     apart: Tensor | None = None
     entering: Box | None = None
+    step: Tensor | None = None
     shift: Tensor | None = None
     floor: float = 0.0
 
@@ -86,7 +89,7 @@ def _allowance(step: Step, state: Known, side: int) -> Allowance:
         lowest = box.lo if state.mask is None else box.lo.where(state.mask, -torch.inf)
         floor = float((lowest - shift).exp().sum(-1).amin()) * (1 - 2.0**-30)
         apart = state.apart[side] if node.name in several_of else None
-        return Allowance(Box.around(rounding), apart, None, shift, floor)
+        return Allowance(Box.around(rounding), apart, shift=shift, floor=floor)
     error = None if state.errors is None else state.errors[side]
     apart = state.apart[side] if node.name in several_of else None
     if apart is not None and node.op in ONCE and error is not None:
@@ -96,7 +99,8 @@ def _allowance(step: Step, state: Known, side: int) -> Allowance:
         values = step.operand(1)
         rounding = (left.rounding_train, left.rounding_infer)[side]
         error = _less(error, rounding @ (values.train, values.infer)[side].mag())
-    return Allowance(error, apart, _entering(step, side) if node.op == "linear" else None)
+    entering = _entering(step, side) if node.op == "linear" else None
+    return Allowance(error, apart, entering, None if entering is None else _scale(step, side))
 
 
 def _less(error: Box, counted: Tensor) -> Box:
@@ -116,3 +120,16 @@ def _entering(step: Step, side: int) -> Box | None:
         return None
     known = quantizer_steps(box, error, kernel, key, step.node.name)
     return Box.around(error) if known is None else known.error
+
+
+def _scale(step: Step, side: int) -> Tensor | None:
+    """Return the static scale of integer codes to nearest; None for other quantisers."""
+    kernel: Rounding = (step.kernels.train, step.kernels.infer)[side]
+    spec, x = kernel.numerics.activations, step.operand(0)
+    key = str(step.operand_node(1).attrs["key"])
+    if not spec.static or not spec.codes.integer:
+        return None
+    known = scale_steps((x.train, x.infer)[side], kernel, key, step.node.name)
+    if known is None or not bool(known[1].all()):
+        return None
+    return static_quantizer((x.train, x.infer)[side], spec, key, step.node.name).scale.lo

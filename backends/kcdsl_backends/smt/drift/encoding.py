@@ -241,6 +241,10 @@ class Encoder:
         entering = tuple(side[node.name].entering for side in self._known.sides)
         if entering != (None, None):
             x = self._off(x, f"{node.name} entering", (entering[0], entering[1]))
+            for side, form in ((0, x.train), (1, x.infer)):
+                step = self._known.sides[side][node.name].step
+                if step is not None:
+                    self.system.codes(f"{side} {node.name}", form, step)
         weight = self._kernels.linear(self._nodes[node.inputs[1]])
         by, change = weight.infer.T, weight.infer.T - weight.train.T
         drift = x.drift.before(by)

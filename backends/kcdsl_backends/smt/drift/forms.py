@@ -158,11 +158,13 @@ class System:
         names: of every symbol.
         facts: linear constraints (one case) and case splits.
         inputs: how many symbols, the first ones, are elements of the input.
+        integers: symbols ε for which m + rε is an integer, with m and r.
     """
 
     names: list[str] = field(default_factory=list)
     facts: list[Constraint] = field(default_factory=list)
     inputs: int = 0
+    integers: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def fresh(self, name: str, box: Box, shape: tuple[int, ...] | None = None) -> SymbolForm:
         """Return numbers of a box, of which each has a symbol of its own; points have none."""
@@ -174,6 +176,22 @@ class System:
         coefs = torch.zeros(radius.numel(), len(self.names), dtype=torch.float64)
         coefs[own, torch.arange(first, len(self.names))] = radius.flatten()[own]
         return SymbolForm(middle, coefs.reshape(*radius.shape, -1), torch.zeros_like(middle))
+
+    def codes(self, name: str, x: SymbolForm, scale: Tensor) -> None:
+        """State that numbers are integer multiples of a scale, but for a relative 2^-22."""
+        box, by = x.range(), scale.expand(x.shape)
+        low, high = (box.lo / by).floor() - 1, (box.hi / by).ceil() + 1
+        first = len(self.names)
+        code = self.fresh(f"{name} code", Box(low, high))
+        middle, radius = Box(low, high).midpoint()
+        for symbol, (m, r) in enumerate(
+            zip(middle.flatten(), radius.flatten(), strict=True), first
+        ):
+            self.integers[symbol] = float(m), float(r)
+        off = 2.0**-22 * by * torch.maximum(low.abs(), high.abs())
+        apart = (x - code.times(by)).plus(torch.zeros_like(off), off)
+        for place in range(box.lo.numel()):
+            self.facts.append(Constraint(((row(apart, place), row(-apart, place)),)))
 
     def relu(
         self, name: str, h: SymbolForm, d: SymbolForm, boxes: tuple[Box, Box], change: Box

@@ -33,8 +33,8 @@ _STEPS = 64
 class DriftElement:
     """One element of the drift in one direction: at most `high`; the system attains `low`.
 
-    `core` are the coefficients of symbols that facts speak of, `rest` what all others come to. z3
-    did not decide the threshold `hard`.
+    `integers` stand for codes; see `System`. `core` are the coefficients of symbols
+    that facts speak of, `rest` what all others come to. z3 did not decide the threshold `hard`.
     """
 
     place: int
@@ -42,6 +42,7 @@ class DriftElement:
     core: Inequality
     rest: float
     facts: tuple[Constraint, ...]
+    integers: dict[int, tuple[float, float]]
     high: float
     low: float = -math.inf
     values: dict[int, float] = field(default_factory=dict)
@@ -106,7 +107,8 @@ def _target(
     high = rest + math.fsum(abs(c) for _, c in core)
     held = Inequality(tuple(i for i, _ in core), tuple(c for _, c in core), 0.0)
     facts = tuple(system.facts[number] for number in sorted(numbers))
-    return DriftElement(place, sign, held, _up(rest), facts, _up(_up(high)))
+    integers = {i: system.integers[i] for i in sorted(reached) if i in system.integers}
+    return DriftElement(place, sign, held, _up(rest), facts, integers, _up(_up(high)))
 
 
 def _up(value: float) -> float:
@@ -118,7 +120,7 @@ def size_of(found: list[DriftElement]) -> Size:
 
     def one(target: DriftElement) -> tuple[int, int, int]:
         symbols = frozenset[int]().union(*(fact.symbols for fact in target.facts))
-        splits = sum(len(fact.cases) > 1 for fact in target.facts)
+        splits = sum(len(fact.cases) > 1 for fact in target.facts) + len(target.integers)
         rows = [row for fact in target.facts for case in fact.cases for row in case]
         return len(symbols), splits, sum(len(row.symbols) for row in rows)
 
@@ -152,6 +154,9 @@ class DriftQuestion:
         for fact in target.facts:
             cases = [self._all(case) for case in fact.cases]
             self._solver.add(cases[0] if len(cases) == 1 else z3.Or(*cases))
+        for i, (middle, radius) in target.integers.items():
+            code = z3.ToReal(z3.Int(f"n{i}", self._context))
+            self._solver.add(self._number(radius) * self._symbols[i] == code - self._number(middle))
         self._objective = self._sum(target.core)
 
     def _all(self, case: tuple[Inequality, ...]) -> Expression:
@@ -205,8 +210,8 @@ class DriftQuestion:
         self._solver.push()
         try:
             self._assert(threshold)
-            logic = "(set-logic QF_LRA)\n"
-            return logic + str(self._solver.to_smt2())
+            logic = "QF_LIRA" if self._target.integers else "QF_LRA"
+            return f"(set-logic {logic})\n{self._solver.to_smt2()}"
         finally:
             self._solver.pop()
 
