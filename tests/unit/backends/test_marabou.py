@@ -11,7 +11,7 @@ from kcdsl_backends.smt.drift.forms import Constraint, Inequality
 from kcdsl_backends.smt.drift.marabou import BACKEND, MarabouQuestion
 from kcdsl_backends.smt.drift.solving import DriftElement, DriftQuestion, Search
 from kcdsl_backends.smt.solver import Outcome
-from tests.unit.backends.test_z3_drift import Rectified, attained, problem_of, radius_of
+from tests.unit.backends.test_z3_drift import KERNELS, Rectified, attained, problem_of, radius_of
 
 GOALS = {goal.name: goal for goal in known_goals()}
 
@@ -21,7 +21,7 @@ GOALS = {goal.name: goal for goal in known_goals()}
 @pytest.mark.parametrize("size", [0.05, 0.5])
 @pytest.mark.parametrize("maximum", [False, True])
 def test_it_answers_as_z3_does(kernel: str, size: float, maximum: bool) -> None:
-    problem, centre = problem_of(Rectified(3, 4, maximum=maximum), 3, kernel)
+    problem, centre = problem_of(Rectified(3, 4, maximum=maximum), 3, KERNELS[kernel])
     posed = DriftGoal.of(problem, centre, radius_of(size))
     decided = 0
     for target in posed.targets[:4]:
@@ -52,7 +52,7 @@ def test_numbers_of_any_size_are_told_apart(scale: float) -> None:
 
 
 def test_bounds_of_a_block_are_above_runs() -> None:
-    problem, centre = problem_of(Rectified(2, 4), 2, "fp8 weights")
+    problem, centre = problem_of(Rectified(2, 4), 2, KERNELS["fp8 weights"])
     posed = DriftGoal.of(problem, centre, radius_of(1.0))
     Search(posed.targets, 20.0, MarabouQuestion).tighten()
     bound, run = float(posed.box().mag().amax()), attained(problem, centre, 1.0)

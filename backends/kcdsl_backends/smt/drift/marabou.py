@@ -30,7 +30,7 @@ def _name() -> str:
 
 
 class MarabouQuestion:
-    """The facts of one target, as a query for Marabou is made of them."""
+    """The facts of one target, as a query for Marabou is made of them; codes may be any number."""
 
     def __init__(self, target: DriftElement) -> None:
         used = {i for fact in target.facts for i in fact.symbols} | set(target.core.symbols)

@@ -42,8 +42,8 @@ class DriftElement:
     core: Inequality
     rest: float
     facts: tuple[Constraint, ...]
-    integers: dict[int, tuple[float, float]]
     high: float
+    integers: dict[int, tuple[float, float]] = field(default_factory=dict)
     low: float = -math.inf
     values: dict[int, float] = field(default_factory=dict)
     hard: float = -math.inf
@@ -108,7 +108,7 @@ def _target(
     held = Inequality(tuple(i for i, _ in core), tuple(c for _, c in core), 0.0)
     facts = tuple(system.facts[number] for number in sorted(numbers))
     integers = {i: system.integers[i] for i in sorted(reached) if i in system.integers}
-    return DriftElement(place, sign, held, _up(rest), facts, integers, _up(_up(high)))
+    return DriftElement(place, sign, held, _up(rest), facts, _up(_up(high)), integers)
 
 
 def _up(value: float) -> float:
