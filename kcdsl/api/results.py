@@ -47,7 +47,7 @@ class Shows(ABC):
             raise refuse(
                 NO_PACKAGE,
                 "to_pandas needs pandas, which is not installed",
-                help="pip install pandas",
+                help="pip install 'kcdsl[pandas]'",
             ) from None
         return pandas.DataFrame(self.rows())
 

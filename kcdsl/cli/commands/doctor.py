@@ -45,14 +45,15 @@ PURPOSES: Mapping[str, tuple[str, str]] = {
 }
 """Every run-time requirement of pyproject.toml, by its normalised name (a test compares them): what
 it is imported as, and what it is there for."""
-KERNEL_LIBRARIES: Mapping[str, tuple[str, str]] = {
+EXTRAS: Mapping[str, tuple[str, str]] = {
     "torchao": ("torchao", "kernels torchao.*"),
     "onnxruntime": ("onnxruntime", "kernels onnxruntime.*"),
     "onnxscript": ("onnxruntime", "kernels onnxruntime.*, the export of blocks"),
     "transformers": ("hf", "kernels hf.transformers, the architecture hf"),
     "httpx": ("server", "kernels that ask a server"),
+    "pandas": ("pandas", "results as data frames"),
 }
-"""Distributions (imported by the same name) that kernels need: the extra, and what they run."""
+"""Distributions (imported by the same name) of extras: the extra, and what they are there for."""
 LIRPA = ("auto_LiRPA", "0.3", "the backend lirpa, a second opinion")
 """Its requirements ask for versions of years ago, so that it is installed without them."""
 
@@ -186,7 +187,7 @@ def examine() -> Environment:
             "kcdsl is importable but not installed, so its backends are not registered; in the"
             f" checkout run: {pip_install('-e', '.')}"
         )
-    packages = (*_required(), *_kernel_libraries(), _lirpa(), _compiler())
+    packages = (*_required(), *_of_extras(), _lirpa(), _compiler())
     backends, trouble = _backends({p.module: p for p in packages})
     usable = {p.module for p in packages if p.usable}
     return Environment(
@@ -227,9 +228,9 @@ def _required() -> Iterator[Package]:
         yield _package(name, module, purpose, declared.get(name, name))
 
 
-def _kernel_libraries() -> Iterator[Package]:
+def _of_extras() -> Iterator[Package]:
     declared = _declared(extras=True)
-    for name, (extra, purpose) in KERNEL_LIBRARIES.items():
+    for name, (extra, purpose) in EXTRAS.items():
         found = _package(name, "", purpose, declared.get(name, name))  # slow, and loud, to import
         command = None if found.usable else pip_install(f"{DISTRIBUTION}[{extra}]")
         yield replace(found, module=name, required=False, command=command)
