@@ -22,7 +22,7 @@ from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.real_arithmetic import allowances
 from kcdsl_backends.smt.drift import backend as module
 from kcdsl_backends.smt.drift.backend import BACKEND, DriftGoal
-from kcdsl_backends.smt.drift.forms import Constraint, System
+from kcdsl_backends.smt.drift.forms import Constraint, SymbolForm, System, row
 from kcdsl_backends.smt.drift.solving import DriftQuestion, Search
 from kcdsl_backends.smt.solver import Outcome
 from tests.support.proofs import static
@@ -293,3 +293,12 @@ def test_a_counterexample_runs_again(tmp_path: Path, cli: Any) -> None:
     again = cli("replay", document, "--contract", "contract.yaml", cwd=tmp_path)
     assert again.code == 1, again
     assert "violated" in again.stdout
+
+
+def test_coefficients_next_to_nothing_are_part_of_the_slack() -> None:
+    """5e-324 has no grid of 24 bits below it."""
+    tiny = torch.tensor([[5e-324, -5e-324]], dtype=torch.float64)
+    form = SymbolForm(torch.tensor([0.5], dtype=torch.float64), tiny, torch.zeros(1))
+    found = row(form, 0)
+    assert found.symbols == ()
+    assert 0.5 - 1e-15 < found.constant < 0.5

@@ -261,6 +261,8 @@ def _below_chord(y: SymbolForm, x: SymbolForm, ends: tuple[float, float], place:
 
 _BITS = 24
 """Bits that coefficients of a row keep; what is cut off is added to the row."""
+_LEAST = 2.0**-900
+"""Coefficients up to this size are added to the row whole: there is no grid for them."""
 
 
 def row(form: SymbolForm, place: int) -> Inequality:
@@ -270,7 +272,7 @@ def row(form: SymbolForm, place: int) -> Inequality:
     centre, slack = form.centre.flatten()[place], form.error.flatten()[place]
     symbols: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
-    if largest > 0.0:
+    if largest > _LEAST:
         grid = 2.0 ** (torch.tensor(largest, dtype=torch.float64).log2().floor() - _BITS)
         rounded = (coefs / grid).round() * grid
         slack = slack + (coefs - rounded).abs().sum() * SAFE
@@ -278,4 +280,5 @@ def row(form: SymbolForm, place: int) -> Inequality:
         symbols, values = tuple(kept.tolist()), tuple(rounded[kept].tolist())
         constant = down(centre - up(slack * SAFE))
         return Inequality(symbols, values, float((constant / grid).floor() * grid))
-    return Inequality((), (), float(down(centre - slack)))
+    slack = slack + coefs.abs().sum() * SAFE
+    return Inequality((), (), float(down(centre - up(slack * SAFE))))
