@@ -58,7 +58,7 @@ class Whole(nn.Module):
     def __init__(self, part: nn.Module, width: int) -> None:
         super().__init__()
         drawn = torch.randn(8, width, generator=torch.Generator().manual_seed(width))
-        self.table = nn.Embedding.from_pretrained(drawn)
+        self.table = nn.Embedding(8, width, _weight=drawn)
         self.part = part
         self.limits = (8, LONGEST)
 

@@ -41,6 +41,8 @@ KERNELS: dict[str, dict[str, Any]] = {
         "activations": {"format": "fp8_e4m3", "scale": "per_token"},
     },
 }
+CORNER = torch.tensor([[-1.0, 1.0]], dtype=torch.float64)
+"""An input next to which signs of `Rectified(2, 4)` are open."""
 REAL = "forall x in ball(all, 0.001): norm_inf(drift(attn_0, x)) <= "
 
 
@@ -121,11 +123,11 @@ def test_a_bound_is_above_runs_and_below_other_domains(
 
 def test_cases_of_relu_make_a_bound_exact() -> None:
     """The drift of rectified weights on a wide box: half of what intervals say."""
-    problem, centre = problem_of(Rectified(2, 4), 2, KERNELS["fp8 weights"])
-    bound, run = bounded(problem, centre, 1.0), attained(problem, centre, 1.0)
-    interval = problem.bound(centre, radius_of(1.0)).output.drift
+    problem, _ = problem_of(Rectified(2, 4), 2, KERNELS["fp8 weights"])
+    bound, run = bounded(problem, CORNER, 1.0), attained(problem, CORNER, 1.0)
+    interval = problem.bound(CORNER, radius_of(1.0)).output.drift
     assert run <= bound <= 1.05 * run
-    assert bound <= 0.9 * float(interval.mag().amax())
+    assert bound <= 0.8 * float(interval.mag().amax())
 
 
 def _without_rounding(patch: pytest.MonkeyPatch) -> None:
@@ -157,10 +159,10 @@ def _without_case(patch: pytest.MonkeyPatch) -> None:
 def test_what_is_forgotten_is_found_by_a_run(
     monkeypatch: pytest.MonkeyPatch, forget: Callable[[pytest.MonkeyPatch], None], kernel: str
 ) -> None:
-    problem, centre = problem_of(Rectified(2, 4), 2, KERNELS[kernel])
-    run = attained(problem, centre, 0.5)
+    problem, _ = problem_of(Rectified(2, 4), 2, KERNELS[kernel])
+    run = attained(problem, CORNER, 0.5)
     forget(monkeypatch)
-    assert bounded(problem, centre, 0.5) < run
+    assert bounded(problem, CORNER, 0.5) < run
 
 
 @pytest.mark.sample(1)
