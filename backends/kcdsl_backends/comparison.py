@@ -24,6 +24,7 @@ from kcdsl.model.architectures.hf import (
     with_weights,
 )
 from kcdsl.model.checkpoint.modules import transposed_names
+from kcdsl.model.decoder import name_in_mixtral
 
 AGREEMENT = 1e-4
 """Relative distance up to which two float32 programs of one model agree; two runs of MiniLM or of
@@ -75,7 +76,7 @@ def compare(
         try:
             config = library.AutoConfig.for_model(**{"model_type": architecture, **raw})
             make = library.AutoModel if encoder else library.AutoModelForCausalLM
-            program, found = with_weights(outline(make, config, ("eager",)), _stored(module))
+            program, found = with_weights(outline(make, config, ("eager",)), _stored(module, raw))
         except (Exception, SystemExit) as error:  # configurations fail in many ways
             first = str(error).strip().partition("\n")[0]
             return f"it was not compared with transformers, which cannot build the model: {first}"
@@ -105,10 +106,13 @@ def compare(
     )
 
 
-def _stored(module: nn.Module) -> dict[str, Tensor]:
+def _stored(module: nn.Module, raw: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the weights of a module as its checkpoints store them."""
-    turned = transposed_names(module)
-    return {n: t.T if n in turned else t for n, t in module.state_dict().items()}
+    turned, mixtral = transposed_names(module), raw.get("model_type") == "mixtral"
+    return {
+        name_in_mixtral(n) if mixtral else n: t.T if n in turned else t
+        for n, t in module.state_dict().items()
+    }
 
 
 def _counts(key: str) -> bool:

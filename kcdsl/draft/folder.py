@@ -49,6 +49,12 @@ class ModelFolder:
         return self.config.get("attn_logit_softcapping") is not None
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """Return the blocks whose drift can be proved, the first ones: none with a router."""
+        routed = self.config.get("num_experts_per_tok") is not None
+        return () if self.unproved else ("attn_0",) if routed else ("attn_0", "mlp_0")
+
+    @property
     def name(self) -> str:
         """Return a name for the contract, from that of the folder."""
         words = re.sub(r"[^a-z0-9]+", "-", self.path.resolve().name.lower()).strip("-")

@@ -161,7 +161,6 @@ def _of_model(
         infer = serving_kernel(
             model.compute, model.architecture, config, model.tensors, capped=model.capped
         )
-    blocks = () if model.unproved else ("attn_0", "mlp_0")
     notes = [f"not in this contract: {text}" for text in infer.unmet]
     if model.unproved:
         notes.append(f"nothing is proved, only measured: {model.unproved}")
@@ -169,7 +168,7 @@ def _of_model(
         purpose,
         DraftEvidence.RUN,
         width=model.width if model.encoder else None,
-        blocks=blocks,
+        blocks=model.blocks,
         long=rows.long,
         named=rows.named,
     )

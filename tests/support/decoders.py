@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _LONG = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 3}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 10}
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 3}
 
 
@@ -78,7 +79,16 @@ FORMS: dict[str, Form] = {
         },
     ),
 }  # fmt: skip
-"""Every form that a checkpoint may have, by the name that tables show."""
+"""Every form of which all blocks are proved, by the name that tables show."""
+
+MIXTURES: dict[str, Form] = {
+    "Mixtral": Form("llama", "mixtral", {"num_local_experts": 5, "sliding_window": 3}),
+    "Qwen2-MoE": Form("llama", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 7}),
+    "Qwen3-MoE": Form("qwen3", "qwen3_moe", _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+}
+"""Forms with a router, which no block graph has."""
+
+EVERY_FORM = FORMS | MIXTURES
 
 
 # --- random configurations ------------------------------------------------------------------------
@@ -89,7 +99,7 @@ def random_changes(form: Form, seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     kv, times, half = draw.choice((1, 2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 2, 4))
     heads, layers = kv * times, draw.choice((1, 2, 5))
-    named = {"qwen3", "gemma2", "gemma3_text"}
+    named = {"qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"}
     width = heads * 2 * half * (draw.choice((1, 2)) if form.kind in named else 1)
     found: dict[str, Any] = {
         "hidden_size": width,
@@ -102,7 +112,7 @@ def random_changes(form: Form, seed: int) -> dict[str, Any]:
     }
     if form.kind in named:
         found["head_dim"] = 2 * half
-    if form.kind not in ("mistral", "qwen2", "phi3"):
+    if form.kind not in ("mistral", "qwen2", "phi3", "mixtral", "qwen2_moe"):
         found["attention_bias"] = draw.random() < 0.5
     if form.kind in ("llama", "granite", "smollm3"):
         found["mlp_bias"] = draw.random() < 0.5
@@ -114,10 +124,34 @@ def random_changes(form: Form, seed: int) -> dict[str, Any]:
     if form.kind in ("gemma2", "gemma3_text"):
         found |= {"layer_types": _kinds(draw, layers), "sliding_window": draw.randint(1, 9)}
         found["query_pre_attn_scalar"] = draw.choice((4, 17))
-    if form.kind in ("mistral", "phi3"):
+    if form.kind in ("mistral", "phi3", "mixtral"):
         found["sliding_window"] = draw.choice((None, 1, 5))
+    if form.kind in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        found |= _random_experts(draw, form.kind, layers)
     scaling = _random_scaling(draw, form.kind, half)
     return found | ({} if scaling is None else {"rope_scaling": scaling})
+
+
+def _random_experts(draw: random.Random, kind: str, layers: int) -> dict[str, Any]:
+    chosen = draw.randint(1, 4)
+    many = {"num_experts_per_tok": chosen}
+    experts = chosen + draw.randint(0, 4)
+    if kind == "mixtral":
+        return many | {"num_local_experts": experts}
+    windows = {"use_sliding_window": True, "sliding_window": draw.randint(1, 9)}
+    if kind == "qwen2_moe":
+        windows["layer_types"] = _kinds(draw, layers)
+    return (
+        many
+        | windows
+        | {
+            "num_experts": experts,
+            "moe_intermediate_size": draw.randint(3, 9),
+            "norm_topk_prob": draw.random() < 0.5,
+            "decoder_sparse_step": draw.choice((1, 2)),
+            "mlp_only_layers": [i for i in range(layers) if draw.random() < 0.2],
+        }
+    )
 
 
 def _kinds(draw: random.Random, layers: int) -> list[str]:
@@ -159,7 +193,7 @@ def randomise(module: nn.Module, seed: int, scale: float = 0.3) -> None:
 
 def saved_model(name: str, folder: Path, seed: int = 0, **changes: Any) -> Model:
     """Write a random model of a form to a folder, and load it again."""
-    form = FORMS[name]
+    form = EVERY_FORM[name]
     raw = form.saved(**changes)
     module = registry.load(form.architecture).build(raw)
     randomise(module, seed)
@@ -191,6 +225,24 @@ def _rounded(module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[
         return tuple(table.to(torch.float32).to(torch.float64) for table in tables)
 
 
+def _with_joined_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights as transformers holds them: those of all experts of a layer in one tensor."""
+    found, parts = dict[str, Tensor](), dict[str, dict[tuple[str, int], Tensor]]()
+    for name, weight in weights.items():
+        lead, experts, rest = name.partition(".experts.")
+        if experts:
+            number, part, _ = rest.split(".")
+            parts.setdefault(lead + experts, {})[part, int(number)] = weight
+        else:
+            found[name] = weight
+    for lead, each in parts.items():
+        count = range(1 + max(number for _, number in each))
+        gates = [torch.cat([each["gate_proj", i], each["up_proj", i]]) for i in count]
+        found[lead + "gate_up_proj"] = torch.stack(gates)
+        found[lead + "down_proj"] = torch.stack([each["down_proj", i] for i in count])
+    return found
+
+
 def transformers_logits(module: nn.Module, raw: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Return the logits that transformers finds with the weights of a module, in float64: also
     where it computes in float32 whatever the weights are. Tables are rounded to float32."""
@@ -210,11 +262,13 @@ def transformers_logits(module: nn.Module, raw: Mapping[str, Any], ids: Tensor) 
     for part in program.modules():
         if type(part).__name__.endswith("RotaryEmbedding"):
             part.register_forward_hook(_rounded)
-    found = program.load_state_dict(module.state_dict(), strict=False)
+    found = program.load_state_dict(_with_joined_experts(module.state_dict()), strict=False)
     missing = [key for key in found.missing_keys if key != "lm_head.weight"]
     extra = [k for k in found.unexpected_keys if "rotary" not in k]
     assert missing == extra == []
     program.tie_weights()
+    if getattr(program.config, "_experts_implementation", None) is not None:
+        program.set_experts_implementation("eager")
     with torch.no_grad(), _Float64():
         logits: Tensor = program.eval()(input_ids=ids, use_cache=False).logits
     return logits

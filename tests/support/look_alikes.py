@@ -9,7 +9,7 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model import registry
-from tests.support.decoders import FORMS
+from tests.support.decoders import EVERY_FORM
 
 _MIXED = ["full_attention", "sliding_attention"]
 LOOK_ALIKES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -43,13 +43,24 @@ LOOK_ALIKES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SmolLM3", {"mlp_activation": "relu"}),
     ("Granite", {"num_local_experts": 4}),
     ("Granite", {"residual_multiplier": -0.4}),
+    ("Mixtral", {"num_experts_per_tok": 6}),
+    ("Mixtral", {"shared_expert_intermediate_size": 8}),
+    ("Mixtral", {"scoring_func": "sigmoid"}),
+    ("Mixtral", {"norm_topk_prob": False}),
+    ("Qwen2-MoE", {"layer_types": _MIXED}),
+    ("Qwen2-MoE", {"use_sliding_window": True, "sliding_window": 3, "layer_types": None}),
+    ("Qwen2-MoE", {"mlp_only_layers": [2]}),
+    ("Qwen2-MoE", {"n_group": 2}),
+    ("Qwen3-MoE", {"num_experts": 6, "num_local_experts": 6}),
+    ("Qwen3-MoE", {"shared_expert_intermediate_size": 7}),
+    ("Qwen3-MoE", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
 )  # fmt: skip
 """The form, and the change."""
 
 
 def refused(name: str, change: dict[str, Any]) -> bool:
     """Say whether the configuration of a form is refused for its own sake, with this change."""
-    form = FORMS[name]
+    form = EVERY_FORM[name]
     try:
         registry.load(form.architecture).build(form.saved() | change)
     except Refusal as refusal:

@@ -115,9 +115,6 @@ def load_weights(empty: HuggingFace, checkpoint: Checkpoint) -> tuple[HuggingFac
                 help=_TOGETHER,
             ) from error
         _refuse_misfits(found, checkpoint)
-        # one product for each expert, whose weights the kernels can see
-        if getattr(program.config, "_experts_implementation", None) is not None:
-            program.set_experts_implementation("eager")
         keys = keys_of(program, checkpoint.tensors, torch.float32, "the checkpoint")
     return HuggingFace(program), {_PREFIX + name: key for name, key in keys.items()}
 
@@ -133,6 +130,9 @@ def with_weights(empty: Any, tensors: dict[str, Tensor]) -> tuple[Any, Mapping[s
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # the caller refuses them, by name
     )
+    # one product for each expert, whose weights the kernels can see
+    if getattr(program.config, "_experts_implementation", None) is not None:
+        program.set_experts_implementation("eager")
     return program.eval(), found
 
 

@@ -1,5 +1,5 @@
-"""Llama and what is the same program: Mistral, whose layers may see a window, and Qwen2, whose
-queries, keys and values have biases."""
+"""Llama and what is the same program: Mistral, whose layers may see a window, Qwen2, whose queries,
+keys and values have biases, and both with experts, Mixtral and Qwen2-MoE."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from kcdsl.model.configuration import Fields
 from kcdsl.model.decoder import (
     DecoderConfig,
     build_decoder,
-    canonical_key,
+    mixtral_mixture,
     optional_windows,
+    qwen_mixture,
     read_common,
     rotation_of,
+    windows_of,
 )
+from kcdsl.model.decoder import mixtral_key as canonical_key
 
 if TYPE_CHECKING:
     from kcdsl.model.decoder.program import Decoder
@@ -41,6 +44,47 @@ FAMILIES = {
         "only": {"mlp_bias": (False,), "use_mrope": (False,)},
         "needed": ("num_key_value_heads", "max_position_embeddings"),
     },
+    "mixtral": {
+        "classes": ("MixtralForCausalLM", "MixtralModel"),
+        "read": ("sliding_window", "num_local_experts", "num_experts_per_tok"),
+        "only": {"attention_bias": (False,), "mlp_bias": (False,)},
+        "inert": ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+        "needed": (
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "sliding_window",
+            "rms_norm_eps",
+            "num_local_experts",
+            "num_experts_per_tok",
+        ),
+    },
+    "qwen2_moe": {
+        "classes": ("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+        "read": (
+            "sliding_window",
+            "use_sliding_window",
+            "layer_types",
+            "qkv_bias",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "norm_topk_prob",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+        ),
+        "only": {"mlp_bias": (False,), "attention_bias": (False,)},
+        "inert": ("output_router_logits", "router_aux_loss_coef", "max_window_layers"),
+        "needed": (
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "norm_topk_prob",
+        ),
+    },
 }
 
 
@@ -55,11 +99,28 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
             common["windows"] = (f.count("sliding_window"),) * layers
         case "qwen2":
             common["windows"] = optional_windows("llama", raw, layers)
-    common["rotations"] = (rotation_of("llama", raw, common),) * layers
+        case "mixtral":
+            common["mixture"] = mixtral_mixture("llama", raw, common)
+            if raw.get("sliding_window") is not None:
+                common["windows"] = (f.count("sliding_window"),) * layers
+        case "qwen2_moe":
+            bias = f.flag("qkv_bias", True)
+            common["mixture"] = qwen_mixture("llama", raw, layers, shared=True)
+            windowed = f.flag("use_sliding_window", False)
+            f.check(  # releases of transformers differ in which layers have one by default
+                not windowed or bool(raw.get("layer_types")), "the field 'layer_types' is missing"
+            )
+            common["windows"] = windows_of("llama", raw, layers, ("full_attention",) * layers)
+            f.check(
+                windowed or not any(common["windows"]),
+                "'layer_types' has sliding layers, and 'use_sliding_window' is off",
+            )
+    theta = 1e6 if kind == "mixtral" else 1e4
+    common["rotations"] = (rotation_of("llama", raw, common, theta),) * layers
     return DecoderConfig(
         **common,
         qkv_bias=bias or kind == "qwen2",
-        output_bias=bias and kind != "qwen2",
+        output_bias=bias and kind not in ("qwen2", "qwen2_moe"),
         mlp_bias=f.flag("mlp_bias", False),
     )
 

@@ -1,6 +1,6 @@
 """The decoder: one program, of which the built-in architectures of the Llama kind are forms.
 
-`config` says which form, without torch; `rotary`, `parts` and `program` are its modules.
+`config` says which form, without torch; `rotary`, `parts`, `experts` and `program` are its modules.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING
 from kcdsl.model.decoder.config import (
     LAYER_KINDS,
     DecoderConfig,
+    Mixture,
     Rotation,
     canonical_key,
+    mixtral_key,
+    mixtral_mixture,
+    name_in_mixtral,
     optional_windows,
+    qwen_mixture,
     read_common,
     rotation_of,
     scaled_rotation,
@@ -25,10 +30,15 @@ if TYPE_CHECKING:
 __all__ = [
     "LAYER_KINDS",
     "DecoderConfig",
+    "Mixture",
     "Rotation",
     "build_decoder",
     "canonical_key",
+    "mixtral_key",
+    "mixtral_mixture",
+    "name_in_mixtral",
     "optional_windows",
+    "qwen_mixture",
     "read_common",
     "rotation_of",
     "scaled_rotation",

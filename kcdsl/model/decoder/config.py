@@ -29,6 +29,24 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts in place of one feed-forward network, in the layers that `layers` says.
+
+    Of `experts` networks of width `inner_width`, each position takes the `chosen` with the largest
+    logits of a router, and sums their results. Their shares are the softmax over them where
+    `renormalised`, else that over all experts. With `shared_width` one more network is always
+    added, times the sigmoid of a gate of its own.
+    """
+
+    experts: int
+    chosen: int
+    inner_width: int
+    renormalised: bool
+    layers: tuple[bool, ...]
+    shared_width: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A form of the decoder.
 
@@ -67,6 +85,7 @@ class DecoderConfig:
     embedding_factor: float = 1.0
     residual_factor: float = 1.0
     logit_divisor: float = 1.0
+    mixture: Mixture | None = None
 
 
 def read_common(
@@ -144,6 +163,47 @@ def optional_windows(
         used or not any(found), "'layer_types' has sliding layers, and 'use_sliding_window' is off"
     )
     return found
+
+
+# --- mixtures of experts --------------------------------------------------------------------------
+
+
+def mixtral_mixture(
+    architecture: str, raw: Mapping[str, Any], common: Mapping[str, Any]
+) -> Mixture:
+    """Return the mixture of every layer of Mixtral. Refuse more chosen experts than there are."""
+    f = Fields(raw, architecture)
+    found = _counts(f, "num_local_experts")
+    return Mixture(*found, common["inner_width"], True, (True,) * common["layers"])
+
+
+def qwen_mixture(
+    architecture: str, raw: Mapping[str, Any], layers: int, *, shared: bool = False
+) -> Mixture | None:
+    """Return the mixture of a Qwen-MoE, None where no layer has one; `shared`: with a network for
+    all positions. Refuse counts that do not fit, and layers that there are not."""
+    f = Fields(raw, architecture)
+    names = [n for n in ("num_experts", "num_local_experts") if raw.get(n) is not None]
+    f.check(len(names) == 1, "'num_experts' is missing, or stated under two names")
+    step, dense = f.count("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    whole = isinstance(dense, list) and all(type(i) is int and 0 <= i < layers for i in dense)
+    f.check(whole, f"'mlp_only_layers' must be a list of numbers of layers, not {dense!r}")
+    mixed = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    if not any(mixed):
+        return None
+    return Mixture(
+        *_counts(f, names[0]),
+        f.count("moe_intermediate_size"),
+        f.flag("norm_topk_prob", False),
+        mixed,
+        f.count("shared_expert_intermediate_size") if shared else None,
+    )
+
+
+def _counts(f: Fields, name: str) -> tuple[int, int]:
+    experts, chosen = f.count(name), f.count("num_experts_per_tok")
+    f.check(chosen <= experts, f"'num_experts_per_tok' is {chosen}, of {experts} experts")
+    return experts, chosen
 
 
 # --- rotary embeddings ----------------------------------------------------------------------------
@@ -259,3 +319,26 @@ def _longrope(
 def canonical_key(key: str) -> str | None:
     """Return the module's name for a checkpoint key; None for a key that carries no weights."""
     return None if key.endswith("rotary_emb.inv_freq") else key
+
+
+def mixtral_key(key: str) -> str | None:
+    """Return the module's name for a checkpoint key, as `canonical_key` does; Mixtral has names of
+    its own for experts."""
+    lead, found, rest = key.partition(".block_sparse_moe.")
+    if not found:
+        return canonical_key(key)
+    *path, part, last = rest.split(".")
+    return ".".join((lead, "mlp", *path, _MIXTRAL_PARTS.get(part, part), last))
+
+
+def name_in_mixtral(name: str) -> str:
+    """Return the checkpoint key of a name of the module: the inverse of `mixtral_key`."""
+    lead, found, rest = name.partition(".mlp.")
+    if not found:
+        return name
+    *path, part, last = rest.split(".")
+    stored = {own: key for key, own in _MIXTRAL_PARTS.items()}
+    return ".".join((lead, "block_sparse_moe", *path, stored.get(part, part), last))
+
+
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -100,12 +100,12 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """The gated feed-forward sub-layer."""
+    """The gated feed-forward sub-layer, or one of its experts, which may have another width."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, width: int | None = None) -> None:
         super().__init__()
         self.config = config
-        wide, bias = config.inner_width, config.mlp_bias
+        wide, bias = config.inner_width if width is None else width, config.mlp_bias
         if config.fused:
             self.gate_up_proj = nn.Linear(config.width, 2 * wide, bias=bias)
         else:

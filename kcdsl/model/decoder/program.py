@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from kcdsl.model.decoder.config import DecoderConfig
-from kcdsl.model.decoder.parts import GatedMLP, SelfAttention, norm
+from kcdsl.model.decoder.experts import feed_forward
+from kcdsl.model.decoder.parts import SelfAttention, norm
 from kcdsl.model.decoder.rotary import Rotary
-
-FeedForwardOf = Callable[[DecoderConfig, int], nn.Module]
-"""Makes the feed-forward sub-layer of a layer from its number."""
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each with its norms and its residual."""
 
-    def __init__(
-        self, config: DecoderConfig, number: int, rotary: Rotary | None, feed_forward: FeedForwardOf
-    ) -> None:
+    def __init__(self, config: DecoderConfig, number: int, rotary: Rotary | None) -> None:
         super().__init__()
         self.where = config.norms
         self.factor = config.residual_factor
@@ -64,7 +60,7 @@ class DecoderStack(nn.Module):
 
     embed_scale: Tensor
 
-    def __init__(self, config: DecoderConfig, feed_forward: FeedForwardOf) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
@@ -74,7 +70,7 @@ class DecoderStack(nn.Module):
             if rotation is not None
         }
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, None if r is None else tables[r], feed_forward)
+            DecoderLayer(config, i, None if r is None else tables[r])
             for i, r in enumerate(config.rotations)
         )
         self.norm = norm(config, config.width)
@@ -128,12 +124,10 @@ class Decoder(nn.Module):
 
     encoder_only = False
 
-    def __init__(
-        self, config: DecoderConfig, feed_forward: FeedForwardOf = lambda c, _: GatedMLP(c)
-    ) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.settings = config
-        self.model = DecoderStack(config, feed_forward)
+        self.model = DecoderStack(config)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.model.decoder import mixtral_key, name_in_mixtral
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.drift.functionals import drift_bound
 from tests.support.decoders import (
+    EVERY_FORM,
     FORMS,
+    MIXTURES,
     TOKENS,
     distance_from_transformers,
     proved,
@@ -36,16 +40,16 @@ KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EVERY_FORM)
 def test_a_form_is_the_program_of_transformers(name: str) -> None:
-    assert distance_from_transformers(FORMS[name], 1) <= 1e-10
+    assert distance_from_transformers(EVERY_FORM[name], 1) <= 1e-10
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EVERY_FORM)
 def test_a_random_configuration_is_the_program_of_transformers(name: str, seed: int) -> None:
-    form = FORMS[name]
+    form = EVERY_FORM[name]
     assert distance_from_transformers(form, seed, **random_changes(form, seed)) <= 1e-10
 
 
@@ -54,7 +58,7 @@ def test_a_look_alike_is_refused(name: str, change: dict[str, Any]) -> None:
     assert refused(name, change)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EVERY_FORM)
 def test_what_look_alikes_change_is_taken(name: str) -> None:
     assert not refused(name, {})
 
@@ -75,6 +79,35 @@ def test_blocks_are_proved_and_the_checker_agrees(name: str, block: str, tmp_pat
     found = proved(saved_model(name, tmp_path), block, KERNELS["bfloat16"])
     assert found.rechecked == pytest.approx(found.bound, rel=1e-6)
     assert 0 < found.bound < 4
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_of_a_mixture_attention_is_proved_and_a_choice_refused(name: str, tmp_path: Path) -> None:
+    model = saved_model(name, tmp_path)
+    found = proved(model, "attn_0", KERNELS["bfloat16"], True)
+    assert found.rechecked == pytest.approx(found.bound, rel=1e-6)
+    assert 0 < found.attack <= found.bound < 4
+    with pytest.raises(Refusal, match="a router chooses experts") as refusal:
+        proved(model, "mlp_0", KERNELS["bfloat16"])
+    assert refusal.value.diagnostics[0].code == codes.EXPORT_FAILED
+
+
+def test_a_draft_for_a_mixture_proves_its_attention_alone(tmp_path: Path, cli: Any) -> None:
+    saved_model("Mixtral", tmp_path)
+    assert cli("init", ".", "--for", "release", cwd=tmp_path).code == 0
+    text = (tmp_path / "contract.yaml").read_text()
+    assert "drift(attn_0" in text
+    assert "mlp_0" not in text
+
+
+def test_names_of_experts_in_checkpoints_of_mixtral() -> None:
+    experts = "model.layers.0.block_sparse_moe.experts.4."
+    assert mixtral_key(experts + "w2.weight") == "model.layers.0.mlp.experts.4.down_proj.weight"
+    gate = "model.layers.0.block_sparse_moe.gate.weight"
+    assert mixtral_key(gate) == "model.layers.0.mlp.gate.weight"
+    for key in (experts + "w1.weight", gate, "model.layers.0.self_attn.q_proj.weight"):
+        assert name_in_mixtral(mixtral_key(key) or "") == key
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from kcdsl.model.architectures import llama
 from kcdsl.model.configuration import family_of
 from kcdsl.model.registry import declared, load, names
 from kcdsl_backends.comparison import compare
-from tests.support.decoders import FORMS, SMALL
+from tests.support.decoders import EVERY_FORM, SMALL
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -29,7 +29,7 @@ DECODER = ENCODER | {"num_key_value_heads": 2}
 OURS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": ENCODER,
-    **{form.kind: SMALL | dict(form.own) for form in reversed(FORMS.values())},
+    **{form.kind: SMALL | dict(form.own) for form in reversed(EVERY_FORM.values())},
     "llama": DECODER,
     "bert": ENCODER,
 }
@@ -150,6 +150,9 @@ def build(kind: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
         ("gemma2", {}),
         ("gemma3_text", {}),
         ("phi3", {}),
+        ("mixtral", {}),
+        ("qwen2_moe", {}),
+        ("qwen3_moe", {}),
     ],
 )
 def test_each_family_agrees_with_transformers(kind: str, changes: dict[str, Any]) -> None:
