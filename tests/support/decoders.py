@@ -138,7 +138,7 @@ def _random_experts(draw: random.Random, kind: str, layers: int) -> dict[str, An
     experts = chosen + draw.randint(0, 4)
     if kind == "mixtral":
         return many | {"num_local_experts": experts}
-    windows = {"use_sliding_window": True, "sliding_window": draw.randint(1, 9)}
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": draw.randint(1, 9)}
     if kind == "qwen2_moe":
         windows["layer_types"] = _kinds(draw, layers)
     return (
