@@ -51,6 +51,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "onnxscript": ("onnxruntime", "kernels onnxruntime.*, the export of blocks"),
     "transformers": ("hf", "kernels hf.transformers, the architecture hf"),
     "httpx": ("server", "kernels that ask a server"),
+    "maraboupy": ("marabou", "the backend marabou"),
     "pandas": ("pandas", "results as data frames"),
 }
 """Distributions (imported by the same name) of extras: the extra, and what they are there for."""
