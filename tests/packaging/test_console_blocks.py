@@ -24,7 +24,7 @@ import pytest
 from tests.support.commands import PLAIN_TERMINAL, run_here
 from tests.support.files import files_below
 from tests.support.pages import Block, agrees, alone, blocks, settled, stand_in
-from tests.support.small_models import save_llama
+from tests.support.small_models import save_llama, write_model
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -320,9 +320,14 @@ def test_commands_that_are_not_run_have_the_options_that_they_show() -> None:
 # --- what is shown is printed --------------------------------------------------------------------
 
 
-def _empty(repository: Path, folder: Path) -> Path:
-    """Stand in a folder with the usual files, which have nothing in them."""
+def _usual(repository: Path, folder: Path) -> Path:
+    """Stand in a folder with a small model and the usual files, which have nothing in them."""
     stand_in(folder)
+    write_model(folder)
+    return folder
+
+
+def _nothing(repository: Path, folder: Path) -> Path:
     return folder
 
 
@@ -349,6 +354,7 @@ def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
 
 FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "docs/tutorials/demo.md": _example("tiny_lm"),
+    "docs/reference/init.md": _nothing,
     "docs/tutorials/first-certificate.md": _hugging_face("my-model"),
     "docs/tutorials/researchers.md": _hugging_face("my-model"),
     "docs/tutorials/rl-batch.md": _hugging_face("policy"),
@@ -361,7 +367,7 @@ FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "examples/own_metric/README.md": _example("own_metric"),
     "examples/minilm/README.md": _example("minilm"),
 }
-"""Where the commands of a page are run; elsewhere that is a folder of empty files."""
+"""Where the commands of a page are run; elsewhere that is a folder of a small model."""
 
 
 def shown_by(repository: Path) -> Iterator[str]:
@@ -387,7 +393,7 @@ def test_pages_that_take_minutes_have_commands() -> None:
     ],
 )
 def test_outputs_are_those_of_the_program(repository: Path, tmp_path: Path, name: str) -> None:
-    folder = FOLDERS.get(name, _empty)(repository, tmp_path)
+    folder = FOLDERS.get(name, _usual)(repository, tmp_path)
     compared = 0
     for block in blocks((repository / name).read_text(encoding="utf-8")):
         if block.language == "file":
