@@ -22,7 +22,7 @@ from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, v
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.certifier.backend import BACKEND as CERTIFIER
 from kcdsl_backends.conformance import network
-from kcdsl_backends.conformance.goals import BFLOAT16, FLOAT16, FLOAT32, FREE, LADDER, Answer
+from kcdsl_backends.conformance.goals import BFLOAT16, FLOAT16, FLOAT32, FREE, LADDER, KnownAnswer
 from kcdsl_backends.conformance.goals import KnownGoal as KnownGoal
 
 NUMERICS: tuple[Mapping[str, Any], ...] = (
@@ -55,9 +55,9 @@ def judged(goal: KnownGoal, answer: GoalOutcome | Exception) -> Judgement:
     match answer.verdict:
         case Inconclusive(reason) | InvalidEvidence(reason):
             wrong = "" if reason.strip() else "it is open without a reason"
-        case Held() if goal.answer is not Answer.TRUE:
+        case Held() if goal.answer is not KnownAnswer.TRUE:
             wrong = f"the answer is {goal.answer}: {goal.because}"
-        case Violated() if goal.answer is Answer.TRUE:
+        case Violated() if goal.answer is KnownAnswer.TRUE:
             wrong = f"the answer is held: {goal.because}"
         case Held() if not math.isfinite(answer.bound):
             wrong = "it is held without a finite bound"
@@ -136,7 +136,7 @@ def monotone(backend: Any, evidence: str = "proof") -> Judgement:
     rows = ((0.3, -1.2), (0.7, 0.1))
     config = {"vocab_size": 2, "width": 2, "steps": ["linear", "relu", "linear"]}
     state = network.drawn(config, 7, 0.8)
-    goal = KnownGoal("rising limits", ("linear", "relu", "linear"), rows, "", Answer.OPEN, "")
+    goal = KnownGoal("rising limits", ("linear", "relu", "linear"), rows, "", KnownAnswer.OPEN, "")
     texts = [
         f"forall x in ball(all, 0.01): norm_inf(drift(mlp_0, x)) <= {limit!r}" for limit in LADDER
     ]
@@ -191,7 +191,7 @@ def campaign(
         train, infer = draw.sample(NUMERICS, 2)
         text = f"forall x in {region}: norm_inf(drift(mlp_0, x)) <= 1000000000"
         goal = KnownGoal(
-            f"random {number}", steps, [], text, Answer.OPEN, "", train=train, infer=infer
+            f"random {number}", steps, [], text, KnownAnswer.OPEN, "", train=train, infer=infer
         )
 
         def bound(backend: Any, goal: KnownGoal = goal, **more: Any) -> GoalOutcome | None:

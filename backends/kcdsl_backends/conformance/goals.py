@@ -20,7 +20,7 @@ FREE = {"preset": "torch-eager", "compute": "bfloat16", "casts": "any"}
 FLOAT16 = {"preset": "torch-eager", "compute": "float16", "casts": "nearest"}
 
 
-class Answer(StrEnum):
+class KnownAnswer(StrEnum):
     """The only verdicts that decide a goal correctly; any other has to be open, with a reason."""
 
     TRUE = "held"
@@ -46,7 +46,7 @@ class KnownGoal:
     steps: tuple[str, ...]
     rows: Sequence[Sequence[float]]
     require: str
-    answer: Answer
+    answer: KnownAnswer
     because: str
     train: Mapping[str, Any] = field(default_factory=lambda: FLOAT32)
     infer: Mapping[str, Any] = field(default_factory=lambda: BFLOAT16)
@@ -64,13 +64,13 @@ def _cast(name: str, scale: float) -> list[KnownGoal]:
     moves it by that quarter, and ReLU does not round."""
     number, quarter = scale * (1 + 2.0**-9), scale * 2.0**-9
     goals = [
-        ("is at most a little more", "<=", 1.001 * quarter, Answer.TRUE),
-        ("is not below a little less", "<", 0.999 * quarter, Answer.FALSE),
+        ("is at most a little more", "<=", 1.001 * quarter, KnownAnswer.TRUE),
+        ("is not below a little less", "<", 0.999 * quarter, KnownAnswer.FALSE),
     ]
     if scale == 1:  # whose limits have few digits
         goals += [
-            ("is at most itself", "<=", quarter, Answer.TRUE),
-            ("is not less than itself", "<", quarter, Answer.FALSE),
+            ("is at most itself", "<=", quarter, KnownAnswer.TRUE),
+            ("is not less than itself", "<", quarter, KnownAnswer.FALSE),
         ]
     why = "bfloat16 numbers near it are 2^-7 of its power of two apart"
     return [
@@ -93,7 +93,13 @@ def known_goals() -> tuple[KnownGoal, ...]:
     ball = "ball(all, 0.5)"
     return (
         KnownGoal(
-            *("no drift is at most 0", ("relu",), [[one, -one]], _drift("<=", 0.0), Answer.TRUE),
+            *(
+                "no drift is at most 0",
+                ("relu",),
+                [[one, -one]],
+                _drift("<=", 0.0),
+                KnownAnswer.TRUE,
+            ),
             "neither kernel rounds: the numbers are of float32",
             infer=FLOAT32,
         ),
@@ -102,68 +108,74 @@ def known_goals() -> tuple[KnownGoal, ...]:
         *_cast("huge numbers", 2.0**100),
         KnownGoal(
             "a free cast moves a number by up to 2^-8 of itself: enough room",
-            *(("relu",), [[one, one]], _drift("<=", 0.00393), Answer.TRUE),
+            *(("relu",), [[one, one]], _drift("<=", 0.00393), KnownAnswer.TRUE),
             "2^-8·(1 + 2^-9) and 2^-8 of that",
             infer=FREE,
             least=quarter,
         ),
         KnownGoal(
             "a free cast moves a number by up to 2^-8 of itself: too little room",
-            *(("relu",), [[one, one]], _drift("<=", 0.0038), Answer.FALSE),
+            *(("relu",), [[one, one]], _drift("<=", 0.0038), KnownAnswer.FALSE),
             "2^-8·(1 + 2^-9)",
             infer=FREE,
             least=quarter,
         ),
         KnownGoal(
             "a slope in a ball: enough room",
-            *(steep, at_one, _drift("<=", 0.03, ball), Answer.TRUE),
+            *(steep, at_one, _drift("<=", 0.03, ball), KnownAnswer.TRUE),
             "3·2^-8 of the input, 2^-6 of the result, and what float32 rounds: below 0.0274",
             parameters=slope,
         ),
         KnownGoal(
             "a slope in a ball: too little room",
-            *(steep, at_one, _drift("<=", 0.001, ball), Answer.FALSE),
+            *(steep, at_one, _drift("<=", 0.001, ball), KnownAnswer.FALSE),
             "near x = 1.25 the cast of the input alone moves the result by 3·2^-9 and more",
             parameters=slope,
         ),
         KnownGoal(
             "constant input: the result does not read it",
-            *(("linear",), at_one, _drift("<=", 2 * quarter, "ball(all, 1)"), Answer.TRUE),
+            *(("linear",), at_one, _drift("<=", 2 * quarter, "ball(all, 1)"), KnownAnswer.TRUE),
             "only the bias is cast, by a quarter of a step",
             parameters={"part.0.weight": zero, "part.0.bias": torch.tensor([one, one])},
             least=quarter,
         ),
         KnownGoal(
             "constant input: what it is cast by is not nothing",
-            *(("linear",), at_one, _drift("<=", quarter / 2, "ball(all, 1)"), Answer.FALSE),
+            *(("linear",), at_one, _drift("<=", quarter / 2, "ball(all, 1)"), KnownAnswer.FALSE),
             "only the bias is cast, by a quarter of a step",
             parameters={"part.0.weight": zero, "part.0.bias": torch.tensor([one, one])},
             least=quarter,
         ),
         KnownGoal(
-            *("an empty region", ("relu",), at_one, _drift("<=", 1.0), Answer.OPEN),
+            *("an empty region", ("relu",), at_one, _drift("<=", 1.0), KnownAnswer.OPEN),
             "a statement about no input is no evidence",
             where="length > 100",
         ),
         KnownGoal(
-            *("a weight is NaN", ("linear",), at_one, _drift("<=", 1e9), Answer.OPEN),
+            *("a weight is NaN", ("linear",), at_one, _drift("<=", 1e9), KnownAnswer.OPEN),
             "no run has a number to compare",
             parameters={"part.0.weight": nan},
         ),
         KnownGoal(
-            *("a weight is infinite", ("linear",), at_one, _drift("<=", 1e9), Answer.OPEN),
+            *("a weight is infinite", ("linear",), at_one, _drift("<=", 1e9), KnownAnswer.OPEN),
             "the result is infinite or NaN in both kernels",
             parameters={"part.0.weight": infinite},
         ),
         KnownGoal(
-            *("an overflow is reached", ("relu",), [[1e5, 1.0]], _drift("<=", 1e9), Answer.FALSE),
+            *(
+                "an overflow is reached",
+                ("relu",),
+                [[1e5, 1.0]],
+                _drift("<=", 1e9),
+                KnownAnswer.FALSE,
+            ),
             "float16 ends at 65504",
             infer=FLOAT16,
             least=float("inf"),
         ),
         KnownGoal(
             "an overflow is reached in a part of the region",
-            *(("linear",), at_one, _drift("<=", 1e9, "ball(all, 0.5)"), Answer.FALSE),
+            *(("linear",), at_one, _drift("<=", 1e9, "ball(all, 0.5)"), KnownAnswer.FALSE),
             "float16 ends at 65504, which 50000·1.5 exceeds",
             infer=FLOAT16,
             parameters={"part.0.weight": 5e4 * eye},

@@ -38,7 +38,7 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """One node with its operands: tensors that are computed, and arrays that are fixed.
 
     `own` is the ONNX type in which the program computes, `dtype` that of the module as it is
@@ -130,7 +130,7 @@ class Call:
 
 _INERT = frozenset({"kernel_shape", "seed"})
 """Attributes that say nothing that the operands do not say, or nothing in inference."""
-Operator = Callable[[Call], Any]
+Operator = Callable[[OperatorCall], Any]
 OPERATORS: dict[str, Operator] = {}
 
 
@@ -158,27 +158,27 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @_operator(*_POINTWISE)
-def _pointwise(c: Call) -> Any:
+def _pointwise(c: OperatorCall) -> Any:
     training = c.given(2) and bool(np.all(c.inputs[2]))
     c.need(c.node.kind != "Dropout" or not training, "dropout in training mode")
     return _POINTWISE[c.node.kind](c.tensor(0))
 
 
 @_operator("Gelu")
-def _gelu(c: Call) -> Any:
+def _gelu(c: OperatorCall) -> Any:
     form = c.attribute("approximate", "none")
     c.need(form in ("none", "tanh"), f"there is no form {form!r} of GELU")
     return F.gelu(c.tensor(0), approximate=form)
 
 
 @_operator("Swish")
-def _swish(c: Call) -> Any:
+def _swish(c: OperatorCall) -> Any:
     c.need(c.attribute("alpha", 1.0) == 1.0, "with a factor alpha")
     return F.silu(c.tensor(0))
 
 
 @_operator("Add")
-def _add(c: Call) -> Any:
+def _add(c: OperatorCall) -> Any:
     for x, other in ((0, 1), (1, 0)):
         fixed, value = c.inputs[other], c.inputs[x]
         nothing = isinstance(fixed, np.ndarray) and not fixed.any()
@@ -190,17 +190,17 @@ def _add(c: Call) -> Any:
 
 
 @_operator("Sub")
-def _sub(c: Call) -> Any:
+def _sub(c: OperatorCall) -> Any:
     return c.scalar(0, 1) - c.scalar(1, 0)
 
 
 @_operator("Mul")
-def _mul(c: Call) -> Any:
+def _mul(c: OperatorCall) -> Any:
     return c.scalar(0, 1) * c.scalar(1, 0)
 
 
 @_operator("Div")
-def _div(c: Call) -> Any:
+def _div(c: OperatorCall) -> Any:
     x, y = c.scalar(0, 1), c.scalar(1, 0)
     c.need(isinstance(x, float) or not isinstance(x, int), "a division of integers")
     c.need(not isinstance(x, Tensor) or x.is_floating_point(), "a division of integers")
@@ -208,7 +208,7 @@ def _div(c: Call) -> Any:
 
 
 @_operator("Pow")
-def _pow(c: Call) -> Any:
+def _pow(c: OperatorCall) -> Any:
     exponent = c.scalar(1, 0)
     known = not isinstance(exponent, Tensor) and exponent in (2, 3, 0.5)
     c.need(known, "a power other than 2, 3 and 0.5")
@@ -217,7 +217,7 @@ def _pow(c: Call) -> Any:
 
 
 @_operator("Cast")
-def _cast(c: Call) -> Any:
+def _cast(c: OperatorCall) -> Any:
     kind = c.attribute("to")
     if kind == c.own:
         return c.tensor(0).to(c.dtype)
@@ -227,7 +227,7 @@ def _cast(c: Call) -> Any:
 
 
 @_operator("Where")
-def _where(c: Call) -> Any:
+def _where(c: OperatorCall) -> Any:
     c.need(isinstance(c.inputs[0], np.ndarray), "a condition that depends on the tokens")
     return torch.where(c.tensor(0), c.scalar(1, 0), c.scalar(2, 0))
 
@@ -236,7 +236,7 @@ def _where(c: Call) -> Any:
 
 
 @_operator("Reshape")
-def _reshape(c: Call) -> Any:
+def _reshape(c: OperatorCall) -> Any:
     x, sizes = c.tensor(0), c.numbers(1)
     if not c.attribute("allowzero", 0):
         c.need(all(n or i < x.dim() for i, n in enumerate(sizes)), "a size 0 beyond the operand")
@@ -245,7 +245,7 @@ def _reshape(c: Call) -> Any:
 
 
 @_operator("Flatten")
-def _flatten(c: Call) -> Any:
+def _flatten(c: OperatorCall) -> Any:
     x = c.tensor(0)
     axis = c.attribute("axis", 1)
     axis += x.dim() if axis < 0 else 0
@@ -253,12 +253,12 @@ def _flatten(c: Call) -> Any:
 
 
 @_operator("Transpose")
-def _transpose(c: Call) -> Any:
+def _transpose(c: OperatorCall) -> Any:
     x = c.tensor(0)
     return x.permute(c.attribute("perm", list(reversed(range(x.dim())))))
 
 
-def _axes(c: Call, place: int) -> list[int] | None:
+def _axes(c: OperatorCall, place: int) -> list[int] | None:
     if c.given(place):
         return c.numbers(place)
     found: list[int] | None = c.attribute("axes")
@@ -266,7 +266,7 @@ def _axes(c: Call, place: int) -> list[int] | None:
 
 
 @_operator("Unsqueeze")
-def _unsqueeze(c: Call) -> Any:
+def _unsqueeze(c: OperatorCall) -> Any:
     x, axes = c.tensor(0), _axes(c, 1)
     c.need(bool(axes), "without axes")
     rank = x.dim() + len(axes or ())
@@ -276,7 +276,7 @@ def _unsqueeze(c: Call) -> Any:
 
 
 @_operator("Squeeze")
-def _squeeze(c: Call) -> Any:
+def _squeeze(c: OperatorCall) -> Any:
     x, axes = c.tensor(0), _axes(c, 1)
     every = [i for i, n in enumerate(x.shape) if n == 1]
     chosen = every if axes is None else [a % x.dim() for a in axes]
@@ -285,12 +285,12 @@ def _squeeze(c: Call) -> Any:
 
 
 @_operator("Concat")
-def _concat(c: Call) -> Any:
+def _concat(c: OperatorCall) -> Any:
     return torch.cat([c.tensor(i) for i in range(len(c.inputs))], dim=c.attribute("axis"))
 
 
 @_operator("Split")
-def _split(c: Call) -> Any:
+def _split(c: OperatorCall) -> Any:
     x, axis = c.tensor(0), c.attribute("axis", 0)
     if c.given(1):
         sizes = c.numbers(1)
@@ -302,7 +302,7 @@ def _split(c: Call) -> Any:
 
 
 @_operator("Slice")
-def _slice(c: Call) -> Any:
+def _slice(c: OperatorCall) -> Any:
     x, starts, ends = c.tensor(0), c.numbers(1), c.numbers(2)
     axes = c.numbers(3) if c.given(3) else list(range(len(starts)))
     steps = c.numbers(4) if c.given(4) else [1] * len(starts)
@@ -316,13 +316,13 @@ def _slice(c: Call) -> Any:
 
 
 @_operator("Expand")
-def _expand(c: Call) -> Any:
+def _expand(c: OperatorCall) -> Any:
     x = c.tensor(0)
     return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(c.numbers(1))))
 
 
 @_operator("Gather")
-def _gather(c: Call) -> Any:
+def _gather(c: OperatorCall) -> Any:
     x, chosen = c.tensor(0), c.inputs[1]
     axis = c.attribute("axis", 0) % x.dim()
     if isinstance(chosen, np.ndarray) and chosen.ndim == 0:
@@ -339,19 +339,19 @@ def _gather(c: Call) -> Any:
 
 
 @_operator("ReduceMean")
-def _reduce_mean(c: Call) -> Any:
+def _reduce_mean(c: OperatorCall) -> Any:
     x, axes = c.tensor(0), _axes(c, 1)
     c.need(bool(axes), "over all dimensions")
     return x.mean(axes, keepdim=bool(c.attribute("keepdims", 1)))
 
 
 @_operator("Softmax")
-def _softmax(c: Call) -> Any:
+def _softmax(c: OperatorCall) -> Any:
     return c.tensor(0).softmax(c.attribute("axis", -1))
 
 
 @_operator("MatMul")
-def _matmul(c: Call) -> Any:
+def _matmul(c: OperatorCall) -> Any:
     weight = c.inputs[1]
     if isinstance(weight, Turned):
         return F.linear(c.tensor(0), weight.weight)
@@ -359,7 +359,7 @@ def _matmul(c: Call) -> Any:
 
 
 @_operator("Gemm")
-def _gemm(c: Call) -> Any:
+def _gemm(c: OperatorCall) -> Any:
     plain = c.attribute("alpha", 1.0) == 1.0 and c.attribute("beta", 1.0) == 1.0
     c.need(plain, "with factors alpha and beta")
     x, weight = c.tensor(0), c.inputs[1]
@@ -378,7 +378,7 @@ def _gemm(c: Call) -> Any:
 
 
 @_operator("Conv")
-def _conv(c: Call) -> Any:
+def _conv(c: OperatorCall) -> Any:
     """Return a convolution as a product with the patches of its input, beside each other."""
     x, kernel = c.tensor(0), c.tensor(1)
     spatial = x.dim() - 2
@@ -414,7 +414,7 @@ def _conv(c: Call) -> Any:
 
 
 @_operator("LayerNormalization")
-def _layer_norm(c: Call) -> Any:
+def _layer_norm(c: OperatorCall) -> Any:
     x = c.tensor(0)
     last = c.attribute("axis", -1) % x.dim() == x.dim() - 1
     c.need(last, "over more than the last dimension")
@@ -424,7 +424,7 @@ def _layer_norm(c: Call) -> Any:
 
 
 @_operator("RMSNormalization")
-def _rms_norm(c: Call) -> Any:
+def _rms_norm(c: OperatorCall) -> Any:
     x = c.tensor(0)
     last = c.attribute("axis", -1) % x.dim() == x.dim() - 1
     c.need(last, "over more than the last dimension")
@@ -436,7 +436,7 @@ _EPS = float(np.float32(1e-5))
 
 
 @_operator("Attention")
-def _attention(c: Call) -> Any:
+def _attention(c: OperatorCall) -> Any:
     c.need(not any(c.given(i) for i in range(4, len(c.inputs))), "with a cache or padding")
     c.need(len([o for o in c.node.outputs if o]) == 1, "with more than one result")
     c.need(c.attribute("softcap", 0.0) == 0.0, "with a cap on scores")
@@ -461,7 +461,7 @@ def _attention(c: Call) -> Any:
 
 
 @_operator("RotaryEmbedding")
-def _rotary(c: Call) -> Any:
+def _rotary(c: OperatorCall) -> Any:
     c.need(not c.attribute("interleaved", 0), "with interleaved pairs")
     c.need(not c.attribute("rotary_embedding_dim", 0), "of a part of each head")
     x, heads = c.tensor(0), c.attribute("num_heads", 0)

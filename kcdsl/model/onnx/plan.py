@@ -20,7 +20,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.onnx.files import KINDS, Array, OnnxFile, OnnxNode
 from kcdsl.model.onnx.folding import folded
 from kcdsl.model.onnx.fusion import constant, fused
-from kcdsl.model.onnx.operators import Call, Turned
+from kcdsl.model.onnx.operators import OperatorCall, Turned
 from kcdsl.source.files import excerpt
 
 _TOKENS = re.compile(r"(.*[._/])?(input_?ids?|tokens?|ids|input)(:0)?$")
@@ -40,7 +40,7 @@ _HIDDEN = -1e30
 """At or below this, a number hides a score: a tensor with such numbers is a mask, no weight."""
 
 
-class Plan:
+class OnnxPlan:
     """Which nodes of a file run, which are folded, and which tensors are parameters."""
 
     __slots__ = (
@@ -76,7 +76,7 @@ class Plan:
         self._known = {n: v for n, v in file.tensors.items() if n in needed and n not in wanted}
         self._known |= {n: file.tensors[n] for n in held if n in needed}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnnxPlan:
         """Return the plan itself: copies of a module share it."""
         return self
 
@@ -222,7 +222,7 @@ def _inputs(file: OnnxFile) -> tuple[str, dict[str, Any]]:
 
 
 def run_node(
-    plan: Plan,
+    plan: OnnxPlan,
     node: OnnxNode,
     known: Mapping[str, Array],
     values: dict[str, Any],
@@ -230,7 +230,7 @@ def run_node(
 ) -> None:
     """Run one node; add its results to the values."""
     operands = tuple(values.get(name, known.get(name)) for name in node.inputs)
-    call = Call(node, operands, plan.file.own, dtype, plan.file.opset)
+    call = OperatorCall(node, operands, plan.file.own, dtype, plan.file.opset)
     for name, operand in zip(node.inputs, operands, strict=True):
         call.need(not name or operand is not None, f"it reads the second result {excerpt(name)}")
     for name, value in zip(node.outputs, call.run(), strict=False):

@@ -16,7 +16,7 @@ from kcdsl.model.checkpoint.modules import TransposedLinear
 from kcdsl.model.checkpoint.tensors import Checkpoint
 from kcdsl.model.onnx.files import KINDS, OnnxNode, read_onnx
 from kcdsl.model.onnx.operators import Turned
-from kcdsl.model.onnx.plan import VIEWS, Plan, run_node
+from kcdsl.model.onnx.plan import VIEWS, OnnxPlan, run_node
 from kcdsl.source.files import excerpt
 
 BlockEnds = tuple[str, str]
@@ -31,7 +31,7 @@ class _Held(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _holder(plan: Plan, name: str) -> nn.Module:
+def _holder(plan: OnnxPlan, name: str) -> nn.Module:
     held = plan.file.tensors[name]
     weight = torch.from_numpy(held.astype(np.float32))
     if name not in plan.turned:
@@ -46,7 +46,7 @@ class OnnxBlock(nn.Module):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: OnnxPlan,
         runs: Sequence[OnnxNode],
         ends: BlockEnds,
         holders: Mapping[str, nn.Module],
@@ -99,7 +99,7 @@ class _Entry(nn.Identity):
 class OnnxProgram(OnnxBlock):
     """The whole program of an ONNX file, and its blocks."""
 
-    def __init__(self, plan: Plan, blocks: Mapping[str, BlockEnds]) -> None:
+    def __init__(self, plan: OnnxPlan, blocks: Mapping[str, BlockEnds]) -> None:
         """Build the module. Refuse blocks that the file does not have."""
         shapes = plan.at(plan.usual_length)[1]
         output = _output(plan, shapes)
@@ -144,7 +144,7 @@ def read_program(
     Refuse what `read_onnx` does, and operators and blocks that are not supported.
     """
     file = read_onnx(path, admitted)
-    program = OnnxProgram(Plan(file), {name: (first, last) for name, first, last in blocks})
+    program = OnnxProgram(OnnxPlan(file), {name: (first, last) for name, first, last in blocks})
     tensors: dict[str, Tensor] = {}
     others: dict[str, str] = {}
     for name, held in file.tensors.items():
@@ -164,7 +164,7 @@ def _used(runs: Sequence[OnnxNode], holders: Mapping[str, nn.Module]) -> dict[st
     return {name: holder for name, holder in holders.items() if name in read}
 
 
-def _between(plan: Plan, first: str, last: str, block: str) -> list[OnnxNode]:
+def _between(plan: OnnxPlan, first: str, last: str, block: str) -> list[OnnxNode]:
     """Return the nodes that compute one tensor from another. Refuse tensors that are not connected,
     and nodes that read the tokens in another way."""
     made = {name: node for node in plan.runs for name in node.outputs if name}
@@ -194,7 +194,9 @@ def _between(plan: Plan, first: str, last: str, block: str) -> list[OnnxNode]:
     return [n for n in plan.runs if n.outputs[0] in found]
 
 
-def _refuse_shapeless(plan: Plan, block: str, tensor: str, shapes: Mapping[str, Tensor]) -> None:
+def _refuse_shapeless(
+    plan: OnnxPlan, block: str, tensor: str, shapes: Mapping[str, Tensor]
+) -> None:
     """Refuse a tensor that is none of the program, or no hidden states [1, T, D] or [T, D]."""
     if tensor not in shapes:
         from difflib import get_close_matches
@@ -215,7 +217,7 @@ def _refuse_shapeless(plan: Plan, block: str, tensor: str, shapes: Mapping[str, 
         )
 
 
-def _output(plan: Plan, shapes: Mapping[str, Tensor]) -> str:
+def _output(plan: OnnxPlan, shapes: Mapping[str, Tensor]) -> str:
     """Return the output of the file that has a row for each token."""
     names = plan.file.outputs
     usual = [n for n in ("logits", "last_hidden_state") if n in names]
@@ -231,7 +233,7 @@ def _output(plan: Plan, shapes: Mapping[str, Tensor]) -> str:
     )
 
 
-def _vocabulary(plan: Plan) -> int | None:
+def _vocabulary(plan: OnnxPlan) -> int | None:
     """Return the number of rows of the table in which tokens are looked up."""
     ids = {plan.ids}
     for node in plan.runs:
@@ -242,5 +244,5 @@ def _vocabulary(plan: Plan) -> int | None:
     return None
 
 
-def _is_logits(plan: Plan, output: str, shapes: Mapping[str, Tensor]) -> bool:
+def _is_logits(plan: OnnxPlan, output: str, shapes: Mapping[str, Tensor]) -> bool:
     return output == "logits" or shapes[output].shape[-1] == _vocabulary(plan)

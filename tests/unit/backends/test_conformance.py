@@ -16,7 +16,7 @@ from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_backends.certifier.backend import BACKEND as CERTIFIER
 from kcdsl_backends.conformance.__main__ import main
 from kcdsl_backends.conformance.campaign import RandomGoal, asked, campaign, judged, monotone
-from kcdsl_backends.conformance.goals import Answer, KnownGoal, known_goals
+from kcdsl_backends.conformance.goals import KnownAnswer, KnownGoal, known_goals
 from kcdsl_backends.lirpa.backend import BACKEND as LIRPA
 from kcdsl_backends.smt.drift.backend import BACKEND as Z3
 
@@ -36,7 +36,7 @@ class Says:
     def decide(
         self, program: Any, base: Any, goals: Sequence[Goal], **_: Any
     ) -> tuple[GoalOutcome, ...]:
-        """Answer every goal."""
+        """KnownAnswer every goal."""
         said = self.verdict
         return tuple(
             GoalOutcome(
@@ -106,7 +106,7 @@ def test_the_certifier_answers_rightly(name: str) -> None:
     found = judged(goal, asked(CERTIFIER, goal))
     assert not found.wrong
     exact = name in ("no drift is at most 0", "ordinary numbers: a rounding is at most itself")
-    if goal.answer is Answer.TRUE and not exact:  # bounds are rounded up, so they exceed those
+    if goal.answer is KnownAnswer.TRUE and not exact:  # bounds are rounded up, so they exceed those
         assert found.verdict == "held"
 
 

@@ -30,7 +30,7 @@ from kcdsl_backends.smt.drift.forms import System
 from kcdsl_backends.smt.drift.solving import (
     DriftElement,
     DriftQuestion,
-    Question,
+    ElementQuestion,
     Search,
     size_of,
     targets,
@@ -191,7 +191,7 @@ class LinearSolver:
 
     name: str
     version: Callable[[], str]
-    question: Callable[[DriftElement], Question]
+    question: Callable[[DriftElement], ElementQuestion]
 
     def bounded(
         self, factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None

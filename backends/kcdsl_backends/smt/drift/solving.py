@@ -128,7 +128,7 @@ def size_of(found: list[DriftElement]) -> Size:
     return Size(*(max((each[i] for each in by_size), default=0) for i in range(3)))
 
 
-class Question(Protocol):
+class ElementQuestion(Protocol):
     """Asks a solver about one target."""
 
     def reaches(self, threshold: float, seconds: float) -> Outcome:
@@ -228,9 +228,9 @@ class Search:
 
     found: list[DriftElement]
     seconds: float | None = None
-    question: Callable[[DriftElement], Question] = DriftQuestion
+    question: Callable[[DriftElement], ElementQuestion] = DriftQuestion
     _started: float = field(default_factory=time.monotonic)
-    _questions: dict[tuple[int, int], Question] = field(default_factory=dict)
+    _questions: dict[tuple[int, int], ElementQuestion] = field(default_factory=dict)
 
     @property
     def asked(self) -> int:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.onnx.files import KINDS, OnnxNode
-from kcdsl.model.onnx.operators import OPERATORS, Call
+from kcdsl.model.onnx.operators import OPERATORS, OperatorCall
 
 PLAIN = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 FIXED = {"Where": (0,), "Slice": (1, 2, 3, 4), "Reshape": (1,), "Expand": (1,), "Split": (1,),
@@ -67,7 +67,7 @@ def _run(case: Any, inputs: list[Any]) -> list[Any]:
                 value = torch.from_numpy(np.array(value, dtype=np.float32 if kind == 16 else None))
         operands.append(value)
     dtype = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}[own]
-    call = Call(node, tuple(operands), own, dtype, case.model.opset_import[0].version)
+    call = OperatorCall(node, tuple(operands), own, dtype, case.model.opset_import[0].version)
     return call.run()
 
 
