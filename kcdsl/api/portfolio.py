@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """The name by which all backends together are asked for."""
 
+Load = Callable[[float | None], Any]
+"""Loads a backend that has some seconds for all its answers, None for as many as it usually has."""
 Ask = Callable[[Any, Sequence["Goal"], float | None], Sequence["GoalOutcome"]]
 """Asks a backend for goals within some seconds, None for as long as it takes."""
 
@@ -55,7 +57,7 @@ class _Asked:
 
 
 def decide_together(
-    offers: Sequence[tuple[BackendSpec, Callable[[], Any]]],
+    offers: Sequence[tuple[BackendSpec, Load]],
     goals: Sequence[Goal],
     ask: Ask,
     seconds: float | None,
@@ -81,7 +83,7 @@ def decide_together(
             continue
         if not taken:
             continue
-        outcomes = ask(load(), [each.goal for each in taken], left)
+        outcomes = ask(load(left), [each.goal for each in taken], left)
         for each, outcome in zip(taken, outcomes, strict=True):
             each.answers.append((spec, outcome))
             _refuse_contradiction(each)

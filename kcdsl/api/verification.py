@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
     from kcdsl.model.files import Artefacts
     from kcdsl.release.signing import Target
-    from kcdsl.route.catalogue import Execution
+    from kcdsl.route.catalogue import BackendSpec, Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.outcome import GoalOutcome, Implied
 
@@ -244,7 +244,11 @@ def _together(
         limited = replace(execution, seconds=seconds)
         return _decide(options, program, files, goals, backend, device, limited)
 
-    offers = [(spec, partial(loaded, spec, options.backend_seconds)) for spec in formal_backends()]
+    def load(spec: BackendSpec, seconds: float | None) -> Any:
+        most = options.backend_seconds
+        return loaded(spec, most if seconds is None else min(most, seconds))
+
+    offers = [(spec, partial(load, spec)) for spec in formal_backends()]
     return decide_together(offers, chosen, ask, execution.seconds)
 
 

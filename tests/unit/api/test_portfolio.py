@@ -50,11 +50,12 @@ class Fake:
 def offer(name: str, fake: Fake, **more: Any) -> tuple[BackendSpec, Any]:
     more = {"fragments": DRIFT, **more}
     spec = BackendSpec(name, more.pop("target", f"kcdsl_backends.{name}:BACKEND"), **more)
-    return spec, lambda: (name, fake)
+    return spec, lambda seconds: (name, fake, seconds)
 
 
 def ask(backend: Any, asked: Any, seconds: float | None) -> list[GoalOutcome]:
-    name, fake = backend
+    name, fake, given = backend
+    assert given == seconds
     fake.calls.append(len(asked))
     fake.limits.append(seconds)
     case = CaseOutcome("a", 1, fake.bound, fake.attack, alpha=fake.alpha)

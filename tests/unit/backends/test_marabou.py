@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kcdsl_backends.conformance.campaign import asked, campaign, judged
@@ -49,6 +51,15 @@ def test_numbers_of_any_size_are_told_apart(scale: float) -> None:
     assert MarabouQuestion(element).reaches(1.001 * scale, 20.0) is Outcome.UNSAT
     free = DriftElement(0, 1, aim, 0.0, (Constraint(either.cases[1:]),), high=1.5 * scale)
     assert MarabouQuestion(free).reaches(-0.499 * scale, 20.0) is Outcome.UNSAT
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_nothing_is_asked_of_numbers_that_are_none(number: float) -> None:
+    """Marabou takes them, and answers another question."""
+    aim = Inequality((0,), (1.0,), 0.0)
+    for row in (Inequality((0,), (number,), 0.0), Inequality((0,), (1.0,), number)):
+        element = DriftElement(0, 1, aim, 0.0, (Constraint(((row,),)),), high=1.0)
+        assert MarabouQuestion(element).reaches(2.0, 20.0) is Outcome.UNKNOWN
 
 
 def test_bounds_of_a_block_are_above_runs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 from kcdsl_backends.real_arithmetic.backend import RealBackend
@@ -33,6 +34,9 @@ class MarabouQuestion:
     """The facts of one target, as a query for Marabou is made of them; codes may be any number."""
 
     def __init__(self, target: DriftElement) -> None:
+        rows = [row for fact in target.facts for case in fact.cases for row in case]
+        numbers = [(*row.coefs, row.constant) for row in (*rows, target.core)]
+        self._finite = all(map(math.isfinite, chain.from_iterable(numbers)))
         used = {i for fact in target.facts for i in fact.symbols} | set(target.core.symbols)
         self._places = {symbol: place for place, symbol in enumerate(sorted(used))}
         self._target = target
@@ -40,7 +44,7 @@ class MarabouQuestion:
     def reaches(self, threshold: float, seconds: float) -> Outcome:
         """Say whether the element reaches a threshold; where it does, keep values that do it."""
         marabou, core = _library()
-        if seconds < 1:  # Marabou counts whole seconds
+        if seconds < 1 or not self._finite:  # Marabou counts whole seconds, and takes NaN
             return Outcome.UNKNOWN
         target, query = self._target, core.InputQuery()
         query.setNumberOfVariables(len(self._places))
@@ -55,9 +59,8 @@ class MarabouQuestion:
             for one in cases[0]:
                 query.addEquation(one)
         reached = tuple(-c for c in target.core.coefs)
-        query.addEquation(
-            self._row(Inequality(target.core.symbols, reached, threshold - target.rest))
-        )
+        least = math.nextafter(threshold - target.rest, -math.inf)
+        query.addEquation(self._row(Inequality(target.core.symbols, reached, least)))
         options = marabou.createOptions(
             verbosity=0, timeoutInSeconds=int(min(seconds, 10**6)), numWorkers=1
         )
