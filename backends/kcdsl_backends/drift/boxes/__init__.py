@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -84,9 +85,16 @@ def gamma(terms: int, unit_roundoff: float = EPS) -> float:
     return float("inf") if product >= 1.0 else product / (1.0 - product) * (1.0 + 2.0**-50)
 
 
+@cache
+def _infinities(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return minus and plus infinity, each of shape []; one of x's shape costs a third of `up`."""
+    least = torch.tensor(-torch.inf, dtype=dtype, device=device)
+    return least, -least
+
+
 def down(x: Tensor, ulps: int = 1) -> Tensor:
     """Return x moved `ulps` representable numbers towards minus infinity."""
-    limit = torch.full_like(x, -torch.inf)
+    limit = _infinities(x.dtype, x.device)[0]
     for _ in range(ulps):
         x = torch.nextafter(x, limit)
     return x
@@ -94,7 +102,7 @@ def down(x: Tensor, ulps: int = 1) -> Tensor:
 
 def up(x: Tensor, ulps: int = 1) -> Tensor:
     """Return x moved `ulps` representable numbers towards plus infinity."""
-    limit = torch.full_like(x, torch.inf)
+    limit = _infinities(x.dtype, x.device)[1]
     for _ in range(ulps):
         x = torch.nextafter(x, limit)
     return x
@@ -226,14 +234,14 @@ class Factor:
 def matmul(a: Box, b: Box | Factor) -> Box:
     """Return a box around every product A @ B with A in a and B in b (last two dimensions)."""
     right = b if isinstance(b, Factor) else Factor.of(b)
-    a_mid, a_rad = a.midpoint()
+    a_mid, a_rad = (a.lo, None) if a.is_point else a.midpoint()
     terms = a.shape[-1]
     a_abs = a_mid.abs()
-    magnitude = (a_abs + a_rad) @ right.size
+    magnitude = (a_abs if a_rad is None else a_abs + a_rad) @ right.size
     radius = gamma(terms + 8) * magnitude + terms * 4 * TINY
     if right.radius is not None:
         radius = radius + a_abs @ right.radius
-    if not a.is_point:
+    if a_rad is not None:
         radius = radius + a_rad @ right.size
     return Box.point(a_mid @ right.middle).widen(up(radius * (1.0 + 16 * EPS), 2))
 

@@ -31,9 +31,12 @@ from kcdsl_backends.drift.ops.quantized_input import activation_error
 def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
     """Apply a rearrangement of elements to every end of a state."""
     one, two = (None if a is None else change(a) for a in state.apart)
-    boxes = (state.train, state.infer, state.drift)
-    train, infer, drift = (Box(change(b.lo), change(b.hi)) for b in boxes)
-    return State(train, infer, drift, (one, two))
+
+    def moved(box: Box) -> Box:
+        low = change(box.lo)
+        return Box(low, low if box.hi is box.lo else change(box.hi))
+
+    return State(moved(state.train), moved(state.infer), moved(state.drift), (one, two))
 
 
 def interval_view(step: Step) -> State:
