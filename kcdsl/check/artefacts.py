@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
     """Return what is wrong with the model and the kernels of a contract in a folder.
 
-    Weights that are not there yet are no error; kernels of other distributions are not imported.
+    Weights that are not there yet, of either kernel, are no error; kernels of other distributions
+    are not imported.
     """
     found: list[Diagnostic] = []
     kernels = [k for k in (program.train, program.infer, program.guard, program.fallback) if k]
@@ -42,7 +44,11 @@ def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
     with _collected(found):
         from kcdsl.model.architecture import load_structure
 
-        model = load_structure(program.model, folder)
+        own = program.model.served
+        at_hand = own is None or _weights_at_hand(own, folder)
+        model = load_structure(
+            program.model if at_hand else replace(program.model, served=None), folder
+        )
         if model is None:
             return tuple(found)
         for block, span in _blocks(program):

@@ -115,6 +115,8 @@ def stored_kernel(
     method = str(config.get("quant_method", "")).lower()
     if method not in _STORED or (method == "fp8" and not config.get("weight_block_size")):
         return None
+    if method == "torchao" and _torchao_kind(config) in _PACKED:
+        return None
     read = read_quantisation(config)
     found = _served({"compute": compute}, _order(architecture, capped)[:2])
     if found is None or architecture == "hf":
@@ -131,7 +133,7 @@ def _order(architecture: str, capped: bool) -> tuple[str, ...]:
     return order
 
 
-_STORED = frozenset({"awq", "compressed-tensors", "fp8", "gptq", "modelopt"})
+_STORED = frozenset({"awq", "compressed-tensors", "fp8", "gptq", "modelopt", "torchao"})
 """Methods whose codes and scales are read from the checkpoint."""
 _DROPPED = {
     "kv_cache": "the KV cache in {}, which no local kernel keeps",
@@ -375,10 +377,18 @@ _TORCHAO: dict[str, tuple[str, Section, Section]] = {
 }
 
 
-def _torchao(config: Mapping[str, Any]) -> Quantised:
+_PACKED = frozenset({"Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig"})
+"""Configurations of torchao whose weights no reader knows, as their classes pack them."""
+
+
+def _torchao_kind(config: Mapping[str, Any]) -> str:
     kind = config.get("quant_type")
     inner = kind.get("default", kind) if isinstance(kind, dict) else {}
-    name = str(inner.get("_type", kind)) if isinstance(inner, dict) else str(kind)
+    return str(inner.get("_type", kind)) if isinstance(inner, dict) else str(kind)
+
+
+def _torchao(config: Mapping[str, Any]) -> Quantised:
+    name = _torchao_kind(config)
     if name not in _TORCHAO:
         return Quantised("plain weights", {}, unmet=(f"the scheme {name!r} of torchao",))
     said, weights, activations = _TORCHAO[name]

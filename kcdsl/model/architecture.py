@@ -47,7 +47,7 @@ from kcdsl.model.checkpoint.modules import (
     transposed_names,
 )
 from kcdsl.model.checkpoint.ranges import changed
-from kcdsl.model.checkpoint.served import ServedWeights, load_served, matched
+from kcdsl.model.checkpoint.served import OF_FILES, ServedWeights, load_served, matched
 from kcdsl.model.checkpoint.tensors import (
     EXACT_AS_FLOAT32,
     Checkpoint,
@@ -338,15 +338,7 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
     tokenizer = find_tokenizer(ref, path, files, config)
     served = None
     if ref.served is not None:
-        if (own is not None and own.foreign) or transposed_names(module):
-            raise refuse(
-                codes.UNKNOWN_ARCHITECTURE,
-                f"with architecture {name} the inference kernel has no checkpoint of its own",
-                help="name an architecture of kcdsl that stores matrices as [out, in]",
-            )
-        place = files.find_weights(ref.served)
-        rule = registry.load(name).canonical_key if built_in and name is not None else str
-        served = _served(place, module, config, rule, keys, files)
+        served = _served(ref, module, config, keys, files)
     return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty, served)
 
 
@@ -369,16 +361,29 @@ def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefact
 
 
 def _served(
-    path: Path,
+    ref: ModelRef,
     module: nn.Module,
     config: Mapping[str, Any],
-    rule: KeyRule,
     keys: Mapping[str, str],
     files: Artefacts,
+    *,
+    headers_only: bool = False,
 ) -> ServedWeights:
     """Return the weights that the inference kernel reads, by the keys of the checkpoint."""
-    found = load_served(path, files.admitted)
-    files.record(companion(INFER_CHECKPOINT), found.digest)
+    name = ref.architecture
+    built_in = ref.module is None and name is not None and name in registry.names()
+    if (built_in and name and registry.declared(name).foreign) or transposed_names(module):
+        raise refuse(
+            codes.UNKNOWN_ARCHITECTURE,
+            f"with architecture {name} the inference kernel has no checkpoint of its own",
+            help="name an architecture of kcdsl that stores matrices as [out, in], or leave "
+            "`checkpoint` of the kernel out and say in `numerics` how it stores the weights",
+        )
+    rule: KeyRule = registry.load(name).canonical_key if built_in and name else str
+    place = files.find_weights(ref.served or "")
+    found = load_served(place, files.admitted, headers_only=headers_only)
+    if not headers_only:
+        files.record(companion(INFER_CHECKPOINT), found.digest)
     stored = module.state_dict(keep_vars=True)
     first = {id(stored[name]): name for name in keys}
     tied = {n: first[id(t)] for n, t in stored.items() if n not in keys and id(t) in first}
@@ -389,7 +394,21 @@ def _served(
         own = rule(key)
         return None if own in plain else own
 
-    return matched(found, config, named, keys, tied, shapes)
+    def same_program(other: Mapping[str, Any]) -> bool:
+        return built_in and _settings(ref, other, files) == _settings(ref, config, files)
+
+    return matched(found, config, named, keys, tied, shapes, same_program)
+
+
+def _settings(ref: ModelRef, config: Mapping[str, Any], files: Artefacts) -> object:
+    """Return what the forward pass depends on of a configuration; itself where it is of another
+    program or of none."""
+    plain = {key: value for key, value in config.items() if key not in OF_FILES}
+    try:
+        with Unfilled():
+            return _build(ref, plain, files)[0].settings
+    except Refusal:
+        return config
 
 
 def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:
@@ -415,6 +434,8 @@ def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:
         others = {key: one.kind for key, one in stored.items() if key not in exact}
         checkpoint = Checkpoint(path, "", StoredTensors(exact, {}), others)
         keys = _matched(module, checkpoint, rule, copies=False)
+        if ref.served is not None:
+            _served(ref, module, config, keys, files, headers_only=True)
         return Model(module, checkpoint, config, keys, None, True, files, True)
 
 

@@ -168,6 +168,23 @@ def awq(w: Tensor) -> Written:
     return {"qweight": held(code), "qzeros": held(zero), "scales": parts["scales"]}, value
 
 
+def torchao(w: Tensor) -> Written:
+    """Signed bytes of groups of 8, with their class as torchao writes it into the metadata."""
+    scale = _group_scales(w, 8, 127.0, torch.float32)
+    spread = scale.repeat_interleave(8, dim=1)
+    code = (w / spread).round().clamp(-128, 127).to(torch.int8)
+    zero = torch.zeros_like(scale, dtype=torch.int8)
+    parts = {"_weight_qdata": code, "_weight_scale": scale, "_weight_zero_point": zero}
+    return parts, code.float() * spread
+
+
+TORCHAO = json.dumps({
+    "_type": "Int8Tensor",
+    "_data": {"block_size": [1, 8]},
+    "_tensor_data_names": ["zero_point", "qdata", "scale"],
+})  # fmt: skip
+
+
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}}
     return {
@@ -239,6 +256,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
         lambda w: nvfp4(w, divided=False),
     ),
+    "torchao": ({"quant_method": "torchao"}, torchao),
 }
 """Every format: its quantisation configuration, and what stores a matrix in it."""
 
@@ -250,14 +268,17 @@ def quantise(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
     folder.mkdir(exist_ok=True)
     tensors: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
+    told: dict[str, str] = {}
     for key, value in load_file(source / "model.safetensors").items():
+        told[key] = json.dumps({"_type": "Tensor"})
         if not key.endswith("_proj.weight"):
             tensors[key] = meant[key] = value
             continue
         parts, meant[key] = write(value.float())
-        base = key.removesuffix(".weight")
+        base, told[key] = key.removesuffix(".weight"), TORCHAO
         tensors |= {f"{base}.{part}": tensor.contiguous() for part, tensor in parts.items()}
-    save_file(tensors, folder / "model.safetensors")
+    told["tensor_names"] = json.dumps(sorted(told))
+    save_file(tensors, folder / "model.safetensors", told if name == "torchao" else None)
     document = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**document, "quantization_config": config}))
     return meant

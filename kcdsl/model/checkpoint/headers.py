@@ -146,15 +146,28 @@ def file_header(path: Path) -> dict[str, StoredTensor]:
     """Return where the tensors of one safetensors file lie. Refuse a file that is missing or
     damaged; only its header is read."""
     try:
-        with open_file(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            first = stream.read(8)
-            length = int.from_bytes(first, "little")
-            if length > _LARGEST_HEADER:
-                raise ValueError("its header is cut off")
-            return header_of(first + stream.read(length), size)
+        return header_of(*_beginning(path))
     except (ValueError, OSError) as error:
         raise not_readable(path, error) from None
+
+
+def file_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that a safetensors file says of its tensors; refuse as `file_header`."""
+    try:
+        return metadata_of(_beginning(path)[0])
+    except (ValueError, OSError) as error:
+        raise not_readable(path, error) from None
+
+
+def _beginning(path: Path) -> tuple[bytes, int]:
+    """Return the bytes of a header, and the size of its file."""
+    with open_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        first = stream.read(8)
+        length = int.from_bytes(first, "little")
+        if length > _LARGEST_HEADER:
+            raise ValueError("its header is cut off")
+        return first + stream.read(length), size
 
 
 def not_readable(path: Path, error: Exception) -> Refusal:
@@ -171,6 +184,29 @@ def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
 
     They lie one after the other, with nothing between or after them; ValueError where they do not.
     """
+    header = _header(data)
+    header.pop("__metadata__", None)
+    first = 8 + int.from_bytes(data[:8], "little")
+    found = {name: _stored(name, told, first) for name, told in header.items()}
+    end = first
+    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        if one.start != end:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        end = one.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
+    return found
+
+
+def metadata_of(data: bytes | memoryview) -> dict[str, str]:
+    """Return the texts of `__metadata__` of a file, by its beginning; ValueError as `header_of`."""
+    found = _header(data).get("__metadata__") or {}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise ValueError("its __metadata__ does not map strings to strings")
+    return found
+
+
+def _header(data: bytes | memoryview) -> dict[str, Any]:
     import json  # commands that read no header do not need it
 
     length = int.from_bytes(data[:8], "little")
@@ -182,17 +218,7 @@ def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
-    header.pop("__metadata__", None)
-    first = 8 + length
-    found = {name: _stored(name, told, first) for name, told in header.items()}
-    end = first
-    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
-        if one.start != end:
-            raise ValueError(f"{name} does not begin where the tensor before it ends")
-        end = one.end
-    if end != size:
-        raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
-    return found
+    return header
 
 
 def _stored(name: str, told: Any, first: int) -> StoredTensor:

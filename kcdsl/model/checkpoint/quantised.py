@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.checkpoint.headers import StoredTensor
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,12 +48,22 @@ Reader = Callable[[str], Tensor]
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """A storage format: the suffix of the tensor that holds the codes, those that belong to it,
-    and what makes the matrix of them."""
+    what makes the matrix of them, and the bits that a code takes in storage."""
 
     name: str
     codes: str
     parts: tuple[str, ...]
     decode: Callable[[Reader, str, Mapping[str, Any]], QuantisedWeight]
+    bits: int = 8
+
+    def holds(self, shape: Sequence[int], stored: StoredTensor) -> bool:
+        """Say whether a tensor has as many codes as a matrix [out, in], of which the rows may end
+        within a word."""
+        rows, columns = shape
+        word = 8 * (stored.end - stored.start) // max(math.prod(stored.shape), 1)
+        codes = math.prod(stored.shape) * word // self.bits
+        per = max(word // self.bits, 1)
+        return codes in (rows * columns, rows * -(-columns // per) * per)
 
     def matrices(self, names: Sequence[str], kinds: Mapping[str, str]) -> dict[str, frozenset[str]]:
         """Return the quantised matrices, by the name of the weight, with the tensors of each."""
@@ -81,13 +92,14 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         return _modelopt(config)
     if method == "fp8":
         return _blocked(config)
-    raise _unknown("quant_method", config.get("quant_method"), _METHODS)
+    raise unknown("quant_method", config.get("quant_method"), _METHODS)
 
 
-_METHODS = ("compressed-tensors", "gptq", "awq", "modelopt", "fp8")
+_METHODS = ("compressed-tensors", "gptq", "awq", "modelopt", "fp8", "torchao")
 
 
-def _unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
+def unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
+    """Return the refusal (KC455) of what a configuration says, with what is read instead."""
     shown = ", ".join(map(str, known))
     return refuse(
         codes.MODEL_CONFIG,
@@ -100,11 +112,12 @@ def _unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
 def _allow(config: Mapping[str, Any], field: str, known: Sequence[object], default: object) -> Any:
     value = config.get(field, default)
     if not any(value == one and type(value) is type(one) for one in known):
-        raise _unknown(field, value, known)
+        raise unknown(field, value, known)
     return value
 
 
-def _broken(name: str, why: str) -> Refusal:
+def broken(name: str, why: str) -> Refusal:
+    """Return the refusal of a quantised weight whose tensors do not fit its format."""
     return refuse(
         codes.CHECKPOINT_TENSORS,
         f"the quantised weight {name}: {why}",
@@ -112,9 +125,10 @@ def _broken(name: str, why: str) -> Refusal:
     )
 
 
-def _need(holds: bool, name: str, why: str) -> None:
+def need(holds: bool, name: str, why: str) -> None:
+    """Refuse (KC451) a quantised weight whose tensors do not fit its format."""
     if not holds:
-        raise _broken(name, why)
+        raise broken(name, why)
 
 
 # --- compressed-tensors ---------------------------------------------------------------------------
@@ -129,17 +143,17 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
     _allow(config, "quantization_status", ("compressed", "frozen", None), None)
     _allow(config, "sparsity_config", (None, {}), None)
     if config.get("transform_config"):
-        raise _unknown("transform_config", "set", ("none",))
+        raise unknown("transform_config", "set", ("none",))
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise _unknown("config_groups", groups, ("groups of linears",))
+        raise unknown("config_groups", groups, ("groups of linears",))
     stated = []
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
-            raise _unknown("weights of a group", weights, ("a scheme",))
+            raise unknown("weights of a group", weights, ("a scheme",))
         if group.get("format") not in (None, kind):
-            raise _unknown("format of a group", group["format"], (kind,))
+            raise unknown("format of a group", group["format"], (kind,))
         _allow(weights, "dynamic", (False, None), False)
         if kind == _NVFP4:
             _allow(weights, "type", ("float",), None)
@@ -154,13 +168,14 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
         stated.append(weights)
     if kind == _NVFP4:
         nested = ("weight_scale", "weight_global_scale")
-        return Scheme(f"compressed-tensors {kind}", "weight_packed", nested, _decode_nvfp4)
+        return Scheme(f"compressed-tensors {kind}", "weight_packed", nested, _decode_nvfp4, 4)
     if kind == "pack-quantized":
         if len({one["num_bits"] for one in stated}) > 1:
-            raise _unknown("num_bits of groups", "different", ("the same",))
+            raise unknown("num_bits of groups", "different", ("the same",))
         packed = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         decode = _with(_decode_packed, stated)
-        return Scheme(f"compressed-tensors {kind}", "weight_packed", packed, decode)
+        width = int(stated[0]["num_bits"])
+        return Scheme(f"compressed-tensors {kind}", "weight_packed", packed, decode, width)
     parts = ("weight_scale", "weight_zero_point", "weight_g_idx")
     return Scheme(f"compressed-tensors {kind}", "weight", parts, _decode_scaled)
 
@@ -177,27 +192,27 @@ def _decode_scaled(read: Reader, base: str, kinds: Mapping[str, Any]) -> Quantis
     """Return float8 or int8 codes times scales of the tensor, of channels, groups or blocks."""
     name = f"{base}.weight"
     form = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}.get(kinds[name])
-    _need(form is not None, name, f"it is stored as {kinds[name]}")
+    need(form is not None, name, f"it is stored as {kinds[name]}")
     stored = read(name).to(torch.float32)
-    _need(stored.dim() == 2, name, "it is no matrix")
-    _need(f"{base}.weight_scale" in kinds, name, "it has no weight_scale")
+    need(stored.dim() == 2, name, "it is no matrix")
+    need(f"{base}.weight_scale" in kinds, name, "it has no weight_scale")
     scale, layout = _spread(read, f"{base}.weight_scale", tuple(stored.shape), base, kinds)
     if f"{base}.weight_zero_point" in kinds:
         zero, _ = _spread(read, f"{base}.weight_zero_point", tuple(stored.shape), base, kinds)
         if bool((zero != 0).any()):
-            return _weight((stored - zero) * scale, "", layout, stored - zero, scale)
-    return _weight(stored * scale, str(form), layout, stored, scale)
+            return matrix_of((stored - zero) * scale, "", layout, stored - zero, scale)
+    return matrix_of(stored * scale, str(form), layout, stored, scale)
 
 
 def _decode_packed(read: Reader, base: str, kinds: Mapping[str, Any], bits: int) -> QuantisedWeight:
     """Return integers packed along their rows, less half their range, times scales."""
     name = f"{base}.weight"
     for part in ("weight_scale", "weight_shape"):
-        _need(f"{base}.{part}" in kinds, name, f"it has no {part}")
+        need(f"{base}.{part}" in kinds, name, f"it has no {part}")
     shape = tuple(int(n) for n in read(f"{base}.weight_shape").tolist())
     packed, half = read(f"{base}.weight_packed"), 1 << (bits - 1)
     words = -(-shape[1] * bits // 32) if len(shape) == 2 else -1
-    _need(tuple(packed.shape) == (shape[0], words), name, "its shape does not fit its words")
+    need(tuple(packed.shape) == (shape[0], words), name, "its shape does not fit its words")
     code = _unpacked(packed, bits)[:, : shape[1]].to(torch.float32) - half
     scale, layout = _spread(read, f"{base}.weight_scale", shape, base, kinds)
     form = {4: "int4", 8: "int8"}.get(bits, "")
@@ -205,14 +220,14 @@ def _decode_packed(read: Reader, base: str, kinds: Mapping[str, Any], bits: int)
         points = _unpacked(read(f"{base}.weight_zero_point").T.contiguous(), bits).T
         points = points[: shape[0]].to(torch.float32) - half
         zero, _ = _tiled(points, shape, name, _group_index(read, base, kinds))
-        return _weight((code - zero) * scale, "", layout, code - zero, scale)
-    return _weight(code * scale, form, layout, code, scale)
+        return matrix_of((code - zero) * scale, "", layout, code - zero, scale)
+    return matrix_of(code * scale, form, layout, code, scale)
 
 
 def _decode_nvfp4(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
     """Return fp4 codes times a float8 scale of 16 divided by the scale of the tensor."""
     whole = read(f"{base}.weight_global_scale").to(torch.float32).reshape(-1)
-    _need(whole.numel() == 1, f"{base}.weight", "it has several global scales")
+    need(whole.numel() == 1, f"{base}.weight", "it has several global scales")
     return _nvfp4(read, base, kinds, f"{base}.weight_packed", lambda s: s / whole)
 
 
@@ -224,16 +239,16 @@ def _nvfp4(
     scaled: Callable[[Tensor], Tensor],
 ) -> QuantisedWeight:
     name = f"{base}.weight"
-    _need(kinds[packed] == "U8", name, f"it is stored as {kinds[packed]}")
-    _need(kinds.get(f"{base}.weight_scale") == "F8_E4M3", name, "its scales are not F8_E4M3")
+    need(kinds[packed] == "U8", name, f"it is stored as {kinds[packed]}")
+    need(kinds.get(f"{base}.weight_scale") == "F8_E4M3", name, "its scales are not F8_E4M3")
     raw, scale = read(packed), read(f"{base}.weight_scale").to(torch.float32)
     shape = (raw.shape[0], 2 * raw.shape[1])
-    _need(tuple(scale.shape) == (shape[0], shape[1] // 16), name, "its scales do not fit")
+    need(tuple(scale.shape) == (shape[0], shape[1] // 16), name, "its scales do not fit")
     digits = torch.stack((raw & 15, raw >> 4), dim=-1).reshape(shape).long()
     sizes = torch.tensor(_FP4)[digits & 7]
     code = torch.where(digits >= 8, -sizes, sizes)
     spread = scaled(scale).repeat_interleave(16, dim=1)
-    return _weight(code * spread, "fp4_e2m1", "nvfp4", code, spread)
+    return matrix_of(code * spread, "fp4_e2m1", "nvfp4", code, spread)
 
 
 def _group_index(read: Reader, base: str, kinds: Mapping[str, Any]) -> Tensor | None:
@@ -263,7 +278,7 @@ def _tiled(
     high, wide = scale.shape
     if groups is not None:
         fits = high == rows and len(groups) == columns and int(groups.max()) < wide
-        _need(fits, name, "its groups do not fit its scales")
+        need(fits, name, "its groups do not fit its scales")
         return scale[:, groups], ""
     if (high, wide) == (rows, 1):
         return scale.expand(rows, columns), "per_channel"
@@ -281,7 +296,7 @@ def _of_blocks(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     rows, columns = shape
     fits = tuple(scale.shape) == (-(-rows // _BLOCK), -(-columns // _BLOCK))
     said = f"scales of shape {tuple(scale.shape)} do not fit a matrix of {shape}"
-    _need(fits, name, said)
+    need(fits, name, said)
     tall = scale.repeat_interleave(_BLOCK, dim=0)[:rows]
     return tall.repeat_interleave(_BLOCK, dim=1)[:, :columns]
 
@@ -293,7 +308,10 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return parts.reshape(*words.shape[:-1], -1)
 
 
-def _weight(value: Tensor, form: str, layout: str, code: Tensor, scale: Tensor) -> QuantisedWeight:
+def matrix_of(
+    value: Tensor, form: str, layout: str, code: Tensor, scale: Tensor
+) -> QuantisedWeight:
+    """Return a matrix with the least of its codes and the largest of its scales."""
     least = float(code.min()) if code.numel() else 0.0
     largest = float(scale.abs().max()) if scale.numel() else 0.0
     return QuantisedWeight(value.contiguous(), form, layout, least, largest)
@@ -307,13 +325,13 @@ def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
     version = _allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
     _allow(config, "is_marlin_format", (False, None), None)
     if config.get("dynamic"):
-        raise _unknown("dynamic", "set", ("none",))
+        raise unknown("dynamic", "set", ("none",))
     offset = 0 if version == "gptq_v2" else 1
 
     def decode(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
         return _decode_gptq(read, base, kinds, bits, offset)
 
-    return Scheme("gptq", "qweight", ("qzeros", "scales", "g_idx"), decode)
+    return Scheme("gptq", "qweight", ("qzeros", "scales", "g_idx"), decode, int(bits))
 
 
 def _decode_gptq(
@@ -322,51 +340,49 @@ def _decode_gptq(
     """Return (code - z)·s; words hold inputs of one output, and z of a group is one less there."""
     name = f"{base}.weight"
     for part in ("qzeros", "scales"):
-        _need(f"{base}.{part}" in kinds, name, f"it has no {part}")
+        need(f"{base}.{part}" in kinds, name, f"it has no {part}")
     words, scale = read(f"{base}.qweight"), read(f"{base}.scales").to(torch.float32)
     code = _unpacked(words.T.contiguous(), bits)
     out, inputs = code.shape
     zero = _unpacked(read(f"{base}.qzeros"), bits)
-    _need(tuple(zero.shape) == tuple(scale.shape), name, "zero points and scales do not fit")
-    _need(scale.shape[1] == out and inputs % scale.shape[0] == 0, name, "its scales do not fit")
+    need(tuple(zero.shape) == tuple(scale.shape), name, "zero points and scales do not fit")
+    need(scale.shape[1] == out and inputs % scale.shape[0] == 0, name, "its scales do not fit")
     if offset and bool((zero == (1 << bits) - 1).any()):
-        raise _broken(
-            name, "a zero point is one more than its bits hold, which libraries differ in"
-        )
+        raise broken(name, "a zero point is one more than its bits hold, which libraries differ in")
     if f"{base}.g_idx" in kinds:
         groups = read(f"{base}.g_idx").long()
         fits = len(groups) == inputs and 0 <= int(groups.min()) <= int(groups.max()) < len(scale)
-        _need(fits, name, "its g_idx does not fit")
+        need(fits, name, "its g_idx does not fit")
     else:
         groups = torch.arange(inputs) // (inputs // len(scale))
     held = code.T.to(torch.float32) - (zero[groups] + offset).to(torch.float32)
     spread = scale[groups]
-    return _weight((held * spread).T, "", "", held, spread)
+    return matrix_of((held * spread).T, "", "", held, spread)
 
 
 def _awq_scheme(config: Mapping[str, Any]) -> Scheme:
     _allow(config, "version", ("gemm", "GEMM", None), None)
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
-        raise _unknown("bits", bits, (4,))
+        raise unknown("bits", bits, (4,))
     _allow(config, "zero_point", (True, None), None)
-    return Scheme("awq", "qweight", ("qzeros", "scales"), _decode_awq)
+    return Scheme("awq", "qweight", ("qzeros", "scales"), _decode_awq, 4)
 
 
 def _decode_awq(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
     """Return (code - z)·s; words hold eight outputs of one input, in the order of AWQ."""
     name = f"{base}.weight"
     for part in ("qzeros", "scales"):
-        _need(f"{base}.{part}" in kinds, name, f"it has no {part}")
+        need(f"{base}.{part}" in kinds, name, f"it has no {part}")
     scale = read(f"{base}.scales").to(torch.float32)
     code, zero = (_ordered(_unpacked(read(f"{base}.{part}"), 4)) for part in ("qweight", "qzeros"))
     inputs, out = code.shape
     fits = tuple(zero.shape) == tuple(scale.shape) and scale.shape[1] == out
-    _need(fits and inputs % len(scale) == 0, name, "its scales do not fit")
+    need(fits and inputs % len(scale) == 0, name, "its scales do not fit")
     width = inputs // len(scale)
     held = code.to(torch.float32) - zero.to(torch.float32).repeat_interleave(width, dim=0)
     spread = scale.repeat_interleave(width, dim=0)
-    return _weight((held * spread).T, "", "", held, spread)
+    return matrix_of((held * spread).T, "", "", held, spread)
 
 
 def _ordered(parts: Tensor) -> Tensor:
@@ -384,15 +400,16 @@ def _modelopt(config: Mapping[str, Any]) -> Scheme:
     if kind == "FP8":
         return Scheme("modelopt FP8", "weight", ("weight_scale",), _decode_scaled)
     _allow(config, "group_size", (16, None), None)
-    return Scheme("modelopt NVFP4", "weight", ("weight_scale", "weight_scale_2"), _decode_modelopt)
+    nested = ("weight_scale", "weight_scale_2")
+    return Scheme("modelopt NVFP4", "weight", nested, _decode_modelopt, 4)
 
 
 def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
     """Return fp4 codes times a float8 scale of 16 times the scale of the tensor."""
     name = f"{base}.weight"
-    _need(f"{base}.weight_scale_2" in kinds, name, "it has no weight_scale_2")
+    need(f"{base}.weight_scale_2" in kinds, name, "it has no weight_scale_2")
     whole = read(f"{base}.weight_scale_2").to(torch.float32).reshape(-1)
-    _need(whole.numel() == 1, name, "it has several scales of the tensor")
+    need(whole.numel() == 1, name, "it has several scales of the tensor")
     return _nvfp4(read, base, kinds, name, lambda s: s * whole)
 
 
@@ -404,19 +421,19 @@ def _blocked(config: Mapping[str, Any]) -> Scheme:
     _allow(config, "activation_scheme", ("dynamic", None), None)
     size = config.get("weight_block_size")
     if size != [_BLOCK, _BLOCK]:
-        raise _unknown("weight_block_size", size, ([_BLOCK, _BLOCK],))
+        raise unknown("weight_block_size", size, ([_BLOCK, _BLOCK],))
     return Scheme("fp8", "weight", ("weight_scale_inv",), _decode_blocked)
 
 
 def _decode_blocked(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
     """Return float8 codes times the scales of blocks of 128; the last blocks may be cut off."""
     name, scales = f"{base}.weight", f"{base}.weight_scale_inv"
-    _need(kinds[name] == "F8_E4M3", name, f"it is stored as {kinds[name]}")
-    _need(kinds.get(scales) in PLAIN, name, "it has no weight_scale_inv of a float format")
+    need(kinds[name] == "F8_E4M3", name, f"it is stored as {kinds[name]}")
+    need(kinds.get(scales) in PLAIN, name, "it has no weight_scale_inv of a float format")
     stored = read(name).to(torch.float32)
-    _need(stored.dim() == 2, name, "it is no matrix")
+    need(stored.dim() == 2, name, "it is no matrix")
     scale = _of_blocks(read(scales).to(torch.float32), tuple(stored.shape), name)
-    return _weight(stored * scale, "fp8_e4m3", "block_128", stored, scale)
+    return matrix_of(stored * scale, "fp8_e4m3", "block_128", stored, scale)
 
 
 def is_sound(found: QuantisedWeight) -> bool:

@@ -20,7 +20,10 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.checkpoint.headers import (
     StoredTensor,
+    file_metadata,
     header_of,
+    metadata_of,
+    not_readable,
     once,
     read_headers,
     weights_folder,
@@ -34,6 +37,7 @@ from kcdsl.model.checkpoint.quantised import (
 )
 from kcdsl.model.checkpoint.ranges import HashedFile, changed, hashed_file, manifest_of
 from kcdsl.model.checkpoint.tensors import TYPES
+from kcdsl.model.checkpoint.torchao import torchao_scheme
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.specification import Numerics
 from kcdsl.source.files import excerpt, is_file, read_bytes, shown
@@ -42,7 +46,7 @@ from kcdsl_certs.statement.manifest import Resource
 CONFIG, QUANTISATION = "config.json", "hf_quant_config.json"
 _LARGEST_CONFIG = 16 * 2**20
 _CODED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-_OF_FILES = frozenset({
+OF_FILES = frozenset({
     *("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
     *("architectures", "use_cache", "unsloth_version", "compression_config"),
 })  # fmt: skip
@@ -54,7 +58,7 @@ class ServedWeights(Mapping[str, Tensor]):
     """Weights of the inference kernel as float32, by the keys of the training checkpoint.
 
     `digest` (hex) is that of the manifest of every file that is read: weights, index and
-    configurations. `keys_read` are those that the kernel reads; a tensor has the same name in both.
+    configurations. `shapes` has the tensors that the kernel reads, by their names in both.
     """
 
     path: Path
@@ -64,17 +68,17 @@ class ServedWeights(Mapping[str, Tensor]):
     stored: Mapping[str, StoredTensor]
     files: Mapping[str, HashedFile]
     matrices: Mapping[str, frozenset[str]]
-    keys_read: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self.keys_read))
+        return iter(sorted(self.shapes))
 
     def __len__(self) -> int:
-        return len(self.keys_read)
+        return len(self.shapes)
 
     def __getitem__(self, key: str) -> Tensor:
         """Read a tensor; refuse one that is NaN or infinite, or stored as its format cannot be."""
-        if key not in self.keys_read:
+        if key not in self.shapes:
             raise KeyError(key)
         found = self.quantised(key)
         value = self._raw(key).to(torch.float32) if found is None else found.value
@@ -92,7 +96,20 @@ class ServedWeights(Mapping[str, Tensor]):
         if key not in self.matrices or self.scheme is None:
             return None
         kinds = {part: one.kind for part, one in self.stored.items()}
-        return self.scheme.decode(self._raw, key.removesuffix(".weight"), kinds)
+        found = self.scheme.decode(self._raw, key.removesuffix(".weight"), kinds)
+        if tuple(found.value.shape) != self.shapes[key]:
+            raise _other_shape(key, tuple(found.value.shape), self.shapes[key])
+        return found
+
+    def refuse_other_shape(self, key: str, shape: tuple[int, ...]) -> None:
+        """Refuse what is stored of a tensor where it cannot be of this shape, by headers alone."""
+        if key not in self.matrices or self.scheme is None:
+            if self.stored[key].shape != shape:
+                raise _other_shape(key, self.stored[key].shape, shape)
+            return
+        place = f"{key.removesuffix('.weight')}.{self.scheme.codes}"
+        if len(shape) != 2 or not self.scheme.holds(shape, self.stored[place]):
+            raise _other_shape(place, self.stored[place].shape, shape)
 
     def _raw(self, name: str) -> Tensor:
         one = self.stored[name]
@@ -140,6 +157,10 @@ class ServedWeights(Mapping[str, Tensor]):
             )
 
 
+def _other_shape(key: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> Refusal:
+    return refuse(codes.CHECKPOINT_SHAPE, f"{key} has shape {shape}; expected that of {expected}")
+
+
 def _other(key: str, what: str, field: str) -> Refusal:
     return refuse(
         codes.NUMERICS,
@@ -149,8 +170,13 @@ def _other(key: str, what: str, field: str) -> Refusal:
     )
 
 
-def load_served(path: Path, admitted: Callable[[Path], Path]) -> ServedWeights:
-    """Read what a checkpoint of an inference kernel says of itself; no weight is read yet."""
+def load_served(
+    path: Path, admitted: Callable[[Path], Path], *, headers_only: bool = False
+) -> ServedWeights:
+    """Read what a checkpoint of an inference kernel says of itself; no weight is read yet.
+
+    With `headers_only` its files are not hashed either, and its weights cannot be read.
+    """
     headers = read_headers(path, admitted)
     folder = weights_folder(path)
     read: list[Resource] = []
@@ -167,25 +193,40 @@ def load_served(path: Path, admitted: Callable[[Path], Path]) -> ServedWeights:
     if headers.index is not None:
         index, data = headers.index
         read.append(Resource(index.name, len(data), hashlib.sha256(data).hexdigest()))
-    files: dict[str, HashedFile] = {}
-    for place, header in headers.files.items():
-        one = hashed_file(place)
-        end = min((t.start for t in header.values()), default=one.size)
-        if header_of(one.read(0, end), one.size) != header:
-            raise changed(place)
-        files |= dict.fromkeys(header, one)
-        read.append(Resource(place.name, one.size, one.sha256))
-    stored = headers.tensors
     method = config.get("quantization_config") or more.get("quantization")
     if method is not None and not isinstance(method, dict):
         raise refuse(codes.MODEL_CONFIG, "the quantisation configuration is no object")
-    scheme = None if method is None else scheme_of(method)
+    by_torchao = method is not None and str(method.get("quant_method", "")).lower() == "torchao"
+    files: dict[str, HashedFile] = {}
+    metadata: dict[str, str] = {}
+    for place, header in headers.files.items():
+        if headers_only:
+            told = file_metadata(place) if by_torchao else {}
+        else:
+            one = hashed_file(place)
+            end = min((t.start for t in header.values()), default=one.size)
+            first = one.read(0, end)
+            if header_of(first, one.size) != header:
+                raise changed(place)
+            told = _metadata(place, first) if by_torchao else {}
+            files |= dict.fromkeys(header, one)
+            read.append(Resource(place.name, one.size, one.sha256))
+        _add(metadata, told, place)
+    stored = headers.tensors
+    scheme = None
+    if method is not None:
+        scheme = torchao_scheme(metadata) if by_torchao else scheme_of(method)
     kinds = {name: one.kind for name, one in stored.items()}
     matrices = {} if scheme is None else scheme.matrices(tuple(stored), kinds)
-    found = ServedWeights(
-        *(path, manifest_of(read).digest, config, scheme, stored, files, matrices, frozenset())
-    )
+    digest = "" if headers_only else manifest_of(read).digest
+    found = ServedWeights(path, digest, config, scheme, stored, files, matrices, {})
     for name in found.plain_names:
+        if name in matrices and name in kinds and name not in matrices[name]:
+            raise refuse(
+                codes.CHECKPOINT_TENSORS,
+                f"{excerpt(name)} is stored twice, as it is and as codes",
+                help="quantise the model again with the library that its configuration names",
+            )
         if name not in matrices and kinds[name] not in PLAIN:
             said = "no quantisation configuration" if scheme is None else scheme.name
             raise refuse(
@@ -196,6 +237,25 @@ def load_served(path: Path, admitted: Callable[[Path], Path]) -> ServedWeights:
     return found
 
 
+def _metadata(place: Path, first: memoryview) -> dict[str, str]:
+    try:
+        return metadata_of(first)
+    except ValueError as error:
+        raise not_readable(place, error) from None
+
+
+def _add(metadata: dict[str, str], told: Mapping[str, str], place: Path) -> None:
+    """Add the metadata of a file; refuse what another shard says otherwise."""
+    for name, text in told.items():
+        if metadata.setdefault(name, text) != text:
+            raise refuse(
+                codes.CHECKPOINT_FORMAT,
+                f"the metadata of {shown(place)} says something else of {excerpt(name)} than"
+                " another shard",
+                help="save the checkpoint again with save_pretrained",
+            )
+
+
 def matched(
     served: ServedWeights,
     train: Mapping[str, Any],
@@ -203,6 +263,7 @@ def matched(
     keys: Mapping[str, str],
     tied: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
+    same_program: Callable[[Mapping[str, Any]], bool],
 ) -> ServedWeights:
     """Return the weights by the keys of the training checkpoint. Refuse a configuration of another
     model, and tensors that are missing, unknown or of another shape.
@@ -213,10 +274,12 @@ def matched(
         keys: keys of the training checkpoint by parameters.
         tied: names of parameters that are copies, with those they are copies of.
         shapes: of parameters.
+        same_program: says whether a configuration is of the program of `train`, though it has other
+            keys.
     """
-    if served.config:
+    if served.config and not same_program(served.config):
         _refuse_other_model(train, served.config)
-    names: set[str] = set()
+    names: dict[str, tuple[int, ...]] = {}
     unknown: list[str] = []
     copies: dict[str, str] = {}
     for name in served.plain_names:
@@ -228,12 +291,8 @@ def matched(
         elif own not in keys or keys[own] != name:
             unknown.append(name)
         else:
-            names.add(name)
-            shape = served.stored[name].shape if name not in served.matrices else shapes[own]
-            if shape != shapes[own]:
-                raise refuse(
-                    codes.CHECKPOINT_SHAPE, f"{name} has shape {shape}; expected {shapes[own]}"
-                )
+            names[name] = shapes[own]
+            served.refuse_other_shape(name, shapes[own])
     missing = [key for key in keys.values() if key not in names]
     if missing or unknown:
         said = f"lacks {excerpt(missing[0])}" if missing else f"has {excerpt(unknown[0])} besides"
@@ -242,10 +301,12 @@ def matched(
             f"the checkpoint of the inference kernel {said}",
             help="give the quantised form of the checkpoint of the contract",
         )
-    found = replace(served, keys_read=frozenset(names))
+    found = replace(served, shapes=names)
     for name, of in copies.items():
         other = keys[of]
         quantised = {name, other} & served.matrices.keys()
+        if not served.digest and not quantised:
+            continue
         if quantised or not torch.equal(found._raw(name), found._raw(other)):
             raise refuse(
                 codes.CHECKPOINT_TENSORS,
@@ -255,7 +316,8 @@ def matched(
 
 
 def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> None:
-    for key in sorted((train.keys() | infer.keys()) - _OF_FILES):
+    """Refuse configurations that differ in any key but those of how weights are stored."""
+    for key in sorted((train.keys() | infer.keys()) - OF_FILES):
         if train.get(key) != infer.get(key):
             raise refuse(
                 codes.MODEL_CONFIG,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.check.compile import load_program
+from kcdsl.model import registry
+from kcdsl.model.checkpoint.headers import metadata_of
+from kcdsl.model.checkpoint.modules import transposed_names
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.collection.resume import decisive
@@ -58,7 +63,11 @@ def proved(cli: Any, folder: Path, *more: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "numerics"),
-    [("gptq", ""), pytest.param("fp8 channel", CODES, marks=pytest.mark.full)],
+    [
+        ("gptq", ""),
+        pytest.param("torchao", "", marks=pytest.mark.full),
+        pytest.param("fp8 channel", CODES, marks=pytest.mark.full),
+    ],
 )
 def test_a_pair_of_checkpoints_is_proved_measured_and_checked(
     cli: Any, tmp_path: Path, name: str, numerics: str
@@ -113,6 +122,52 @@ def test_a_checkpoint_of_a_kernel_that_does_not_read_it_is_reported(
     ran = cli("compile", cwd=folder)
     assert ran.code == 2
     assert "which is for `infer`" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "word"),
+    [
+        ("gptq", {"qweight": torch.zeros(5, 32, dtype=torch.int32)}, "shape"),
+        ("torchao", {"_weight_qdata": torch.zeros(32, 31, dtype=torch.int8)}, "shape"),
+        ("awq", {"qweight": None}, "qzeros"),
+        ("gptq", {"weight": torch.zeros(32, 32)}, "twice"),
+    ],
+)
+def test_compile_reads_the_headers_of_the_second_checkpoint(
+    cli: Any, tmp_path: Path, name: str, changed: dict[str, torch.Tensor | None], word: str
+) -> None:
+    folder = prepared(tmp_path, name)
+    assert cli("compile", cwd=folder).code == 0
+    place = folder / "quantised" / "model.safetensors"
+    parts = {f"model.layers.0.self_attn.q_proj.{part}": new for part, new in changed.items()}
+    held: dict[str, Any] = {**load_file(place), **parts}
+    metadata = metadata_of(place.read_bytes())
+    save_file({key: one for key, one in held.items() if one is not None}, place, metadata)
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 2
+    assert word in ran.stderr
+    (folder / "quantised").rename(
+        folder / "later"
+    )  # weights that are not there yet are no error of a contract
+    assert cli("compile", cwd=folder).code == 0
+
+
+def test_gpt2_has_no_second_checkpoint(cli: Any, tmp_path: Path) -> None:
+    config = {"vocab_size": 256, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    module = registry.load("gpt2").build(config)
+    turned, state = transposed_names(module), module.state_dict()
+    weights = {n: (t.T if n in turned else t).contiguous() for n, t in state.items()}
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
+    (tmp_path / "quantised").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(tmp_path / name, tmp_path / "quantised")
+    (tmp_path / "contract.yaml").write_text((CONTRACT % "").replace("llama", "gpt2"))
+    (tmp_path / "prompts.jsonl").write_text('{"id": "p", "text": "hello"}\n')
+    ran = cli("compile", cwd=tmp_path)
+    assert ran.code == 2
+    assert "KC456" in ran.stderr
 
 
 def test_a_norm_that_the_quantiser_changed_is_that_of_the_inference_kernel(

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.diagnostics.codes import CHECKPOINT_DTYPE, MODEL_CONFIG
+from kcdsl.diagnostics.codes import CHECKPOINT_DTYPE, CHECKPOINT_TENSORS, MODEL_CONFIG
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.checkpoint.headers import file_header
+from kcdsl.model.checkpoint.headers import file_header, metadata_of
 from kcdsl.model.checkpoint.quantised import scheme_of
+from kcdsl.model.checkpoint.torchao import torchao_scheme
 from kcdsl.model.presets import resolve
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.served import Served, read_served
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.statement.manifest import storage_manifest
@@ -82,7 +84,7 @@ def test_blocks_of_fp8_may_be_cut_off(tmp_path: Path, shape: tuple[int, int]) ->
     ("change", "word"),
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
-        ({"quant_method": "torchao"}, "torchao"),
+        ({"quant_method": "torchao"}, "no metadata of torchao"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "weight_block_size"),
         ({"quant_method": "fp8"}, "weight_block_size None"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
@@ -182,3 +184,132 @@ def test_both_programs_read_what_the_library_wrote(name: str) -> None:
     assert torch.equal(found.value, expected)
     checker = Served("", read(VECTORS).tensors, config)
     assert np.array_equal(checker.matrix(f"{name}.weight").value, expected.numpy())
+
+
+FOREIGN = Path(__file__).parents[2] / "support" / "vectors"
+"""Matrices that other programs quantised and dequantised (tests/support/foreign_vectors.py)."""
+
+
+def recorded(name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file of vectors."""
+    path = FOREIGN / f"{name}.safetensors"
+    return load_file(path), metadata_of(path.read_bytes())
+
+
+def cases() -> list[tuple[str, str]]:
+    files = ("torchao",)
+    return [
+        (name, key.removeprefix("config:"))
+        for name in files
+        for key in sorted(recorded(name)[1])
+        if key.startswith("config:")
+    ]
+
+
+def both_readings(
+    folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], case: str
+) -> tuple[torch.Tensor, np.ndarray, tuple[object, ...], tuple[object, ...]]:
+    """Return the matrix of a case by both programs, each with format, layout and least code."""
+    config = json.loads(metadata[f"config:{case}"])
+    path = folder / "model.safetensors"
+    told = {key: text for key, text in metadata.items() if not key.startswith("config:")}
+    save_file(tensors, path, told)
+    kinds = {key: one.kind for key, one in file_header(path).items()}
+    by_torchao = config["quant_method"] == "torchao"
+    scheme = torchao_scheme(told) if by_torchao else scheme_of(config)
+    mine = scheme.decode(tensors.__getitem__, case, kinds)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    theirs = read_served(folder, {f"{case}.weight"}).matrix(f"{case}.weight")
+    return (
+        mine.value,
+        theirs.value,
+        (mine.form, mine.layout, mine.least_code, mine.scale),
+        (theirs.kind, theirs.scale, theirs.least, theirs.largest_scale),
+    )
+
+
+@pytest.mark.parametrize(("program", "case"), cases())
+def test_both_programs_read_what_another_program_wrote(
+    tmp_path: Path, program: str, case: str
+) -> None:
+    tensors, metadata = recorded(program)
+    expected = tensors[f"{case}.expected"]
+    mine, theirs, said, other = both_readings(tmp_path, tensors, metadata, case)
+    assert np.array_equal(mine.numpy(), theirs)
+    assert said == other
+    assert torch.equal(mine.to(expected.dtype), expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "code"),
+    [
+        ("int8_row", {"_type": "Int4Tensor"}, MODEL_CONFIG),
+        ("int8_row", {"_type": "Float8Tensor"}, CHECKPOINT_TENSORS),
+        ("int8_row", {"block_size": [1, 16]}, CHECKPOINT_TENSORS),
+        ("int8_row", {"block_size": None}, CHECKPOINT_TENSORS),
+        ("int8_row", {"_tensor_data_names": ["qdata", "scale"]}, CHECKPOINT_TENSORS),
+        ("int8_row", {"_tensor_data_names": ["qdata", "scale", "act_pre_scale"]}, MODEL_CONFIG),
+        ("int4_group", {"target_dtype": {"_data": "int3"}}, CHECKPOINT_TENSORS),
+        ("int4_group", {"target_dtype": None}, CHECKPOINT_TENSORS),
+        ("float8_row", None, CHECKPOINT_TENSORS),
+    ],
+)
+def test_both_programs_refuse_other_metadata_of_torchao(
+    tmp_path: Path, case: str, change: dict[str, object] | None, code: object
+) -> None:
+    tensors, metadata = recorded("torchao")
+    told = json.loads(metadata.pop(f"{case}.weight"))
+    if change is not None:
+        for key, value in change.items():
+            (told if key.startswith("_") else told["_data"])[key] = value
+        metadata[f"{case}.weight"] = json.dumps(told)
+    with pytest.raises(Refusal) as refused:
+        both_readings(tmp_path, tensors, metadata, case)
+    assert refused.value.diagnostics[0].code == code
+    config = json.loads(metadata[f"config:{case}"])
+    texts = {key: text for key, text in metadata.items() if not key.startswith("config:")}
+    save_file(tensors, tmp_path / "model.safetensors", texts)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(Rejected):
+        read_served(tmp_path, {f"{case}.weight"}).matrix(f"{case}.weight")
+
+
+def test_a_weight_that_is_stored_twice_is_refused(folder: Path) -> None:
+    place = folder / "quantised"
+    quantise(folder, place, "gptq")
+    held = load_file(place / "model.safetensors")
+    key = "model.layers.0.mlp.up_proj.weight"
+    save_file({**held, key: torch.ones(48, 32)}, place / "model.safetensors")
+    with pytest.raises(Refusal, match="stored twice"):
+        pair(folder)
+    with pytest.raises(Rejected, match="stored twice"):
+        read_served(place, {key}).matrix(key)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_folder_that_transformers_saved_with_torchao_is_read(
+    tmp_path: Path, shards: bool
+) -> None:
+    """Names, metadata and shards are those of the libraries of today."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    write_model(tmp_path, config=CONFIG)
+    library = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())
+    )
+    weights = {
+        n: t.dequantize() for n, t in library.named_parameters() if n.endswith("_proj.weight")
+    }
+    size = "6KB" if shards else "1GB"
+    library.save_pretrained(tmp_path / "quantised", max_shard_size=size)
+    assert (tmp_path / "quantised" / "model.safetensors.index.json").exists() == shards
+    served = pair(tmp_path).served
+    assert served is not None
+    assert weights
+    checker = read_served(tmp_path / "quantised", set(served))
+    assert checker.digest == served.digest
+    for key, expected in weights.items():
+        assert torch.equal(served[key], expected.float())
+        assert np.array_equal(checker.matrix(key).value, expected.float().numpy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,7 +29,8 @@ _LARGEST = 1 << 24
 _PARTS = (
     "weight", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point",
     "weight_packed", "weight_shape", "weight_g_idx", "weight_scale_inv", "qweight",
-    "qzeros", "scales", "g_idx",
+    "qzeros", "scales", "g_idx", "_weight_qdata", "_weight_scale", "_weight_zero_point",
+    "_weight_act_pre_scale",
 )  # fmt: skip
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
@@ -47,11 +48,15 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The tensors of a checkpoint of the inference kernel, and the digest of its manifest (hex)."""
+    """The tensors of a checkpoint of the inference kernel, and the digest of its manifest (hex).
+
+    `metadata` has the texts that its files say of tensors, a mapping for each file.
+    """
 
     digest: str
     tensors: Mapping[str, Tensor]
     method: Mapping[str, Any]
+    metadata: Sequence[Mapping[str, str]] = ()
 
     def plain(self, key: str) -> Singles:
         """Return a tensor that is stored as it is. Raises Rejected "parameter/…"."""
@@ -65,7 +70,7 @@ class Served:
         found = set()
         for name, tensor in self.tensors.items():
             base, _, last = name.rpartition(".")
-            if last in ("weight_packed", "qweight"):
+            if last in ("weight_packed", "qweight", "_weight_qdata"):
                 found.add(f"{base}.weight")
             elif last == "weight" and tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
                 found.add(name)
@@ -79,6 +84,8 @@ class Served:
         """
         base = key.removesuffix(".weight")
         try:
+            if len(self._codes(base)) > 1:
+                raise ValueError("it is stored twice")
             found = _decode(self, base)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
@@ -92,6 +99,10 @@ class Served:
         if found is None:
             raise ValueError(f"there is no {name}")
         return found
+
+    def _codes(self, base: str) -> list[str]:
+        names = ("weight", "weight_packed", "qweight", "_weight_qdata")
+        return [name for name in names if self.has(base, name)]
 
     def has(self, base: str, name: str) -> bool:
         """Say whether a matrix has a tensor."""
@@ -109,10 +120,11 @@ def read_served(path: Path, keys: Collection[str]) -> Served:
     index = index_of(path)
     if index is None:
         one = path / SINGLE if os.path.isdir(path) else path
-        resource, _, tensors = read_file(one, {*names, *keys})
-        resources, folder = [resource], one.parent
+        single = read_file(one, {*names, *keys})
+        resources, folder = [single.resource], one.parent
+        tensors, metadata = single.tensors, [single.metadata]
     else:
-        resources, tensors = read_index(index, {*names, *keys})
+        resources, tensors, metadata = read_index(index, {*names, *keys})
         folder = index.parent
     documents = {}
     for name in CONFIGURATIONS:
@@ -124,7 +136,7 @@ def read_served(path: Path, keys: Collection[str]) -> Served:
     method = documents.get("config.json", {}).get("quantization_config")
     method = method or documents.get("hf_quant_config.json", {}).get("quantization") or {}
     ordered = tuple(sorted(resources, key=lambda one: PurePosixPath(one.name)))
-    return Served(Manifest(ordered).digest, tensors, method)
+    return Served(Manifest(ordered).digest, tensors, method, metadata)
 
 
 def _json(data: bytes) -> dict[str, Any]:
@@ -160,6 +172,8 @@ def _decode(served: Served, base: str) -> Decoded:
             return _four(served, base, "weight", "weight_scale_2", False)
     if name == "fp8":
         return _squares(served, base, method)
+    if name == "torchao":
+        return _torchao(served, base)
     raise Rejected("served/method", f"{name[:40] or method.get('quant_algo')!r} is not known")
 
 
@@ -222,6 +236,69 @@ def _squares(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
                 square = np.s_[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
                 value[square] = codes[square] * scales[row, column]
     return Decoded(value, "fp8_e4m3", "block_128", float(codes.min()), float(np.abs(scales).max()))
+
+
+def _torchao(served: Served, base: str) -> Decoded:
+    """Return a weight of the class that the metadata of its file names."""
+    texts = {one[f"{base}.weight"] for one in served.metadata if f"{base}.weight" in one}
+    if len(texts) != 1:
+        raise ValueError(f"{len(texts)} texts of metadata say what it is")
+    told = _json(texts.pop().encode())
+    tensor, kind = served.part(base, "_weight_qdata"), str(told.get("_type"))[:60]
+    names = {
+        ("Float8Tensor", "F8_E4M3"): "fp8_e4m3",
+        ("Float8Tensor", "F8_E5M2"): "fp8_e5m2",
+        ("Int8Tensor", "I8"): "int8",
+        ("IntxUnpackedToInt8Tensor", "I8"): "",
+    }
+    if (kind, tensor.dtype) not in names:
+        raise Rejected("served/method", f"torchao {kind!r} of {tensor.dtype}")
+    listed, fields = told["_tensor_data_names"], told["_data"]
+    inputs = ("act_quant_scale", "act_quant_zero_point")
+    odd = [one for one in listed if one not in ("qdata", "scale", "zero_point", *inputs)]
+    if odd or served.has(base, "_weight_act_pre_scale"):
+        raise Rejected("served/method", f"torchao with {str(odd)[:60]} beside the codes")
+    has_zero = served.has(base, "_weight_zero_point")
+    if "qdata" not in listed or "scale" not in listed or has_zero != ("zero_point" in listed):
+        raise ValueError("the parts are not those of the metadata")
+    codes, form = _numbers(tensor), names[kind, tensor.dtype]
+    rows, columns = codes.shape
+    if kind == "IntxUnpackedToInt8Tensor":
+        form = fields["target_dtype"]["_data"]
+        limit = {f"int{n}": 2 ** (n - 1) for n in range(1, 9)}[form]
+        if codes.min() < -limit or codes.max() >= limit:
+            raise ValueError(f"a code is not in {form}")
+        form = form if form in ("int4", "int8") else ""
+    stated = fields.get("block_size")
+    tall, wide = (rows, columns) if stated in (None, []) else stated
+    if tall < 1 or wide < 1 or rows % tall or columns % wide:
+        raise ValueError("the blocks do not fit the matrix")
+    grid = rows // tall, columns // wide
+    layout = f"group_{wide}" if tall == 1 else "block_128" if tall == wide == 128 else ""
+    if tall == 1 and wide == columns:
+        layout = "per_channel"
+    if (tall, wide) == (rows, columns):
+        layout = "per_tensor"
+
+    def of_blocks(name: str) -> Singles:
+        stored = _numbers(served.part(base, name))
+        if stored.shape != grid and not (stored.size == 1 and grid == (1, 1)):
+            raise ValueError(f"{name} does not fit the blocks")
+        rows_of = np.repeat(stored.reshape(grid), tall, axis=0)
+        return np.repeat(rows_of, wide, axis=1)
+
+    if served.part(base, "_weight_scale").dtype not in ("F32", "F16", "BF16"):
+        raise ValueError("the scales are no floats")
+    scales = of_blocks("_weight_scale")
+    if has_zero:
+        if served.part(base, "_weight_zero_point").dtype != "I8":
+            raise ValueError("the zero points are not I8")
+        zeros = of_blocks("_weight_zero_point")
+        form = "" if zeros.any() else form
+        codes = codes - zeros
+    with np.errstate(all="ignore"):
+        value = np.asarray(codes * scales, dtype=np.float32)
+    return Decoded(value, form, layout, float(codes.min()), float(np.abs(scales).max()))
 
 
 def _product(codes: NDArray[Any], served: Served, base: str, kind: str) -> Decoded:

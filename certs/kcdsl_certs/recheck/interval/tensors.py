@@ -81,11 +81,12 @@ def read(path: Path, keys: Collection[str] | None = None) -> TensorFile:
         in_graph = path.name.endswith(onnx.SUFFIX) and not os.path.isdir(path)
         if index is None and not in_graph:
             one = path / SINGLE if os.path.isdir(path) else path
-            resource, _, tensors = read_file(one, keys)
-            root = hashlib.sha256(bytes.fromhex(resource.sha256)).hexdigest()
-            return TensorFile(resource.sha256, tensors, root)
+            single = read_file(one, keys)
+            sha256 = single.resource.sha256
+            root = hashlib.sha256(bytes.fromhex(sha256)).hexdigest()
+            return TensorFile(sha256, single.tensors, root)
         read_all = read_graph if index is None else read_index
-        resources, tensors = read_all(index or path, keys)
+        resources, tensors, _ = read_all(index or path, keys)
         ordered = tuple(sorted(resources, key=lambda one: PurePosixPath(one.name)))
         manifest = Manifest(ordered)
         return TensorFile(manifest.weights_digest, tensors, manifest.root_digest)
@@ -99,32 +100,36 @@ def read(path: Path, keys: Collection[str] | None = None) -> TensorFile:
 
 def read_index(
     index: Path, keys: Collection[str] | None
-) -> tuple[list[Resource], dict[str, Tensor]]:
-    """Return the digests of an index and its shards, and these tensors of them; see `read`."""
+) -> tuple[list[Resource], dict[str, Tensor], list[Mapping[str, str]]]:
+    """Return the digests of an index and its shards, these tensors of them, and the metadata of
+    each shard; see `read`."""
     with open_regular(index, "checkpoint/unreadable", links=False) as file:
         data = file.read(LARGEST_INDEX + 1)
     named = parse_index(data)
     resources = [Resource(index.name, len(data), hashlib.sha256(data).hexdigest())]
     tensors: dict[str, Tensor] = {}
     where: dict[str, str] = {}
+    metadata = []
     for name in sorted(set(named.values())):
-        resource, held, found = read_file(index.parent / name, keys)
-        resources.append(resource)
-        tensors.update(found)
-        for key in held:
+        one = read_file(index.parent / name, keys)
+        resources.append(one.resource)
+        tensors.update(one.tensors)
+        metadata.append(one.metadata)
+        for key in one.names:
             if named.get(key) != name or key in where:
                 raise _bad(f"tensor {key[:80]!r} lies in {name!r}, which the index does not say")
             where[key] = name
     absent = named.keys() - where.keys()
     if absent:
         raise _bad(f"tensor {min(absent)[:80]!r} is in the index and in no shard")
-    return resources, tensors
+    return resources, tensors, metadata
 
 
 def read_graph(
     path: Path, keys: Collection[str] | None
-) -> tuple[list[Resource], dict[str, Tensor]]:
-    """Return the digests of an ONNX file and its external data, and these tensors of it."""
+) -> tuple[list[Resource], dict[str, Tensor], list[Mapping[str, str]]]:
+    """Return the digests of an ONNX file and its external data, these tensors of it, and no
+    metadata."""
     data, stored = read_onnx(path)
     resources = [Resource(path.name, len(data), hashlib.sha256(data).hexdigest())]
     held: dict[str, bytes] = {}
@@ -145,21 +150,29 @@ def read_graph(
         elif one.length >= 0:
             raise _bad(f"tensor {key[:80]!r} lies in no file")
         found[key] = Tensor(one.dtype, one.shape, content)
-    return resources, found
+    return resources, found, []
 
 
-def read_file(
-    path: Path, keys: Collection[str] | None
-) -> tuple[Resource, frozenset[str], dict[str, Tensor]]:
-    """Return the digest of a file, the names of its tensors, and those of `keys`; the file is read
-    once, so that what is hashed is what is used."""
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """The digest of a file, the names of its tensors, those that were asked for, and its texts."""
+
+    resource: Resource
+    names: frozenset[str]
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+def read_file(path: Path, keys: Collection[str] | None) -> SafetensorsFile:
+    """Return a file with the tensors of `keys`; it is read once, so that what is hashed is what is
+    used."""
     digest = hashlib.sha256()
     with open_regular(path, "checkpoint/unreadable") as file:
         size = os.fstat(file.fileno()).st_size
         first = file.read(8)
         header = file.read(_header_length(first, size))
         digest.update(first + header)
-        stored = _stored(header, size - len(first) - len(header))
+        stored, metadata = _stored(header, size - len(first) - len(header))
         found: dict[str, Tensor] = {}
         for key, one in sorted(stored.items(), key=lambda item: (item[1].start, item[1].stop)):
             wanted = keys is None or key in keys
@@ -169,7 +182,8 @@ def read_file(
         if file.read(1):
             raise _bad("it grew while it was read")
     ordered = {key: found[key] for key in stored if key in found}
-    return Resource(path.name, size, digest.hexdigest()), frozenset(stored), ordered
+    resource = Resource(path.name, size, digest.hexdigest())
+    return SafetensorsFile(resource, frozenset(stored), ordered, metadata)
 
 
 def _hashed(file: BufferedReader, size: int, digest: Any, wanted: bool) -> bytearray:
@@ -191,7 +205,7 @@ def parse(content: memoryview) -> dict[str, Tensor]:
     """Return the tensors of the bytes of a safetensors file; see `read` for what is refused."""
     length = _header_length(bytes(content[:8]), len(content))
     body = content[8 + length :]
-    stored = _stored(bytes(content[8 : 8 + length]), len(body))
+    stored, _ = _stored(bytes(content[8 : 8 + length]), len(body))
     return {
         name: Tensor(one.dtype, one.shape, body[one.start : one.stop])
         for name, one in stored.items()
@@ -207,8 +221,8 @@ def _header_length(first: bytes, size: int) -> int:
     return length
 
 
-def _stored(header: bytes, size: int) -> dict[str, _Stored]:
-    """Return where the tensors of a header lie in the `size` bytes behind it."""
+def _stored(header: bytes, size: int) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """Return where the tensors of a header lie in the `size` bytes behind it, and its metadata."""
     if not header.startswith(b"{"):
         raise _bad("the header does not start with '{'")
     entries = reading.load(header, "checkpoint/format")
@@ -223,7 +237,7 @@ def _stored(header: bytes, size: int) -> dict[str, _Stored]:
         end = one.stop
     if end != size:
         raise _bad(f"{size - end} bytes belong to no tensor")
-    return found
+    return found, metadata
 
 
 def _tensor(name: str, entry: object, size: int) -> _Stored:
