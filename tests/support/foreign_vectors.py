@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 HERE = Path(__file__).parent / "vectors"
@@ -85,7 +87,131 @@ def torchao() -> Written:
     return {**tensors, **expected}, {**metadata, **configs}
 
 
-PROGRAMS: dict[str, Callable[[], Written]] = {"torchao": torchao}
+def groups_of(w: Tensor, width: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points [out, groups] of groups of inputs; no zero point is 0."""
+    parts = w.reshape(w.shape[0], -1, width)
+    low, high = parts.amin(-1).clamp_max(0), parts.amax(-1).clamp_min(0)
+    scale = ((high - low) / (2**bits - 1)).half().float()
+    return scale, (-low / scale).round().clamp(1, 2**bits - 1)
+
+
+def gptqmodel() -> Written:
+    """Linears packed by GPTQModel's kernel of PyTorch, in both of its storage formats."""
+    linears: Any = import_module("gptqmodel.nn_modules.qlinear.torch")
+    formats: Any = import_module("gptqmodel.utils.model")
+    configs: Any = import_module("gptqmodel.quantization.config")
+    tensors, metadata = {}, {}
+    cases = {
+        "gptq_4": (4, False, False),
+        "gptq_4_act_order": (4, True, False),
+        "gptq_8": (8, False, False),
+        "gptq_2": (2, False, False),
+        "gptq_v2_4": (4, False, True),
+        "gptq_v2_4_act_order": (4, True, True),
+    }
+    for seed, (name, (bits, ordered, second)) in enumerate(cases.items()):
+        w = matrix(32, 64, seed)
+        groups = torch.arange(64) // 16
+        groups = groups[torch.randperm(64, generator=torch.Generator().manual_seed(seed))]
+        groups = groups if ordered else groups.sort().values
+        scale, zero = groups_of(w[:, groups.argsort(stable=True)], 16, bits)
+        linear = torch.nn.Linear(64, 32, bias=False)
+        linear.weight.data = w
+        packed = linears.TorchLinear(
+            bits=bits, group_size=16, sym=False, desc_act=ordered, in_features=64, out_features=32
+        )
+        packed.pack_original(linear, scale, zero, groups.int())
+        packed.post_init()
+        parts = {
+            part: getattr(packed, part).clone() for part in ("qweight", "qzeros", "scales", "g_idx")
+        }
+        packed.scales = packed.scales.float()
+        tensors[f"{name}.expected"] = packed.dequantize_weight().T
+        if not second:
+            stated = configs.QuantizeConfig(bits=bits, group_size=16, desc_act=ordered)
+            formats.convert_gptq_v2_to_v1_format_module(packed, stated)
+            parts["qzeros"] = packed.qzeros
+        tensors |= {f"{name}.{part}": one for part, one in parts.items()}
+        form = {"checkpoint_format": "gptq_v2" if second else "gptq"}
+        config = {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": ordered}
+        metadata[f"config:{name}"] = json.dumps({**config, **form})
+    return tensors, metadata
+
+
+def autoawq() -> Written:
+    """A linear that AutoAWQ quantised and packed for its GEMM kernel."""
+    gemm: Any = import_module("awq.modules.linear.gemm")
+    packing: Any = import_module("awq.utils.packing_utils")
+    quantizer: Any = import_module("awq.quantize.quantizer").AwqQuantizer
+    stated = SimpleNamespace(group_size=16, zero_point=True, w_bit=4)
+    linear = torch.nn.Linear(64, 32, bias=False)
+    linear.weight.data = matrix(32, 64, 20)
+    _, scale, zero = quantizer.pseudo_quantize_tensor(stated, linear.weight.data)
+    packed = gemm.WQLinear_GEMM.from_linear(linear, 4, 16, False, scale.T, zero.T)
+    held = (packed.qweight, packed.qzeros, packed.scales)
+    expected = packing.dequantize_gemm(*held[:2], packed.scales.float(), 4, 16).T
+    config = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+    names = ("awq_4.qweight", "awq_4.qzeros", "awq_4.scales")
+    parts = dict(zip(names, held, strict=True))
+    return {**parts, "awq_4.expected": expected}, {"config:awq_4": json.dumps(config)}
+
+
+def modelopt() -> Written:
+    """A linear of a model that ModelOpt exported, and one that its NVFP4 tensor packed."""
+    quantization: Any = import_module("modelopt.torch.quantization")
+    export: Any = import_module("modelopt.torch.export")
+    reading: Any = import_module("modelopt.torch.export.quant_utils")
+    fp4: Any = import_module("modelopt.torch.quantization.qtensor.nvfp4_tensor").NVFP4QTensor
+    transformers: Any = import_module("transformers")
+    config = transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=1, num_attention_heads=4,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    key = "model.layers.0.self_attn.q_proj"
+    model.get_submodule(key).weight.data = matrix(32, 32, 30)
+    stated = quantization.FP8_DEFAULT_CFG
+    quantization.quantize(model, stated, lambda each: each(torch.arange(16)[None]))
+    with TemporaryDirectory() as folder:
+        export.export_hf_checkpoint(model, export_dir=folder)
+        held = load_file(Path(folder) / "model.safetensors")
+        told = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
+    tensors = {f"fp8.{part}": held[f"{key}.{part}"] for part in ("weight", "weight_scale")}
+    expected = reading.from_quantized_weight(
+        tensors["fp8.weight"], tensors["fp8.weight_scale"], "fp8", torch.float32
+    )
+    packed, scale, whole = fp4.quantize(matrix(16, 64, 31), 16)
+    read = packed.dequantize(torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16})
+    tensors |= {
+        "fp8.expected": expected,
+        "nvfp4.weight": packed._quantized_data,
+        "nvfp4.weight_scale": scale,
+        "nvfp4.weight_scale_2": whole,
+        "nvfp4.expected": read,
+    }
+    second = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    return tensors, {"config:fp8": json.dumps(told), "config:nvfp4": json.dumps(second)}
+
+
+def transformers() -> Written:
+    """Float8 in blocks of 128, as transformers writes `quant_method: fp8`."""
+    own: Any = import_module("transformers.integrations.finegrained_fp8")
+    stated = import_module("transformers").FineGrainedFP8Config()
+    holder = SimpleNamespace(quantization_config=stated)
+    parts = own.Fp8Quantize(holder).convert({"fp8_block.weight": matrix(256, 128, 40)})
+    names = ("fp8_block.weight", "fp8_block.weight_scale_inv")
+    read = own.Fp8Dequantize(holder)._dequantize_one(*(parts[name] for name in names))
+    told = {**stated.to_dict(), "weight_block_size": list(stated.weight_block_size)}
+    return {**parts, "fp8_block.expected": read}, {"config:fp8_block": json.dumps(told)}
+
+
+PROGRAMS: dict[str, Callable[[], Written]] = {
+    "autoawq": autoawq,
+    "gptqmodel": gptqmodel,
+    "modelopt": modelopt,
+    "torchao": torchao,
+    "transformers": transformers,
+}
 
 
 def main() -> None:
