@@ -17,7 +17,8 @@ from bench.common import Better, Figure
 from tests.support import gpt_models
 from tests.support.commands import Ran, run_here
 from tests.support.decoders import (
-    FORMS,
+    EVERY_FORM,
+    SURE,
     Form,
     distance_from_transformers,
     random_changes,
@@ -75,8 +76,9 @@ class _Row:
 
 def _rows() -> Iterator[_Row]:
     """Yield every form."""
-    for name, form in FORMS.items():
-        yield _Row(name, form.architecture, partial(_apart, form), partial(saved_model, name))
+    for name, form in EVERY_FORM.items():
+        save = partial(saved_model, name, seed=SURE.get(name, 0))
+        yield _Row(name, form.architecture, partial(_apart, form), save)
     for name, kind in (("GPT-2", "gpt2"), ("GPT-NeoX", "gpt_neox")):
         yield _Row(name, kind, partial(_apart_of_gpt, kind), partial(gpt_models.written, kind))
 

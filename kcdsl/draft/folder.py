@@ -50,7 +50,8 @@ class ModelFolder:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Return the blocks whose drift can be proved, the first ones: none with a router."""
+        """Return the blocks whose drift can be proved, the first ones. None with a
+        router: at some position of a prompt its choice is rarely sure."""
         routed = self.config.get("num_experts_per_tok") is not None
         return () if self.unproved else ("attn_0",) if routed else ("attn_0", "mlp_0")
 

@@ -25,11 +25,15 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | softmax | scores[, mask] | – | last dimension; mask is a bool constant, True = takes part |
 | rms_norm | x[, weight] | eps, form, parts | x / sqrt(mean(x²) + eps) * weight, last dimension |
 | layer_norm | x[, weight, bias] | eps, form, parts | (x - mean) / sqrt(var + eps) * weight + bias |
+| route | logits [T, E] | experts | logits: those of a router that chooses these experts |
 | rope | x, cos, sin | – | x * cos + concat(-x[…, h:], x[…, :h]) * sin, h = half the last dim |
 
 `view` moves elements (`View`) and reads the result in the shape of the node. `ranges` has a
 [start, stop, step] for each dimension of `split`; `ranges`, `order` and `sizes` are left out where
 they change nothing.
+
+`experts` has a list of k numbers in ascending order for each position. A bound supposes that both
+kernels choose them for every input, and both programs derive that.
 
 `role` marks the parts of an attention pattern, because numerics specifications speak of them:
 "scores" (the product q·kᵀ and every op between it and the softmax), "probabilities" (the softmax),

@@ -86,7 +86,9 @@ MIXTURES: dict[str, Form] = {
     "Qwen2-MoE": Form("llama", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 7}),
     "Qwen3-MoE": Form("qwen3", "qwen3_moe", _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
 }
-"""Forms with a router, which no block graph has."""
+"""Forms with a router: of a block with one, a bound needs that both kernels choose alike."""
+SURE = {"Mixtral": 0, "Qwen2-MoE": 17, "Qwen3-MoE": 59}
+"""Seeds of small random mixtures whose routes are sure in bfloat16, on rows of bench.first_hour."""
 
 EVERY_FORM = FORMS | MIXTURES
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kcdsl.model.architecture import Model
     from kcdsl.model.graph import BlockGraph
+    from kcdsl.model.lowering.routes import Routes
 
 _READERS = (
     "kcdsl_backends.certifier.statements.problems",
@@ -41,9 +42,13 @@ def _remembered(
     formats: Iterable[str] = (),
     *,
     any_length: bool = False,
+    routes: Routes = (),
+    centre: Tensor | None = None,
 ) -> BlockGraph:
     from kcdsl.model.lowering import block_graph
 
+    if routes:
+        return block_graph(model, block, length, tokens, formats, routes=routes, centre=centre)
     if not model.built_in or model.by_block:  # which holds no weights to know it by
         return block_graph(model, block, length, tokens, formats, any_length=any_length)
     ids = () if tokens is None else (int(t) for t in tokens)

@@ -80,7 +80,7 @@ def exact(graph: BlockGraph, node: Node, operands: Sequence[Tensor], rows: Tenso
             return operands[0] / float(attrs["divisor"])
         case "shift":
             return operands[0] + float(attrs["offset"])
-        case "cast":
+        case "cast" | "route":
             return operands[0]
         case "softmax":
             return probabilities(masked(operands[0], operands), masked(rows, operands))

@@ -52,6 +52,7 @@ from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_backends.drift.ops.arithmetic import scalar_of
+from kcdsl_backends.drift.ops.route import chosen_mask
 
 SIMULATED = 53
 """Precision of the arithmetic of the simulation: float64."""
@@ -76,6 +77,10 @@ _BY_ROWS = frozenset(
 
 class Overflowed(ArithmeticError):
     """A stored value is beyond the largest number of its format: no admitted run."""
+
+
+class Rerouted(Overflowed):
+    """A router may choose other experts than those of the graph: a run of another graph."""
 
 
 Step = Callable[[Tensor], Tensor]
@@ -238,6 +243,7 @@ class Simulator:
 
         Raises:
             Overflowed: a value leaves its format.
+            Rerouted: a router may choose other experts than those of the graph.
         """
         unknown = uncached(self.graph) if self.numerics.kv_cache is not None else None
         if unknown is not None:
@@ -267,6 +273,8 @@ class Simulator:
                 else:
                     value = exact(self.graph, node, operands, rows)
                     value = self._accumulated(node, value, symbols, operands)
+                if node.op == "route":
+                    refuse_other_route(node, value)
                 formed[node.name] = value, operands, rows
             value, operands, rows = formed[node.name]
             value = self._inside(version, value, symbols, operands, rows)
@@ -433,6 +441,15 @@ class Simulator:
             return to_nearest(x, numerics, weight)
         except Exceeded as reason:
             raise Overflowed(f"{node.name}: {reason}") from None
+
+
+def refuse_other_route(node: Node, logits: Tensor) -> None:
+    """Raise Rerouted where a chosen logit of a run is not above all that are not chosen."""
+    chosen = chosen_mask(node, logits.device)
+    least = logits.detach().masked_fill(~chosen, torch.inf).amin(-1)
+    others = logits.detach().masked_fill(chosen, -torch.inf).amax(-1)
+    if not bool((least > others).all()):
+        raise Rerouted(f"{node.name}: a run chooses other experts")
 
 
 def _run_by_run(

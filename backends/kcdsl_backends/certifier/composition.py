@@ -77,6 +77,8 @@ class CompositionTask:
             if reason is not None:
                 return _without(case, reason), None
             whole = context.factory.problem(self.goal.block, case.tokens).graph
+            if any(node.op == "route" for node in whole.nodes):
+                return _without(case, "stages have no rule for routes of experts"), None
             links = stages_of(context.factory.model, whole)
             if len(links) < 2:
                 return _without(case, f"block {whole.block!r} does not fall apart into links"), None

@@ -25,7 +25,7 @@ from kcdsl_certs.recheck.ops.attention import context
 from kcdsl_certs.recheck.ops.table import computed, operation_of
 
 # Reasons to have no bound, beside which other domains stand by themselves.
-_BOUNDLESS = ("bound/not-finite", "bound/overflow")
+_BOUNDLESS = ("bound/not-finite", "bound/overflow", "bound/route")
 
 
 def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:

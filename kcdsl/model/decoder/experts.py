@@ -9,11 +9,25 @@ from kcdsl.model.decoder.config import DecoderConfig, Mixture
 from kcdsl.model.decoder.parts import GatedMLP
 
 
+@torch.library.custom_op("kcdsl::route", mutates_args=())
+def routed(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Return the logits [..., T, E] of a router; an export says which experts [T, k] are chosen."""
+    return logits.clone()
+
+
+@routed.register_fake
+def _(logits: Tensor, chosen: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
 class MixtureOfExperts(nn.Module):
     """Experts, their router, and a network for all positions where the configuration has one.
 
-    No block graph speaks of a choice, so an export fails and says why.
+    A block graph does the same to every input, so an export needs a route that is given (`take`).
     """
+
+    chosen: Tensor | None = None
+    """The experts [T, k] of every position, in ascending order; None: the router chooses."""
 
     def __init__(self, config: DecoderConfig, mixture: Mixture) -> None:
         super().__init__()
@@ -26,11 +40,25 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert = GatedMLP(config, mixture.shared_width)
             self.shared_expert_gate = nn.Linear(config.width, 1, bias=False)
 
+    def take(self, route: Tensor | None) -> None:
+        """Choose these experts [T, k] from now on, in ascending order; with None those of the
+        router. Raises ValueError for what is no choice of the router."""
+        if route is not None:
+            shape, most = (*route.shape[:-1], self.mixture.chosen), self.mixture.experts
+            ascending = bool((route[..., 1:] > route[..., :-1]).all())
+            within = bool((route >= 0).all()) and bool((route < most).all())
+            if tuple(route.shape) != shape or not (ascending and within):
+                raise ValueError(f"a route is {shape[-1]} of {most} experts, in ascending order")
+        self.chosen = route
+        self.numbers = [] if route is None else sorted(set(route.flatten().tolist()))
+
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., T, D]. Raises RuntimeError in an export."""
+        """Return [..., T, D]. Raises RuntimeError in an export without a route."""
+        logits = self.gate(x)
+        if self.chosen is not None:
+            return self._with_shared(x, self._along(x, logits, self.chosen))
         if torch.compiler.is_exporting():
             raise RuntimeError("a router chooses experts by the values of its input")
-        logits = self.gate(x)
         chosen = logits.topk(self.mixture.chosen, dim=-1)
         if self.mixture.renormalised:
             shares = torch.softmax(chosen.values, dim=-1)
@@ -38,9 +66,34 @@ class MixtureOfExperts(nn.Module):
             shares = torch.softmax(logits, dim=-1).gather(-1, chosen.indices)
         results = self._each(x, chosen.indices)
         summed: Tensor = (shares.unsqueeze(-2) @ results).squeeze(-2)
+        return self._with_shared(x, summed)
+
+    def _along(self, x: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sum of the results of given experts, each computed for all positions."""
+        logits = routed(logits, chosen)
+        mask = torch.zeros(chosen.shape[0], self.mixture.experts, dtype=torch.bool)
+        mask = mask.scatter(-1, chosen, torch.ones_like(chosen, dtype=torch.bool))
+        if self.mixture.renormalised:
+            shares = torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1)
+        else:
+            shares = torch.softmax(logits, dim=-1) * mask.to(logits.dtype)
+        numbers = self.numbers
+        if len(numbers) < self.mixture.experts:
+            shares = torch.cat([shares[..., n : n + 1] for n in numbers], dim=-1)
+        results = torch.stack([self.experts[n](x) for n in numbers], dim=-2)
+        return (shares.unsqueeze(-2) @ results).squeeze(-2)
+
+    def _with_shared(self, x: Tensor, summed: Tensor) -> Tensor:
+        """Add the network for all positions, where there is one."""
         if self.mixture.shared_width is None:
             return summed
-        share = torch.sigmoid(self.shared_expert_gate(x))
+        gate = self.shared_expert_gate(x)
+        if self.chosen is None:
+            share = torch.sigmoid(gate)
+        else:  # block graphs have no sigmoid of its own: the first share of (gate, 0) is one
+            share = torch.softmax(
+                torch.cat([gate, torch.zeros(gate.shape, dtype=gate.dtype)], -1), -1
+            )[..., :1]
         whole: Tensor = summed + share * self.shared_expert(x)
         return whole
 

@@ -115,6 +115,16 @@ def refuse_other_program(
             _in_format(run, x, format, drawn)
 
 
+def refuse_other_results(
+    graph: BlockGraph, params: Mapping[str, Tensor], part: nn.Module, entering: Tensor
+) -> None:
+    """Refuse a graph that does not do what a block in float64 does to one input: hidden states
+    [T, D] or token ids."""
+    x = _numbers(entering) if entering.is_floating_point() else None
+    run = _Run(graph, params, {"float64": part}, entering if x is None else None, "float64")
+    _as_exactly(run, x, np.random.default_rng(0))
+
+
 def _holds_in_float64(run: _Run) -> bool:
     """Say whether the module runs in float64, and gives what the graph does without roundings, on
     several inputs: on one, all that tells them apart may be zero."""

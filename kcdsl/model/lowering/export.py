@@ -20,11 +20,12 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint.modules import NarrowWeights
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.lowering.agreement import MOST, refuse_other_program
+from kcdsl.model.lowering.agreement import MOST, refuse_other_program, refuse_other_results
 from kcdsl.model.lowering.calls import Traced, lower
 from kcdsl.model.lowering.drafts import Drafts, finish, remove_dead
 from kcdsl.model.lowering.evaluate import NAMES, TYPES, traced_format
 from kcdsl.model.lowering.rewrites import RULES, joined_views, mark_attention, spread_operands
+from kcdsl.model.lowering.routes import Routes, along, recorded, routers
 
 _FAKE = "torch._subclasses.fake_tensor"
 _HARMLESS = frozenset({"aten::detach_"})
@@ -39,6 +40,8 @@ def block_graph(
     formats: Iterable[str] = (),
     *,
     any_length: bool = False,
+    routes: Routes = (),
+    centre: Tensor | None = None,
 ) -> BlockGraph:
     """Return the graph of a block for sequences of `length` tokens.
 
@@ -46,6 +49,9 @@ def block_graph(
     graph says what the block does in kernels that compute in float32 and in `formats`: the module
     is converted to each of them and traced, and that says where each result is stored. Then the
     graph is run beside the module; see `agreement.py`.
+
+    A block with mixtures of experts needs their `routes`. The graph is then also compared with the
+    module that chooses by itself, on `centre` [T, D] or the ids, where it chooses the same.
 
     Refuse an unknown block, one that torch.export cannot trace, an operation that block graphs do
     not have (the message names it and the module that calls it), and a block that does not do the
@@ -56,7 +62,7 @@ def block_graph(
     wanted = tuple(dict.fromkeys(("float32", *sorted(traced_format(f) for f in formats))))
     example = ids if ids is not None else torch.zeros(length, _input_width(model, block, length))
     traced = [
-        _traced(model, block, format, example, seed)
+        _traced(model, block, format, example, seed, routes)
         for seed, format in enumerate(wanted if len(wanted) > 1 else wanted * 2)
     ]
     drafts = lower(traced, ids)
@@ -64,20 +70,50 @@ def block_graph(
     graph = finish(drafts, block, None if ids is not None else tuple(example.shape))
     if max(math.prod(node.shape) for node in graph.nodes) <= MOST:
         params = NarrowWeights({key: model.weights.narrow(key) for key in graph.parameters})
-        refuse_other_program(graph, params, lambda f: _part(model, block, f, params), wanted, ids)
+        refuse_other_program(
+            graph, params, lambda f: _part(model, block, f, params, routes), wanted, ids
+        )
+        if routes:
+            _refuse_other_choice(model, graph, params, routes, centre if ids is None else ids)
     return graph
 
 
-def _part(model: Model, block: str, format: str, weights: NarrowWeights) -> nn.Module:
-    """Return a block of a copy of the model that is converted to a format."""
+def _part(
+    model: Model, block: str, format: str, weights: NarrowWeights, routes: Routes = ()
+) -> nn.Module:
+    """Return a block of a copy of the model that is converted to a format and has these routes."""
     whole = replace(model, module=converted(model, format))
+    along(whole.module, routes)
     part = whole.block(block)
     return whole.filled_as_it_runs(part, weights) if model.by_block else part
 
 
-def _traced(model: Model, block: str, format: str, example: Tensor, seed: int) -> Traced:
+def _refuse_other_choice(
+    model: Model,
+    graph: BlockGraph,
+    weights: NarrowWeights,
+    routes: Routes,
+    entering: Tensor | None,
+) -> None:
+    """Refuse a graph that is not what the block does where its routers choose these routes."""
+    whole = replace(model, module=converted(model, "float64"))
+    part = whole.block(graph.block)
+    if model.by_block:
+        part = whole.filled_as_it_runs(part, weights)
+    assert entering is not None
+    x = entering.to(torch.float64) if entering.is_floating_point() else entering
+    with torch.no_grad(), recorded(routers(whole, graph.block)) as seen:
+        part(x)
+    if tuple(seen.items()) == routes:
+        refuse_other_results(graph, weights, part, x)
+
+
+def _traced(
+    model: Model, block: str, format: str, example: Tensor, seed: int, routes: Routes
+) -> Traced:
     """Return a block of the model, converted to a format as adapters do it, exported."""
     whole = converted(model, format)
+    along(whole, routes)
     part = replace(model, module=whole).block(block)
     model.fill(part, zeros=True)
     keys = {id(t): model.keys[n] for n, t in _tensors(whole) if n in model.keys}

@@ -40,6 +40,16 @@ def _same(s: Lowering, a: Arguments) -> Any:
     return a["self"]
 
 
+@_handles("kcdsl::route")
+def _route(s: Lowering, a: Arguments) -> Any:
+    """Note which experts the logits of a router choose at every position."""
+    logits, chosen = a["logits"], a["chosen"]
+    route = chosen.fixed if isinstance(chosen, Plain) else None
+    s.need(isinstance(logits, Ref) and route is not None, "a route that is not given")
+    assert route is not None
+    return s.emit("route", [logits], s.out_shape, experts=route.tolist())
+
+
 @_handles("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def _dropout(s: Lowering, a: Arguments) -> Any:
     share, training = a["p"], a["train"]

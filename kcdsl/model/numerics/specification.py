@@ -480,7 +480,7 @@ def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str |
     return None
 
 
-UNROUNDED = frozenset({"view", "concat", "neg", "relu", "embedding"})
+UNROUNDED = frozenset({"view", "concat", "neg", "relu", "embedding", "route"})
 """Operations that store nothing; inputs, parameters and constants are stored before."""
 
 

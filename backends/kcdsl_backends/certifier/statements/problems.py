@@ -19,6 +19,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph, traced_format
 from kcdsl.model.lowering.caching import with_caches
+from kcdsl.model.lowering.routes import Routes, chosen_routes, routers
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import FORMATS
 from kcdsl.model.presets import refuse_strays
@@ -44,6 +45,10 @@ _NOISE = 2.0**-36
 LEAST_CLAIM = 2.0**-300
 """The least claim above zero: more than either program leaves of products that underflow float64
 (it lifts them to 2^-500), however large the weights behind them are."""
+
+
+Graphs = dict[tuple[str, int, tuple[str, ...], Routes], BlockGraph]
+"""Block graphs by block, length, formats and routes."""
 
 
 def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = None) -> float:
@@ -208,17 +213,17 @@ class BlockProblem:
 class ProblemFactory:
     """Builds block problems of one model and kernel pair; graphs and weights are kept.
 
-    Workshops of one model and other kernels may share `graphs`, by block, length and formats.
+    Workshops of one model and other kernels may share `graphs`, by block, length, formats and
+    routes.
     """
 
     model: Model
     train: Numerics
     infer: Numerics
     device: torch.device
-    graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = field(
-        default_factory=dict, repr=False
-    )
-    _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
+    graphs: Graphs = field(default_factory=dict, repr=False)
+    _problems: dict[tuple[str, int, Routes], BlockProblem] = field(default_factory=dict, repr=False)
+    _chosen: dict[tuple[str, tuple[int, ...]], Routes] = field(default_factory=dict, repr=False)
     _sequences: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
     _around: dict[tuple[str, Fraction], WeightBall] = field(default_factory=dict, repr=False)
 
@@ -233,23 +238,55 @@ class ProblemFactory:
         """Return the formats that both kernels compute in, as block graphs know them."""
         return tuple(sorted({traced_format(n.compute) for n in (self.train, self.infer)}))
 
-    def problem(self, block: str, tokens: tuple[int, ...]) -> BlockProblem:
-        """Return the problem of a block for a sequence; `model` depends on the ids themselves."""
-        key = (block, len(tokens))
-        if block == "model" or key not in self._problems:
-            problem = self.problem_of_graph(self._graph(block, tokens))
-            if block == "model":
-                return problem
-            self._problems[key] = problem
-        return self._problems[key]
+    def problem(
+        self, block: str, tokens: tuple[int, ...], entering: Tensor | None = None
+    ) -> BlockProblem:
+        """Return the problem of a block for a sequence; `model` depends on the ids themselves.
 
-    def _graph(self, block: str, tokens: tuple[int, ...]) -> BlockGraph:
-        key = (block, len(tokens), self.formats)
+        That of a block with mixtures of experts has the routes which the training kernel chooses
+        for the sequence, or for the hidden states [T, D] that are `entering`.
+        """
+        routes = self._routes(block, tokens, entering)
+        key = (block, len(tokens), routes)
+        if block != "model" and key in self._problems:
+            return self._problems[key]
+        problem = self.problem_of_graph(self._graph(block, tokens, routes, entering))
+        if block != "model":
+            if routes:  # each holds stored weights: the latest route alone is kept
+                for other in [k for k in self._problems if k[:2] == key[:2]]:
+                    del self._problems[other]
+            self._problems[key] = problem
+        return problem
+
+    def _routes(self, block: str, tokens: tuple[int, ...], entering: Tensor | None) -> Routes:
+        """Return the routes that the training kernel chooses in a block; none without routers."""
+        if not routers(self.model, block):
+            return ()
+        if entering is not None:
+            return chosen_routes(self.model, block, entering.to("cpu", torch.float32))
+        key = (block, tokens)
+        if key not in self._chosen:
+            with threads_for(1024 * len(tokens)):
+                entering = self.model.block_inputs(list(tokens), block)
+                states = self.model.ids(tokens) if entering is None else entering
+                self._chosen[key] = chosen_routes(self.model, block, states)
+        return self._chosen[key]
+
+    def _graph(
+        self, block: str, tokens: tuple[int, ...], routes: Routes, entering: Tensor | None
+    ) -> BlockGraph:
+        key = (block, len(tokens), self.formats, routes)
         if block != "model" and key in self.graphs:
             return self.graphs[key]
+        ids = tokens if block == "model" else None
         with threads_for(0):
-            ids = tokens if block == "model" else None
-            graph = block_graph(self.model, block, len(tokens), ids, self.formats)
+            if routes and ids is None and entering is None:
+                entering = self.model.block_inputs(list(tokens), block)
+            graph = block_graph(
+                *(self.model, block, len(tokens), ids, self.formats),
+                routes=routes,
+                centre=None if entering is None else entering.to("cpu"),
+            )
         if block != "model":
             self.graphs[key] = graph
         return graph
@@ -260,6 +297,12 @@ class ProblemFactory:
         Refuse a block that its graph at two rows does not describe at others (KC474).
         """
         key = (block, longest)
+        if routers(self.model, block):
+            raise refuse(
+                codes.FIXED_LENGTH,
+                f"block {block!r} has a mixture of experts, which is bounded at one length",
+                help="use hull(...), ball(...) or points(...) on rows of one length",
+            )
         if self.train.kv_cache is not None or self.infer.kv_cache is not None:
             raise refuse(
                 codes.FIXED_LENGTH,
@@ -338,7 +381,7 @@ def certified_block_drift(
     factory = problem_factory or ProblemFactory(
         model, train_numerics, infer_numerics, torch.device("cpu")
     )
-    problem = factory.problem(block, tuple(range(x.shape[0])))
+    problem = factory.problem(block, tuple(range(x.shape[0])), x)
     radius = torch.zeros(1, 1, dtype=torch.float64, device=factory.device)
     shape = problem.graph.node(problem.graph.output).shape
     results = [n for n in problem.graph.nodes if n.op not in ("param", "constant")]

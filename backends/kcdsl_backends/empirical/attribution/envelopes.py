@@ -33,7 +33,6 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.architecture import Model
-from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.studies.attribution import Envelope
@@ -60,9 +59,13 @@ _MOST = 1e300
 
 def certify_with(model: Model) -> MakeCertify:
     """Return the certified bounds of the interval backend."""
-    from kcdsl_backends.certifier.statements.problems import ProblemFactory, certified_block_drift
+    from kcdsl_backends.certifier.statements.problems import (
+        Graphs,
+        ProblemFactory,
+        certified_block_drift,
+    )
 
-    graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = {}
+    graphs: Graphs = {}
 
     def make(train: Numerics, infer: Numerics) -> Certify:
         factory = ProblemFactory(model, train, infer, torch.device("cpu"), graphs)

@@ -283,7 +283,7 @@ def fits(pattern: str, name: str) -> bool:
     return len(name) in ends
 
 
-_UNROUNDED = ("view", "concat", "neg", "relu", "embedding")
+_UNROUNDED = ("view", "concat", "neg", "relu", "embedding", "route")
 
 
 def _grid(value: float, form: Format) -> Fraction:

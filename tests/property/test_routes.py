@@ -1,0 +1,260 @@
+"""Routes of mixtures of experts: no simulated run of either kernel chooses other experts than those
+of a graph whose premise was derived (relational-interval.md, Rule 5.8)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kcdsl_backends.attack.simulation import Rerouted, Simulator
+from kcdsl_backends.certifier.statements.problems import BlockProblem
+from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.tensors import read
+from tests.support import proofs
+from tests.support.prover import block, parameters
+
+N = proofs.numerics
+EXACT = N("float32", "nearest")
+KERNELS = (EXACT, N("float32"), N("bfloat16"), N("bfloat16", "nearest"), N("float16"))
+DOMAINS = ("interval",)
+
+
+def router(gate: np.ndarray, route: list[list[int]], width: int) -> proofs.Graph:
+    """Return a graph of the shares of a router with this route."""
+    rows, experts = len(route), len(gate)
+    graph = proofs.Graph((rows, width))
+    x, weight = graph.add("input", [], (rows, width)), graph.param("gate.weight", gate)
+    logits = graph.add("linear", [x, weight], (rows, experts))
+    routed = graph.add("route", [logits], (rows, experts), experts=route)
+    mask = np.zeros((rows, experts), dtype=np.bool_)
+    for row, chosen in enumerate(route):
+        mask[row, chosen] = True
+    graph.add("softmax", [routed, graph.constant("mask", mask)], (rows, experts))
+    return graph
+
+
+def problem_of(graph: proofs.Graph, pair: Any) -> BlockProblem:
+    return BlockProblem(block(graph), *(parameters(graph, record) for record in pair))
+
+
+def confirmed(
+    graph: proofs.Graph, pair: Any, x: np.ndarray, radius: float, domain: str, folder: Path
+) -> str:
+    """Return "" where the checker derives a bound, else the reason why it does not."""
+    sha256 = proofs.write_safetensors(folder / "model.safetensors", graph.tensors)
+    document = proofs.document(graph, *pair, sha256, x, radius)
+    document["cases"][0]["domain"] = domain
+    try:
+        proof = parse(proofs.dump(document))
+        Derivation(proof, read(folder / "model.safetensors").tensors).derive(proof.cases[0])
+    except Rejected as rejection:
+        return rejection.reason
+    return ""
+
+
+def bounded(problem: BlockProblem, x: np.ndarray, radius: float, domain: str) -> str:
+    """Return "" where the prover has a bound, else the reason why it does not."""
+    centre, spread = torch.from_numpy(x), torch.full((1, 1), radius, dtype=torch.float64)
+    try:
+        if domain == "interval":
+            problem.bound(centre, spread)
+        else:
+            problem.forms(centre, spread).box()
+    except NoBound as no:
+        return str(no)
+    return ""
+
+
+def chosen_otherwise(problem: BlockProblem, x: np.ndarray, radius: float, runs: int) -> bool:
+    """Say whether a simulated run of either kernel may choose other experts than the graph, by its
+    logits or by shares of float32; ties count."""
+    graph = problem.graph
+    route = next(node for node in graph.nodes if node.op == "route")
+    logits = type(graph)("logits", graph.nodes, route.inputs[0], graph.constants, (1,))
+    chosen = torch.zeros(route.shape, dtype=torch.bool)
+    for row, experts in enumerate(route.attrs["experts"]):
+        chosen[row, experts] = True
+    drawn = torch.Generator().manual_seed(0)
+
+    def signs(shape: Any) -> Tensor:
+        return torch.rand(shape, generator=drawn, dtype=torch.float64).mul(2).sub(1).sign()
+
+    for stored in (problem.train, problem.infer):
+        simulator = Simulator(logits, stored.numerics, stored)
+        for _ in range(runs):
+            entering = (torch.from_numpy(x) + radius * signs(x.shape)).float().double()
+            symbols = {name: signs(shape) for name, shape in simulator.symbol_shapes().items()}
+            found = simulator.run(entering, symbols)
+            for numbers in (found, torch.softmax(found.float(), -1)):
+                least = torch.where(chosen, numbers, torch.inf).amin(-1)
+                others = torch.where(chosen, -torch.inf, numbers).amax(-1)
+                if not bool((least > others).all()):
+                    return True
+    return False
+
+
+def random_router(seed: int) -> tuple[proofs.Graph, Any, np.ndarray, float]:
+    """Return a router with its route on x, two kernels, x, and the radius of a ball around it."""
+    rng = np.random.default_rng(seed)
+    rows, width, experts = (int(rng.integers(1, n)) for n in (4, 9, 9))
+    k = int(rng.integers(1, experts + 1))
+    gate = rng.standard_normal((experts, width)).astype(np.float32)
+    x = rng.standard_normal((rows, width)).astype(np.float32).astype(np.float64)
+    if rng.random() < 0.5:  # two experts whose logits are close for the first row
+        apart = float(rng.choice([0.0, 2.0**-22, 2.0**-11, 2.0**-10, 2.0**-9, 2.0**-6]))
+        gate[-1] = gate[0] + (apart / (x[0] @ x[0]) * x[0]).astype(np.float32)
+    logits = torch.from_numpy(x @ gate.astype(np.float64).T)
+    route = logits.topk(k, -1).indices.sort(-1).values.tolist()
+    pair = tuple(KERNELS[int(i)] for i in rng.integers(0, len(KERNELS), 2))
+    return router(gate, route, width), pair, x, float(rng.choice([0.0, 0.0, 1e-4, 1e-2]))
+
+
+def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool]:
+    """Compare both programs and simulated runs; return whether a bound was found, and a run that
+    chooses otherwise."""
+    graph, pair, x, radius = random_router(seed)
+    problem = problem_of(graph, pair)
+    otherwise = chosen_otherwise(problem, x, radius, runs)
+    held = False
+    for domain in DOMAINS:
+        reason, refused = (
+            bounded(problem, x, radius, domain),
+            confirmed(graph, pair, x, radius, domain, folder),
+        )
+        assert refused in ("", "bound/route"), refused
+        assert not (reason == "" and refused), "the checker does not confirm the prover"
+        assert not (refused == "" and otherwise), "a run leaves the route that was derived"
+        held |= refused == ""
+    return held, otherwise
+
+
+def test_no_run_leaves_a_route_that_was_derived(tmp_path: Path) -> None:
+    found = [compare(seed, 4, tmp_path) for seed in range(16)]
+    assert sum(held for held, _ in found) > 3
+    assert sum(otherwise for _, otherwise in found) > 1
+
+
+@pytest.mark.full
+def test_no_run_leaves_many_routes_that_were_derived(tmp_path: Path) -> None:
+    found = [compare(seed, 40, tmp_path) for seed in range(16, 316)]
+    assert sum(held for held, _ in found) > 80
+    assert sum(otherwise for _, otherwise in found) > 25
+
+
+def two_experts(apart: float) -> tuple[proofs.Graph, np.ndarray]:
+    """Return a router whose first expert has a logit that is higher by exactly this much."""
+    gate = np.array([[1.0, apart], [1.0, 0.0]], dtype=np.float32)
+    return router(gate, [[0]], 2), np.array([[0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("apart", "sure"),
+    [(0.0, False), (2.0**-30, False), (2.0**-11, False), (2.0**-10, False), (2.0**-9, True)],
+)
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_a_margin_covers_what_shares_are_off(
+    apart: float, sure: bool, domain: str, tmp_path: Path
+) -> None:
+    graph, x = two_experts(apart)
+    reason = bounded(problem_of(graph, (EXACT, EXACT)), x, 0.0, domain)
+    assert (reason == "") is sure
+    assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == (
+        "" if sure else "bound/route"
+    )
+    if not sure:
+        assert "position 0 the training kernel may choose expert 1 in place of 0" in reason
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_both_kernels_choose(turned: bool, domain: str, tmp_path: Path) -> None:
+    """bfloat16 stores 1 + 2^-9 as 1: only the kernel in float32 chooses surely."""
+    gate = np.array([[1.0, 2.0**-9], [1.0, 0.0]], dtype=np.float32)
+    graph, x = router(gate, [[0]], 2), np.array([[1.0, 1.0]])
+    coarse = N("bfloat16", "nearest")
+    pair = (coarse, EXACT) if turned else (EXACT, coarse)
+    which = "training" if turned else "inference"
+    assert f"the {which} kernel may choose" in bounded(problem_of(graph, pair), x, 0.0, domain)
+    assert confirmed(graph, pair, x, 0.0, domain, tmp_path) == "bound/route"
+    assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == ""
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_a_region_that_crosses_a_boundary_has_no_bound(domain: str, tmp_path: Path) -> None:
+    graph, x = two_experts(1.0)
+    for radius, sure in ((0.25, True), (1.5, False)):
+        assert (bounded(problem_of(graph, (EXACT, EXACT)), x, radius, domain) == "") is sure
+        refused = confirmed(graph, (EXACT, EXACT), x, radius, domain, tmp_path)
+        assert refused == ("" if sure else "bound/route")
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_no_chosen_share_may_be_subnormal(domain: str, tmp_path: Path) -> None:
+    gate = np.array([[0.0], [-70.0], [-80.0]], dtype=np.float32)
+    graph, x = router(gate, [[0, 1]], 1), np.array([[1.0]])
+    assert "may be subnormal" in bounded(problem_of(graph, (EXACT, EXACT)), x, 0.0, domain)
+    assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == "bound/route"
+
+
+@pytest.mark.parametrize(
+    ("route", "reason"),
+    [
+        ([[0, 1]], ""),
+        ([[0, 2]], "bound/route"),
+        ([[1, 2]], "bound/route"),
+        ([[0, 0]], "graph/field"),
+        ([[1, 0]], "graph/field"),
+        ([[0, 3]], "graph/field"),
+        ([[]], "graph/field"),
+        ([[0, 1], [0, 1]], "graph/field"),
+        ([["0", "1"]], "graph/field"),
+        ([[False, True]], "graph/field"),
+    ],
+)
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_another_route_in_a_proof_is_rejected(
+    route: Any, reason: str, domain: str, tmp_path: Path
+) -> None:
+    gate = np.array([[3.0], [2.0], [1.0]], dtype=np.float32)
+    graph, x = router(gate, [[0, 1]], 1), np.array([[1.0]])
+    next(node for node in graph.nodes if node["op"] == "route")["attrs"]["experts"] = route
+    assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == reason
+
+
+def test_positions_choose_as_many_experts(tmp_path: Path) -> None:
+    gate = np.array([[3.0], [2.0], [1.0]], dtype=np.float32)
+    graph, x = router(gate, [[0, 1], [0]], 1), np.array([[1.0], [1.0]])
+    assert confirmed(graph, (EXACT, EXACT), x, 0.0, "interval", tmp_path) == "graph/field"
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_scales_of_several_rows_have_no_rule(domain: str, tmp_path: Path) -> None:
+    graph, x = two_experts(1.0)
+    for scale, sure in (("per_token", True), ("per_tensor", False)):
+        pair = (EXACT, N("bfloat16", activations=("int8", scale)))
+        assert (bounded(problem_of(graph, pair), x, 0.0, domain) == "") is sure
+        refused = confirmed(graph, pair, x, 0.0, domain, tmp_path)
+        assert refused == ("" if sure else "rule/route")
+
+
+@pytest.mark.parametrize("domain", ["planes", "affine+planes"])
+def test_planes_have_no_rule(domain: str, tmp_path: Path) -> None:
+    graph, x = two_experts(1.0)
+    assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == "document/domain"
+
+
+def test_a_simulated_run_chooses_by_its_own_logits() -> None:
+    graph, x = two_experts(1.0)
+    simulator, _ = problem_of(graph, (EXACT, EXACT)).simulators()
+    simulator.run(torch.from_numpy(x), {})
+    for other in (-1.0, 0.0):  # expert 1 is above, and equal
+        with pytest.raises(Rerouted):
+            simulator.run(torch.tensor([[0.0, other]], dtype=torch.float64), {})
