@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
 from kcdsl.model.checkpoint.modules import TransposedLinear
 from kcdsl.model.configuration import LARGEST_DEPTH, Fields, family_of
+from kcdsl.model.decoder.gpt import FORMS, GPTModel, Names
 
 READ = (
     "vocab_size", "n_embd", "n_inner", "n_layer", "n_head", "n_positions", "activation_function",
@@ -38,8 +39,6 @@ FAMILIES = {
         ),
     },
 }  # fmt: skip
-FORMS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
-"""The form of GELU by the name of the activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,47 +146,17 @@ class GPT2Stack(nn.Module):
         return normed
 
 
-class GPT2(nn.Module):
+class GPT2(GPTModel):
     """A causal language model; its head is tied to the embedding unless the configuration says."""
 
-    encoder_only = False
+    names = Names("transformer", "h", "ln_f", "lm_head", ("ln_1", "attn", "ln_2", "mlp"))
 
     def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.settings = config
+        super().__init__(config)
         self.transformer = GPT2Stack(config)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
-
-    def forward(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return the logits [..., T, V] of token ids [..., T]."""
-        logits: Tensor = self.lm_head(self.transformer(ids, keys))
-        return logits
-
-    def hidden(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return the hidden states [..., T, D] that enter the head."""
-        states: Tensor = self.transformer(ids, keys)
-        return states
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Return the vocabulary size and the longest sequence."""
-        return self.settings.vocabulary, self.settings.positions
-
-    def blocks(self) -> dict[str, nn.Module]:
-        """Return every block by name, in order of application."""
-        found: dict[str, nn.Module] = {}
-        for i, layer in enumerate(self.transformer.h):
-            assert isinstance(layer, GPT2Layer)
-            found[f"norm_{2 * i}"] = layer.ln_1
-            found[f"attn_{i}"] = layer.attn
-            found[f"norm_{2 * i + 1}"] = layer.ln_2
-            found[f"mlp_{i}"] = layer.mlp
-            found[f"layer_{i}"] = layer
-        found[f"norm_{2 * len(self.transformer.h)}"] = self.transformer.ln_f
-        found["head"] = self.lm_head
-        return found | {"model": self}
 
 
 def build(raw: Mapping[str, Any]) -> GPT2:

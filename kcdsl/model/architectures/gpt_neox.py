@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kcdsl.model.architectures.gpt2 import FORMS
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
 from kcdsl.model.configuration import LARGEST_DEPTH, Fields, family_of
+from kcdsl.model.decoder.gpt import FORMS, GPTModel, Names
 
 READ = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -203,47 +203,20 @@ class NeoXStack(nn.Module):
         return normed
 
 
-class NeoX(nn.Module):
+class NeoX(GPTModel):
     """A causal language model; its head is tied to the embedding where the configuration says."""
 
-    encoder_only = False
+    names = Names(
+        *("gpt_neox", "layers", "final_layer_norm", "embed_out"),
+        ("input_layernorm", "attention", "post_attention_layernorm", "mlp"),
+    )
 
     def __init__(self, config: NeoXConfig) -> None:
-        super().__init__()
-        self.settings = config
+        super().__init__(config)
         self.gpt_neox = NeoXStack(config)
         self.embed_out = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.embed_out.weight = self.gpt_neox.embed_in.weight
-
-    def forward(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return the logits [..., T, V] of token ids [..., T]."""
-        logits: Tensor = self.embed_out(self.gpt_neox(ids, keys))
-        return logits
-
-    def hidden(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return the hidden states [..., T, D] that enter the head."""
-        states: Tensor = self.gpt_neox(ids, keys)
-        return states
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Return the vocabulary size and the longest sequence."""
-        return self.settings.vocabulary, self.settings.positions
-
-    def blocks(self) -> dict[str, nn.Module]:
-        """Return every block by name, in order of application."""
-        found: dict[str, nn.Module] = {}
-        for i, layer in enumerate(self.gpt_neox.layers):
-            assert isinstance(layer, NeoXLayer)
-            found[f"norm_{2 * i}"] = layer.input_layernorm
-            found[f"attn_{i}"] = layer.attention
-            found[f"norm_{2 * i + 1}"] = layer.post_attention_layernorm
-            found[f"mlp_{i}"] = layer.mlp
-            found[f"layer_{i}"] = layer
-        found[f"norm_{2 * len(self.gpt_neox.layers)}"] = self.gpt_neox.final_layer_norm
-        found["head"] = self.embed_out
-        return found | {"model": self}
 
 
 def build(raw: Mapping[str, Any]) -> NeoX:

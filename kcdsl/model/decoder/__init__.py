@@ -1,6 +1,7 @@
 """The decoder: one program, of which the built-in architectures of the Llama kind are forms.
 
 `config` says which form, without torch; `rotary`, `parts`, `experts` and `program` are its modules.
+`gpt` has what GPT-2 and GPT-NeoX share.
 """
 
 from __future__ import annotations
