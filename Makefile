@@ -80,9 +80,13 @@ tools: ## install the editors and other programs that tests run
 	  echo "Installing$$wanted, which tests run."; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$wanted > /dev/null; } || { \
 	  echo "The tests run these programs; please install:$$wanted" >&2; exit 1; }; fi
-	@for folder in tests/editors grammar/editors/vscode docs/site; do \
+	@for folder in tests/editors tests/verifiers grammar/editors/vscode docs/site; do \
 	  [ $$folder/node_modules/.package-lock.json -nt $$folder/package-lock.json ] || \
 	  npm ci --prefix $$folder --no-audit --no-fund --loglevel=error || exit 1; done
+	@[ tests/verifiers/.venv/pyvenv.cfg -nt tests/verifiers/requirements.txt ] || { \
+	  $(PYTHON) -m venv --clear tests/verifiers/.venv && \
+	  tests/verifiers/.venv/bin/pip install -q --disable-pip-version-check --require-hashes \
+	    -r tests/verifiers/requirements.txt && touch tests/verifiers/.venv/pyvenv.cfg; }
 
 test-fast: setup ## the first tier of the tests alone: minutes
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full and not slow and not gpu and not programs"

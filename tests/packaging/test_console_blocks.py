@@ -354,6 +354,7 @@ def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
 
 FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "docs/tutorials/demo.md": _example("tiny_lm"),
+    "docs/how-to/pipelines.md": _example("tiny_lm"),
     "docs/reference/init.md": _nothing,
     "docs/tutorials/first-certificate.md": _hugging_face("my-model"),
     "docs/tutorials/researchers.md": _hugging_face("my-model"),

@@ -61,10 +61,11 @@ OTHER_OPTIONS = {
     "--count", "--seed", "--within", "--only", "--jobs", "--modules", "--write", "--share",
     "--resume", "--list", "--tokens", "--block",
     "--no-deps", "--no-build-isolation", "--prefix", "--import-mode",
-    "--logprobs-mode", "--model-path", "--strict",
+    "--insecure-ignore-tlog", "--public-key-id", "--verified-level", "--attestation",
+    "--type", "--bundle", "--logprobs-mode", "--model-path", "--strict",
     "--save-debug-rollout-data", "--save-debug-train-data",
 }  # fmt: skip
-"""Options of pip, pytest, mypy, servers and the programs of bench/."""
+"""Options of pip, pytest, mypy, cosign, slsa-verifier, servers and the programs of bench/."""
 
 
 @cache

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import Fields, strict_base64, strict_load
@@ -43,7 +44,7 @@ def pae(payload_type: str, payload: bytes) -> bytes:
 def sign(payload: bytes, keys: Sequence[SigningKey], payload_type: str = PAYLOAD_TYPE) -> Envelope:
     """Sign the payload with every key."""
     message = pae(payload_type, payload)
-    signatures = tuple(Signature(k.sign(message), k.public.hint) for k in keys)
+    signatures = tuple(Signature(k.sign(message), k.public.keyid) for k in keys)
     return Envelope(payload, payload_type, signatures)
 
 
@@ -59,22 +60,35 @@ def signers(envelope: Envelope, keys: Iterable[TrustedKey]) -> tuple[TrustedKey,
 
 def bundle_bytes(envelope: Envelope, hint: str) -> bytes:
     """Return the Sigstore bundle v0.3 (compact JSON, one line)."""
+    bundle = {
+        "mediaType": MEDIA_TYPE,
+        "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
+        "dsseEnvelope": _dsse(envelope),
+    }
+    return _line(bundle)
+
+
+def envelope_bytes(envelope: Envelope) -> bytes:
+    """Return the DSSE envelope alone (compact JSON, one line), for tools that read no bundle."""
+    return _line(_dsse(envelope))
+
+
+def _dsse(envelope: Envelope) -> dict[str, Any]:
     signatures: list[dict[str, str]] = []
     for signature in envelope.signatures:
         record = {"sig": base64.b64encode(signature.value).decode("ascii")}
         if signature.keyid is not None:
             record["keyid"] = signature.keyid
         signatures.append(record)
-    bundle = {
-        "mediaType": MEDIA_TYPE,
-        "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
-        "dsseEnvelope": {
-            "payload": base64.b64encode(envelope.payload).decode("ascii"),
-            "payloadType": envelope.payload_type,
-            "signatures": signatures,
-        },
+    return {
+        "payload": base64.b64encode(envelope.payload).decode("ascii"),
+        "payloadType": envelope.payload_type,
+        "signatures": signatures,
     }
-    text = json.dumps(bundle, ensure_ascii=False, separators=(",", ":"))
+
+
+def _line(document: dict[str, Any]) -> bytes:
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8") + b"\n"
 
 

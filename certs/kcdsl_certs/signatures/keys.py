@@ -142,6 +142,19 @@ class PublicKey:
         return base64.b64encode(hashlib.sha256(self.spki).digest()).decode("ascii")
 
     @property
+    def keyid(self) -> str:
+        """Return the fingerprint of OpenSSH, `SHA256:…`, by which signatures name the key.
+
+        Verifiers of DSSE in Go (cosign, slsa-verifier) compute this one and skip a signature that
+        names another.
+        """
+        line = _public_object(self.spki).public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
+        digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+        return f"SHA256:{base64.b64encode(digest).decode('ascii').rstrip('=')}"
+
+    @property
     def pem(self) -> bytes:
         """Return the PEM text."""
         body = base64.encodebytes(self.spki).replace(b"\n", b"")

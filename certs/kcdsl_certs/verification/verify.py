@@ -229,7 +229,7 @@ def _signed_by(
         raise Rejected("signature/key-not-valid-now", f"{names} is outside its own validity")
     # The hint only words the message: it is not authenticated and decides nothing.
     hints = {s.keyid for s in envelope.signatures}
-    named = [k.name for k in trusted.keys if k.key.hint in hints]
+    named = [k.name for k in trusted.keys if k.key.keyid in hints]
     detail = (
         f"the certificate names the key {', '.join(named)}, but that key did not sign these bytes: "
         "the content or the signature was changed"

@@ -76,6 +76,10 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "sign": CommandEntry(
         "signing:SignCommand", "show and sign the statement of a certificate; no contract is run"
     ),
+    "companions": CommandEntry(
+        "signing:CompanionsCommand",
+        "state valid certificates about an OCI image, in forms that other verifiers take",
+    ),
     "lsp": CommandEntry("settings:LspCommand", "serve an editor by the language server protocol"),
     "doctor": CommandEntry(
         "doctor:DoctorCommand", "say what is installed, what that enables, and how to get the rest"

@@ -1,6 +1,6 @@
-"""`kcdsl keygen` and `kcdsl sign`: make keys, and sign statements.
+"""`kcdsl keygen`, `kcdsl sign` and `kcdsl companions`: make keys, sign statements.
 
-`sign` runs in a process that runs and imports nothing of the contract of the statement.
+These commands run and import nothing of the contract of a statement.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
-from kcdsl.cli.common.options import output_option
+from kcdsl.cli.common.options import KERNELS, Stage, Trusts, output_option
 from kcdsl.cli.common.output import say
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import CANNOT_SIGN, INPUT_OUTPUT
+from kcdsl.diagnostics.codes import CANNOT_SIGN, INPUT_OUTPUT, USAGE
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
@@ -123,7 +123,6 @@ class SignCommand(Command):
         if before is not None:
             _refuse_signed(before, keys, path)
             envelope = replace(before, signatures=(*before.signatures, *envelope.signatures))
-            hint = before.signatures[0].keyid or hint
         if (before is None or target != path) and refuse_other_signers(target, keys):
             say(f"note: {target} replaces an earlier one by the same keys")
         chosen = self.output is None and not self.add
@@ -188,7 +187,7 @@ def _show(admitted: Admitted, before: Envelope | None) -> None:
     rows = [(name, " ".join(text.split())) for name, text in _rows(admitted)]
     for signature in () if before is None else before.signatures:
         claimed = signature.keyid or "without a hint"
-        rows.append(("signature", f"claims to be of {claimed}; not checked here"))
+        rows.append(("signature", f"named {claimed}; not checked here"))
     shown = table(("", ""), rows, pad_edge=False, padding=(0, 1), show_header=False)
     print_on(sys.stdout, shown)
 
@@ -225,3 +224,77 @@ def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
             yield item.id if item.slice is None else f"{item.id} [{item.slice}]", "goes over"
     for text in body.assumptions:
         yield "assumes", text
+
+
+# --- companions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompanionsCommand(Trusts):
+    """Check certificates and state the result about an image, in forms that other tools verify."""
+
+    certificates: tuple[str, ...] = argument("CERT", "certificates of one triple and stage", "+")
+    image: str | None = value(
+        "NAME@sha256:DIGEST", "the image or artefact that holds the triple, by its manifest digest"
+    )
+    sign: tuple[str, ...] = values(
+        "KEY", "private key, repeatable; each signs every companion in a file of its own"
+    )
+    contract: str | None = value("CONTRACT", "the contract in force")
+    recheck: bool = switch("re-derive every proof by the independent checker")
+    kernels: str | None = value("FILE", KERNELS)
+    checkpoint: str | None = value("FILE", "the weights, instead of those the contract names")
+    infer_checkpoint: str | None = value(
+        "FILE", "the weights of the inference kernel, where the contract names some of its own"
+    )
+    stage: Stage | None = choice(Stage, "the stage that is asked for")
+    output: str | None = output_option("DIR", "where they are written (default: beside CERT)")
+
+    def run(self) -> Exit:
+        """Write every companion: 0 written, 4 a certificate is invalid or the contract not covered;
+        nothing is signed then."""
+        from kcdsl.api.checking import CheckSettings, check_certificates
+        from kcdsl.cli.commands.check import print_report
+        from kcdsl.release.companions import Certified, Image, companion_files
+        from kcdsl.release.issue import utc_now
+        from kcdsl.release.signing import signing_keys
+        from kcdsl.source.writing import make_folder, write_together
+
+        if self.image is None:
+            raise refuse(
+                USAGE, "companions are about an image", help="name it: --image NAME@sha256:DIGEST"
+            )
+        image = Image.of(self.image)
+        if not self.sign:
+            raise refuse(USAGE, "companions are signed", help="name a private key: --sign KEY")
+        keys = signing_keys(self.sign)
+        settings = CheckSettings(
+            key=self.key,
+            contract=self.contract,
+            recheck=self.recheck,
+            complete=True,
+            policy=self.policy,
+            threshold=self.threshold,
+            revocations=self.revocations,
+            kernels=self.kernels,
+            checkpoint=self.checkpoint,
+            infer_checkpoint=self.infer_checkpoint,
+            stage=self.stage,
+        )
+        checked = check_certificates(self.certificates, settings).combined
+        if not checked.accepted:
+            print_report(checked)
+            return Exit.CERTIFICATE_INVALID
+        moment = utc_now().replace(microsecond=0)
+        certified = Certified.of(checked, moment, rechecked=self.recheck)
+        first = Path(self.certificates[0])
+        stem = first.name.removesuffix(".json").removesuffix(".cert")
+        folder = first.parent if self.output is None else Path(self.output)
+        files = companion_files(folder / stem, image, certified, keys)
+        make_folder(folder)
+        write_together(files, replace=True)
+        print(one_line(f"valid, and stated about {image.name}@sha256:{image.sha256}"))
+        print(f"levels: {' '.join(certified.levels)}")
+        for file in files:
+            print(one_line(f"wrote {file.path}"))
+        return Exit.HELD

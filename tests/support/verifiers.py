@@ -1,0 +1,141 @@
+"""Verifiers of other projects, run as programs: Sigstore's, CUE, Rego, openssl, model signing.
+
+`make tools` installs them into tests/verifiers: packages of npm by package-lock.json, those of
+Python by requirements.txt into an environment of their own.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "verifiers"
+PYTHON = FOLDER / ".venv" / "bin" / "python"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a verifier says: accepted or not, the payload that it read, and its words."""
+
+    accepted: bool
+    payload: bytes | None = None
+    detail: str = ""
+
+
+def sigstore_js(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
+    """Verify Sigstore bundles by a public key with @sigstore/verify; cases are (PEM, bundle).
+
+    A bundle that is no UTF-8 is given with replacement characters, as a program would read it.
+    """
+    return _answers(_lines(["node", FOLDER / "sigstore_verify.cjs"], _given("bundle", cases)))
+
+
+def sigstore_dsse(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
+    """Verify plain envelopes with the DSSE of `sigstore` of PyPI; cases are (PEM, envelope)."""
+    words = [PYTHON, FOLDER / "python_verifiers.py", "envelopes"]
+    return _answers(_lines(words, _given("envelope", cases)))
+
+
+def _given(name: str, cases: Iterable[tuple[bytes, bytes]]) -> str:
+    return "\n".join(
+        json.dumps({"key": pem.decode(), name: data.decode("utf-8", "replace")})
+        for pem, data in cases
+    )
+
+
+def _answers(found: Iterable[Mapping[str, Any]]) -> list[Answer]:
+    return [
+        Answer(
+            one["accepted"],
+            base64.b64decode(one["payload"]) if "payload" in one else None,
+            one.get("detail", ""),
+        )
+        for one in found
+    ]
+
+
+def cue(policy: Path, documents: Sequence[Path]) -> list[Answer]:
+    """Validate JSON documents by a CUE policy."""
+    found = _lines(["node", FOLDER / "cue_vet.cjs", policy, *documents], "")
+    return [Answer(one["accepted"], detail=one["detail"]) for one in found]
+
+
+def rego(policy: Path, documents: Sequence[Path]) -> list[Answer]:
+    """Evaluate `data.signature.allow` of a Rego policy for JSON documents, with regorus."""
+    return [Answer(one) for one in _python("rego", str(policy), *map(str, documents))]
+
+
+def dsse_by(library: str, key: Path, envelopes: Sequence[Path]) -> list[Answer]:
+    """Verify plain DSSE envelopes with `sigstore` or `securesystemslib` of PyPI."""
+    found = _python(library, str(key), *map(str, envelopes))
+    return [Answer(one["accepted"], detail=one["detail"]) for one in found]
+
+
+def sigstore_python(bundle: Path) -> str:
+    """Return what `sigstore` of PyPI says when it reads a bundle with a key."""
+    (found,) = _python("bundle", str(bundle))
+    return str(found)
+
+
+def model_manifest(folder: Path) -> Mapping[str, Any]:
+    """Return what `model-signing` makes of a folder: `resources` (name, sha256), `root`."""
+    (found,) = _python("manifest", str(folder))
+    assert isinstance(found, dict)
+    return found
+
+
+def signed_by_model_signing(folder: Path, key: Path, signature: Path) -> str:
+    """Sign a folder with `model-signing`; return the digest of the subject in the signature."""
+    (found,) = _python("sign_model", str(folder), str(key), str(signature))
+    return str(found)
+
+
+def openssl(pem: bytes, signature: bytes, message: bytes) -> bool:
+    """Verify an ECDSA signature over bytes with the program openssl."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for name, data in (("key", pem), ("signature", signature), ("message", message)):
+            (folder / name).write_bytes(data)
+        words = ["dgst", "-sha256", "-verify", "key", "-signature", "signature", "message"]
+        ran = subprocess.run(["openssl", *words], cwd=folder, capture_output=True, check=False)
+    return ran.returncode == 0
+
+
+def versions() -> Mapping[str, str]:
+    """Return the version of each verifier by its name."""
+    locked = json.loads((FOLDER / "package-lock.json").read_bytes())["packages"]
+    npm = {
+        path.removeprefix("node_modules/"): record["version"]
+        for path, record in locked.items()
+        if path.startswith("node_modules/")
+    }
+    said = subprocess.run(["openssl", "version"], capture_output=True, text=True, check=True)
+    (python,) = _python("versions")
+    return {**npm, **python, "openssl": said.stdout.split()[1]}
+
+
+def _lines(words: Sequence[str | Path], given: str) -> list[dict[str, Any]]:
+    ran = subprocess.run(
+        [str(word) for word in words], input=given, capture_output=True, text=True, check=False
+    )
+    if ran.returncode != 0:
+        raise RuntimeError(f"{words[0]} {words[1]}: {ran.stderr[:2000]}")
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def _python(*words: str) -> list[Any]:
+    ran = subprocess.run(
+        [str(PYTHON), str(FOLDER / "python_verifiers.py"), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode != 0:
+        raise RuntimeError(f"{words[0]}: {ran.stderr[-2000:]}")
+    return [json.loads(line) for line in ran.stdout.splitlines()]
