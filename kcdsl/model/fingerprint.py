@@ -200,9 +200,10 @@ def _code_digest(name: str, found: Distribution, record: str | None) -> str | No
     if not paths:
         return None
     known = _Known.of(name)
+    root = str(found.locate_file(""))
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path} {known.digest(Path(str(found.locate_file(path))))}\n".encode())
+        digest.update(f"{path} {known.digest(os.path.join(root, path))}\n".encode())
     known.keep()
     return digest.hexdigest()
 
@@ -239,20 +240,24 @@ class _Known:
             before = {}
         return cls(place, before if isinstance(before, dict) else {})
 
-    def digest(self, path: Path) -> str:
+    def digest(self, path: str) -> str:
+        """Return the sha256 of a file; one that is known and settled is not opened."""
+        held = self.now.get(path) or self.before.get(path)
         try:
-            with open_regular(path) as stream:
-                about = os.fstat(stream.fileno())
-                stamp = f"{about.st_dev} {about.st_ino} {about.st_size} {about.st_ctime_ns}"
-                held = self.now.get(str(path)) or self.before.get(str(path))
-                settled = is_settled(about)
-                if not settled or not isinstance(held, list | tuple) or held[0] != stamp:
-                    held = (stamp, hashlib.file_digest(stream, "sha256").hexdigest())
-                if settled:
-                    self.now[str(path)] = (str(held[0]), str(held[1]))
+            about = os.stat(path)
+            settled = is_settled(about)
+            if settled and isinstance(held, list | tuple) and held[0] == _stamp(about):
+                self.now[path] = (str(held[0]), str(held[1]))
                 return str(held[1])
-        except OSError:
+            with open_regular(Path(path)) as stream:
+                about = os.fstat(stream.fileno())
+                settled = is_settled(about)
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except (OSError, ValueError):
             return "missing"
+        if settled:
+            self.now[path] = (_stamp(about), found)
+        return found
 
     def keep(self) -> None:
         after = {path: list(held) for path, held in self.now.items()}
@@ -262,6 +267,10 @@ class _Known:
         with suppress(OSError, Refusal):
             self.place.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(self.place, json.dumps(after).encode())
+
+
+def _stamp(about: os.stat_result) -> str:
+    return f"{about.st_dev} {about.st_ino} {about.st_size} {about.st_ctime_ns}"
 
 
 # --- processor, device, compiler -----------------------------------------------------------------
