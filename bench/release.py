@@ -81,8 +81,8 @@ def rows(made: Released) -> Iterator[Row]:
     for library, words in (("sigstore", ", its DSSE"), ("securesystemslib", "")):
         right = verifiers.dsse_by(library, keys["right"], own)
         wrong = verifiers.dsse_by(library, keys["wrong"], own)
-        for path, pair in zip(own, zip(right, wrong, strict=True), strict=True):
-            yield _row(f"{library} {version[library]} (PyPI){words}", path, pair)
+        for path, answers in zip(own, map(list, zip(right, wrong, strict=True)), strict=True):
+            yield _row(f"{library} {version[library]} (PyPI){words}", path, answers)
     for path in own:
         envelope = json.loads(path.read_bytes())
         message = pae(envelope["payloadType"], base64.b64decode(envelope["payload"]))

@@ -33,7 +33,8 @@ def sigstore_js(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
 
     A bundle that is no UTF-8 is given with replacement characters, as a program would read it.
     """
-    return _answers(_lines(["node", FOLDER / "sigstore_verify.cjs"], _given("bundle", cases)))
+    words = ["node", str(FOLDER / "sigstore_verify.cjs")]
+    return _answers(_lines(words, _given("bundle", cases)))
 
 
 def sigstore_dsse(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_der_public_key, ssh_key_fingerprint
 
@@ -76,6 +77,7 @@ def test_sigstore_of_python_reads_no_bundle_with_a_key(released: Released) -> No
 def test_the_key_id_is_the_fingerprint_of_openssh(released: Released) -> None:
     for key in released.keys:
         loaded = load_der_public_key(key.public.spki)
+        assert isinstance(loaded, EllipticCurvePublicKey)
         digest = base64.b64encode(ssh_key_fingerprint(loaded, SHA256())).decode()
         assert key.public.keyid == f"SHA256:{digest.rstrip('=')}"
 
