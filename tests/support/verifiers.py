@@ -39,7 +39,7 @@ def sigstore_js(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
 
 def sigstore_dsse(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
     """Verify plain envelopes with the DSSE of `sigstore` of PyPI; cases are (PEM, envelope)."""
-    words = [PYTHON, FOLDER / "python_verifiers.py", "envelopes"]
+    words: list[str | Path] = [PYTHON, FOLDER / "python_verifiers.py", "envelopes"]
     return _answers(_lines(words, _given("envelope", cases)))
 
 
