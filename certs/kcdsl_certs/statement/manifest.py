@@ -11,6 +11,7 @@ import os
 import stat
 import unicodedata
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -97,15 +98,30 @@ def _manifest(checkpoint: Path, listed: Callable[[Path], list[tuple[str, Path]]]
     found = listed(checkpoint)
     seen: dict[tuple[int, int], str] = {}
     resources: list[Resource] = []
-    for name, path in found:
-        resource, identity = _hash_file(path, name)
-        if identity in seen:
-            raise Rejected("checkpoint/hardlink", f"{seen[identity]} and {name} are one file")
-        seen[identity] = name
-        resources.append(resource)
+    # hashlib lets other threads run while it hashes: shards are hashed one on each core.
+    with ThreadPoolExecutor(max(1, min(_cores(), len(found)))) as threads:
+        work = [threads.submit(_hash_file, path, name) for name, path in found]
+        try:
+            for (name, _), hashed in zip(found, work, strict=True):
+                resource, identity = hashed.result()
+                if identity in seen:
+                    detail = f"{seen[identity]} and {name} are one file"
+                    raise Rejected("checkpoint/hardlink", detail)
+                seen[identity] = name
+                resources.append(resource)
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
     if listed(checkpoint) != found:
         raise Rejected("checkpoint/changed", f"{shown(checkpoint.name)} changed while it was read")
     return Manifest(tuple(resources))
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
