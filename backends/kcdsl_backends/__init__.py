@@ -51,6 +51,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         rank=90,
         real_arithmetic=True,
         sizer="kcdsl_backends.smt.drift.backend:sizes",
+        queries="kcdsl_backends.vnnlib:QUERIES",
     ),
     BackendSpec(
         name="marabou",

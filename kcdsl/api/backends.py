@@ -60,6 +60,12 @@ def attributor() -> Any:
     return _first(able, "attributes").load_attributor()
 
 
+def query_solver() -> Any:
+    """Return what answers VNN-LIB queries."""
+    able = [spec for spec in catalogue() if spec.queries]
+    return _first(able, "answers VNN-LIB queries").load_queries()
+
+
 def replaying_backend() -> Any:
     """Return the backend that runs counterexamples."""
     for spec in catalogue():

@@ -207,6 +207,9 @@ NO_DOMAIN = _declare("KC476", "unknown domain of bounds")
 NO_PROBABILITY = _declare("KC477", "unusable failure probability")
 GRAPH_DIFFERS = _declare("KC478", "graph differs from the module")
 BACKENDS_DISAGREE = _declare("KC479", "backends contradict each other")
+VNNLIB_QUERY = _declare("KC485", "VNN-LIB query not usable")
+VNNLIB_NETWORK = _declare("KC486", "network not that of the query")
+VNNLIB_SOLVER = _declare("KC487", "answer of a VNN-LIB solver not usable")
 
 # --- KC5 statistics ------------------------------------------------------------------------------
 PERCENTILE_WITH_BUDGET = _declare("KC501", "percentile with a sample budget")

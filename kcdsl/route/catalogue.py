@@ -63,6 +63,8 @@ class BackendSpec:
     """"package.module:ATTRIBUTE" of what splits a drift among its sources; none if empty."""
     sizer: str = ""
     """"package.module:ATTRIBUTE" of what says which cases are small enough; empty if all are."""
+    queries: str = ""
+    """"package.module:ATTRIBUTE" of what answers VNN-LIB queries; none if empty."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""
@@ -83,6 +85,10 @@ class BackendSpec:
     def load_sizer(self) -> Any:
         """Import and return what says which cases are small enough."""
         return _imported(self.sizer)
+
+    def load_queries(self) -> Any:
+        """Import and return what answers VNN-LIB queries."""
+        return _imported(self.queries)
 
 
 def is_foreign(spec: BackendSpec) -> bool:
@@ -118,7 +124,8 @@ def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:
     """Return a backend with what can be believed of it."""
     if not is_foreign(spec):
         return spec
-    return replace(spec, fragments=spec.fragments & _PROVABLE, planner="", attributor="", sizer="")
+    fragments = spec.fragments & _PROVABLE
+    return replace(spec, fragments=fragments, planner="", attributor="", sizer="", queries="")
 
 
 # --- execution ------------------------------------------------------------------------------------

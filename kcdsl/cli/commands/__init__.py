@@ -72,6 +72,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "transfer": CommandEntry(
         "check:TransferCommand", "carry the results of a certificate over to later weights"
     ),
+    "vnnlib": CommandEntry(
+        "vnnlib:VnnlibCommand", "answer VNN-LIB queries about ONNX networks, as their solvers do"
+    ),
     "keygen": CommandEntry("signing:KeygenCommand", "make a key pair for signing certificates"),
     "sign": CommandEntry(
         "signing:SignCommand", "show and sign the statement of a certificate; no contract is run"

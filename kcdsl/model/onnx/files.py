@@ -86,9 +86,23 @@ def _bad(path: Path, what: str, help: str | None = None) -> Refusal:
     return refuse(codes.ONNX_FILE, f"{shown(path)}: {what}", help=help)
 
 
-def read_onnx(path: Path, admitted: Callable[[Path], Path] = lambda path: path) -> OnnxFile:
+def newest_opset() -> int:
+    """Return the newest version of the operators that is known."""
+    return int(onnx.defs.onnx_opset_version())
+
+
+def read_onnx(
+    path: Path,
+    admitted: Callable[[Path], Path] = lambda path: path,
+    *,
+    oldest: int = FIRST_OPSET,
+    mixed: bool = False,
+) -> OnnxFile:
     """Read an ONNX file and its external data; `admitted` returns the path of such a file where it
     may be read.
+
+    `oldest` is the first version of the operators that is read; `mixed` says that weights may be of
+    several types, of which `own` then is float32.
 
     Refuse what is damaged, too large, or no graph in order; operators of other domains, functions
     and graphs inside of nodes; and external data that lies elsewhere than beside the file.
@@ -102,7 +116,7 @@ def read_onnx(path: Path, admitted: Callable[[Path], Path] = lambda path: path) 
         raise _bad(path, f"it is no ONNX file: {type(error).__name__}") from None
     beside: dict[str, bytes] = {}
     try:
-        found = _read(path, model, lambda name: _external(path, name, admitted, beside))
+        found = _read(path, model, oldest, lambda name: _external(path, name, admitted, beside))
     except (ValueError, TypeError, KeyError, RuntimeError, AssertionError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise _bad(path, f"it is damaged: {type(error).__name__}: {excerpt(first)}") from None
@@ -120,22 +134,22 @@ def read_onnx(path: Path, admitted: Callable[[Path], Path] = lambda path: path) 
         inputs,
         tuple(value.name for value in graph.output),
         opset,
-        _own(path, tensors, types),
+        int(TensorProto.FLOAT) if mixed else _own(path, tensors, types),
         Manifest(tuple(sorted(every, key=lambda one: one.name))),
     )
 
 
 def _read(
-    path: Path, model: Any, external: Callable[[str], bytes]
+    path: Path, model: Any, oldest: int, external: Callable[[str], bytes]
 ) -> tuple[tuple[OnnxNode, ...], dict[str, Array], dict[str, int], int]:
     graph = model.graph
     opsets = {one.domain: int(one.version) for one in model.opset_import}
     opset = opsets.get("", opsets.get("ai.onnx", 0))
-    if not FIRST_OPSET <= opset <= onnx.defs.onnx_opset_version():
-        newest = onnx.defs.onnx_opset_version()
+    newest = newest_opset()
+    if not oldest <= opset <= newest:
         raise _bad(
             path,
-            f"its operators are of version {opset}; known: {FIRST_OPSET} to {newest}",
+            f"its operators are of version {opset}; known: {oldest} to {newest}",
             "convert it: onnx.version_converter.convert_version(model, 18)",
         )
     if model.functions:

@@ -1,0 +1,525 @@
+"""Boxes of every block of a program, and of sums of them, for many boxes of the input at once.
+
+Intervals forward, and linear bounds backward as in CROWN (Zhang et al., 2018, arXiv:1811.00866).
+All errors of float64 are counted: a bound holds for the real numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from scipy import sparse, special
+
+from kcdsl_backends.vnnlib.program import Affine, Array, Matrix, Program, ProgramBlock
+
+U = 2.0**-53
+_TINY = 2.0**-1000
+"""More than what underflow loses in a sum of fewer than 2^70 products."""
+_INF = np.inf
+REFINED = frozenset({"relu", "difference", "mul", "power", "select"})
+"""Kinds of which smaller boxes of the operands make much smaller bounds."""
+
+
+def gamma(n: int) -> float:
+    """Return more than n u / (1 - n u), by which a sum of n roundings may be off."""
+    return (n + 2) * U * 1.001
+
+
+def down(x: Array) -> Array:
+    """Return numbers that are a little lower."""
+    return np.nextafter(x, -_INF)
+
+
+def up(x: Array) -> Array:
+    """Return numbers that are a little higher."""
+    return np.nextafter(x, _INF)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The lower and the upper ends of boxes, [B, n] each."""
+
+    lo: Array
+    hi: Array
+
+    @property
+    def mag(self) -> Array:
+        """Return the largest size in each box."""
+        return np.maximum(np.abs(self.lo), np.abs(self.hi))
+
+    def meet(self, lo: Array, hi: Array) -> Ends:
+        """Return the intersection; what is not a number bounds nothing."""
+        return Ends(np.fmax(self.lo, lo), np.fmin(self.hi, hi))
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """slope · operands + offset, element by element, [B, n] each; `slopes` has one per operand."""
+
+    slopes: tuple[Array, ...]
+    offset: Array
+
+
+@dataclass(slots=True)
+class Boxes:
+    """What is known of every block in many boxes of the input."""
+
+    program: Program
+    ends: list[Ends] = field(default_factory=list)
+    below: list[Plane | None] = field(default_factory=list)
+    above: list[Plane | None] = field(default_factory=list)
+
+
+def enclosed(program: Program, lo: Array, hi: Array, linear: bool = True) -> Boxes:
+    """Bound every block for inputs in boxes [B, n]; `linear`: by linear bounds too."""
+    found = Boxes(program, [Ends(lo, hi)], [None], [None])
+    with np.errstate(all="ignore"):
+        for block in program.blocks[1:]:
+            ends_of = sum_ends if block.kind == "linear" else affine_ends
+            operands = [ends_of(found, a) for a in block.operands]
+            if linear and block.kind in REFINED:
+                pairs = zip(block.operands, operands, strict=True)
+                operands = [_refined(found, a, ends) for a, ends in pairs]
+            ends = KINDS[block.kind](block, operands)
+            found.ends.append(_sound(ends))
+            low, high = _planes(block, operands, found.ends[-1]) if linear else (None, None)
+            found.below.append(low)
+            found.above.append(high)
+    return found
+
+
+def _sound(ends: Ends) -> Ends:
+    """Return boxes in which an end that is not a number bounds nothing."""
+    lo, hi = (np.where(np.isnan(e), w, e) for e, w in ((ends.lo, -_INF), (ends.hi, _INF)))
+    return Ends(lo, hi)
+
+
+def _sizes(a: Affine) -> int:
+    return sum(m.shape[1] for m in a.terms.values())
+
+
+def _product(x: Array, m: Matrix) -> Array:
+    """Return x @ m.T for x [B, n]."""
+    found: Array = np.asarray(x @ m.T)
+    return found
+
+
+@np.errstate(all="ignore")
+def affine_ends(boxes: Boxes, a: Affine) -> Ends:
+    """Bound sums by intervals, [B, n]."""
+    batch = len(boxes.ends[0].lo)
+    middle = np.broadcast_to(a.constant, (batch, a.size)).copy()
+    radius, mag = np.zeros((batch, a.size)), np.abs(middle)
+    for block, m in a.terms.items():
+        ends = boxes.ends[block]
+        centre, size = ends.lo / 2 + ends.hi / 2, abs(m)
+        middle += _product(centre, m)
+        radius += _product(up(np.maximum(ends.hi - centre, centre - ends.lo)), size)
+        mag += _product(ends.mag, size)
+    lost = 4 * gamma(_sizes(a) + len(a.terms) + 8) * mag + _TINY
+    return _sound(Ends(down(middle - radius - lost), up(middle + radius + lost)))
+
+
+def sum_ends(boxes: Boxes, a: Affine) -> Ends:
+    """Bound sums by intervals, those of one element with the coefficient 1 or -1 exactly."""
+    ends = affine_ends(boxes, a)
+    counts = np.zeros(a.size, dtype=np.int64)
+    held = {b: sparse.csr_array(m) for b, m in a.terms.items()}
+    for m in held.values():
+        counts += np.diff(m.indptr)
+    for block, m in held.items():
+        rows = np.flatnonzero((counts == 1) & (np.diff(m.indptr) == 1))
+        places = m.indptr[rows]
+        factors, columns = m.data[places], m.indices[places]
+        plain = np.abs(factors) == 1
+        rows, factors, columns = rows[plain], factors[plain], columns[plain]
+        low, high = boxes.ends[block].lo[:, columns], boxes.ends[block].hi[:, columns]
+        low, high = np.where(factors > 0, low, -high), np.where(factors > 0, high, -low)
+        fixed = a.constant[rows]
+        with np.errstate(all="ignore"):
+            ends.lo[:, rows] = _moved(low, fixed, down)
+            ends.hi[:, rows] = _moved(high, fixed, up)
+    return ends
+
+
+def _moved(x: Array, by: Array, outward: Callable[[Array], Array]) -> Array:
+    """Return x + by, rounded outward where it is rounded at all."""
+    total = x + by
+    part = total - x
+    error = (x - (total - part)) + (by - part)
+    found: Array = np.where(error == 0, total, outward(total))
+    return found
+
+
+def _refined(boxes: Boxes, a: Affine, ends: Ends) -> Ends:
+    """Meet boxes of sums with linear bounds, where they hold more than a sign."""
+    open_ = ((ends.lo < 0) & (ends.hi > 0)).any(0)
+    if not open_.any() or set(a.terms) <= {0}:
+        return ends
+    ids = np.flatnonzero(open_)
+    part = a.rows(ids)
+    least, most = ends.lo.copy(), ends.hi.copy()
+    least[:, ids] = linear_lower(boxes, part)
+    most[:, ids] = -linear_lower(boxes, negated(part))
+    return ends.meet(least, most)
+
+
+def negated(a: Affine) -> Affine:
+    """Return sums times -1."""
+    return Affine(-a.constant, {b: -m for b, m in a.terms.items()})
+
+
+# --- linear bounds, backward ----------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def linear_lower(boxes: Boxes, a: Affine, scores: bool = False) -> Any:
+    """Return lower bounds of sums, [B, n]; with `scores` the coefficients of the input too.
+
+    From the last block to the input, each block is replaced by the plane below it where its
+    coefficient is positive, by the plane above it where that is negative.
+    """
+    batch, rows = len(boxes.ends[0].lo), a.size
+    width = {b: boxes.program.blocks[b].size for b in range(len(boxes.ends))}
+    held: dict[int, Array] = {
+        b: np.broadcast_to(m.toarray() if sparse.issparse(m) else m, (batch, rows, width[b]))
+        for b, m in a.terms.items()
+    }
+    total = np.broadcast_to(a.constant, (batch, rows)).copy()
+    # what float64 loses, of coefficients times numbers; `mass` is the size of what is added
+    mass, lost = np.abs(total), np.zeros_like(total)
+    for index in range(len(boxes.ends) - 1, 0, -1):
+        c = held.pop(index, None)
+        if c is None:
+            continue
+        below, above = boxes.below[index], boxes.above[index]
+        block = boxes.program.blocks[index]
+        if block.kind == "linear":
+            _through(boxes, held, c, block.operands[0], total, mass, lost)
+            continue
+        assert below is not None
+        assert above is not None
+        plus, minus = np.maximum(c, 0), np.minimum(c, 0)
+        part = _where(plus, below.offset) + _where(minus, above.offset)
+        total += part.sum(-1)
+        mass += np.abs(part).sum(-1) * (1 + 2.0**-20)
+        lost += 2 * gamma(width[index] + 8) * np.abs(part).sum(-1)
+        for k, operand in enumerate(block.operands):
+            if not below.slopes[k].any() and not above.slopes[k].any():
+                continue
+            moved = plus * below.slopes[k][:, None] + minus * above.slopes[k][:, None]
+            _through(boxes, held, moved, operand, total, mass, lost)
+    found = total - 2 * lost - 4 * gamma(4 * len(boxes.ends)) * mass
+    c = held.pop(0, None)
+    if c is None:
+        c = np.zeros((batch, rows, width[0]))
+    lo, hi = boxes.ends[0].lo[:, None], boxes.ends[0].hi[:, None]
+    worst = np.maximum(c, 0) * lo + np.minimum(c, 0) * hi
+    worst = np.where(c == 0, 0.0, worst)
+    size = np.abs(worst).sum(-1)
+    found = down(found + worst.sum(-1) - 4 * gamma(width[0] + 8) * size - _TINY * 2.0**100)
+    found = np.where(np.isnan(found), -_INF, found)
+    return (found, c) if scores else found
+
+
+def _where(c: Array, offset: Array) -> Array:
+    """Return c [B, rows, n] times offsets [B, n]; 0 where c is 0, of infinite ones too."""
+    found: Array = np.where(c == 0, 0.0, c * offset[:, None])
+    return found
+
+
+def _through(
+    boxes: Boxes,
+    held: dict[int, Array],
+    c: Array,
+    a: Affine,
+    total: Array,
+    mass: Array,
+    lost: Array,
+) -> None:
+    """Add coefficients [B, rows, n] of sums to those of the blocks that the sums read."""
+    total += c @ a.constant
+    size = np.abs(c)
+    count = gamma(a.size + 8)
+    fixed = size @ np.abs(a.constant)
+    mass += fixed * (1 + 2.0**-20)
+    lost += 2 * count * fixed + _TINY
+    for block, m in a.terms.items():
+        moved, loss = _times(c, m), _times(size, abs(m))
+        held[block] = held[block] + moved if block in held else moved
+        # the coefficients are off by `count` of their sizes, and once more where they are added
+        sizes = loss + np.abs(held[block])
+        lost += 2 * count * _where(sizes, boxes.ends[block].mag).sum(-1)
+
+
+def _times(c: Array, m: Matrix) -> Array:
+    batch, rows, n = c.shape
+    found = np.asarray(np.ascontiguousarray(c).reshape(batch * rows, n) @ m)
+    return found.reshape(batch, rows, m.shape[1])
+
+
+# --- kinds: intervals -----------------------------------------------------------------------------
+
+Interval = Callable[[ProgramBlock, Sequence[Ends]], Ends]
+_LOOSE = 2.0**-40
+"""How far a library's function may be off, of its size: far more than any is."""
+
+
+def _near(value: Array, least: float, most: float) -> Ends:
+    """Return an enclosure of values that a library computed."""
+    wide = np.abs(value) * _LOOSE + 2.0**-1020
+    return Ends(np.clip(value - wide, least, most), np.clip(value + wide, least, most))
+
+
+def _monotone(
+    function: Callable[[Array], Array], least: float = -_INF, most: float = _INF
+) -> Interval:
+    def interval(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+        x = operands[0]
+        return Ends(_near(function(x.lo), least, most).lo, _near(function(x.hi), least, most).hi)
+
+    return interval
+
+
+def _steps(function: Callable[[Array], Array]) -> Interval:
+    """Return the interval of a monotone function that float64 computes exactly."""
+    return lambda block, operands: Ends(function(operands[0].lo), function(operands[0].hi))
+
+
+def _linear(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    return operands[0]
+
+
+def factor_ends(value: Any) -> tuple[Array, Array]:
+    """Return enclosures [n] of the factors of a block."""
+    each = [float(v) if isinstance(v, Fraction) else _root(v) for v in value]
+    near = np.asarray(each, dtype=np.float64)
+    return down(near - np.abs(near) * 8 * U), up(near + np.abs(near) * 8 * U)
+
+
+def _root(value: Any) -> float:
+    return float(value.scale) / float(np.sqrt(float(value.under)))
+
+
+def _corners(x: Ends, y: Ends) -> Ends:
+    products = [a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)]
+    # 0 times infinity is 0 here: the ends are limits of numbers
+    products = [np.where(np.isnan(p), 0.0, p) for p in products]
+    lo, hi = np.minimum.reduce(products), np.maximum.reduce(products)
+    return Ends(down(lo), up(hi))
+
+
+def _factor(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    low, high = factor_ends(block.value)
+    return _corners(operands[0], Ends(low[None], high[None]))
+
+
+def _mul(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    return _corners(operands[0], operands[1])
+
+
+def _power(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    x, n = operands[0], int(block.value)
+    lo, hi = (_near(np.power(e, n), -_INF, _INF) for e in (x.lo, x.hi))
+    if n % 2:
+        return Ends(lo.lo, hi.hi)
+    most = np.maximum(lo.hi, hi.hi)
+    least = np.where((x.lo <= 0) & (x.hi >= 0), 0.0, np.minimum(lo.lo, hi.lo))
+    return Ends(np.maximum(least, 0.0), most)
+
+
+def _power_of(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    x, base = operands[0], np.asarray(block.value)[None]
+    low, high = _near(np.power(base, x.lo), 0.0, _INF), _near(np.power(base, x.hi), 0.0, _INF)
+    return Ends(np.minimum(low.lo, high.lo), np.maximum(low.hi, high.hi))
+
+
+def _reciprocal(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    x = operands[0]
+    one_side = (x.lo > 0) | (x.hi < 0)
+    lo = np.where(one_side, down(1.0 / x.hi), -_INF)
+    return Ends(lo, np.where(one_side, up(1.0 / x.lo), _INF))
+
+
+def _share(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    """Bound 1 / (1 + s) for a sum s of exponentials, which is not negative."""
+    low, high = np.maximum(operands[0].lo, 0), operands[0].hi
+    found = Ends(down(1.0 / up(1.0 + high)), up(1.0 / down(1.0 + low)))
+    return Ends(np.maximum(found.lo, 0.0), np.minimum(found.hi, 1.0))
+
+
+def _rooted(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    x = operands[0]
+    found = _monotone(np.sqrt)(block, operands)
+    return Ends(np.where(x.lo < 0, -_INF, np.maximum(found.lo, 0)), found.hi)
+
+
+def _logarithm(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    low, high = np.log(operands[0].lo), np.log(operands[0].hi)
+    # near 1 the logarithm is about the distance, which float64 has exactly
+    wide = 2.0**-50
+    ends = Ends(low - np.abs(low) * _LOOSE - wide, high + np.abs(high) * _LOOSE + wide)
+    return Ends(np.where(operands[0].lo <= 0, -_INF, ends.lo), ends.hi)
+
+
+def _zero(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    x = operands[0]
+    never, always = (x.lo > 0) | (x.hi < 0), (x.lo == 0) & (x.hi == 0)
+    return Ends(always.astype(np.float64), (~never).astype(np.float64))
+
+
+def _select(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    chosen, x, y = operands
+    first, second = chosen.lo > 0, chosen.hi <= 0
+    lo = np.where(first, x.lo, np.where(second, y.lo, np.minimum(x.lo, y.lo)))
+    return Ends(lo, np.where(first, x.hi, np.where(second, y.hi, np.maximum(x.hi, y.hi))))
+
+
+def _difference(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    """Bound relu(z + d) - relu(z), which lies between 0 and d, and is the difference of ends."""
+    z, d = operands
+    other = Ends(down(z.lo + d.lo), up(z.hi + d.hi))
+    lo = np.maximum(np.minimum(d.lo, 0), down(np.maximum(other.lo, 0) - np.maximum(z.hi, 0)))
+    hi = np.minimum(np.maximum(d.hi, 0), up(np.maximum(other.hi, 0) - np.maximum(z.lo, 0)))
+    both = (z.lo >= 0) & (other.lo >= 0)
+    return Ends(np.where(both, d.lo, lo), np.where(both, d.hi, hi))
+
+
+KINDS: Mapping[str, Interval] = {
+    "linear": _linear,
+    "relu": _steps(lambda x: np.maximum(x, 0.0)),
+    "difference": _difference,
+    "factor": _factor,
+    "mul": _mul,
+    "power": _power,
+    "power-of": _power_of,
+    "sigmoid": _monotone(special.expit, 0.0, 1.0),
+    "tanh": _monotone(np.tanh, -1.0, 1.0),
+    "exp": _monotone(np.exp, 0.0),
+    "erf": _monotone(special.erf, -1.0, 1.0),
+    "log": _logarithm,
+    "sqrt": _rooted,
+    "reciprocal": _reciprocal,
+    "share": _share,
+    "floor": _steps(np.floor),
+    "ceil": _steps(np.ceil),
+    "truncate": _steps(np.trunc),
+    "positive": _steps(lambda x: (x > 0).astype(np.float64)),
+    "zero": _zero,
+    "select": _select,
+}
+
+
+# --- kinds: planes --------------------------------------------------------------------------------
+
+
+def _planes(
+    block: ProgramBlock, operands: Sequence[Ends], ends: Ends
+) -> tuple[Plane | None, Plane | None]:
+    """Return planes below and above a block; constants where its kind has none."""
+    none = np.zeros_like(ends.lo)
+    flat = tuple(none for _ in block.operands)
+    below, above = Plane(flat, ends.lo), Plane(flat, ends.hi)
+    match block.kind:
+        case "linear":
+            return None, None
+        case "relu":
+            return _relu_planes(operands[0])
+        case "difference":
+            return _difference_planes(operands, ends)
+        case "factor":
+            return _factor_planes(block, operands[0])
+        case "mul":
+            return _product_planes(*operands)
+        case "select":
+            return _select_planes(operands, ends)
+        case "power" if block.value == 2:
+            return _square_planes(operands[0], ends)
+    return below, above
+
+
+def _line(slope: Array, x: Array, y: Array) -> Array:
+    """Return y - slope x, rounded up with what may be lost where the line is used."""
+    size = np.abs(slope * x) + np.abs(y)
+    return y - slope * x + 4 * U * size + _TINY
+
+
+def _relu_planes(x: Ends) -> tuple[Plane, Plane]:
+    on, off = x.lo >= 0, x.hi <= 0
+    zero = np.zeros_like(x.lo)
+    slope = np.where(on, 1.0, np.where(off, 0.0, x.hi / (x.hi - x.lo)))
+    slope = np.where(np.isfinite(slope), slope, 0.0)
+    # a line at or above both ends is above the convex function
+    offset = np.maximum(_line(slope, x.lo, zero), _line(slope, x.hi, x.hi))
+    above = Plane((slope,), np.where(on | off, 0.0, offset))
+    steep = np.where(on, 1.0, np.where(off, 0.0, (x.hi > -x.lo).astype(np.float64)))
+    return Plane((steep,), zero), above
+
+
+def _difference_planes(operands: Sequence[Ends], ends: Ends) -> tuple[Plane, Plane]:
+    """Lie above max(d, 0) and below min(d, 0), which enclose relu(z + d) - relu(z)."""
+    z, d = operands
+    other_lo, other_hi = down(z.lo + d.lo), up(z.hi + d.hi)
+    on, off = (z.lo >= 0) & (other_lo >= 0), (z.hi <= 0) & (other_hi <= 0)
+    known, none = on | off, np.zeros_like(d.lo)
+    _, above = _relu_planes(d)
+    _, turned = _relu_planes(Ends(-d.hi, -d.lo))  # max(-d, 0) <= s (-d) + t
+    same = on.astype(np.float64)
+    high, low = (np.where(known, same, p.slopes[0]) for p in (above, turned))
+    top = Plane((none, high), np.where(known, 0.0, above.offset))
+    bottom = Plane((none, low), np.where(known, 0.0, -turned.offset))
+    # where d has one sign, the constants of the box may be less than the line
+    return bottom, top
+
+
+def _factor_planes(block: ProgramBlock, x: Ends) -> tuple[Plane, Plane]:
+    low, high = factor_ends(block.value)
+    slope = np.broadcast_to(low / 2 + high / 2, x.lo.shape)
+    wide = (high - low)[None] * x.mag * 1.001 + _TINY
+    return Plane((slope,), -wide), Plane((slope,), wide)
+
+
+def _product_planes(x: Ends, y: Ends) -> tuple[Plane, Plane]:
+    """McCormick's planes at two corners, those which are tighter in the middle."""
+    below = [_corner_plane(x.lo, y.lo, -1.0), _corner_plane(x.hi, y.hi, -1.0)]
+    above = [_corner_plane(x.lo, y.hi, 1.0), _corner_plane(x.hi, y.lo, 1.0)]
+    mx, my = (x.lo + x.hi) / 2, (y.lo + y.hi) / 2
+
+    def best(planes: list[Plane], sign: float) -> Plane:
+        values = [sign * (p.slopes[0] * mx + p.slopes[1] * my + p.offset) for p in planes]
+        pick = values[0] <= values[1]
+        one, two = planes
+        slopes = tuple(np.where(pick, a, b) for a, b in zip(one.slopes, two.slopes, strict=True))
+        return Plane(slopes, np.where(pick, one.offset, two.offset))
+
+    return best(below, -1.0), best(above, 1.0)
+
+
+def _corner_plane(a: Array, b: Array, sign: float) -> Plane:
+    """Return the plane b x + a y - a b, moved outward by what float64 may lose."""
+    away = sign * (4 * U * np.abs(a * b) + _TINY)
+    return Plane((b, a), -a * b + away)
+
+
+def _square_planes(x: Ends, ends: Ends) -> tuple[Plane, Plane]:
+    slope = x.lo + x.hi
+    offset = np.maximum(_line(slope, x.lo, up(x.lo**2)), _line(slope, x.hi, up(x.hi**2)))
+    middle = x.lo / 2 + x.hi / 2
+    tangent = 2 * middle  # x^2 >= 2 m x - m^2
+    low = -(middle**2) * (1 + 4 * U) - _TINY
+    return Plane((tangent,), low), Plane((slope,), offset)
+
+
+def _select_planes(operands: Sequence[Ends], ends: Ends) -> tuple[Plane, Plane]:
+    chosen = operands[0]
+    first, second = chosen.lo > 0, chosen.hi <= 0
+    none, known = np.zeros_like(ends.lo), first | second
+    slopes = (none, first.astype(np.float64), (~first & second).astype(np.float64))
+    return (
+        Plane(slopes, np.where(known, 0.0, ends.lo)),
+        Plane(slopes, np.where(known, 0.0, ends.hi)),
+    )

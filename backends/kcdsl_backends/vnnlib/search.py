@@ -1,0 +1,381 @@
+"""Decide a problem: attack it, bound it on ever smaller boxes of the input, and ask z3."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_backends.vnnlib.bounds import (
+    Boxes,
+    down,
+    enclosed,
+    linear_lower,
+    sum_ends,
+    up,
+)
+from kcdsl_backends.vnnlib.evaluation import Point
+from kcdsl_backends.vnnlib.problem import InputRegion, QueryProblem
+from kcdsl_backends.vnnlib.program import Affine, Array
+from kcdsl_backends.vnnlib.query import decimal
+
+Decision = Literal["sat", "unsat", "unknown", "timed-out"]
+_ROOM = 1 << 22
+"""Numbers of the largest array of one batch."""
+_WIDEST = 256
+_STARTS = 32
+_STEPS = 24
+_FIRST = 64
+"""Boxes that are looked at before z3 is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryDecision:
+    """An answer; the point that makes a query true, and what decided or why nothing did."""
+
+    answer: Decision
+    reason: str
+    point: Point | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What a relation of a sum means: the sum, or its negative, is at most 0."""
+
+    row: int
+    sign: float
+    strict: bool
+
+
+def decide(problem: QueryProblem, seconds: float) -> QueryDecision:
+    """Decide whether some point of the input satisfies the query, in about so many seconds."""
+    end, answers = time.monotonic() + seconds, list[QueryDecision]()
+    if problem.contradictory:
+        return QueryDecision("unsat", "the assertions about the inputs contradict each other")
+    for region in problem.regions:
+        answers.append(_Search(problem, region, end).decided())
+        if answers[-1].answer in ("sat", "timed-out"):
+            return answers[-1]
+    open_ = [a for a in answers if a.answer != "unsat"]
+    return open_[0] if open_ else answers[-1]
+
+
+class _Search:
+    """The search in one region."""
+
+    def __init__(self, problem: QueryProblem, region: InputRegion, end: float) -> None:
+        self.problem, self.region, self.end = problem, region, end
+        self.program, self.sums = problem.program, problem.sums
+        self.rows, self.parts = _inequalities(region)
+        self.looked = 0
+
+    def late(self) -> bool:
+        """Say whether the time is over."""
+        return time.monotonic() >= self.end
+
+    def decided(self) -> QueryDecision:
+        """Return the answer for the region."""
+        if not self.region.bounded:
+            return self._complete(0.9, "an input has no bound")
+        lo, hi = self._box()
+        if self.late():
+            return QueryDecision("timed-out", "no box was looked at")
+        if not all(self.parts):
+            return self._anywhere(lo, hi)
+        found = self._split(lo, hi, _FIRST) or self._attacked(lo, hi)
+        if found is None:
+            asked = self._complete(0.4, "the boxes became too small")
+            found = asked if asked.answer != "unknown" else self._split(lo, hi, None)
+            found = asked if found is None else found
+        return found
+
+    # --- points -----------------------------------------------------------------------------------
+
+    def _box(self) -> tuple[Array, Array]:
+        pairs = list(zip(self.region.lo, self.region.hi, strict=True))
+        lo = [float("-inf") if a is None else _rounded(a, down) for a, _ in pairs]
+        hi = [float("inf") if b is None else _rounded(b, up) for _, b in pairs]
+        return np.asarray([lo]), np.asarray([hi])
+
+    def _anywhere(self, lo: Array, hi: Array) -> QueryDecision:
+        """Try some points: a conjunction has no inequality that bounds could refute."""
+        shares = np.random.default_rng(0).random((_STARTS, lo.shape[1]))
+        shares[0] = 0.5
+        for share in shares:
+            found = self._point((lo + (hi - lo) * share)[0])
+            if found is not None:
+                return QueryDecision("sat", "a point of the box", found)
+        return self._complete(0.9, "only the inputs are bounded")
+
+    def _point(self, x: Array) -> Point | None:
+        """Return a point near x that satisfies the query, as far as evaluation proves it."""
+        exact = [self._number(float(v), i) for i, v in enumerate(x)]
+        return (
+            None
+            if None in exact
+            else _admitted_in(self.problem, self.region, [v for v in exact if v is not None])
+        )
+
+    def _number(self, value: float, place: int) -> Fraction | None:
+        """Return a decimal near a number: one of the declared type where that lies in the box."""
+        lo, hi = self.region.lo[place], self.region.hi[place]
+        if not np.isfinite(value):
+            return None
+        if self.problem.whole[place]:
+            return Fraction(round(value))
+        texts = [repr(value)]
+        if self.problem.narrow[place]:
+            with np.errstate(over="ignore"):
+                texts.insert(0, repr(float(np.float32(value))))
+        for text in texts:
+            if text in ("inf", "-inf"):
+                continue
+            found = Fraction(text)
+            if (lo is None or found >= lo) and (hi is None or found <= hi):
+                return found
+        return lo if lo is not None and Fraction(value) <= lo else hi
+
+    # --- attack -----------------------------------------------------------------------------------
+
+    def _attacked(self, lo: Array, hi: Array) -> QueryDecision | None:
+        """Descend along the gradients of the worst inequality, from points of the box."""
+        generator = np.random.default_rng(0)
+        for part in self.parts:
+            x = lo + (hi - lo) * generator.random((_STARTS, lo.shape[1]))
+            x[0] = ((lo + hi) / 2)[0]
+            target = self._targets(part)
+            for step in range(_STEPS):
+                if self.late():
+                    return None
+                boxes = enclosed(self.program, x, x)
+                values, slopes = linear_lower(boxes, target, scores=True)
+                worst = values.argmax(1)
+                best = int(values.max(1).argmin())
+                if values[best].max() <= _CLOSE * (1 + np.abs(values[best]).max()):
+                    found = self._point(x[best])
+                    if found is not None:
+                        return QueryDecision("sat", "a search along gradients", found)
+                rate = 0.25 * (1 - step / _STEPS) ** 2
+                along = slopes[np.arange(len(x)), worst]
+                x = np.clip(x - rate * (hi - lo) * np.sign(along), lo, hi)
+        return None
+
+    def _targets(self, part: Sequence[_Row]) -> Affine:
+        """Return the sums of a conjunction, turned so that they are to be at most 0."""
+        a = self.sums.rows(np.asarray([one.row for one in part], dtype=np.int64))
+        signs = np.asarray([one.sign for one in part])
+        return Affine(
+            a.constant * signs,
+            {b: m.multiply(signs[:, None]).tocsr() for b, m in a.terms.items()},
+        )
+
+    # --- boxes ------------------------------------------------------------------------------------
+
+    def _split(self, lo: Array, hi: Array, most: int | None) -> QueryDecision | None:
+        """Bound the sums on boxes, and halve those on which some conjunction may hold.
+
+        Return None where `most` boxes did not suffice, or none can be halved any more.
+        """
+        whole = self._targets(self.rows)
+        alive = np.ones((1, len(self.parts)), dtype=bool)
+        waiting = [(lo, hi, alive)]
+        count = self._batch(whole)
+        started = self.looked
+        while waiting:
+            if self.late():
+                return QueryDecision("timed-out", f"{self.looked} boxes were looked at")
+            if most is not None and self.looked - started >= most:
+                return None
+            low, high, alive = _taken(waiting, count if most is None else min(count, 8))
+            self.looked += len(low)
+            boxes = enclosed(self.program, low, high)
+            least, slopes = linear_lower(boxes, whole, scores=True)
+            ends = sum_ends(boxes, whole)
+            least = np.fmax(least, ends.lo)
+            alive = alive & self._possible(least)
+            left = np.flatnonzero(alive.any(1))
+            if not len(left):
+                continue
+            found = self._tried(boxes, low, high, alive, left, slopes)
+            if found is not None:
+                return found
+            pieces = _halved(
+                low[left], high[left], alive[left], slopes[left], self._uses(alive[left])
+            )
+            if pieces is None:
+                return None
+            waiting.append(pieces)
+        return QueryDecision("unsat", f"linear bounds on {self.looked} boxes")
+
+    def _batch(self, whole: Affine) -> int:
+        widest = max(b.size for b in self.program.blocks)
+        rows = max(widest, whole.size)
+        return int(max(1, min(_WIDEST, _ROOM // (rows * widest))))
+
+    def _possible(self, least: Array) -> NDArray[np.bool_]:
+        """Return which conjunctions are not refuted by lower bounds [B, rows]."""
+        strict = np.asarray([one.strict for one in self.rows])
+        refuted = np.where(strict, least >= 0, least > 0)
+        columns = [~refuted[:, part].any(1) for part in self._columns()]
+        return np.stack(columns, 1)
+
+    def _columns(self) -> list[list[int]]:
+        index = {row: i for i, row in enumerate(self.rows)}
+        return [[index[row] for row in part] for part in self.parts]
+
+    def _uses(self, alive: NDArray[np.bool_]) -> Array:
+        """Return which rows the conjunctions that are left use, [B, rows]."""
+        used = np.zeros((len(alive), len(self.rows)))
+        for i, part in enumerate(self._columns()):
+            used[:, part] = np.maximum(used[:, part], alive[:, i, None])
+        return used
+
+    def _tried(
+        self,
+        boxes: Boxes,
+        low: Array,
+        high: Array,
+        alive: NDArray[np.bool_],
+        left: NDArray[np.int64],
+        slopes: Array,
+    ) -> QueryDecision | None:
+        """Evaluate points of the boxes that are left: middles, and corners that bounds point at."""
+        row = self._uses(alive)[left].argmax(1)
+        corners = np.where(slopes[left, row] > 0, low[left], high[left])
+        points = np.concatenate([low[left] / 2 + high[left] / 2, corners])
+        near = enclosed(self.program, points, points, linear=False)
+        for part in self.parts:
+            target = self._targets(part)
+            ends = sum_ends(near, target)
+            with np.errstate(all="ignore"):
+                middle = ends.lo / 2 + ends.hi / 2
+            worst = middle.max(1) if target.size else np.zeros(len(points))
+            for i in np.argsort(worst)[:2]:
+                if worst[i] <= _CLOSE * (1 + float(ends.mag[i].max(initial=0))):
+                    found = self._point(points[i])
+                    if found is not None:
+                        return QueryDecision("sat", f"a point of {self.looked} boxes", found)
+        return None
+
+    # --- z3 ---------------------------------------------------------------------------------------
+
+    def _complete(self, share: float, otherwise: str) -> QueryDecision:
+        """Ask z3, for a share of the time that is left."""
+        from kcdsl_backends.vnnlib.complete import asked
+
+        left = self.end - time.monotonic()
+        lo, hi = self._box()
+        ends = enclosed(self.program, lo, hi).ends if self.region.bounded else None
+        answer, values = asked(self.problem, self.region, ends, left * share)
+        if answer == "unsat":
+            return QueryDecision("unsat", "z3 on the whole network")
+        if values is not None:
+            point = _admitted_in(self.problem, self.region, values) or self._point(
+                np.asarray([float(v) for v in values])
+            )
+            if point is not None:
+                return QueryDecision("sat", "z3 on the whole network", point)
+            otherwise = "z3 found a point with numbers that are no decimals"
+        if self.late():
+            return QueryDecision("timed-out", otherwise)
+        return QueryDecision("unknown", otherwise)
+
+
+def admitted(problem: QueryProblem, x: Sequence[Fraction]) -> Point | None:
+    """Return a point where it satisfies the query, in exact or enclosed arithmetic."""
+    found = (_admitted_in(problem, region, x) for region in problem.regions)
+    return next((point for point in found if point is not None), None)
+
+
+def _admitted_in(problem: QueryProblem, region: InputRegion, x: Sequence[Fraction]) -> Point | None:
+    for value, lo, hi, whole in zip(x, region.lo, region.hi, problem.whole, strict=True):
+        if (lo is not None and value < lo) or (hi is not None and value > hi):
+            return None
+        if (whole and value.denominator != 1) or decimal(value) is None:
+            return None
+    point = Point.at(problem.program, x)
+    for one in region.conjunctions:
+        ids = np.asarray(one.rows, dtype=np.int64)
+        rounded = [problem.rounded[i] for i in one.rows]
+        if point.satisfies(problem.sums.rows(ids), one.relations, rounded):
+            return point
+    return None
+
+
+_CLOSE = 1e-9
+"""A sum that is less than this, of its size, is worth an exact evaluation."""
+
+
+def _rounded(value: Fraction, outward: object) -> float:
+    near = float(value)
+    if Fraction(near) == value:
+        return near
+    return float(down(np.asarray(near)) if outward is down else up(np.asarray(near)))
+
+
+def _inequalities(region: InputRegion) -> tuple[list[_Row], list[list[_Row]]]:
+    """Return the inequalities of a region, each once, and those of each conjunction.
+
+    An equation is two of them; what is not equal to 0 is left out, as it refutes nothing.
+    """
+    rows: dict[_Row, None] = {}
+    parts = []
+    for one in region.conjunctions:
+        part = []
+        for row, relation in zip(one.rows, one.relations, strict=True):
+            if relation == "!=":
+                continue
+            part.append(_Row(row, 1.0, relation == "<"))
+            if relation == "==":
+                part.append(_Row(row, -1.0, False))
+        rows.update(dict.fromkeys(part))
+        parts.append(part)
+    return list(rows), parts
+
+
+Pieces = tuple[Array, Array, NDArray[np.bool_]]
+
+
+def _taken(waiting: list[Pieces], count: int) -> Pieces:
+    """Take boxes off the end."""
+    low, high, alive = waiting.pop()
+    while waiting and len(low) < count:
+        more = waiting.pop()
+        low, high, alive = (
+            np.concatenate(pair) for pair in zip((low, high, alive), more, strict=True)
+        )
+    if len(low) > count:
+        waiting.append((low[count:], high[count:], alive[count:]))
+    return low[:count], high[:count], alive[:count]
+
+
+def _halved(
+    low: Array, high: Array, alive: NDArray[np.bool_], slopes: Array, used: Array
+) -> Pieces | None:
+    """Halve boxes where the bounds depend on the input most; None where one is a point.
+
+    A share of the width itself counts too, so that no dimension is left wide for ever.
+    """
+    width = high - low
+    middle = low / 2 + high / 2
+    open_ = (middle > low) & (middle < high)
+    if not open_.any(1).all():
+        return None
+    weight = (np.abs(slopes) * used[:, :, None]).sum(1)
+    weight = np.where(np.isfinite(weight), weight, 0.0)
+    mean = weight.mean(1, keepdims=True)
+    score = np.where(open_, width * (weight + 0.05 * mean + 1e-12), -1.0)
+    split = score.argmax(1)
+    rows = np.arange(len(low))
+    first, second = high.copy(), low.copy()
+    first[rows, split] = second[rows, split] = middle[rows, split]
+    return (
+        np.concatenate([low, second]),
+        np.concatenate([first, high]),
+        np.concatenate([alive, alive]),
+    )

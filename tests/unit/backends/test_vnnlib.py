@@ -1,0 +1,402 @@
+"""VNN-LIB: queries with known answers, their files, other solvers (docs/reference/vnnlib.md)."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.spans import SourceFile
+from kcdsl_backends.vnnlib import QUERIES
+from kcdsl_backends.vnnlib.query import parse_query, written
+from kcdsl_backends.vnnlib.verify import OLDEST_OPSET
+from tests.support.networks import box, declared, model_of, moved, perceptron, saved
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+
+START = "(vnnlib-version <2.0>)\n"
+ONE = START + declared("N", "X", "Y", 2, 2) + "\n" + box("X", 2, -1.0, 1.0) + "\n"
+PAIR = (
+    START
+    + declared("N", "X", "Y", 2, 2)
+    + declared("M", "U", "V", 2, 2, "(isomorphic-to N)")
+    + box("X", 2, -1.0, 1.0)
+    + "(assert (and (== X[0,0] U[0,0]) (== X[0,1] U[0,1])))\n"
+)
+FIRST = """; version 1
+(declare-const X_0 Real) (declare-const X_1 Real)
+(declare-const Y_0 Real) (declare-const Y_1 Real)
+(assert (>= X_0 -1e0)) (assert (<= X_0 1.0)) (assert (>= X_1 -1)) (assert (<= X_1 1))
+"""
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """relu(x) as N; M is N with its second output raised by 1/8 of relu(x_1)."""
+    folder = tmp_path_factory.mktemp("networks")
+    found = {}
+    for name, factor in (("N", 1.0), ("M", 1.125)):
+        weight = numpy_helper.from_array(np.diag([1.0, factor]).astype(np.float32), "w")
+        nodes = [
+            helper.make_node("Relu", ["x"], ["h"]),
+            helper.make_node("MatMul", ["h", "w"], ["y"]),
+        ]
+        found[name] = saved(model_of(nodes, [weight], [1, 2], [1, 2]), folder / f"{name}.onnx")
+    return found
+
+
+def answer(tmp_path: Path, text: str, networks: dict[str, Path], seconds: float = 20.0) -> str:
+    """The text that `verify` prints."""
+    path = tmp_path / "query.vnnlib"
+    path.write_text(text, encoding="utf-8")
+    return str(QUERIES.verify(path, networks, seconds).text)
+
+
+@pytest.mark.parametrize(
+    ("asserted", "expected"),
+    [
+        ("(assert (< Y[0,0] 0.0))", "unsat"),  # strict
+        ("(assert (<= Y[0,0] 0.0))", "sat"),  # and not
+        ("(assert (>= Y[0,0] 1.0))", "sat"),  # at one corner alone
+        ("(assert (> Y[0,0] 1.0))", "unsat"),
+        ("(assert (== Y[0,0] 0.3))", "sat"),
+        ("(assert (or (> Y[0,0] 1.5) (> Y[0,1] 1.5)))", "unsat"),
+        ("(assert (and (>= (+ Y[0,0] Y[0,1]) 1.5) (<= X[0,0] X[0,1])))", "sat"),
+        ("(assert (> (* Y[0,0] Y[0,1]) 1.001))", "unsat"),
+        ("(assert (!= X[0,0] X[0,0]))", "unsat"),  # of constants
+        ("(assert (!= Y[0,0] 0.0))", "sat"),
+        ("(assert (<= 0.0 1.0))", "sat"),
+        ("(assert (<= X[0,0] -1.5))", "unsat"),  # an empty box
+    ],
+)
+def test_one_network(
+    asserted: str, expected: str, tmp_path: Path, networks: dict[str, Path]
+) -> None:
+    found = answer(tmp_path, ONE + asserted, {"N": networks["N"]})
+    assert found.splitlines()[0] == expected
+    assert (len(found.splitlines()) > 1) == (expected == "sat")
+
+
+def test_two_networks(tmp_path: Path, networks: dict[str, Path]) -> None:
+    """|Y - V| <= 1/8, which is reached."""
+    for limit, expected in (("0.125", "sat"), ("0.1251", "unsat")):
+        text = PAIR + f"(assert (>= (- V[0,1] Y[0,1]) {limit}))"
+        lines = answer(tmp_path, text, networks).splitlines()
+        assert lines[0] == expected
+        if expected == "sat":
+            assert lines[1:3] == ["X float32 [1,2]", lines[2]]
+            assert [line.split()[0] for line in lines if line[0].isalpha()][1:] == list("XYUV")
+            assert float(lines[3]) == 1.0
+
+
+def test_equal_networks_of_two_inputs(tmp_path: Path, networks: dict[str, Path]) -> None:
+    text = (
+        START
+        + declared("N", "X", "Y", 2, 2)
+        + declared("M", "U", "V", 2, 2, "(equal-to N)")
+        + box("X", 2, 0.0, 0.5)
+        + box("U", 2, 0.5, 1.0)
+    )
+    one = {"N": networks["N"]}
+    assert answer(tmp_path, text + "(assert (< V[0,0] Y[0,0]))", one) == "unsat\n"
+    assert answer(tmp_path, text + "(assert (<= V[0,0] Y[0,0]))", one).startswith("sat\n")
+    with pytest.raises(Refusal, match="equal to 'N'"):
+        answer(tmp_path, text + "(assert (< V[0,0] Y[0,0]))", networks)
+
+
+def test_a_point_of_an_input_is_a_decimal_of_the_declared_type(
+    tmp_path: Path, networks: dict[str, Path]
+) -> None:
+    """0.1 is no number of float32: the box of one point has its decimal all the same."""
+    text = START + declared("N", "X", "Y", 2, 2) + box("X", 2, 0.1, 0.1)
+    found = answer(tmp_path, text + "(assert (== Y[0,0] 0.1))", {"N": networks["N"]})
+    assert found == "sat\nX float32 [1,2]\n0.1\n0.1\nY float32 [1,2]\n0.1\n0.1\n"
+    wide = ONE + "(assert (>= Y[0,0] 0.7))"
+    inputs = answer(tmp_path, wide, {"N": networks["N"]}).splitlines()[2:4]
+    assert all(Fraction(float(np.float32(x))) == Fraction(float(x)) for x in inputs)
+
+
+def test_version_1(tmp_path: Path, networks: dict[str, Path]) -> None:
+    one = {"model": networks["N"]}
+    assert answer(tmp_path, FIRST + "(assert (< Y_0 0))", one) == "unsat\n"
+    found = answer(tmp_path, FIRST + "(assert (or (and (>= Y_0 1)) (>= Y_1 2)))", one)
+    lines = found.splitlines()
+    assert lines[:2] == ["sat", "((X_0 1.0)"]
+    assert lines[-1] == f" (Y_1 {lines[-1].split()[1]}"
+    assert answer(tmp_path, FIRST + "(assert (>= Y_0 0))", one, 0.0) == "timeout\n"
+
+
+def test_no_time(tmp_path: Path, networks: dict[str, Path]) -> None:
+    text = ONE + "(assert (>= Y[0,0] 1.0))"
+    assert answer(tmp_path, text, {"N": networks["N"]}, 0.0) == "timed-out\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (START + "(assert (<= X[0] 1.0))", "declarations of networks"),
+        (ONE + "(assert (<= X[0,2] 1.0))", "no element of the shape"),
+        (ONE + "(assert (<= X[0,0] 1e-3))", "neither a number"),
+        (ONE + "(assert (<= X[0,0] nan))", "neither a number"),
+        (ONE + "(assert (<= X[0,0] inf))", "neither a number"),
+        (ONE + "(assert (= X[0,0] 1.0))", "is no comparison"),
+        (ONE + "(assert (not (<= X[0,0] 1.0)))", "is no comparison"),
+        (ONE + "(assert (<= X[0,0] 1.0 2.0))", "compares two terms"),
+        (ONE + "(assert (<= X[0,0] 1.0)", "stays open"),
+        (ONE + "(assert (<= X[0,0] 1.0)))", "closes nothing"),
+        (ONE + "(assert " + "(and " * 300 + "(<= X[0,0] 1.0)" + ")" * 301, "forms are nested"),
+        (ONE + "(assert (<= (* " + "X[0,0] " * 9 + ") 1.0))", "more than 8 variables"),
+        (ONE.replace("float32", "float33") + "(assert (<= 0.0 1.0))", "no element type"),
+        (ONE.replace("<2.0>", "<3.0>") + "(assert (<= 0.0 1.0))", "not <2.0>"),
+        (ONE.replace("[1,2]", "[1,99999999]"), "more than"),
+        (PAIR.replace("isomorphic-to N", "isomorphic-to K"), "no network before"),
+        (FIRST + "(assert (<= X_7 1))", "neither a number nor declared"),
+        ("", "no X, no Y"),
+        ('"', "no partner"),
+    ],
+)
+def test_hostile_queries(text: str, message: str) -> None:
+    with pytest.raises(Refusal, match=message):
+        parse_query(SourceFile("query.vnnlib", text))
+
+
+def test_networks_that_are_not_those_of_the_query(
+    tmp_path: Path, networks: dict[str, Path]
+) -> None:
+    text = ONE + "(assert (< Y[0,0] 0.0))"
+    other = saved(perceptron(np.random.default_rng(0), (2, 3, 2)), tmp_path / "other.onnx")
+    wide = saved(perceptron(np.random.default_rng(0), (3, 2)), tmp_path / "wide.onnx")
+    nan = onnx.load(str(networks["N"]))
+    nan.graph.initializer[0].CopyFrom(
+        numpy_helper.from_array(np.full((2, 2), np.nan, np.float32), "w")
+    )
+    odd = model_of([helper.make_node("Sin", ["x"], ["y"])], [], [1, 2], [1, 2])
+    for given, message in (
+        ({}, "has no file"),
+        ({"K": networks["N"]}, "no network 'K'"),
+        ({"N": wide}, r"the input x \[1, 3\]"),
+        ({"N": tmp_path / "absent.onnx"}, "there is no file"),
+        ({"N": saved(nan, tmp_path / "nan.onnx")}, "not finite"),
+        ({"N": saved(odd, tmp_path / "odd.onnx")}, "Sin of node y is an operator without"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            answer(tmp_path, text, given)
+    with pytest.raises(Refusal, match="isomorphic"):
+        answer(tmp_path, PAIR + "(assert (< Y[0,0] 0.0))", {"N": networks["N"], "M": other})
+    with pytest.raises(Refusal, match="of FLOAT, not float64"):
+        answer(tmp_path, text.replace("float32", "float64"), {"N": networks["N"]})
+
+
+def test_an_input_without_bounds(tmp_path: Path, networks: dict[str, Path]) -> None:
+    """z3 decides it; without z3's operators it stays unknown, whatever intervals make of it."""
+    text = START + declared("N", "X", "Y", 2, 2) + "(assert (< Y[0,0] 0.0))"
+    assert answer(tmp_path, text, {"N": networks["N"]}) == "unsat\n"
+    node = helper.make_node("Sigmoid", ["x"], ["y"])
+    smooth = saved(model_of([node], [], [1, 2], [1, 2]), tmp_path / "smooth.onnx")
+    assert answer(tmp_path, text, {"N": smooth}, 1.0) == "unknown\n"
+
+
+def test_a_value_without_a_meaning_satisfies_nothing(tmp_path: Path) -> None:
+    """1 / 0 is no number, and log(-1) is none: neither is an assignment."""
+    for kind, low in (("Reciprocal", "0.0"), ("Log", "-1.0"), ("Sqrt", "-1.0")):
+        node = helper.make_node(kind, ["x"], ["y"])
+        file = saved(model_of([node], [], [1, 2], [1, 2]), tmp_path / "odd.onnx")
+        text = START + declared("N", "X", "Y", 2, 2) + box("X", 2, float(low), float(low))
+        for comparison in ("(<= Y[0,0] 0.0)", "(> Y[0,0] 0.0)"):
+            found = answer(tmp_path, text + f"(assert {comparison})", {"N": file}, 1.0)
+            assert not found.startswith("sat"), kind
+
+
+# --- the reference parser, and other people's suites ----------------------------------------------
+
+
+@pytest.mark.parametrize("text", [ONE + "(assert (or (> Y[0,0] 1.0) (== X[0,0] 0.5)))", PAIR
+    + "(assert (and (<= (- V[0,1] Y[0,1]) -0.25) (!= (* 2.0 X[0,0] Y[0,0]) 0.1)))"])  # fmt: skip
+def test_written_queries_are_read_by_the_reference_parser(text: str) -> None:
+    vnnlib = pytest.importorskip("vnnlib")
+    query = parse_query(SourceFile("query.vnnlib", text))
+    again = written(query)
+    assert parse_query(SourceFile("again.vnnlib", again)) == query
+    parsed = vnnlib.parse_query_string(again)
+    assert [n.name for n in parsed.networks] == [n.name for n in query.networks]
+    assert len(parsed.assertions) == again.count("(assert ")
+
+
+@pytest.mark.full
+def test_refusals_agree_with_the_reference_parser() -> None:
+    """What the reference parser rejects is refused here."""
+    vnnlib = pytest.importorskip("vnnlib")
+    asserted = ["(<= X[0,0] 1e-3)", "(= X[0,0] 1.0)", "(<= Z[0,0] 1.0)", "(<= X[0,2] 1.0)",
+                "(not (<= X[0,0] 1.0))", "(and)", "(<= (/ X[0,0] 2.0) 1.0)"]  # fmt: skip
+    for one in asserted:
+        text = ONE + f"(assert {one})\n"
+        with pytest.raises(vnnlib.VNNLibException):
+            vnnlib.parse_query_string(text)
+        with pytest.raises(Refusal):
+            parse_query(SourceFile("query.vnnlib", text))
+
+
+@pytest.mark.full
+def test_satisfactory(tmp_path: Path) -> None:
+    """Every known answer of the suite; the one refusal is what the standard demands (5.3.2)."""
+    registry = pytest.importorskip("vnntest.core.registry")
+    wrong, count = [], 0
+    for case in registry.get_cases(suite="full"):
+        count += 1
+        file = saved(case.build_onnx_model(), tmp_path / f"{case.id}.onnx")
+        spec = case.build_vnnlib_spec()
+        text = spec if isinstance(spec, str) else "\n".join(spec)
+        query = parse_query(SourceFile(case.id, text))
+        given = {n.name: file for n in query.networks if (n.relation or "..")[0] != "equal-to"}
+        try:
+            found = answer(tmp_path, text, given).splitlines()[0]
+        except Refusal as refusal:
+            found = refusal.diagnostics[0].code.id
+        if found != case.expected_output().lower():
+            wrong.append((case.id, found))
+    assert count >= 178
+    assert wrong == [("network_isomorphic01", "KC486")]
+
+
+@pytest.mark.full
+def test_capabilities_follow_the_standard(tmp_path: Path) -> None:
+    compliance = pytest.importorskip("vnntest.core.compliance")
+    assert compliance.validate_opset_versions(QUERIES.capability("onnx-opset-versions")) is None
+    assert compliance.validate_vnnlib_versions(QUERIES.capability("vnnlib-versions")) is None
+    serialise = QUERIES.capability("serialise-assignments")
+    assert compliance.validate_serialise_assignments(serialise) is None
+    assert QUERIES.capability("onnx-opset-versions").startswith(f"{OLDEST_OPSET}\n")
+
+
+# --- a solver behind us ---------------------------------------------------------------------------
+
+
+def program(tmp_path: Path, printed: str, more: str = "") -> str:
+    """A solver that prints a text."""
+    path = tmp_path / "solver.py"
+    path.write_text(f"#!{sys.executable}\nimport sys, time\n{more}\nprint({printed!r})\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def asked(tmp_path: Path, solver: str, text: str, networks: dict[str, Path]) -> tuple[str, str]:
+    path = tmp_path / "query.vnnlib"
+    path.write_text(text, encoding="utf-8")
+    found = QUERIES.ask(solver, path, {"N": networks["N"]}, 5.0)
+    return found.text, " ".join((found.reason, *found.notes))
+
+
+def test_the_points_of_a_solver_are_evaluated(tmp_path: Path, networks: dict[str, Path]) -> None:
+    text = ONE + "(assert (>= Y[0,0] 0.5))"
+    good = "sat\nX float32 [1,2]\n0.75\n0.5\nY float32 [1,2]\n9.0\n9.0"
+    found, _ = asked(tmp_path, program(tmp_path, good), text, networks)
+    assert found == "sat\nX float32 [1,2]\n0.75\n0.5\nY float32 [1,2]\n0.75\n0.5\n"
+    for bad in ("sat", "sat\nX float32 [1,2]\n0.25\n0.5", "sat\nX float32 [1,2]\n2.0\n0.5",
+                "sat\nX float32 [1,2]\nnan\n0.5", "sat\nX float32 [1,2]\n0.75"):  # fmt: skip
+        assert asked(tmp_path, program(tmp_path, bad), text, networks)[0] == "unknown\n"
+
+
+def test_the_word_of_a_solver(tmp_path: Path, networks: dict[str, Path]) -> None:
+    held, broken = ONE + "(assert (< Y[0,0] 0.0))", ONE + "(assert (<= Y[0,0] 0.0))"
+    unsat = program(tmp_path, "unsat")
+    assert asked(tmp_path, unsat, held, networks)[0] == "unsat\n"
+    with pytest.raises(Refusal, match="a point satisfies the query"):
+        asked(tmp_path, unsat, broken, networks)
+    for printed, more, message in (
+        ("Unsat!", "", "no answer"),
+        ("unsat", "sys.exit('out of memory')", "out of memory"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            asked(tmp_path, program(tmp_path, printed, more), held, networks)
+    with pytest.raises(Refusal, match="cannot be run"):
+        asked(tmp_path, str(tmp_path / "absent"), held, networks)
+
+
+@pytest.mark.full
+def test_the_test_solver_of_the_standard(tmp_path: Path, networks: dict[str, Path]) -> None:
+    pytest.importorskip("vnnlib_test_solver")
+    rule = '[solver]\nname = "t"\nversion = "1.0.0"\n[[rules]]\nmatch = "*.vnnlib"\nresult = "{}"\n'
+    config = tmp_path / "solver.toml"
+    solver = (
+        f"{sys.executable} -c 'import sys; from vnnlib_test_solver.cli import main;"
+        f" sys.exit(main())' --config {config}"
+    )
+    text = ONE + "(assert (>= Y[0,0] 0.5))"
+    point = "[rules.assignments]\nX = [0.75, 0.5]\nY = [0.75, 0.5]\n"
+    for result, more, expected in (
+        ("unknown", "", "unknown"),
+        ("timed-out", "", "timed-out"),
+        ("sat", "", "unknown"),
+        ("sat", point, "sat"),
+    ):
+        config.write_text(rule.format(result) + more)
+        found, _ = asked(tmp_path, solver, text, networks)
+        assert found.splitlines()[0] == expected, (result, more)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command(cli: Cli, tmp_path: Path, networks: dict[str, Path]) -> None:
+    path = tmp_path / "query.vnnlib"
+    path.write_text(ONE + "(assert (>= Y[0,0] 1.0))", encoding="utf-8")
+    found = cli("vnnlib", "verify", path, "--network", f"N={networks['N']}", "--timeout", "9")
+    assert (found.code, found.stdout.splitlines()[0]) == (0, "sat")
+    assert "about real numbers; the query declares float32" in found.stderr
+    operators = cli("vnnlib", "supports", "--onnx-operators").stdout.split()
+    assert {"Gemm", "Relu", "Conv", "Constant"} <= set(operators)
+    for words in (
+        ("verify",),
+        ("verify", path, "--network", "N"),
+        ("verify", path, "--network", "N=a", "--network", "N=b"),
+        ("supports",),
+        ("supports", "--onnx-operators", "--network", "N=a"),
+    ):
+        assert cli("vnnlib", *words).code == 2
+
+
+@pytest.mark.full
+def test_random_pairs_against_samples(tmp_path: Path) -> None:
+    """`unsat` has no sampled point, and the points of `sat` are points of ONNX's reference."""
+    from onnx.reference import ReferenceEvaluator
+
+    answers = []
+    for seed in range(12):
+        generator = np.random.default_rng(seed)
+        one = perceptron(generator, (2, 5, 4, 2), ("Relu", "LeakyRelu"))
+        two = moved(one, generator, 0.02)
+        files = {"N": saved(one, tmp_path / "n.onnx"), "M": saved(two, tmp_path / "m.onnx")}
+        limit = (0.02, 0.05, 0.1)[seed % 3]
+        text = PAIR + f"(assert (or (> (- V[0,0] Y[0,0]) {limit}) (< (- V[0,0] Y[0,0]) -{limit})))"
+        found = answer(tmp_path, text, files).splitlines()
+        answers.append(found[0])
+        runs = [ReferenceEvaluator(model) for model in (one, two)]
+        points = generator.uniform(-1, 1, (500, 2)).astype(np.float32)
+        if found[0] == "sat":
+            points = np.asarray([[float(found[2]), float(found[3])]], dtype=np.float32)
+        outputs = [np.concatenate([r.run(None, {"x": p[None]})[0] for p in points]) for r in runs]
+        away = np.abs(outputs[1][:, 0] - outputs[0][:, 0]).max()
+        assert away >= limit - 1e-5 if found[0] == "sat" else away <= limit + 1e-5
+    assert {"sat", "unsat"} == set(answers)
+
+
+def test_old_files(tmp_path: Path) -> None:
+    """Version 9 of the operators, weights among the inputs, and two types of weights."""
+    weight = numpy_helper.from_array(np.eye(2, dtype=np.float32), "w")
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2])
+    w = helper.make_tensor_value_info("w", TensorProto.FLOAT, [2, 2])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2])
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    graph = helper.make_graph(nodes, "g", [x, w], [y], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 9)], ir_version=4)
+    file = saved(model, tmp_path / "old.onnx")
+    assert answer(tmp_path, ONE + "(assert (< Y[0,0] 0.0))", {"N": file}) == "unsat\n"
