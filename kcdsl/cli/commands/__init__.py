@@ -73,7 +73,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "check:TransferCommand", "carry the results of a certificate over to later weights"
     ),
     "vnnlib": CommandEntry(
-        "vnnlib:VnnlibCommand", "answer VNN-LIB queries about ONNX networks, as their solvers do"
+        "verify:VnnlibCommand", "answer VNN-LIB queries about ONNX networks, as their solvers do"
     ),
     "keygen": CommandEntry("signing:KeygenCommand", "make a key pair for signing certificates"),
     "sign": CommandEntry(
