@@ -1,4 +1,4 @@
-"""`kcdsl verify`: decide the formal clauses and write certificates; `kcdsl vnnlib`: answer queries."""
+"""`kcdsl verify` decides the formal clauses, `kcdsl vnnlib` answers queries about ONNX networks."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _print(
     tell(f"{kind}: {certificate}")
 
 
-# --- vnnlib ----------------------------------------------------------------------------------------
+# --- vnnlib ---------------------------------------------------------------------------------------
 
 _DAY = 86_400.0
 
