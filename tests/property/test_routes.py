@@ -24,11 +24,14 @@ from tests.support.prover import block, parameters
 N = proofs.numerics
 EXACT = N("float32", "nearest")
 KERNELS = (EXACT, N("float32"), N("bfloat16"), N("bfloat16", "nearest"), N("float16"))
-DOMAINS = ("interval",)
+DOMAINS = ("interval", "affine")
 
 
-def router(gate: np.ndarray, route: list[list[int]], width: int) -> proofs.Graph:
-    """Return a graph of the shares of a router with this route."""
+def router(
+    gate: np.ndarray, route: list[list[int]], width: int, *, twice: bool = False
+) -> proofs.Graph:
+    """Return a graph of the shares of a router with this route; `twice` it reads the logits for
+    two softmaxes, whose readings differ where casts are free."""
     rows, experts = len(route), len(gate)
     graph = proofs.Graph((rows, width))
     x, weight = graph.add("input", [], (rows, width)), graph.param("gate.weight", gate)
@@ -37,7 +40,10 @@ def router(gate: np.ndarray, route: list[list[int]], width: int) -> proofs.Graph
     mask = np.zeros((rows, experts), dtype=np.bool_)
     for row, chosen in enumerate(route):
         mask[row, chosen] = True
-    graph.add("softmax", [routed, graph.constant("mask", mask)], (rows, experts))
+    masked = graph.constant("mask", mask)
+    shares = [graph.add("softmax", [routed, masked], (rows, experts)) for _ in range(1 + twice)]
+    if twice:
+        graph.add("concat", shares, (rows, 2 * experts), dim=1)
     return graph
 
 
@@ -114,7 +120,8 @@ def random_router(seed: int) -> tuple[proofs.Graph, Any, np.ndarray, float]:
     logits = torch.from_numpy(x @ gate.astype(np.float64).T)
     route = logits.topk(k, -1).indices.sort(-1).values.tolist()
     pair = tuple(KERNELS[int(i)] for i in rng.integers(0, len(KERNELS), 2))
-    return router(gate, route, width), pair, x, float(rng.choice([0.0, 0.0, 1e-4, 1e-2]))
+    graph = router(gate, route, width, twice=bool(rng.integers(0, 2)))
+    return graph, pair, x, float(rng.choice([0.0, 0.0, 1e-4, 1e-2]))
 
 
 def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool]:
@@ -170,7 +177,7 @@ def test_a_margin_covers_what_shares_are_off(
         "" if sure else "bound/route"
     )
     if not sure:
-        assert "position 0 the training kernel may choose expert 1 in place of 0" in reason
+        assert "kernel may choose expert 1 in place of 0" in reason
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -182,7 +189,8 @@ def test_both_kernels_choose(turned: bool, domain: str, tmp_path: Path) -> None:
     coarse = N("bfloat16", "nearest")
     pair = (coarse, EXACT) if turned else (EXACT, coarse)
     which = "training" if turned else "inference"
-    assert f"the {which} kernel may choose" in bounded(problem_of(graph, pair), x, 0.0, domain)
+    which = "a" if domain == "affine" else f"the {which}"
+    assert f"{which} kernel may choose" in bounded(problem_of(graph, pair), x, 0.0, domain)
     assert confirmed(graph, pair, x, 0.0, domain, tmp_path) == "bound/route"
     assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == ""
 
@@ -194,6 +202,31 @@ def test_a_region_that_crosses_a_boundary_has_no_bound(domain: str, tmp_path: Pa
         assert (bounded(problem_of(graph, (EXACT, EXACT)), x, radius, domain) == "") is sure
         refused = confirmed(graph, (EXACT, EXACT), x, radius, domain, tmp_path)
         assert refused == ("" if sure else "bound/route")
+
+
+def test_affine_forms_compare_pairs_of_experts(tmp_path: Path) -> None:
+    """Both logits move by 30 in the region, and together."""
+    gate = np.array([[1.0, 100.0], [0.5, 100.0]], dtype=np.float32)
+    graph, x = router(gate, [[0]], 2), np.array([[1.0, 0.0]])
+    for radius, sure in ((0.3, True), (1.0, False)):
+        assert bounded(problem_of(graph, (EXACT, EXACT)), x, radius, "interval")
+        found = bounded(problem_of(graph, (EXACT, EXACT)), x, radius, "affine")
+        assert (found == "") is sure
+        refused = confirmed(graph, (EXACT, EXACT), x, radius, "affine", tmp_path)
+        assert refused == ("" if sure else "bound/route")
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_every_reading_is_above(twice: bool, tmp_path: Path) -> None:
+    """The logits are 2^-5 apart, and free casts to bfloat16 move each by 2^-8 of itself, and x."""
+    for size, sure in ((1.25, True), (5.0, False)):
+        gate = np.array([[size + 2.0**-5], [size]], dtype=np.float32)
+        graph, x = router(gate, [[0]], 1, twice=twice), np.array([[1.0]])
+        pair = (EXACT, N("bfloat16", weights=("float32", "none")))
+        for domain in DOMAINS:
+            assert (bounded(problem_of(graph, pair), x, 0.0, domain) == "") is sure
+            refused = confirmed(graph, pair, x, 0.0, domain, tmp_path)
+            assert refused == ("" if sure else "bound/route")
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

@@ -7,17 +7,27 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
+from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.boxes import Box, NoBound, down
+from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, down, up
 from kcdsl_backends.drift.boxes.state import State, Step
 from kcdsl_backends.drift.ops.operation import Operation
+from kcdsl_backends.drift.ops.view import same
 
 MARGIN = 2.0**-10 + 2.0**-16
 """How far a chosen logit must be above one that is not; 2^-16 is left for the checker."""
 DEPTH = -63.0
 """How far a chosen logit may be below another one; the checker admits 64."""
+WIDER = 2.0**-10
+"""The share by which boxes are made wider, as those of `no_flip` are (section 8)."""
 MOST_EXPERTS, MOST_EXP_ULPS = 2048, 64
 """Up to these, shares of float32 are off by less than 2^-12 of themselves."""
+BATCH = 256
+"""Pairs of experts that are compared at a time."""
+_ALONE = (
+    "routes have no rule at any length, in a region around the weights, on states that drift, and"
+    " with independent roundings"
+)
 
 
 def chosen_mask(node: Node, device: torch.device) -> Tensor:
@@ -53,48 +63,60 @@ def _shared_by_rows(activations: Activations) -> bool:
     return layout is not None and (layout.rows != 1 or layout.rule == "nested")
 
 
-def refuse_close(node: Node, below: Tensor, above: Tensor, chosen: Tensor, which: str) -> None:
+def least_margins(box: Box, chosen: Tensor, to: Tensor) -> Tensor:
+    """Bound from below how far the chosen logits of each position are above those of `to`."""
+    least = torch.where(chosen, box.lo, torch.inf).amin(-1)
+    return down(least - torch.where(to, box.hi, -torch.inf).amax(-1))
+
+
+def refuse_close(node: Node, box: Box, chosen: Tensor, which: str) -> None:
     """Refuse a route that a kernel may not take.
 
     Args:
         node: the route.
-        below, above: bounds of the logits [T, E] of the kernel.
+        box: where the logits [T, E] of the kernel lie.
         chosen: True where an expert is chosen.
-        which: "training" or "inference".
+        which: the kernel, in the words of the reason.
 
     Raises:
         NoBound: with the position and the experts whose logits are closest.
     """
-    least = torch.where(chosen, below, torch.inf)
-    others = torch.where(chosen, -torch.inf, above)
-    margins = down(least.amin(-1) - others.amax(-1))
-    depths = down(least.amin(-1) - above.amax(-1))
-    unsure = ~(margins > MARGIN)
-    if bool(unsure.any()):
-        row = int(torch.where(unsure, margins, torch.inf).nan_to_num(-torch.inf).argmin())
-        experts = int(least[row].argmin()), int(others[row].argmax())
-        raise unsure_route(node, row, experts, float(margins[row]), which)
+    margins = least_margins(box, chosen, ~chosen)
+    if not bool((margins > MARGIN).all()):
+        row = int(margins.nan_to_num(-torch.inf).argmin())
+        expert = int(torch.where(chosen[row], box.lo[row], torch.inf).argmin())
+        other = int(torch.where(chosen[row], -torch.inf, box.hi[row]).argmax())
+        raise _unsure(node, row, (expert, other), float(margins[row]), which)
+    _refuse_faint(node, box, chosen, which)
+
+
+def _refuse_faint(node: Node, box: Box, chosen: Tensor, which: str) -> None:
+    """Refuse a chosen share that may be subnormal."""
+    depths = least_margins(box, chosen, torch.ones_like(chosen))
     if not bool((depths > DEPTH).all()):
         row = int(depths.nan_to_num(-torch.inf).argmin())
+        expert = int(torch.where(chosen[row], box.lo[row], torch.inf).argmin())
         raise NoBound(
             node.name,
-            f"position {row}: the share of expert {int(least[row].argmin())} may be subnormal in"
-            f" the {which} kernel",
+            f"position {row}: the share of expert {expert} may be subnormal in {which}",
         )
 
 
-def unsure_route(
-    node: Node, row: int, experts: tuple[int, int], margin: float, which: str
-) -> NoBound:
+def _unsure(node: Node, row: int, experts: tuple[int, int], margin: float, which: str) -> NoBound:
     """Return that a position may have another route: with the second of two experts in place of
     the first, which is chosen."""
     expert, other = experts
     return NoBound(
         node.name,
-        f"the route is not sure: at position {row} the {which} kernel may choose expert {other} in"
+        f"the route is not sure: at position {row} {which} may choose expert {other} in"
         f" place of {expert}, whose logit is above that of {other} by {margin:.3g} at least, which"
         f" must exceed {2.0**-10:.3g}",
     )
+
+
+def _wider(box: Box) -> Box:
+    """Return a box that is wider than that of the checker, whose roundings are others."""
+    return box.widen(up(WIDER * (box.hi - box.lo)))
 
 
 def interval_route(step: Step) -> State:
@@ -105,25 +127,64 @@ def interval_route(step: Step) -> State:
     """
     node, kernels, x = step.node, step.kernels, step.operand(0)
     if kernels.rows is not None or kernels.ball is not None or kernels.handed:
-        raise NoBound(
-            node.name,
-            "routes have no rule at any length, in a region around the weights, and on states that"
-            " drift",
-        )
+        raise NoBound(node.name, _ALONE)
     chosen = chosen_mask(node, x.train.lo.device)
-    sides: tuple[tuple[Numerics, Box, str], ...] = (
-        (kernels.train.own, x.train, "training"),
-        (kernels.infer.own, x.infer, "inference"),
-    )
-    for numerics, box, which in sides:
+    for numerics, box, which in (
+        (kernels.train.own, x.train, "the training kernel"),
+        (kernels.infer.own, x.infer, "the inference kernel"),
+    ):
         refuse_numerics(node, numerics)
-        refuse_close(node, box.lo, box.hi, chosen, which)
+        refuse_close(node, _wider(box), chosen, which)
     return State(x.train, x.infer, x.drift, x.apart)
 
 
 def affine_route(run: KernelRun, node: Node) -> None:
-    """Refuse routes, for which affine forms have no rule."""
-    raise NoBound(node.name, "affine forms have no rule for routes")
+    """Append the logits, after the kernel was shown to choose the experts of the graph: pairs of
+    experts that elements do not tell apart are compared by reverse passes.
+
+    Raises:
+        NoBound: the kernel may choose others, or there is no rule.
+    """
+    if run.spread is not None or run.handed or run.tape.chance is not None:
+        raise NoBound(node.name, _ALONE)
+    refuse_numerics(node, run.parameters.numerics)
+    index, x = run.entry(node, 0)
+    own = torch.zeros_like(x.error_bound)
+    again = run.again(node, 0)
+    own = own if again is None else own + again
+    box = _wider(Box.point(x.reference).widen(up((x.error_bound + own) * SAFE)))
+    chosen = chosen_mask(node, x.reference.device)
+    _refuse_open(run, node, index, (box, own), chosen)
+    same(run, node)
+
+
+def _refuse_open(
+    run: KernelRun, node: Node, index: int, known: tuple[Box, Tensor], chosen: Tensor
+) -> None:
+    """Refuse a route of which some pair of experts is not told apart by reverse passes either."""
+    box, own = known
+    reference, tape = run.tape.entries[index].reference, run.tape
+    rows = (~(least_margins(box, chosen, ~chosen) > MARGIN)).nonzero()[:, 0].tolist()
+    for row in rows:
+        lo, hi = box.lo[row], box.hi[row]
+        inside, outside = chosen[row].nonzero()[:, 0], (~chosen[row]).nonzero()[:, 0]
+        pairs = torch.cartesian_prod(inside, outside).reshape(-1, 2)
+        pairs = pairs[~(down(lo[pairs[:, 0]] - hi[pairs[:, 1]]) > MARGIN)]
+        for part in torch.split(pairs, BATCH):
+            first, second = part.unbind(-1)
+            values = torch.zeros(len(part), len(lo), dtype=torch.float64, device=lo.device)
+            count = torch.arange(len(part), device=lo.device)
+            values[count, first], values[count, second] = 1.0, -1.0
+            adjoint = Adjoint(values[:, None], ((row, row + 1), (0, len(lo))), tuple(node.shape))
+            low, high = tape.bound(index, adjoint).with_region(tape.radius)
+            beside = (own[row][first] + own[row][second]) * SAFE
+            low = low - WIDER * torch.maximum(low.abs(), high.abs()) - beside
+            apart = down(down(reference[row][first] - reference[row][second]) + down(low, 4), 2)
+            if not bool((apart > MARGIN).all()):
+                at = int(apart.nan_to_num(-torch.inf).argmin())
+                experts = int(first[at]), int(second[at])
+                raise _unsure(node, row, experts, float(apart[at]), "a kernel")
+    _refuse_faint(node, box, chosen, "a kernel")
 
 
 OPERATIONS = {"route": Operation(interval_route, affine_route)}

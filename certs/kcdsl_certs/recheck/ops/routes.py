@@ -8,10 +8,19 @@ from itertools import pairwise
 import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.affine.form import Operand, Walk
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.form import (
+    Form,
+    Operand,
+    Version,
+    Walk,
+    form_of,
+    known_form,
+)
+from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.graphs.reading import integer
-from kcdsl_certs.recheck.interval.box import Bools, Box, add_down
+from kcdsl_certs.recheck.interval.box import Bools, Box, Floats, add_down, add_up, raised
 from kcdsl_certs.recheck.interval.state import Scene, State, Value, numeric
 from kcdsl_certs.recheck.numerics.formats import LAYOUTS
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
@@ -22,6 +31,7 @@ ABOVE = 2.0**-10
 BELOW = 64.0
 """A chosen logit must not be as far as this below any."""
 _MOST_EXPERTS, _MOST_EXP_ULPS = 2048, 64
+_BATCH = 128  # pairs of experts at a time
 
 
 def chosen(node: Node) -> Bools:
@@ -76,12 +86,18 @@ def _sure(values: Box, experts: Bools, which: str) -> None:
     """Refuse logits of which others may be chosen. Raises Rejected "bound/route"."""
     least = np.min(np.where(experts, values.lo, np.inf), axis=-1)
     others = np.max(np.where(experts, -np.inf, values.hi), axis=-1)
-    most = np.max(values.hi, axis=-1)
     if not bool((add_down(least, -others) > ABOVE).all()):
         row = int(np.argmin(add_down(least, -others)))
         raise Rejected("bound/route", f"position {row} may have another route in {which}")
-    if not bool((add_down(least, -most) > -BELOW).all()):
-        row = int(np.argmin(add_down(least, -most)))
+    _normal(values, experts, which)
+
+
+def _normal(values: Box, experts: Bools, which: str) -> None:
+    """Refuse chosen shares that may be subnormal. Raises Rejected "bound/route"."""
+    least = np.min(np.where(experts, values.lo, np.inf), axis=-1)
+    depth = add_down(least, -np.max(values.hi, axis=-1))
+    if not bool((depth > -BELOW).all()):
+        row = int(np.argmin(depth))
         raise Rejected("bound/route", f"position {row} may have a subnormal share in {which}")
 
 
@@ -97,8 +113,55 @@ def route_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
 
 
 def route_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Refuse routes: affine forms have no rule for them. Raises Rejected "rule/route"."""
-    raise Rejected("rule/route", "affine forms have no rule for routes")
+    """Return the logits of a router of which the kernel chooses the experts of the node.
+
+    Raises Rejected "bound/route", or "rule/route" where there is no rule.
+    """
+    experts, x = chosen(node), form_of(inputs[0])
+    if x.shape != node.shape:
+        raise Rejected("graph/shape", "a route has the shape of its logits")
+    _admitted(walk.scene, node)
+    if walk.tape.budget is not None:
+        raise Rejected("rule/route", "routes with independent roundings")
+    own = walk.own(node, 0)
+    reach = x.reach if own is None else raised(x.reach + own)
+    values = Box(add_down(x.reference, -reach), add_up(x.reference, reach))
+    if x.place is None:
+        _sure(values, experts, "a kernel")
+        return known_form(x.reference)
+    for row in range(node.shape[0]):
+        _separate(walk, x, (row, own), values, experts[row])
+    _normal(values, experts, "a kernel")
+    place = walk.tape.add(TapeEntry(x.reach, ((x.place, lambda a: a),)))
+    if own is not None:
+        walk.versions[node.name] = Version(own)
+    return Form(x.reference, x.reach, place, x.origin, cases=x.cases)
+
+
+def _separate(
+    walk: Walk, x: Form, at: tuple[int, Floats | None], values: Box, experts: Bools
+) -> None:
+    """Refuse a row in which a chosen logit may not be above one that is not chosen: by both
+    elements, and else by a functional of both. Raises Rejected "bound/route"."""
+    row, own = at
+    inside, outside = np.nonzero(experts)[0], np.nonzero(~experts)[0]
+    first, second = (index.reshape(-1) for index in np.meshgrid(inside, outside, indexing="ij"))
+    lo, hi, reference = values.lo[row], values.hi[row], x.reference[row]
+    asked = ~(add_down(lo[first], -hi[second]) > ABOVE)
+    first, second = first[asked], second[asked]
+    for start in range(0, first.size, _BATCH):
+        one, two = first[start : start + _BATCH], second[start : start + _BATCH]
+        functionals = np.zeros((one.size, 1, experts.size))
+        functionals[np.arange(one.size), 0, one] = 1.0
+        functionals[np.arange(one.size), 0, two] = -1.0
+        assert x.place is not None
+        found = walk.tape.bound(x.place, Adjoint(functionals, (row, 0)))
+        wide = found.around(walk.tape.region)
+        if own is not None:
+            wide = raised(wide + own[row][one] + own[row][two])
+        least = add_down(add_down(reference[one], -reference[two]), found.centre)
+        if not bool((add_down(least, -wide) > ABOVE).all()):
+            raise Rejected("bound/route", f"position {row} may have another route in a kernel")
 
 
 OPERATIONS = {"route": Operation(1, 1, route_interval, route_affine, None, forms=False)}
