@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ class Contract(Shows):
     path: Path
     program: Program
     accepted: tuple[Suppressed, ...]
+    source: str
+    """The sha256 (hex) of the text that was compiled, in UTF-8."""
 
     @property
     def base(self) -> Path:
@@ -139,11 +142,14 @@ def load(path: str | os.PathLike[str] | None = None) -> Contract:
 
 def read_contract(given: str | None) -> Contract:
     """Find a contract and compile it; raises Refusal."""
-    from kcdsl.check.compile import load_contract
+    from kcdsl.check.compile import contract_of
+    from kcdsl.source.files import read_source
 
     path = find_contract(given, Path())
-    program, accepted = load_contract(path)
-    return Contract(path, program, tuple(accepted))
+    source = read_source(path)
+    program, accepted = contract_of(path, source)
+    digest = hashlib.sha256(source.text.encode("utf-8")).hexdigest()
+    return Contract(path, program, tuple(accepted), digest)
 
 
 def find_contract(given: str | None, start: Path) -> Path:

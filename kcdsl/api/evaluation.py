@@ -217,6 +217,7 @@ def _certificate(
             stage=settings.stage,
             lifetime=settings.lifetime,
             suppressed=contract.accepted,
+            source=contract.source,
             assumptions=tuple(filter(None, (report.model.get("program"),))),
             evidence=resting_on({role: (file.path, file.data) for role, file in made.items()}),
             loaded=files.digests,

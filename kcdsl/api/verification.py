@@ -289,6 +289,7 @@ def _write(
         stage=options.stage,
         lifetime=options.lifetime,
         suppressed=contract.accepted,
+        source=contract.source,
         evidence=[f for run in runs.values() for f in resting_on({"counterexample": run})],
         loaded=files.digests,
     )

@@ -56,7 +56,12 @@ def load_program(path: Path) -> ir.Program:
 def load_contract(path: Path) -> tuple[ir.Program, tuple[Suppressed, ...]]:
     """Compile a contract file as `load_program` does; return the findings that its comments accept
     too, those of a solver included, which is not asked."""
-    source, sink = read_source(path), Sink()
+    return contract_of(path, read_source(path))
+
+
+def contract_of(path: Path, source: SourceFile) -> tuple[ir.Program, tuple[Suppressed, ...]]:
+    """Compile the text of a contract file as `load_contract` does."""
+    sink = Sink()
     analysis = analyse(source, sink, path.parent)
     if analysis.program is None:
         raise no_program(path, sink)

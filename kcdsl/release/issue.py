@@ -128,6 +128,7 @@ def issue(
     assumptions: Sequence[str] = (),
     supersedes: str | None = None,
     suppressed: Sequence[Suppressed] = (),
+    source: str | None = None,
     evidence: Sequence[EvidenceFile] = (),
     loaded: Mapping[str, str] | None = None,
 ) -> bytes:
@@ -137,7 +138,8 @@ def issue(
     `base` is the folder of the contract. The same results at the same time give the same payload.
     `sequence` defaults to the time of issue in seconds, so that later certificates come later.
     `supersedes` is the identity of an older certificate; `suppressed` are the findings about the
-    contract that comments in it accept. `loaded` are the digests of the files as they were read.
+    contract that comments in it accept; `source` is the sha256 of its text. `loaded` are the
+    digests of the files as they were read.
     `evidence` are the files that measured results rest on, beside the certificate.
     Raises Refusal for results that cannot be certified, and for files that are now others.
     """
@@ -167,6 +169,7 @@ def issue(
             non_claims=_non_claims(program),
             supersedes=supersedes,
             suppressions=_accepted(suppressed),
+            contract_source=source,
             evidence=tuple(evidence),
         )
         refuse_unnamed(results, predicate.evidence)

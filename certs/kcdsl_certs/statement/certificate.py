@@ -29,7 +29,7 @@ from kcdsl_certs.statement.triple import Triple
 from kcdsl_certs.statement.verdicts import overall
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.2"
+PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.3"
 SUBJECT_NAME = "kcdsl-triple"
 STAGES = ("offline-ci", "shadow", "canary", "full")
 LARGEST_PAYLOAD = 6 * 1024 * 1024
@@ -101,6 +101,7 @@ class Predicate:
     supersedes: str | None = None
     suppressions: tuple[AcceptedFinding, ...] = ()
     evidence: tuple[EvidenceFile, ...] = ()
+    contract_source: str | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -168,6 +169,7 @@ _PREDICATE = Record(
     RecordField("clauses", many(Codec(CertifiedClause.to_json, CertifiedClause.from_json))),
     RecordField("inputs", many(_INPUT.codec)),
     RecordField("supersedes", DIGEST, absent=None),
+    RecordField("contractSource", DIGEST, "contract_source", absent=None),
     RecordField("evidence", many(_FILE.codec), absent=()),
     RecordField("suppressions", many(_FINDING.codec), absent=()),
 )

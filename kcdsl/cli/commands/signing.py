@@ -212,6 +212,8 @@ def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
     if isinstance(body, Predicate):
         whole = "the whole contract" if body.scope.complete else "a part of the contract"
         yield "verdict", f"{body.verdict}, of {whole}"
+        if body.contract_source is not None:
+            yield "contract text", f"sha256:{body.contract_source}"
         for clause in body.clauses:
             yield clause.label, f"{clause.verdict}, {clause.evidence} by {clause.method}"
         for file in body.inputs:

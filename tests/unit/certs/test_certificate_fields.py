@@ -150,6 +150,7 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
         clauses=(first, *body.clauses[1:]),
         assumptions=("libm",),
         supersedes=golden.sha("before"),
+        contract_source=golden.sha("source"),
         suppressions=(AcceptedFinding("KC3001", "known"),),
     )
     rechecker = Rechecker(folder, checkpoint)

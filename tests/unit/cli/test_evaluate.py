@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import subprocess
 import sys
@@ -160,7 +161,10 @@ def test_a_certificate_is_written_and_passes_its_check(cli: Any, write: Write) -
     assert ran.code == 0
     path = folder / "out" / "evaluate.cert.json"
     payload = base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"])
-    clauses = json.loads(payload)["predicate"]["clauses"]
+    predicate = json.loads(payload)["predicate"]
+    text = (folder / "contract.yaml").read_bytes()
+    assert predicate["contractSource"] == {"sha256": hashlib.sha256(text).hexdigest()}
+    clauses = predicate["clauses"]
     assert [(c["id"], c["evidence"], c["verdict"]) for c in clauses] == [
         ("C-0", "census", "PASSED"),
         ("C-1", "census", "PASSED"),
