@@ -15,15 +15,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.architecture import load_model
 from tests.support.commands import PLAIN_TERMINAL, run_here
+from tests.support.fake_server import Fake, serving
 from tests.support.files import files_below
 from tests.support.pages import Block, agrees, alone, blocks, settled, stand_in
+from tests.support.quantised import quantise
 from tests.support.small_models import save_llama, write_model
 
 if TYPE_CHECKING:
@@ -352,9 +358,38 @@ def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
     return prepare
 
 
+def _quantised(repository: Path, folder: Path) -> Path:
+    """Stand beside a folder of a small random Llama and one of its float8 weights."""
+    save_llama(folder / "my-model")
+    quantise(folder / "my-model", folder / "my-model-fp8", "fp8 channel")
+    return folder
+
+
+def _own_module(repository: Path, folder: Path) -> Path:
+    shutil.copy(repository / "examples" / "own_model" / "network.py", folder)
+    return folder
+
+
+@contextmanager
+def _served(name: str, folder: Path) -> Iterator[Callable[[str], str]]:
+    """Serve the model of a folder for a page about servers; yield what puts its address in place
+    of the usual one."""
+    if name != "docs/how-to/servers.md":
+        yield str
+        return
+    model = load_model(ModelRef("model.safetensors", "llama", tokenizer="bytes"), folder)
+    with serving(Fake(lambda ids: model.module(torch.tensor(ids)))) as url:
+        yield lambda text: text.replace("http://127.0.0.1:8000", url)
+
+
 FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "docs/tutorials/demo.md": _example("tiny_lm"),
     "docs/how-to/pipelines.md": _example("tiny_lm"),
+    "docs/how-to/ci.md": _example("tiny_lm"),
+    "docs/how-to/fp8-migration.md": _quantised,
+    "docs/how-to/own-backend.md": _example("tiny_lm"),
+    "docs/how-to/own-metric.md": _example("own_metric"),
+    "docs/how-to/own-model.md": _own_module,
     "docs/reference/init.md": _nothing,
     "docs/tutorials/first-certificate.md": _hugging_face("my-model"),
     "docs/tutorials/researchers.md": _hugging_face("my-model"),
@@ -396,16 +431,19 @@ def test_pages_that_take_minutes_have_commands() -> None:
 def test_outputs_are_those_of_the_program(repository: Path, tmp_path: Path, name: str) -> None:
     folder = FOLDERS.get(name, _usual)(repository, tmp_path)
     compared = 0
-    for block in blocks((repository / name).read_text(encoding="utf-8")):
-        if block.language == "file":
-            (folder / (block.name or "")).write_text(block.text, encoding="utf-8")
-        elif block.language == "console":
-            for command, shown in commands(block):
-                printed = settled(_unpadded(run(command, folder)), block.varies)
-                expected = settled(_unpadded(shown), block.varies)
-                roughly = block.kind == "roughly"
-                assert expected == printed or agrees(expected, printed, roughly=roughly), command
-                compared += 1
+    with _served(name, folder) as addressed:
+        for block in blocks((repository / name).read_text(encoding="utf-8")):
+            if block.language == "file":
+                text = addressed(block.text)
+                (folder / (block.name or "")).write_text(text, encoding="utf-8")
+            elif block.language == "console":
+                for command, shown in commands(block):
+                    printed = settled(_unpadded(run(command, folder)), block.varies)
+                    expected = settled(_unpadded(shown), block.varies)
+                    roughly = block.kind == "roughly"
+                    same = expected == printed or agrees(expected, printed, roughly=roughly)
+                    assert same, f"{command}\n{printed}"
+                    compared += 1
     assert compared
 
 
