@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kcdsl_backends.vnnlib.foreign import ask_solver
 from kcdsl_backends.vnnlib.verify import QueryAnswer, capability, verify_query
+
+if TYPE_CHECKING:
+    from kcdsl.ir.terms import Program
+    from kcdsl.model.files import Artefacts
+    from kcdsl.route.goals import Goal
+    from kcdsl_backends.vnnlib.export import ExportedCase
 
 __all__ = ["QUERIES", "QueryCommands"]
 
@@ -19,6 +26,13 @@ class QueryCommands:
     verify: Callable[[Path, Mapping[str, Path], float], QueryAnswer]
     ask: Callable[[str, Path, Mapping[str, Path], float], QueryAnswer]
     capability: Callable[[str], str]
+    exported: Callable[[Program, Artefacts, Goal], Sequence[ExportedCase]]
 
 
-QUERIES = QueryCommands(verify_query, ask_solver, capability)
+def _exported(program: Program, files: Artefacts, goal: Goal) -> Sequence[ExportedCase]:
+    from kcdsl_backends.vnnlib.export import exported  # it needs torch
+
+    return exported(program, files, goal)
+
+
+QUERIES = QueryCommands(verify_query, ask_solver, capability, _exported)

@@ -68,6 +68,9 @@ class ExplainCommand(Command):
     smtlib: str | None = value(
         "DIR", "write the questions of these cases to z3 into this folder; goes with --size"
     )
+    vnnlib: str | None = value(
+        "DIR", "load the model, and write each case as a VNN-LIB query with its networks"
+    )
 
     def run(self) -> Exit:
         """Print a page of a code or of the manual, a metric, what backends say to a clause, or the
@@ -98,6 +101,8 @@ class ExplainCommand(Command):
             _explain_clause(self.topic, self.contract, self.format)
             if self.size or self.smtlib is not None:
                 _show_sizes(self.topic, self.contract, self.smtlib)
+            if self.vnnlib is not None:
+                _write_queries(self.topic, self.contract, self.vnnlib)
         return Exit.HELD
 
 
@@ -292,6 +297,36 @@ def _show_sizes(name: str, given: str | None, folder: str | None) -> None:
         make_folder(Path(folder))
         write_together(written, replace=True)
         print(f"{counted(len(written), 'question')} in {folder}")
+
+
+def _write_queries(name: str, given: str | None, folder: str) -> None:
+    """Write each case of a clause as a VNN-LIB query and its networks, or say why it is none."""
+    from kcdsl.api.backends import query_solver
+    from kcdsl.api.contract import read_contract, refuse_foreign_code
+    from kcdsl.model.files import Artefacts
+    from kcdsl.route.goals import goals
+    from kcdsl.source.files import in_contract
+    from kcdsl.source.writing import make_folder, result, write_together
+
+    contract = read_contract(given)
+    goal = next((one for one in goals(contract.program) if one.clause.id == name), None)
+    if goal is None:
+        print("\nthe clause is no goal about every input of a region")
+        return
+    refuse_foreign_code(contract, allowed=False, metrics=False)
+    with in_contract(contract.path):
+        found = query_solver().exported(contract.program, Artefacts.of(contract.base), goal)
+    print("\nas VNN-LIB queries, in which unsat shows that the clause holds:")
+    written = []
+    for number, one in enumerate(found):
+        print(f"  {one_line(one.case)}: {'yes' if one.files else 'no'}, {one.reason}")
+        for suffix, data in one.files:
+            separator = "." if suffix == "vnnlib" else "-"
+            path = Path(folder) / f"{name}-{number}{separator}{suffix}"
+            written.append(result(path, data))
+    make_folder(Path(folder))
+    write_together(written, replace=True)
+    print(f"{counted(len(written), 'file')} in {folder}")
 
 
 def _contract_for(topic: str, given: str | None) -> Path:

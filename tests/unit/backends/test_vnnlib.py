@@ -6,19 +6,27 @@ import stat
 import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.spans import SourceFile
+from kcdsl.model.presets import resolve
+from kcdsl_backends.attack import attack
+from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.vnnlib import QUERIES
+from kcdsl_backends.vnnlib.export import case_files
 from kcdsl_backends.vnnlib.query import parse_query, written
 from kcdsl_backends.vnnlib.verify import OLDEST_OPSET
 from tests.support.networks import box, declared, model_of, moved, perceptron, saved
+from tests.support.random_modules import model_of as kernels_of
+from tests.support.small_models import write_contract, write_model
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -367,8 +375,6 @@ def test_the_command(cli: Cli, tmp_path: Path, networks: dict[str, Path]) -> Non
 @pytest.mark.full
 def test_random_pairs_against_samples(tmp_path: Path) -> None:
     """`unsat` has no sampled point, and the points of `sat` are points of ONNX's reference."""
-    from onnx.reference import ReferenceEvaluator
-
     answers = []
     for seed in range(12):
         generator = np.random.default_rng(seed)
@@ -400,3 +406,70 @@ def test_old_files(tmp_path: Path) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 9)], ir_version=4)
     file = saved(model, tmp_path / "old.onnx")
     assert answer(tmp_path, ONE + "(assert (< Y[0,0] 0.0))", {"N": file}) == "unsat\n"
+
+
+# --- goals of contracts as queries ----------------------------------------------------------------
+
+
+class Rectified(torch.nn.Module):
+    """x + B relu(A x + a) of width 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        shapes = (4, 2), (4,), (2, 4)
+        parts = (0.5 * torch.randn(shape, generator=generator) for shape in shapes)
+        self.a, self.c, self.b = (torch.nn.Parameter(part) for part in parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, 2]."""
+        return x + torch.relu(x @ self.a.T + self.c) @ self.b.T
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", [
+    {"preset": "torch-eager", "compute": "bfloat16"},
+    {"preset": "torch-eager", "weights": {"format": "fp8_e4m3", "scale": "per_tensor"}},
+])  # fmt: skip
+def test_a_goal_as_a_query(kernel: dict[str, Any], tmp_path: Path) -> None:
+    """Below an attained drift no answer is `unsat`; far above it is; the reference parser reads it,
+    and the networks at errors of 0 are the block."""
+    vnnlib = pytest.importorskip("vnnlib")
+    train, infer = (resolve(one) for one in ({"preset": "torch-eager"}, kernel))
+    part = Rectified()
+    factory = ProblemFactory(kernels_of(part, 2), train, infer, torch.device("cpu"))
+    problem = factory.problem("part", (1,))
+    centre = torch.full((1, 2), 0.125, dtype=torch.float64)
+    radius = torch.full((1, 1), 0.25, dtype=torch.float64)
+    low = attack(*problem.simulators(), "inf", centre, radius, candidates=2, rounds=4).value
+    assert low > 0
+    answers = []
+    for limit in (Fraction(low / 2), Fraction(low * 8)):
+        found = case_files(problem, "p", (centre, radius), limit, "<=")
+        files = dict(found.files)
+        for suffix, data in files.items():
+            (tmp_path / suffix).write_bytes(data)
+        vnnlib.parse_query_file(str(tmp_path / "vnnlib"))
+        networks = {name: tmp_path / f"{name}.onnx" for name in ("train", "infer")}
+        answers.append(QUERIES.verify(tmp_path / "vnnlib", networks, 60.0))
+    assert answers[0].answer != "unsat"
+    assert answers[1].answer == "unsat", answers[1].reason
+    model = onnx.load(str(tmp_path / "train.onnx"))
+    feeds = {i.name: np.zeros([d.dim_value for d in i.type.tensor_type.shape.dim])
+             for i in model.graph.input}  # fmt: skip
+    feeds["input"] = centre.numpy()
+    got = ReferenceEvaluator(model).run(None, feeds)[0]
+    assert np.allclose(got, part(centre.float()).detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.full
+def test_explain_writes_queries(cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path, prompts=("a b",))
+    wanted = "forall x in ball(all, 0.001): norm_inf(drift({}, x)) <= 0.5"
+    write_contract(tmp_path, wanted.format("mlp_0"), wanted.format("attn_0"))
+    for clause, small in (("N-0", True), ("N-1", False)):
+        ran = cli("explain", clause, "contract.yaml", "--vnnlib", f"asked-{clause}", cwd=tmp_path)
+        assert ran.code == 0, ran
+        files = sorted(p.name for p in (tmp_path / f"asked-{clause}").glob("*"))
+        names = [f"{clause}-0-infer.onnx", f"{clause}-0-train.onnx", f"{clause}-0.vnnlib"]
+        assert files == (names if small else []), ran.stdout
