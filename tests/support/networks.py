@@ -31,7 +31,8 @@ def perceptron(
                 held += [numpy_helper.from_array(np.float32(v), f"{k}{i}") for k, v in ends]
                 inputs += [f"{k}{i}" for k, _ in ends]
             if kind == "Square":
-                kind, inputs = "Mul", [f"z{i}", f"z{i}"]
+                held.append(numpy_helper.from_array(np.float32(2.0), f"two{i}"))
+                kind, inputs = "Pow", [f"z{i}", f"two{i}"]
             nodes.append(helper.make_node(kind, inputs, [name]))
     return model_of(nodes, held, [1, sizes[0]], [1, sizes[-1]])
 

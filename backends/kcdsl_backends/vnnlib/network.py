@@ -485,6 +485,7 @@ def _reduce(r: R, a: Operand, axes: Operand = None) -> RealTensor:
 def _norm(r: R, a: Operand, *parameters: Operand) -> RealTensor:
     x = r.real(a)
     r.need(not r.attribute("training_mode", 0) and len(parameters) == 4, "trains")
+    r.need(r.attribute("spatial", 1) == 1, "has numbers of its own for each place")
     epsilon = float(np.float32(r.attribute("epsilon", 1e-5)))
     shape = (1, -1, *(1,) * (len(x.shape) - 2))
     scale, bias, mean, variance = (

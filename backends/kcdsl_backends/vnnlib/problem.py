@@ -37,6 +37,7 @@ from kcdsl_backends.vnnlib.query import (
 )
 
 MOST_CASES = 4096
+_MOST_BOUNDS = 1 << 22
 _TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -104,6 +105,12 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
     inputs = [v for n in query.networks for v in n.of("input")]
     owner = {v.name: v for v in inputs}
     places, count = _places(inputs, found)
+    if len(found) * count > _MOST_BOUNDS:
+        raise refuse(
+            codes.VNNLIB_QUERY,
+            f"{len(found)} cases of {count} inputs have more than {_MOST_BOUNDS} bounds",
+            help="split the query into several, one for each part of its disjunctions",
+        )
     regions, polynomials = _regions([_moved(case, places) for case in found], count)
     program, tensors = _programs(query, files, places, count)
     sums, rounded = _sums(program, tensors, polynomials)
