@@ -1,0 +1,412 @@
+"""Branch and bound on input boxes with linear bounds of one or two ReLU networks.
+
+`decide` says whether linear constraints on inputs and outputs can be met in a box, in real
+arithmetic; `narrowed` makes boxes of a difference smaller. What was split is a `SplitTree`, which
+the checker derives again (section 9 of docs/proofs/difference-planes.md)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kcdsl_backends.drift.linear.paired import Hidden, OutputRows, PairedLayer, PairedNetwork
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.linear_bounds.splits import recheck_split, replay
+
+Layers = Sequence[tuple[Tensor, Tensor]]
+"""Weight [out, in] and bias [out] of every linear, of at most float64; ReLU between them."""
+LEAF = 0xFFFF
+"""What stands in a tree for a box that is not split."""
+SPARE = 2.0**-30
+"""A bound is below its limit by this much, relative, before a box is left alone: the checker rounds
+in another order."""
+ON_CPU, ON_DEVICE = 32, 4096
+"""Boxes at a time: what a cache holds; what keeps a graphics processor busy."""
+_STARTS, _STEPS = 64, 40
+"""Of the search for a counterexample before anything is split, for each conjunction."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConstraint:
+    """inputs · x + first · f(x) + second · g(x) <= limit.
+
+    Args:
+        inputs, first, second: coefficients, float64; second is empty where there is one network.
+    """
+
+    inputs: tuple[float, ...]
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+    limit: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTree:
+    """Boxes cut in halves, in preorder: the input that is cut, or LEAF; bytes of uint16, "<"."""
+
+    data: bytes
+
+    @property
+    def leaves(self) -> int:
+        return int((np.frombuffer(self.data, "<u2") == LEAF).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class SplitDecision:
+    """Whether all constraints of some conjunction can hold at once.
+
+    `tree` proves that they cannot; `point` is an input at which they hold exactly. `boxes` were
+    bounded. A note says why nothing is known.
+    """
+
+    verdict: Literal["proved", "counterexample", "unknown"]
+    boxes: int
+    seconds: float
+    tree: SplitTree | None = None
+    point: tuple[Fraction, ...] | None = None
+    note: str = ""
+
+
+def decide(
+    networks: Sequence[Layers],
+    low: Sequence[Fraction],
+    high: Sequence[Fraction],
+    unsafe: Sequence[Sequence[LinearConstraint]],
+    seconds: float,
+    device: str = "cpu",
+    clock: Callable[[], float] = time.monotonic,
+) -> SplitDecision:
+    """Decide whether an input of a box meets all constraints of a conjunction of `unsafe`.
+
+    The checker derived a tree again and replayed a point, for which there is no limit of time.
+
+    Args:
+        networks: one network or two of the same layer sizes, evaluated in real arithmetic.
+        low, high: the corners of the box; numbers that float64 does not have are rounded outward.
+        unsafe: a disjunction of conjunctions.
+        seconds: limit of the time, of `clock`.
+        device: where bounds are computed.
+
+    Raises:
+        NoBound: a parameter is not finite or too large, or the network is.
+        ValueError: sizes do not fit.
+    """
+    found = _searched(networks, low, high, unsafe, seconds, torch.device(device), clock)
+    plain = [[(w.cpu().numpy(), b.cpu().numpy()) for w, b in one] for one in networks]
+    facts = [[(c.inputs, c.first, c.second, c.limit) for c in group] for group in unsafe]
+    if found.point is not None and not replay(plain, low, high, facts, found.point):
+        return SplitDecision(
+            "unknown", found.boxes, found.seconds, note="the point is not replayed"
+        )
+    if found.tree is None:
+        return found
+    try:
+        recheck_split(plain, low, high, facts, found.tree.data)
+    except Rejected as rejected:
+        note = f"the checker does not derive the tree: {rejected}"
+        return SplitDecision("unknown", found.boxes, found.seconds, note=note)
+    return found
+
+
+def _searched(
+    networks: Sequence[Layers],
+    low: Sequence[Fraction],
+    high: Sequence[Fraction],
+    unsafe: Sequence[Sequence[LinearConstraint]],
+    seconds: float,
+    device: torch.device,
+    clock: Callable[[], float],
+) -> SplitDecision:
+    started = clock()
+    query = _Query.of(networks, low, high, unsafe, device)
+    point = query.searched()
+    if point is not None:
+        return SplitDecision("counterexample", 0, clock() - started, point=point)
+    search = BoxSearch(query.network, query.rows, *query.box, deepest=True)
+    limits = query.limits
+    while search.open:
+        if clock() - started > seconds:
+            note = f"{seconds:g} s passed with {len(search.open)} boxes left"
+            return SplitDecision("unknown", search.boxes, clock() - started, note=note)
+        for batch in search.batches():
+            over = batch.bounds - limits
+            worst = over.new_full((len(over), 1), -torch.inf)
+            picked = torch.zeros_like(worst, dtype=torch.long)
+            for group in query.groups:
+                least, at = over[:, group].min(1, keepdim=True)
+                later = least > worst
+                worst = torch.where(later, least, worst)
+                picked = torch.where(later, at + group[0], picked)
+            left = ~(worst.squeeze(1) < 0)
+            point = query.met(batch, left)
+            if point is not None:
+                passed = clock() - started
+                return SplitDecision("counterexample", search.boxes, passed, point=point)
+            if not search.split(batch, left, worst.squeeze(1)):
+                note = "a box has no float64 inside"
+                return SplitDecision("unknown", search.boxes, clock() - started, note=note)
+    passed = clock() - started
+    return SplitDecision("proved", search.boxes, passed, tree=search.tree())
+
+
+@dataclass(frozen=True, slots=True)
+class BoxBatch:
+    """Boxes that were bounded: [B, inputs] corners, bounds [B, M], slopes in x [B, M, inputs]."""
+
+    nodes: tuple[int, ...]
+    low: Tensor
+    high: Tensor
+    bounds: Tensor
+    slopes: Tensor
+    hidden: Hidden
+
+
+@dataclass(slots=True)
+class BoxSearch:
+    """Boxes that are open, and the tree of those that were.
+
+    `deepest`: the smallest boxes come first, so that few are open; otherwise those with the largest
+    bounds.
+    """
+
+    network: PairedNetwork
+    rows: OutputRows
+    low: Tensor
+    high: Tensor
+    deepest: bool
+    boxes: int = 0
+    cuts: list[int] = field(default_factory=lambda: [LEAF])
+    children: list[int] = field(default_factory=lambda: [-1])
+    """The first child of a node; the second follows it."""
+    open: list[tuple[float, int, Tensor, Tensor, Hidden | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.open = [(0.0, 0, self.low, self.high, None)]
+
+    def batches(self) -> Iterator[BoxBatch]:
+        """Take the next boxes and yield them with their bounds."""
+        count = ON_CPU if self.low.device.type == "cpu" else ON_DEVICE
+        taken = [heapq.heappop(self.open) for _ in range(min(count, len(self.open)))]
+        low = torch.stack([one[2] for one in taken])
+        high = torch.stack([one[3] for one in taken])
+        known = None
+        if all(one[4] is not None for one in taken):
+            each = [one[4] or () for one in taken]
+            known = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        bounds, slopes, hidden = self.network.above(low, high, self.rows, known)
+        self.boxes += len(taken)
+        yield BoxBatch(tuple(one[1] for one in taken), low, high, bounds, slopes, hidden)
+
+    def split(self, batch: BoxBatch, chosen: Tensor, worst: Tensor) -> bool:
+        """Halve the chosen boxes; return False where one has no float64 between its corners."""
+        score = (batch.high - batch.low) * batch.slopes.abs().amax(1)
+        score = torch.where(batch.high > batch.low, score.nan_to_num(0.0, 0.0, 0.0), -1.0)
+        wide = batch.high - batch.low
+        flat = score.amax(1, keepdim=True) <= 0  # no slope says anything: the widest is cut
+        cuts = torch.where(flat, wide, score).argmax(1).tolist()
+        for k in torch.nonzero(chosen).flatten().tolist():
+            cut, low, high = cuts[k], batch.low[k], batch.high[k]
+            middle = low[cut] + (high[cut] - low[cut]) / 2
+            if not bool((low[cut] < middle) & (middle < high[cut])):
+                return False
+            first, second = high.clone(), low.clone()
+            first[cut], second[cut] = middle, middle
+            hidden = tuple(part[k] for part in batch.hidden)
+            node, child = batch.nodes[k], len(self.cuts)
+            self.cuts[node], self.children[node] = cut, child
+            self.cuts += [LEAF, LEAF]
+            self.children += [-1, -1]
+            key = -child if self.deepest else -float(worst[k])
+            heapq.heappush(self.open, (key, child, low, first, hidden))
+            heapq.heappush(self.open, (key, child + 1, second, high, hidden))
+        return True
+
+    def tree(self) -> SplitTree:
+        """Return what was split, in preorder."""
+        order, found = [0], []
+        while order:
+            node = order.pop()
+            found.append(self.cuts[node])
+            if self.cuts[node] != LEAF:
+                order += [self.children[node] + 1, self.children[node]]
+        return SplitTree(np.array(found, "<u2").tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """What `decide` is asked, as tensors and exactly."""
+
+    networks: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
+    network: PairedNetwork
+    exact_box: tuple[tuple[Fraction, ...], tuple[Fraction, ...]]
+    box: tuple[Tensor, Tensor]
+    unsafe: tuple[tuple[LinearConstraint, ...], ...]
+    rows: OutputRows
+    """Of the negatives of all constraints."""
+    limits: Tensor
+    """A constraint cannot hold where the bound of its row is below this."""
+    groups: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(
+        networks: Sequence[Layers],
+        low: Sequence[Fraction],
+        high: Sequence[Fraction],
+        unsafe: Sequence[Sequence[LinearConstraint]],
+        device: torch.device,
+    ) -> _Query:
+        held = tuple(
+            tuple((weight.to(device).double(), bias.to(device).double()) for weight, bias in one)
+            for one in networks
+        )
+        if len(held) not in (1, 2) or len({tuple(w.shape for w, _ in one) for one in held}) != 1:
+            raise ValueError("one network, or two of the same layer sizes")
+        inputs, outputs = held[0][0][0].shape[1], held[0][-1][0].shape[0]
+        flat = [one for group in unsafe for one in group]
+        fits = len(low) == len(high) == inputs and all(unsafe)
+        for one in flat:
+            wanted = inputs, outputs, outputs if len(held) == 2 else 0
+            fits = fits and (len(one.inputs), len(one.first), len(one.second)) == wanted
+        if not fits or not flat or any(a > b for a, b in zip(low, high, strict=True)):
+            raise ValueError("the box or the constraints do not fit the network")
+        layers = tuple(
+            PairedLayer.of(one, held[1][k] if len(held) == 2 else None)
+            for k, one in enumerate(held[0])
+        )
+
+        def tensor(values: Sequence[Sequence[float]]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)
+
+        first = tensor([one.first for one in flat])
+        second = tensor([one.second for one in flat]) if len(held) == 2 else 0 * first
+        rows = OutputRows(-tensor([one.inputs for one in flat]), -(first + second), -second)
+        limits = [_rounded(-one.limit, -math.inf) for one in flat]
+        limits = [limit - SPARE * (1 + abs(limit)) for limit in limits]
+        places, groups = 0, []
+        for group in unsafe:
+            groups.append(tuple(range(places, places + len(group))))
+            places += len(group)
+        corners = tensor(
+            [[_rounded(v, -math.inf) for v in low], [_rounded(v, math.inf) for v in high]]
+        )
+        exact = tuple(low), tuple(high)
+        return _Query(
+            held,
+            PairedNetwork(layers),
+            exact,
+            (corners[0], corners[1]),
+            tuple(tuple(group) for group in unsafe),
+            rows,
+            tensor([limits])[0],
+            tuple(groups),
+        )
+
+    def excess(self, x: Tensor) -> Tensor:
+        """Return, for inputs [B, inputs], by how much each conjunction is missed [B, groups]."""
+        f = _run(self.networks[0], x)
+        drift = _run(self.networks[1], x) - f if len(self.networks) == 2 else 0 * f
+        value = x @ self.rows.inputs.T + f @ self.rows.first.T + drift @ self.rows.drift.T
+        missed = self.limits - value
+        return torch.stack([missed[:, group].amax(1) for group in self.groups], 1)
+
+    def searched(self) -> tuple[Fraction, ...] | None:
+        """Return an input at which constraints hold that sign steps find; None: none is found."""
+        low, high = self.box
+        generator = torch.Generator().manual_seed(0)
+        count, groups = _STARTS, len(self.groups)
+        start = torch.rand(count * groups, len(low), generator=generator, dtype=torch.float64)
+        x = low + (high - low) * start.to(low.device)
+        which = torch.arange(count * groups, device=low.device) % groups
+        for step in range(_STEPS):
+            x = x.detach().requires_grad_(True)
+            missed = self.excess(x)
+            found = self._exactly(x.detach(), missed.detach())
+            if found is not None:
+                return found
+            own = missed.gather(1, which.unsqueeze(1)).sum()
+            (gradient,) = torch.autograd.grad(own, x)
+            share = 0.5 / (1 + step / 4)
+            moved = x.detach() - share * (high - low) * gradient.sign()
+            x = torch.minimum(torch.maximum(moved, low), high)
+        return None
+
+    def met(self, batch: BoxBatch, left: Tensor) -> tuple[Fraction, ...] | None:
+        """Return an input at which constraints hold among centres and corners of boxes."""
+        if not bool(left.any()):
+            return None
+        low, high = batch.low[left], batch.high[left]
+        worst = batch.slopes[left].abs().sum(-1).argmax(1)
+        slopes = batch.slopes[left][torch.arange(len(low), device=low.device), worst]
+        x = torch.cat([low + (high - low) / 2, torch.where(slopes > 0, high, low)])
+        return self._exactly(x, self.excess(x))
+
+    def _exactly(self, x: Tensor, missed: Tensor) -> tuple[Fraction, ...] | None:
+        """Return the input that misses least, moved into the exact box, if constraints hold."""
+        best = int(missed.amin(1).argmin())
+        if not float(missed[best].amin()) <= 2 * SPARE * (1 + float(self.limits.abs().amax())):
+            return None
+        point = tuple(
+            min(max(Fraction(value), least), most)
+            for value, least, most in zip(x[best].tolist(), *self.exact_box, strict=True)
+        )
+        return point if holds_at(self.networks, point, self.unsafe) else None
+
+
+def holds_at(
+    networks: Sequence[Layers],
+    point: Sequence[Fraction],
+    unsafe: Sequence[Sequence[LinearConstraint]],
+) -> bool:
+    """Say whether all constraints of some conjunction hold at an input, in exact arithmetic."""
+    outputs = [_exact_run(network, point) for network in networks]
+    second = outputs[1] if len(outputs) == 2 else []
+
+    def met(one: LinearConstraint) -> bool:
+        terms = [(one.inputs, point), (one.first, outputs[0]), (one.second, second)]
+        value = sum(
+            (Fraction(c) * v for part, values in terms for c, v in zip(part, values, strict=True)),
+            Fraction(0),
+        )
+        return value <= one.limit
+
+    return any(all(met(one) for one in group) for group in unsafe)
+
+
+def _exact_run(network: Layers, point: Sequence[Fraction]) -> list[Fraction]:
+    """Return the outputs of a network in exact arithmetic: integers over one denominator."""
+    below = math.lcm(*(value.denominator for value in point))
+    values = np.array([int(value * below) for value in point], dtype=object)
+    for number, (weight, bias) in enumerate(network):
+        weights = [[Fraction(v) for v in row] for row in weight.double().tolist()]
+        biases = [Fraction(v) for v in bias.double().tolist()]
+        scale = max(v.denominator for row in (*weights, biases) for v in row)
+        matrix = np.array([[int(v * scale) for v in row] for row in weights], dtype=object)
+        known = np.array([int(v * scale) * below for v in biases], dtype=object)
+        values, below = matrix @ values + known, below * scale
+        if number < len(network) - 1:
+            values = np.array([max(v, 0) for v in values], dtype=object)
+    return [Fraction(int(v), below) for v in values]
+
+
+def _run(network: Layers, x: Tensor) -> Tensor:
+    for number, (weight, bias) in enumerate(network):
+        x = x @ weight.T + bias
+        x = x if number == len(network) - 1 else x.clamp_min(0)
+    return x
+
+
+def _rounded(value: Fraction, towards: float) -> float:
+    """Return the nearest float64 on one side of a number."""
+    near = float(value)
+    exact = Fraction(near)
+    wrong = exact > value if towards < 0 else exact < value
+    return math.nextafter(near, towards) if wrong else near

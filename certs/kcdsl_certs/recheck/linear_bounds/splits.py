@@ -1,0 +1,447 @@
+"""Derive again that linear constraints on two ReLU networks cannot be met in a box that was split.
+
+Section 9 of docs/proofs/difference-planes.md. The tree says only how the box is cut; every leaf is
+bounded here by itself, so the leaves cover the box whatever the tree says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.interval.box import Floats, above
+
+Layer = tuple[NDArray[np.floating], NDArray[np.floating]]
+"""Weight [out, in] and bias [out], of at most float64."""
+Halfspace = tuple[Sequence[float], Sequence[float], Sequence[float], Fraction]
+"""p, a, b, c of the constraint p·x + a·f(x) + b·g(x) <= c; b is empty for one network."""
+
+_LEAF = 0xFFFF
+_AT_ONCE = 32
+_DEEPER = 12
+"""How often a leaf may be halved once more, where this program's rounding asks for it."""
+_ROUNDOFF = 2.0**-53
+_LARGEST = 2.0**100
+_FAINT = 2.0**-800
+_MOST_LAYERS, _MOST_WIDTH = 32, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """z = W h + b ± loose, and D = V d + (V - W) h + shift ± apart of the difference."""
+
+    weight: Floats
+    bias: Floats
+    served: Floats | None
+    shift: Floats
+    loose: Floats
+    apart: Floats
+
+    @property
+    def change(self) -> Floats:
+        return np.zeros_like(self.weight) if self.served is None else self.served - self.weight
+
+    @property
+    def spare(self) -> float:
+        """Return γ of all roundings of a number that goes through this layer."""
+        count = 2 * max(self.weight.shape) + 512
+        return float(count * _ROUNDOFF * (1 + 2.0**-20))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedLayer:
+    """Boxes of z and of D in a layer [B, n], and planes of the ReLU behind it."""
+
+    z: tuple[Floats, Floats]
+    d: tuple[Floats, Floats]
+    h_rise: Floats
+    h_lift: Floats
+    h_fall: Floats
+    rise: tuple[Floats, Floats, Floats]
+    """Upper plane of the change: slope in z, slope in D, constant."""
+    fall: tuple[Floats, Floats, Floats]
+
+    @property
+    def value(self) -> Floats:
+        """Return the largest relu(z)."""
+        return np.maximum(self.z[1], 0.0)
+
+    @property
+    def moved(self) -> Floats:
+        """Return the largest change of the ReLU in size."""
+        size = np.maximum(np.abs(self.d[0]), np.abs(self.d[1]))
+        other = np.maximum(above(self.z[1] + self.d[1]), 0.0)
+        return np.minimum(size, np.maximum(self.value, other))
+
+    @property
+    def size(self) -> Floats:
+        """Return the largest |z| + |D|."""
+        largest = [np.maximum(np.abs(lo), np.abs(hi)) for lo, hi in (self.z, self.d)]
+        return largest[0] + largest[1]
+
+
+def planes(z: tuple[Floats, Floats], d: tuple[Floats, Floats], spare: float) -> BoundedLayer:
+    """Return the planes of Rule 9.3 on boxes of z and D."""
+    size = np.maximum(np.abs(z[0]), np.abs(z[1])) + np.maximum(np.abs(d[0]), np.abs(d[1]))
+    other = z[0] + d[0] - spare * size, z[1] + d[1] + spare * size
+    slope, lift = _chord(*z)
+    other_slope, other_lift = _chord(*other)
+    up, up_lift = _chord(*d)
+    down, down_lift = _chord(-d[1], -d[0])
+    zero = np.zeros_like(slope)
+    positive = (z[1] > 0).astype(np.float64)
+    other_positive = (other[1] > 0).astype(np.float64)
+    centre = (z[0] + z[1]) / 2, (d[0] + d[1]) / 2
+    rise = _choose(
+        centre,
+        [
+            (zero, up, up_lift),
+            (other_slope, other_slope, other_lift),
+            (other_slope - positive, other_slope, other_lift),
+        ],
+        lowest=True,
+    )
+    fall = _choose(
+        centre,
+        [
+            (zero, down, -down_lift),
+            (-slope, zero, -lift),
+            (other_positive - slope, other_positive, -lift),
+        ],
+        lowest=False,
+    )
+    return BoundedLayer(z, d, slope, lift, (z[0] + z[1] > 0).astype(np.float64), rise, fall)
+
+
+def _chord(low: Floats, high: Floats) -> tuple[Floats, Floats]:
+    """Return s and c with relu(t) <= st + c on [low, high]."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        slope = np.where(high <= 0, 0.0, np.clip(high / (high - low), 0.0, 1.0))
+    slope = np.where(low >= 0, 1.0, slope)
+    ends = [np.maximum(end, 0.0) - slope * end for end in (low, high)]
+    return slope, np.maximum(*ends)
+
+
+_Plane = tuple[Floats, Floats, Floats]
+
+
+def _choose(centre: tuple[Floats, Floats], list_of: Sequence[_Plane], *, lowest: bool) -> _Plane:
+    heights = np.stack([a * centre[0] + b * centre[1] + c for a, b, c in list_of])
+    heights = np.where(np.isnan(heights), np.inf if lowest else -np.inf, heights)
+    at = (heights.argmin(0) if lowest else heights.argmax(0))[None]
+    a, b, c = (
+        np.take_along_axis(np.stack(parts), at, 0)[0] for parts in zip(*list_of, strict=True)
+    )
+    return a, b, c
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Some boxes [B, inputs] in which layers are bounded one after the other."""
+
+    layers: Sequence[Linear]
+    low: Floats
+    high: Floats
+    bounded: list[BoundedLayer]
+
+    @staticmethod
+    def of(
+        layers: Sequence[Linear], low: Floats, high: Floats, around: Leaves | None = None
+    ) -> Leaves:
+        """Bound all hidden layers; `around` is one box that holds these."""
+        made = Leaves(layers, low, high, [])
+        for number, layer in enumerate(layers[:-1]):
+            made.bounded.append(made._layer(number, layer, around))
+        return made
+
+    def _layer(self, number: int, layer: Linear, around: Leaves | None) -> BoundedLayer:
+        n, batch = len(layer.bias), len(self.low)
+        z, d = [np.zeros((batch, n)) for _ in range(2)], [np.zeros((batch, n)) for _ in range(2)]
+        chosen = np.ones(n, dtype=np.bool_)
+        if around is not None:
+            known = around.bounded[number]
+            for mine, theirs in ((z, known.z), (d, known.d)):
+                for end in (0, 1):
+                    mine[end][...] = theirs[end]
+            sums = known.z[0] + known.d[0], known.z[1] + known.d[1]
+            mixed = (known.z[0] < 0) & (known.z[1] > 0) | (sums[0] <= 0) & (sums[1] >= 0)
+            chosen = mixed[0]
+        if chosen.any():
+            one = np.eye(n)[chosen]
+            none = np.zeros_like(one)
+            self._meet(z, chosen, around, lambda sign: self.most(number, sign * one, None))
+            if layer.served is not None:
+                self._meet(d, chosen, around, lambda sign: self.most(number, none, sign * one))
+        return planes((z[0], z[1]), (d[0], d[1]), layer.spare)
+
+    def _meet(
+        self,
+        ends: list[Floats],
+        chosen: NDArray[np.bool_],
+        around: Leaves | None,
+        most: Callable[[float], Floats],
+    ) -> None:
+        low, high = -most(-1.0), most(1.0)
+        if around is not None:
+            low = np.maximum(low, ends[0][:, chosen])
+            high = np.minimum(high, ends[1][:, chosen])
+        ends[0][:, chosen], ends[1][:, chosen] = low, high
+
+    def most(
+        self, number: int, a: Floats, b: Floats | None, direct: Floats | None = None
+    ) -> Floats:
+        """Bound a·z + b·D of a layer, and direct·x, from above: [R, n] -> [B, R]."""
+        a = a[None]
+        b = None if b is None else b[None]
+        known: Floats = np.zeros((1, len(a[0])))
+        lost: Floats = np.zeros((1, len(a[0])))
+        for place in range(number, -1, -1):
+            layer = self.layers[place]
+            size = np.maximum(np.abs(self.low), np.abs(self.high))
+            inside = self.bounded[place - 1] if place else None
+            value = size if inside is None else inside.value
+            known = known + a @ layer.bias
+            grown = value @ np.abs(layer.weight).T + np.abs(layer.bias)
+            lost = lost + _dot(np.abs(a), layer.loose + layer.spare * grown)
+            back = a @ layer.weight
+            if b is not None and layer.served is not None:
+                known = known + b @ layer.shift
+                across = value @ np.abs(layer.change).T + np.abs(layer.shift)
+                if inside is not None:
+                    across = across + inside.moved @ np.abs(layer.served).T
+                lost = lost + _dot(np.abs(b), layer.apart + layer.spare * across)
+                back = back + b @ layer.change
+                b = b @ layer.served
+            a = back
+            if inside is not None:
+                own = 2 * self.layers[place - 1].spare * inside.size
+                a, b, more, wide = _behind_relu(inside, own, a, b)
+                known, lost = known + more, lost + wide
+        if direct is not None:
+            a = a + direct[None]
+        rise, fall = np.maximum(a, 0.0), np.minimum(a, 0.0)
+        total = _dot(rise, self.high) + _dot(fall, self.low) + known
+        reach = _dot(np.abs(a), np.maximum(np.abs(self.low), np.abs(self.high)))
+        spare = (2 * a.shape[-1] + 512) * _ROUNDOFF
+        lost = lost + spare * reach + 512 * _ROUNDOFF * (np.abs(total) + np.abs(known))
+        found = above(above(total + lost * (1 + 2.0**-40) + _FAINT))
+        return np.where(np.abs(found) <= _LARGEST, found, np.inf)
+
+
+def _dot(rows: Floats, vectors: Floats) -> Floats:
+    """Return Σ rows [B or 1, R, n] · vectors [B, n] as [B, R]."""
+    found: Floats = np.matmul(rows, vectors[:, :, None])[:, :, 0]
+    return found
+
+
+def _behind_relu(
+    inside: BoundedLayer, own: Floats, a: Floats, b: Floats | None
+) -> tuple[Floats, Floats | None, Floats, Floats]:
+    """Return functionals of (z, D), what is known and what may be lost."""
+    rise, fall = np.maximum(a, 0.0), np.minimum(a, 0.0)
+    known, lost = _dot(rise, inside.h_lift), _dot(np.abs(a), own)
+    back = rise * inside.h_rise[:, None] + fall * inside.h_fall[:, None]
+    if b is None:
+        return back, None, known, lost
+    rise, fall = np.maximum(b, 0.0), np.minimum(b, 0.0)
+    known = known + _dot(rise, inside.rise[2]) + _dot(fall, inside.fall[2])
+    back = back + rise * inside.rise[0][:, None] + fall * inside.fall[0][:, None]
+    moved = rise * inside.rise[1][:, None] + fall * inside.fall[1][:, None]
+    return back, moved, known, lost + 2 * _dot(np.abs(b), own)
+
+
+def leaves_of(tree: bytes, low: Floats, high: Floats) -> Iterator[tuple[Floats, Floats]]:
+    """Yield the boxes that a tree does not cut, which together are [low, high] [inputs].
+
+    Raises Rejected "document/splits" where the bytes are no tree of this box.
+    """
+    if len(tree) % 2:
+        raise Rejected("document/splits", "the tree has half a number")
+    cuts = np.frombuffer(tree, "<u2").tolist()
+    open_boxes = [(low, high)]
+    for number, cut in enumerate(cuts):
+        if not open_boxes:
+            raise Rejected("document/splits", f"the tree ends before number {number}")
+        box = open_boxes.pop()
+        if cut == _LEAF:
+            yield box
+            continue
+        if cut >= len(low):
+            raise Rejected("document/splits", f"there is no input {cut}")
+        first, second = _halves(box, cut)
+        open_boxes += [second, first]
+    if open_boxes:
+        raise Rejected("document/splits", "the tree is cut short")
+
+
+def _halves(
+    box: tuple[Floats, Floats], cut: int
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Return both halves: whatever the middle rounds to, together they are the box."""
+    low, high = box
+    middle = min(max(low[cut] + (high[cut] - low[cut]) / 2, low[cut]), high[cut])
+    below, over = high.copy(), low.copy()
+    below[cut], over[cut] = middle, middle
+    return (low, below), (over, high)
+
+
+def groups_of_leaves(
+    layers: Sequence[Linear], leaves: Iterator[tuple[Floats, Floats]]
+) -> Iterator[Leaves]:
+    """Yield leaves some at a time, bounded; what one box around them shows is used for each."""
+    waiting: list[tuple[Floats, Floats]] = []
+    for leaf in leaves:
+        waiting.append(leaf)
+        if len(waiting) == _AT_ONCE:
+            yield _together(layers, waiting)
+            waiting = []
+    if waiting:
+        yield _together(layers, waiting)
+
+
+def _together(layers: Sequence[Linear], boxes: Sequence[tuple[Floats, Floats]]) -> Leaves:
+    low, high = (np.stack([box[end] for box in boxes]) for end in (0, 1))
+    hull = Leaves.of(layers, low.min(0)[None], high.max(0)[None])
+    return Leaves.of(layers, low, high, hull)
+
+
+def recheck_split(
+    networks: Sequence[Sequence[Layer]],
+    low: Sequence[Fraction],
+    high: Sequence[Fraction],
+    unsafe: Sequence[Sequence[Halfspace]],
+    tree: bytes,
+) -> int:
+    """Derive that no input of a box meets all constraints of a conjunction; return the leaves.
+
+    Raises Rejected: sizes do not fit, the tree is none, or a leaf does not follow.
+    """
+    layers = paired(networks)
+    first = np.array([one[1] for group in unsafe for one in group], dtype=np.float64)
+    inputs = np.array([one[0] for group in unsafe for one in group], dtype=np.float64)
+    second = np.zeros_like(first)
+    if len(networks) == 2:
+        second = np.array([one[2] for group in unsafe for one in group], dtype=np.float64)
+    sizes = layers[0].weight.shape[1], len(layers[-1].bias)
+    if (
+        first.ndim != 2
+        or (inputs.shape[1], first.shape[1], second.shape[1]) != (sizes[0], sizes[1], sizes[1])
+        or not (len(low) == len(high) == sizes[0])
+        or not all(unsafe)
+        or not all(np.isfinite(part).all() for part in (first, inputs, second))
+    ):
+        raise Rejected("document/splits", "the constraints or the box do not fit the networks")
+    corners = np.array([_towards(v, -1) for v in low]), np.array([_towards(v, 1) for v in high])
+    limits = np.array([_towards(-one[3], -1) for group in unsafe for one in group])
+    places, start = [], 0
+    for group in unsafe:
+        places.append(list(range(start, start + len(group))))
+        start += len(group)
+    last = len(layers) - 1
+
+    def proved(leaves: Leaves) -> NDArray[np.bool_]:
+        most = leaves.most(
+            last, -(first + second), -second if len(networks) == 2 else None, -inputs
+        )
+        cannot = most < limits
+        found: NDArray[np.bool_] = np.ones(len(cannot), dtype=np.bool_)
+        for place in places:
+            found &= cannot[:, place].any(1)
+        return found
+
+    count = 0
+    for leaves in groups_of_leaves(layers, leaves_of(tree, *corners)):
+        count += len(leaves.low)
+        left = [(leaves.low[k], leaves.high[k], 0) for k in np.flatnonzero(~proved(leaves))]
+        while left:
+            lo, hi, depth = left.pop()
+            if depth == _DEEPER:
+                raise Rejected("claim/too-small", "a leaf of the tree does not follow")
+            halves = _halves((lo, hi), int((hi - lo).argmax()))
+            held = proved(_together(layers, halves))
+            left += [
+                (*half, depth + 1) for half, fine in zip(halves, held, strict=True) if not fine
+            ]
+    return count
+
+
+def paired(networks: Sequence[Sequence[Layer]]) -> tuple[Linear, ...]:
+    """Return the layers of one network or two. Raises Rejected "document/splits"."""
+    shapes = [[np.shape(weight) for weight, _ in network] for network in networks]
+    if not shapes or len(shapes) > 2 or shapes[0] != shapes[-1] or not shapes[0]:
+        raise Rejected("document/splits", "one network, or two with the same layers")
+    found = []
+    for number, layer in enumerate(networks[0]):
+        weight, bias = (np.asarray(part, dtype=np.float64) for part in layer)
+        served, shift = None, np.zeros_like(bias)
+        if len(networks) == 2:
+            served, other = (np.asarray(part, dtype=np.float64) for part in networks[1][number])
+            shift = other - bias
+        held = [weight, bias, shift] + ([] if served is None else [served])
+        if not all(bool((np.abs(part) <= _LARGEST / 2).all()) for part in held):
+            raise Rejected("bound/not-finite", f"layer {number} has numbers that are too large")
+        zero = np.zeros_like(bias)
+        found.append(Linear(weight, bias, served, shift, zero, zero))
+    if len(found) > _MOST_LAYERS or max(max(one.weight.shape) for one in found) > _MOST_WIDTH:
+        raise Rejected("document/splits", "the networks are too large")
+    return tuple(found)
+
+
+def _towards(value: Fraction, side: int) -> float:
+    """Return the nearest double that is not below (side 1) or not above (side -1)."""
+    near = value.numerator / value.denominator
+    if (Fraction(near) - value) * side >= 0:
+        return near
+    return math.nextafter(near, side * math.inf)
+
+
+def replay(
+    networks: Sequence[Sequence[Layer]],
+    low: Sequence[Fraction],
+    high: Sequence[Fraction],
+    unsafe: Sequence[Sequence[Halfspace]],
+    point: Sequence[Fraction],
+) -> bool:
+    """Say whether an input of the box meets all constraints of a conjunction, exactly."""
+    if len(point) != len(low) or not all(
+        a <= x <= b for a, x, b in zip(low, point, high, strict=True)
+    ):
+        return False
+    outputs = [_exactly(network, point) for network in networks] + [[]]
+    for group in unsafe:
+        sums = [
+            sum(Fraction(c) * x for c, x in zip(p, point, strict=True))
+            + sum(Fraction(c) * y for c, y in zip(a, outputs[0], strict=True))
+            + sum(Fraction(c) * y for c, y in zip(b, outputs[1], strict=True))
+            <= limit
+            for p, a, b, limit in group
+        ]
+        if sums and all(sums):
+            return True
+    return False
+
+
+def _exactly(network: Sequence[Layer], point: Sequence[Fraction]) -> list[Fraction]:
+    """Return the outputs of a network: every layer as integers over a power of two."""
+    common = math.lcm(*(x.denominator for x in point))
+    values = [x.numerator * (common // x.denominator) for x in point]
+    for number, (weight, bias) in enumerate(network):
+        parts = [float(v).as_integer_ratio() for v in [*np.ravel(weight), *np.ravel(bias)]]
+        scale = max(below for _, below in parts)
+        whole = [top * (scale // below) for top, below in parts]
+        rows, columns = np.shape(weight)
+        values = [
+            sum(w * v for w, v in zip(whole[r * columns : (r + 1) * columns], values, strict=True))
+            + whole[rows * columns + r] * common
+            for r in range(rows)
+        ]
+        common *= scale
+        if number + 1 < len(network):
+            values = [max(v, 0) for v in values]
+    return [Fraction(v, common) for v in values]
