@@ -172,6 +172,20 @@ class RowRotation:
         first, second = (vectors * self.sin[rows]).chunk(2, -1)
         return vectors * self.cos[rows] + torch.cat([second, -first], -1)
 
+    @property
+    def stretch(self) -> Tensor:
+        """Bound |R_j|₂ of every row [T]: R_j R_jᵀ has a 2 by 2 block for every pair of elements."""
+        (c, d), (s, t) = self.cos.chunk(2, -1), self.sin.chunk(2, -1)
+        first, second, beside = c.square() + s.square(), d.square() + t.square(), c * t - s * d
+        half = torch.sqrt(((first - second) / 2).square() + beside.square())
+        return (((first + second) / 2 + half).amax(-1) + 2.0**-48).sqrt() * SAFE
+
+    def sizes(self, values: Tensor) -> Tensor:
+        """Return |R_t| v of v [groups, T, d] >= 0."""
+        first, second = values.chunk(2, -1)
+        swapped = torch.cat([second, first], -1)
+        return (values * self.cos.abs() + swapped * self.sin.abs()) * SAFE
+
     def size(self, vectors: Tensor, rows: slice) -> Tensor:
         """Return |R_jᵀ| |v| of vectors [heads, 1, d] -> [heads, rows, d]."""
         sizes = vectors.abs()
@@ -252,19 +266,54 @@ def _size(each: Tensor, vectors: Tensor, own: Tensor, read: tuple[int, ...]) -> 
     return total * (1 + 2 * gamma(own[0].numel() + PASS))
 
 
-def key_maps(run: KernelRun, node: Node) -> KeyMaps | None:
-    """Return the keys [heads, d, T] of a product of scores; None where they come from elsewhere."""
-    moves, source = views_behind(run, run.source(node, 1))
+@dataclass(frozen=True, slots=True)
+class TurnedHeads:
+    """An operand [heads, T, d] that a rotation made of heads of a linear: e[h, t] =
+    R_t (W_g e_x[t] + o'[g, t]) + o[g, t], g = `groups[h]`."""
+
+    below: Heads
+    groups: tuple[int, ...]
+    turn: RowRotation
+
+    @property
+    def own(self) -> Tensor:
+        """Bound |R_t o' + o| [heads, T, d]."""
+        return (self.turn.sizes(self.below.own) + self.turn.own)[list(self.groups)] * SAFE
+
+    @property
+    def carried(self) -> Tensor:
+        """Bound |R_t W_g e_x| [heads, T, d]."""
+        return self.turn.sizes(self.below.carried)[list(self.groups)]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Bound |R_t W_g e_x|₂ [heads, T]."""
+        return (self.below.lengths * self.turn.stretch)[list(self.groups)] * SAFE
+
+    def again(self, run: KernelRun) -> TurnedHeads:
+        """Return the same with the error bound of x as it is by now."""
+        return replace(self, below=self.below.again(run))
+
+
+def turned_heads(
+    run: KernelRun, node: Node, position: int, *, transposed: bool = False
+) -> TurnedHeads | None:
+    """Return what a rotation made of heads of a linear, whole heads of it in every row of heads of
+    an operand; None where it comes from elsewhere.
+
+    Args:
+        transposed: the operand is [heads, d, T].
+    """
+    moves, source = views_behind(run, run.source(node, position))
     if source.op != "rope":
-        found = heads(run, node, 1, transposed=True)
-        return None if found is None or not found.plain else KeyMaps.of(found, found.groups, None)
+        return None
     entry = run.tape.entries[run.computed[source.name]]
     below = straight_heads(run, *views_behind(run, run.source(source, 0)))
     simple = entry.kept and entry.centre is None and entry.apart is None
-    if below is None or not below.plain or not simple or entry.radius is None:
+    if below is None or not simple or entry.radius is None:
         return None
     _, tokens, width = entry.shape
-    place = places_after(entry, moves, transposed=True)
+    place = places_after(entry, moves, transposed=transposed)
     if place.shape[1:] != (tokens, width):
         return None
     inner = torch.arange(tokens * width, device=place.device).reshape(tokens, width)
@@ -274,8 +323,36 @@ def key_maps(run: KernelRun, node: Node) -> KeyMaps | None:
     cos, sin = (run.parameters.plain(run.source(source, i)) for i in (1, 2))
     own = run.own(source.name)
     assert own is not None
-    turn = RowRotation(cos.expand(tokens, width), sin.expand(tokens, width), own)
-    return KeyMaps.of(below, groups, turn)
+    return TurnedHeads(
+        below, groups, RowRotation(cos.expand(tokens, width), sin.expand(tokens, width), own)
+    )
+
+
+def key_maps(run: KernelRun, node: Node) -> KeyMaps | None:
+    """Return the keys [heads, d, T] of a product of scores; None where they come from elsewhere."""
+    if views_behind(run, run.source(node, 1))[1].op != "rope":
+        found = heads(run, node, 1, transposed=True)
+        return None if found is None or not found.plain else KeyMaps.of(found, found.groups, None)
+    turned = turned_heads(run, node, 1, transposed=True)
+    if turned is None or not turned.below.plain:
+        return None
+    return KeyMaps.of(turned.below, turned.groups, turned.turn)
+
+
+def bilinear_remainder(
+    query: Heads | TurnedHeads, key: Heads | TurnedHeads, by_weights: Tensor | None = None
+) -> Tensor:
+    """Bound |e_q·e_k| [heads, T, T'] by norms, or element by element where that is less.
+
+    `by_weights` is another bound of what comes from e_x in both.
+    """
+    by_query, by_key = query.lengths, key.lengths
+    found = by_query[:, :, None] * by_key[:, None, :]
+    found = found if by_weights is None else torch.minimum(found, by_weights)
+    own_query, own_key = query.own.norm(dim=-1), key.own.norm(dim=-1)
+    mixed = torch.minimum(query.own @ key.carried.mT, own_query[:, :, None] * by_key[:, None, :])
+    other = torch.minimum(query.carried @ key.own.mT, by_query[:, :, None] * own_key[:, None, :])
+    return (found + mixed + other + query.own @ key.own.mT) * SAFE
 
 
 def row_of_values(

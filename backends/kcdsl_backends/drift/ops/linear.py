@@ -36,7 +36,7 @@ from kcdsl_backends.drift.boxes.sums import (
 )
 from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, StraightLinear
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
-from kcdsl_backends.drift.ops.bilinear import Heads
+from kcdsl_backends.drift.ops.bilinear import Heads, bilinear_remainder
 from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.quantized_input import activation_error, quantise
 
@@ -329,9 +329,7 @@ def _through_weights(query: Heads, key: Heads) -> Tensor:
     inner = (query.weight.mT @ key.weight).abs()
     inner = inner + gamma(width + 4) * (query.weight.abs().mT @ key.weight.abs())
     both = query.error_bound @ inner @ key.error_bound.T
-    both = torch.minimum(both, query.lengths[:, :, None] * key.lengths[:, None, :])
-    mixed = query.own @ key.carried.mT + query.carried @ key.own.mT + query.own @ key.own.mT
-    return (both + mixed) * SAFE
+    return bilinear_remainder(query, key, both)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,12 @@ from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, ad
 from kcdsl_backends.drift.ops.bilinear import (
     Heads,
     _outputs,
+    bilinear_remainder,
     heads,
     key_maps,
     places_after,
     row_of_keys,
+    turned_heads,
     views_behind,
 )
 from kcdsl_backends.drift.ops.linear import _through_weights
@@ -59,12 +61,15 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
     query, key = (
         (heads(run, node, 0), heads(run, node, 1, transposed=True)) if scores else (None, None)
     )
-    if query is None or key is None:
+    by_norms = _of_turned(run, node) if scores and (query is None or key is None) else None
+    if (query is None or key is None) and not _far_below(run, node, by_norms):
         tighten_product(run, node, torch.matmul)
     a, b = run.operand(node, 0), run.operand(node, 1)
     second = a.error_bound @ b.error_bound * SAFE
     if query is not None and key is not None:
-        second = torch.minimum(second, _sharpened(run, node, query, key))
+        by_norms = _sharpened(run, node, query, key)
+    if by_norms is not None:
+        second = torch.minimum(second, by_norms)
     result = affine_product(run, a, b, a.reference.shape[-1], before)
     internal, parts = (result.internal + second) * SAFE, result.roundings
     parts = None if parts is None else parts.beside(second)
@@ -136,6 +141,41 @@ def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:
         if source is not None:
             tighten_error(run, node, source, matters)
     return _through_weights(query.again(run), key.again(run))
+
+
+def _of_turned(run: KernelRun, node: Node) -> Tensor | None:
+    """Bound |e_q·e_k| of rotated heads of linears by norms, where it matters; None of others."""
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    worth = run.negligible * (a.reference @ b.reference).abs().sum()
+    if not bool((a.error_bound @ b.error_bound).sum() > worth):
+        return None
+    query, key = turned_heads(run, node, 0), turned_heads(run, node, 1, transposed=True)
+    if query is None or key is None:
+        return None
+
+    def bound() -> Tensor:
+        return bilinear_remainder(query.again(run), key.again(run))
+
+    def matters(error_bound: Tensor) -> Tensor:
+        return (error_bound > 0).any(-1, keepdim=True) & ~(bound().sum() <= worth)
+
+    for source in dict.fromkeys((query.below.source, key.below.source)):
+        if source is not None and run.tape.entries[source].rows is None:
+            tighten_error(run, node, source, matters)
+    return bound()
+
+
+_FAR_BELOW = 4.0
+"""Error bounds of a product's factors that passes make tight are hardly less than half of those
+from operand to operand."""
+
+
+def _far_below(run: KernelRun, node: Node, second: Tensor | None) -> bool:
+    """Say whether a bound of a remainder is far less than what error bounds of the factors say."""
+    if second is None:
+        return False
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    return bool(_FAR_BELOW * second.sum() <= (a.error_bound @ b.error_bound).sum())
 
 
 def linear_matmul(run: LinearRun, node: Node) -> None:

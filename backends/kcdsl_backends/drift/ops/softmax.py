@@ -273,14 +273,14 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
         needed = ~(c.amax(-1, keepdim=True) <= math.sqrt(run.negligible))
         if run.passing(node, index, "deviations", needed, floor):
             c = torch.minimum(c, deviations(run.tape, index, p, needed, floor))
-    c = torch.where(several, c, 0.0)
+    usual = (p * scores.error_bound).sum(-1, keepdim=True)
+    # of e less its mean by the exact probabilities
+    c = torch.where(several, c + 4 * trust * (scores.error_bound + usual), 0.0)
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
-    rise = _rise(c)
-    largest, off = _largest(p, c, trust)  # Σ p t is 0 up to the error of p
-    kappa = torch.maximum(1 - 1 / largest, off / (1 - off)) * SAFE + 2.0**-52
-    numerator = p * (c + rise)
-    radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.error_bound
+    low, high = _curved(p, c, trust)
+    numerator = p * (c + _rise(c))
+    radius = p * (high - low) / 2 + 4 * trust * numerator + gamma(PASS) * p * scores.error_bound
     read = _columns(mask)
     first = run.tape.add(
         TapeEntry(
@@ -288,13 +288,11 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
             torch.zeros_like(p),
             (numerator + radius) * SAFE,
             lambda a: [(index, read(a.times(p)))],
-            p * rise / 2,
+            p * (low + high) / 2,
             radius * SAFE,
         )
     )
-    least = (torch.exp(-c) / largest) * (1 - 2.0**-45) * (1 - off)
-    moved = p * torch.maximum(torch.expm1(c) * (1 + 4 * off), 1 - least) * SAFE
-    moved = torch.minimum(moved + _LOST, torch.ones_like(p))
+    moved = _farthest(p, c, trust)
     gathered = numerator + p * numerator.sum(-1, keepdim=True)
     lost = 2 * trust * run.tape.entries[first].error_bound.sum(-1, keepdim=True)
     own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
@@ -327,6 +325,45 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     run.computed[node.name] = run.tape.add(entry)
     _forbid(run, run.computed[node.name], mask)
     _balance(run, run.computed[node.name], lost)
+
+
+def _excess(p: Tensor, c: Tensor, trust: Tensor) -> Tensor:
+    """Bound Z - 1 [..., 1], Z = Σ p e^t for |t| <= c with Σ p t = 0: e^t - (1 + λ) t is greatest at
+    an end, for every λ; with one c for all, the best λ makes Z <= cosh c."""
+    rise, fall = _rise(c), _fall(c)
+    least = (p * rise).sum(-1, keepdim=True)
+    for usual in ((p * c).sum(-1, keepdim=True), (p * c.square()).sum(-1, keepdim=True).sqrt()):
+        tilt = (torch.sinh(usual) - usual) / (usual + 2.0**-500)
+        ends = torch.maximum(rise - tilt * c, fall + tilt * c)
+        least = torch.minimum(least, (p * ends).sum(-1, keepdim=True))
+    return least.clamp_min(0) * (1 + 4 * trust) * SAFE + 2.0**-50 * (p * c).sum(-1, keepdim=True)
+
+
+def _curved(p: Tensor, c: Tensor, trust: Tensor) -> tuple[Tensor, Tensor]:
+    """Bound (e^t - 1)/Z - t for |t| <= c and 1 <= Z <= 1 + excess, element by element.
+
+    It is greatest at an end of t, at Z = 1 or the greatest Z, and least where e^t is that Z.
+    """
+    excess = _excess(p, c, trust)
+    kappa = (excess / (1 + excess) * SAFE).clamp_max(1)
+    deepest = (-torch.log1p(-kappa) - kappa).clamp_min(0) + 2.0**-46 * kappa
+    high = torch.maximum(_rise(c), _fall(c) - kappa * torch.expm1(-c))
+    return -torch.minimum(deepest, kappa * c) * SAFE, high * SAFE
+
+
+def _farthest(p: Tensor, c: Tensor, trust: Tensor) -> Tensor:
+    """Bound how far each probability may be from p, where |t| <= c and Σ p t = 0.
+
+    With one t given, the others sum up to at least (1 - p) e^(-p t/(1 - p)) (Jensen).
+    """
+    excess, others = _excess(p, c, trust), exclusive_sums(p)
+    most, rest = others * (1 + 4 * trust), others * (1 - 4 * trust)
+    shrunk = torch.where(rest > 0, torch.exp(-c / rest) * (1 - 2.0**-40), 0.0)
+    rises = most * -torch.expm1(-c / most) / (p * (1 - 4 * trust) + rest * shrunk)
+    rises = torch.minimum(rises.nan_to_num(nan=torch.inf), torch.expm1(c))
+    falls = torch.exp(-c) * (excess / (1 + excess)) - torch.expm1(-c)
+    found = p * torch.maximum(rises, falls) * (1 + 16 * trust) * SAFE * SAFE
+    return torch.minimum(found + _LOST, torch.ones_like(p))
 
 
 def _forbid(run: KernelRun, place: int, mask: Tensor) -> None:
@@ -507,6 +544,11 @@ def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def _rise(c: Tensor) -> Tensor:
     """Return e^c - 1 - c, rounded up."""
     return (torch.expm1(c) * (1 + 2.0**-48) - c).clamp_min(0) + 2.0**-47 * c
+
+
+def _fall(c: Tensor) -> Tensor:
+    """Return e^-c - 1 + c, rounded up."""
+    return (torch.expm1(-c) * (1 - 2.0**-48) + c).clamp_min(0) + 2.0**-47 * c
 
 
 def _largest(p: Tensor, c: Tensor, trust: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,28 +79,24 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     c = _centred(walk, node, p, wrong, allowed)
     if not bool((c < _FARTHEST).all()):
         raise Rejected("bound/not-finite", "the scores of a softmax drift too far")
-    g = _second_order(c)
-    moved = _row(p * (c + g) * (1 + 2 * wrong))
-    grown = _row(p * g * (1 + 2 * wrong))  # Z ≤ 1 + Σ p g
-    kappa = raised(grown / (1 + grown))  # ≥ 1 - 1/Z
+    size = box.up(np.expm1(c), 16)  # ≥ |e^t - 1|
+    moved = _row(p * size * (1 + 2 * wrong))
+    below, above = _beside(p, c, wrong)
     # the numerator, up to multiples of p, which Π removes
-    half = p * g / 2
-    radius = raised(half * (1 + 8 * wrong) + kappa * p * (c + g) * (1 + 4 * wrong))
+    middle = p * (above - below) / 2
+    radius = raised(p * (above + below) / 2 * (1 + 8 * wrong) + 4 * wrong * p * size)
     radius = raised(radius + gamma(2, UNIT) * p * scores.reach) + TINY
-    numerator_reach = raised(p * scores.reach + half + radius)
+    numerator_reach = raised(p * (scores.reach + above + below) + radius)
     operands: tuple[tuple[int, Pull], ...] = ()
     if scores.place is not None:
         operands = ((scores.place, _times(p)),)
-    numerator = walk.tape.add(TapeEntry(numerator_reach, operands, radius, half))
+    numerator = walk.tape.add(TapeEntry(numerator_reach, operands, radius, middle))
     # the map Π, with everything that the float64 p is off by
     carried = raised(numerator_reach + p * _row(numerator_reach))
     own = p * wrong * (1 + 4 * (scores.reach + usual) + 2 * moved)
     own = raised(own + gamma(n + 3, UNIT) * carried)
     own = np.where(allowed, own + TINY, 0.0)
-    # 1 - e^{-c}/Z̄, formed without cancellation
-    low = raised(box.up(-np.expm1(-c), 16) + box.up(np.exp(-c), 16) * kappa)
-    factor = np.maximum(box.up(np.expm1(c), 16), low)
-    reach = np.minimum(1.0, raised(p * factor * (1 + 2 * wrong) + own))
+    reach = np.minimum(1.0, raised(_apart(p, c, wrong) + own))
     high = np.minimum(1.0, raised(p * (1 + wrong) + reach))
     error = _error(walk, scores, high, allowed, walk.own(node, 0))
     formed = Formed(
@@ -187,6 +183,55 @@ def _second_order(c: Floats) -> Floats:
     series = c**2 / 2 * tail
     large = np.expm1(c) - c
     return np.asarray(np.where(c < 0.5, series, large * (1 + 2.0**-44)) * (1 + 2.0**-44))
+
+
+def _shortfall(c: Floats) -> Floats:
+    """Return an upper bound of e^-c - 1 + c, by a series of which the next term is negative."""
+    tail = np.ones(c.shape)
+    for k in range(8, 2, -1):
+        tail = 1 - c / k * tail
+    direct = (np.expm1(-c) + c) * (1 + 2.0**-44)
+    return np.asarray(np.where(c < 0.5, c**2 / 2 * tail, direct) * (1 + 2.0**-44))
+
+
+def _sum_beyond_one(p: Floats, c: Floats, wrong: Floats) -> Floats:
+    """Return Z̄ - 1 ≥ Σ p e^t - 1 of every row, where |t| ≤ c and Σ p t = 0.
+
+    As Σ p t = 0, e^t - s t may stand for e^t with any slope s; it is greatest at an end.
+    """
+    g, fall = _second_order(c), _shortfall(c)
+    found = np.full((*c.shape[:-1], 1), np.inf)
+    middles = (_row(p * c), np.sqrt(_row(p * c**2)))
+    for slope in (np.zeros_like(middles[0]), *((np.sinh(m) - m) / (m + TINY) for m in middles)):
+        ends = np.maximum(g - slope * c, fall + slope * c)
+        found = np.minimum(
+            found, raised(_row(p * (ends.clip(min=0.0) + 8 * UNIT * (g + slope * c))))
+        )
+    return np.asarray(found * (1 + 4 * wrong[..., :1]))
+
+
+def _beside(p: Floats, c: Floats, wrong: Floats) -> tuple[Floats, Floats]:
+    """Return l, m ≥ 0 with -l ≤ (e^t - 1)/Z - t ≤ m for |t| ≤ c and 1 ≤ Z ≤ Z̄."""
+    x = _sum_beyond_one(p, c, wrong)
+    share = raised(x / (1 + x))  # ≥ 1 - 1/Z
+    above = np.maximum(_second_order(c), _shortfall(c) + share * box.up(-np.expm1(-c), 16))
+    lowest = np.log1p(x) - x / (1 + x) + 2.0**-44 * share  # where e^t = Z̄
+    return raised(np.minimum(lowest, share * c)), raised(above)
+
+
+def _apart(p: Floats, c: Floats, wrong: Floats) -> Floats:
+    """Return how far probabilities may be from p where |t| ≤ c and Σ p t = 0: one grows the most
+    where all others are at their mean (Jensen)."""
+    x = _sum_beyond_one(p, c, wrong)
+    shrinks = raised(box.up(-np.expm1(-c), 16) + np.exp(-c) * x / (1 + x))
+    grows = box.up(np.expm1(c), 16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rest = box.others(p)
+        power = np.exp(-c / (rest * (1 - 4 * wrong))) * (1 - 2.0**-40)
+        least = (p + rest * power) * (1 - 8 * wrong)
+        less = rest * (1 + 4 * wrong) * -np.expm1(-c / (rest * (1 + 4 * wrong))) / least
+    grows = np.where(np.isfinite(less), np.minimum(less, grows), grows)
+    return raised(p * np.maximum(grows, shrinks) * (1 + 16 * wrong)) + TINY
 
 
 def _row(values: Floats) -> Floats:

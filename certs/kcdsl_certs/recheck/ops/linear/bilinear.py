@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Row, longest, norm_of
-from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
+from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.reverse_passes import until
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -66,36 +66,114 @@ def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
     return split(walk, v.origin, v.origin.index)
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What is known of one factor of scores, head by head: bounds [heads, T, d] of what comes from
+    x and of what is added to it, and [heads, T] of the Euclidean norms of both."""
+
+    moved: Floats
+    added: Floats
+    moved_norm: Floats
+    added_norm: Floats
+
+    @staticmethod
+    def of(moved: Floats, added: Floats, norms: Floats) -> _Side:
+        square = product_raised(added**2, np.ones((added.shape[-1], 1)))[..., 0]
+        return _Side(moved, added, raised(norms), raised(np.sqrt(square)))
+
+
 def scores(walk: Walk, node: Node, shape: tuple[int, ...]) -> Floats | None:
     """Return a bound of |e_q e_k| of a score product [heads, T, d] @ [heads, d, T'].
 
     What both were made of is made tight first.
     """
     q, k = (form_of(walk.forms[name]) for name in node.inputs)
-    if q.origin is None or k.origin is None or not q.shape[0] == k.shape[0] == shape[0]:
+    if len(shape) != 3 or not q.shape[0] == k.shape[0] == shape[0]:
         return None
-    if len(shape) != 3:
+    if q.origin is not None and k.origin is not None:
+        for name in dict.fromkeys((q.origin.source, k.origin.source)):
+            until(walk, node, name)
+        left = split(walk, q.origin, q.origin.index)
+        right = split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
+        return None if left is None or right is None else _second_order(left, right)
+    if q.turned is None or k.turned is None:
         return None
-    for name in dict.fromkeys((q.origin.source, k.origin.source)):
+    for name in dict.fromkeys((q.turned.below.source, k.turned.below.source)):
         until(walk, node, name)
-    left = split(walk, q.origin, q.origin.index)
-    right = split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
-    return None if left is None or right is None else _second_order(left, right)
+    query = _rotated(walk, q.turned, q.turned.index)
+    key = _rotated(walk, k.turned, k.turned.index.swapaxes(-1, -2))
+    if query is None or key is None:
+        return None
+    return np.stack([_by_norms(query, key, h) for h in range(shape[0])])
+
+
+def whole_heads(turned: Turned, index: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return which head of a rotation is at each place of `index` [heads, T, d]; None where a place
+    has no whole head."""
+    if turned.below.index.ndim != 3 or index.shape[1:] != turned.below.index.shape[1:]:
+        return None
+    size = index[0].size
+    found = index[:, 0, 0] // size
+    expected = found[:, None, None] * size + np.arange(size).reshape(index.shape[1:])
+    return found if np.array_equal(index, expected) else None
+
+
+def _rotated(walk: Walk, turned: Turned, index: NDArray[np.int64]) -> _Side | None:
+    """Return what is known of rotated heads of a linear, placed by `index`."""
+    heads, below = whole_heads(turned, index), split(walk, turned.below, turned.below.index)
+    if heads is None or below is None:
+        return None
+    half = index.shape[-1] // 2
+    size_c, size_s = np.abs(turned.cos), np.abs(turned.sin)
+
+    def through(sizes: Floats) -> Floats:
+        far = np.concatenate([sizes[..., half:], sizes[..., :half]], axis=-1)
+        return raised(sizes * size_c + far * size_s)
+
+    # each pair of elements: the largest singular value of [[c, -s], [s', c']]
+    c, s = turned.cos[:, :half], turned.sin[:, :half]
+    c_other, s_other = turned.cos[:, half:], turned.sin[:, half:]
+    trace = c**2 + s**2 + c_other**2 + s_other**2
+    spread = np.hypot(c**2 + s**2 - c_other**2 - s_other**2, 2 * (c * s_other - s * c_other))
+    stretch = np.sqrt(raised((trace + spread) / 2) + 2.0**-48).max(axis=-1)
+    moved = [product_raised(r, np.abs(w).T) for r, w in zip(below.reach, below.weight, strict=True)]
+    norms = np.stack([_norms(below, h) for h in range(len(below.weight))])
+    added = raised(through(below.rest) + turned.rest)
+    side = _Side.of(through(np.stack(moved)), added, norms * stretch)
+    return _Side(*(part[heads] for part in (side.moved, added, side.moved_norm, side.added_norm)))
+
+
+def _by_norms(q: _Side, k: _Side, h: int) -> Floats:
+    """Return the bound of one head by norms, and by elements where these are less."""
+    both = np.outer(q.moved_norm[h], k.moved_norm[h])
+    return np.asarray(raised(both + _mixed(q, k, h)))
+
+
+def _mixed(q: _Side, k: _Side, h: int) -> Floats:
+    """Return a bound of what has a factor that was added."""
+    of_q = product_raised(q.added[h], k.moved[h].T)
+    of_k = product_raised(q.moved[h], k.added[h].T)
+    of_q = np.minimum(of_q, np.outer(q.added_norm[h], k.moved_norm[h]))
+    of_k = np.minimum(of_k, np.outer(q.moved_norm[h], k.added_norm[h]))
+    return np.asarray(raised(of_q + of_k + product_raised(q.added[h], k.added[h].T)))
 
 
 def _second_order(left: Straight, right: Straight) -> Floats:
     """Return the bound: through the product of both weights, element by element or by norms."""
     found = np.empty((left.reach.shape[0], left.reach.shape[1], right.reach.shape[1]))
+    sides = []
+    for part in (left, right):
+        pairs = zip(part.reach, part.weight, strict=True)
+        moved = np.stack([product_raised(r, np.abs(w).T) for r, w in pairs])
+        norms = np.stack([_norms(part, h) for h in range(len(part.weight))])
+        sides.append(_Side.of(moved, part.rest, norms))
     for h in range(found.shape[0]):
         w_q, w_k = left.weight[h], right.weight[h]
-        size_q, size_k = np.abs(w_q), np.abs(w_k)
-        middle = np.abs(w_q.T @ w_k) + gamma(w_q.shape[0] + 4, UNIT) * (size_q.T @ size_k) * 2
+        middle = np.abs(w_q.T @ w_k)
+        middle = middle + gamma(w_q.shape[0] + 4, UNIT) * (np.abs(w_q).T @ np.abs(w_k)) * 2
         far = product_raised(product_raised(left.reach[h], middle + TINY), right.reach[h].T)
-        far = np.minimum(far, np.outer(_norms(left, h), _norms(right, h)))
-        by_q = product_raised(left.reach[h], size_q.T) + left.rest[h]
-        by_k = product_raised(right.reach[h], size_k.T)
-        near = product_raised(by_q, right.rest[h].T)
-        found[h] = far + near + product_raised(left.rest[h], by_k.T)
+        far = np.minimum(far, np.outer(sides[0].moved_norm[h], sides[1].moved_norm[h]))
+        found[h] = far + _mixed(sides[0], sides[1], h)
     return np.asarray(found * (1 + 2.0**-40))
 
 

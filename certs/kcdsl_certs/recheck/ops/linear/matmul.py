@@ -159,7 +159,7 @@ def _remainder(
         curves = (bilinear.context_curve(a.reach, values, rest),) if second else ()
         return rest, curves, one_row.averages(walk, a, b, values, second=second)
     finer = bilinear.scores(walk, node, shape) if node.role == "scores" else None
-    if finer is None:
+    if finer is None or form_of(walk.forms[node.inputs[0]]).turned is not None:
         for name in node.inputs:
             until(walk, node, name)
     a, b = form_of(walk.forms[node.inputs[0]]), form_of(walk.forms[node.inputs[1]])

@@ -6,15 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
+from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.many_rows import Kept, ManyRows, RowReach
 from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, Pull, RowPull
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
-from kcdsl_certs.recheck.ops.linear.bilinear import Straight, split
+from kcdsl_certs.recheck.ops.linear.bilinear import Straight, split, whole_heads
 
 _LOOKED_AT = 32  # about so many elements of a row, to find the one in the middle
 
@@ -173,11 +172,10 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
     origin = k.origin if k.turned is None else k.turned.below
     if origin is None or not origin.plain:
         return None
-    found = _group(k.turned, k.shape) if k.turned is not None else (k.origin, None)
-    if found is None or found[0] is None:
+    group = None if k.turned is None else whole_heads(k.turned, k.turned.index.swapaxes(-1, -2))
+    if k.turned is not None and group is None:
         return None
-    index, group = found[0].index, found[1]
-    plain = replace(origin, index=index if group is not None else index.swapaxes(-1, -2))
+    plain = origin if group is not None else replace(origin, index=origin.index.swapaxes(-1, -2))
     read, source = _readers(plain), form_of(walk.forms[origin.source])
     straight = split(walk, plain, plain.index)
     rows_of = None if source.place is None else walk.tape.entries[source.place].rows
@@ -249,21 +247,3 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
         return Adjoint(found, (*adjoint.start[:-1], 0))
 
     return Averaged(NonlinearPart(between), ((q.place, to_queries), (source.place, to_inputs)))
-
-
-def _group(
-    turned: Turned | None, shape: tuple[int, ...]
-) -> tuple[Origin, NDArray[np.int64]] | None:
-    """Return the linear below a rotation, and which of its heads each head [d, T] of keys reads;
-    None where elements are not in the places of whole heads."""
-    if turned is None or turned.below.index.ndim != 3:
-        return None
-    _, tokens, width = turned.below.index.shape
-    if shape[1:] != (width, tokens):
-        return None
-    place = turned.index.swapaxes(-1, -2)
-    inner = np.arange(tokens * width).reshape(tokens, width)
-    found = place[:, 0, 0] // (tokens * width)
-    if (place != found[:, None, None] * (tokens * width) + inner).any():
-        return None
-    return turned.below, found
