@@ -22,23 +22,26 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt`, of <malloc.h> of the GNU C library."""
 _KEPT = 2**30
 """Bytes that may stay free at the end of the heap."""
+_RETURNED = 2**25 + 2**12
+"""Bytes from which on a block of memory is given back when it is freed: matrices of weights. Their
+conversions are few, and in the heap they would leave holes that nothing else fills."""
 
 
 def reuse_memory() -> None:
-    """Let the allocator keep what is freed. Otherwise it gives every large tensor back to the
-    system and takes fresh pages, zeroed one by one, for the next. Only the GNU C library does so,
-    and has `mallopt`; elsewhere nothing changes."""
+    """Let the allocator keep what is freed, up to `_RETURNED` bytes at a time. Otherwise it gives
+    every tensor of some size back to the system and takes fresh pages, zeroed one by one, for the
+    next. Only the GNU C library does so, and has `mallopt`; elsewhere nothing changes."""
     if not sys.platform.startswith("linux"):
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_MMAP_MAX, 0)
+    mallopt(_MMAP_THRESHOLD, _RETURNED)
     mallopt(_TRIM_THRESHOLD, _KEPT)
 
 

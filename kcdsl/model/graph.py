@@ -159,7 +159,7 @@ def array_digest(array: NDArray[Any]) -> str:
     data = np.ascontiguousarray(array)
     little = data.astype(data.dtype.newbyteorder("<"), copy=False)
     digest = hashlib.sha256(f"{data.dtype.name}|{shape}|".encode())
-    digest.update(little.tobytes())
+    digest.update(little.data)
     return digest.hexdigest()
 
 

@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.interval.state import (
     Probabilities,
     Scene,
     State,
+    StoredMatrix,
     Value,
     numeric,
     pinned,
@@ -68,7 +69,7 @@ def enclosed(scene: Scene) -> Enclosed:
     output: State | None = None
     try:
         for node, value in propagate(scene):
-            if isinstance(value, Mask):
+            if isinstance(value, (Mask, StoredMatrix)):
                 continue
             state = numeric(value)
             train[node.name], infer[node.name] = state.t, state.i
@@ -99,7 +100,7 @@ def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
         return operation.interval(where, node, inputs)
 
     value = computed(node, rule)
-    if not isinstance(value, Mask):
+    if not isinstance(value, (Mask, StoredMatrix)):
         state = numeric(value)
         for part, what in ((state.t, "T"), (state.i, "I"), (state.d, "D")):
             box.checked(part, what)
@@ -110,5 +111,7 @@ def magnitudes(value: Value) -> tuple[float, float]:
     """Return the largest magnitudes of T and D; (0, 0) for a mask."""
     if isinstance(value, Mask):
         return 0.0, 0.0
+    if isinstance(value, StoredMatrix):
+        return value.value, value.drift
     state: State = numeric(value)
     return float(np.max(box.magnitude(state.t))), float(np.max(box.magnitude(state.d)))

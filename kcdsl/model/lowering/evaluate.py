@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,6 +67,10 @@ def stored_name(types: Mapping[str, torch.dtype]) -> str | None:
 Array = NDArray[Any]
 Round = Callable[[Array, str], Array]
 """Rounds a value to a format of `Node.format`."""
+LARGE = 2**21
+"""Numbers of a matrix above which it is made float64 some rows at a time, by each linear."""
+_AT_ONCE = 2**19
+"""About so many numbers of it are float64 at a time."""
 
 
 def graph_output(
@@ -105,13 +110,14 @@ def each_node(
     values: dict[str, Array],
 ) -> Iterator[tuple[str, Array]]:
     """Yield the value of every node (masks: bool), of a parameter before its first reader; `values`
-    keeps them for later nodes."""
+    keeps them for later nodes. A large matrix that linears alone read has no value."""
+    by_rows = _large_weights(graph)
 
     def rounded(value: Array, format: str) -> Array:
         return value if compute is None else round_to(value, format or compute)
 
     def in_order() -> Iterator[Node]:
-        left = {node.name: node for node in graph.nodes if node.op == "param"}
+        left = {n.name: n for n in graph.nodes if n.op == "param" and n.name not in by_rows}
         for node in graph.nodes:
             if node.op != "param":
                 yield from (left.pop(name) for name in node.inputs if name in left)
@@ -122,8 +128,13 @@ def each_node(
         value = _leaf(graph, node, params, x, compute)
         if value is None:
             with np.errstate(all="ignore"):
-                operands = [values[i] for i in node.inputs]
-                value = MEANING[node.op](node, rounded, *operands)
+                operands = [values[i] for i in node.inputs if i not in by_rows]
+                if len(operands) < len(node.inputs):
+                    held = _held(by_rows[node.inputs[1]], params)
+                    format = _stored_format(by_rows[node.inputs[1]], compute)
+                    value = _linear_by_rows(held, format, *operands)
+                else:
+                    value = MEANING[node.op](node, rounded, *operands)
                 del operands
         if value.dtype != np.bool_ and node.op not in UNROUNDED | {"param"}:
             value = rounded(value, node.format)
@@ -157,13 +168,49 @@ def _leaf(
                 raise ValueError("the graph has an input, and none was given")
             return np.asarray(x, dtype=np.float64)
         case "param":
-            held = torch.as_tensor(params[node.attrs["key"]])
-            return _stored(held, "float64" if compute is None else node.format or compute)
+            return _stored(_held(node, params), _stored_format(node, compute))
         case "constant":
             array = graph.constants[node.attrs["key"]]
             return array if array.dtype == np.bool_ else array.astype(np.float64)
         case _:
             return None
+
+
+def _large_weights(graph: BlockGraph) -> dict[str, Node]:
+    """Return the nodes of large matrices that linears alone read, by name."""
+    found = {
+        node.name: node
+        for node in graph.nodes
+        if node.op == "param" and len(node.shape) == 2 and math.prod(node.shape) > LARGE
+    }
+    found.pop(graph.output, None)
+    for node in graph.nodes:
+        for place, name in enumerate(node.inputs):
+            if name in found and (node.op, place) != ("linear", 1):
+                del found[name]
+    return found
+
+
+def _held(node: Node, params: Mapping[str, Array | Tensor]) -> Tensor:
+    held = torch.as_tensor(params[node.attrs["key"]])
+    if tuple(held.shape) != node.shape:
+        raise ValueError(f"{node.name} has shape {tuple(held.shape)}, the graph says {node.shape}")
+    return held
+
+
+def _stored_format(node: Node, compute: str | None) -> str:
+    """Return the format in which a parameter is held, by the name of its type."""
+    return "float64" if compute is None else node.format or compute
+
+
+def _linear_by_rows(weight: Tensor, format: str, x: Array, bias: Array | float = 0.0) -> Array:
+    """Return x @ weight.T + bias of a large weight, which is stored in a format."""
+    step = max(1, _AT_ONCE // weight.shape[1])
+    parts = [
+        x @ _stored(weight[start : start + step], format).T for start in range(0, len(weight), step)
+    ]
+    product: Array = np.concatenate(parts, axis=-1) + bias
+    return product
 
 
 def _linear(node: Node, store: Round, x: Array, weight: Array, bias: Array | float = 0.0) -> Array:

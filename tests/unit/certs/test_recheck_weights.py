@@ -13,11 +13,18 @@ import torch
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.graphs.graph import array_digest
+from kcdsl_certs.recheck.graphs.graph import Block, Node, array_digest
+from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.interval import box
+from kcdsl_certs.recheck.interval import parameters as stored
+from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import Parameters
+from kcdsl_certs.recheck.interval.state import Scene, State, StoredMatrix
 from kcdsl_certs.recheck.interval.tensors import Tensor, as_float32
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from kcdsl_certs.recheck.ops.leaves import parameter_value
+from kcdsl_certs.recheck.ops.linear.linear import linear_interval
 from tests.support.rationals.weights import RationalParameters
 
 CODES: dict[str, Any] = {
@@ -196,3 +203,65 @@ def test_other_dtypes_become_float32() -> None:
         exact = RationalParameters({"w": tensor(value, dtype)}, {"w": digest})
         found = exact.plain("w", kernel("float32", "none", "float32"))
         assert [pair[0] for pair in found.pairs] == [Fraction(float(v)) for v in single]
+
+
+@pytest.mark.parametrize("computes", [("float32", "bfloat16"), ("bfloat16", "float16")])
+def test_large_matrices_are_multiplied_row_by_row(
+    monkeypatch: pytest.MonkeyPatch, computes: tuple[str, str]
+) -> None:
+    """What is derived is the same, but for the order of sums in float64."""
+    rng = np.random.default_rng(5)
+    w, bias = rng.standard_normal((7, 5)).astype(ml_dtypes.bfloat16), rng.standard_normal(7)
+    single = {"w": w.astype(np.float32), "b": bias.astype(np.float32)}
+    digests = {k: array_digest("float32", v.shape, v.tobytes()) for k, v in single.items()}
+    tensors = {"w": tensor(w, "BF16"), "b": tensor(single["b"])}
+    train, infer = (kernel("float32", "none", compute) for compute in computes)
+    one, two = (
+        Node(name, "param", (), v.shape, Reader({"key": name}, name), "")
+        for name, v in single.items()
+    )
+    linear = Node("y", "linear", ("x", "w", "b"), (2, 7), Reader({}, "y"), "")
+    block = Block("none", (one, two, linear), "y", {}, None)
+    x, moved = rng.standard_normal((2, 2, 5))
+    state = State(box.exact(x), Box(x - 0.1, x + np.abs(moved)), Box(x * 0 - 0.1, np.abs(moved)))
+    found = []
+    for most in (0, stored._LARGE):
+        monkeypatch.setattr(stored, "_LARGE", most)
+        monkeypatch.setattr(stored, "_AT_ONCE", 10)
+        held = Parameters(tensors, digests)
+        scene = Scene(
+            *(block, train, infer, held, {"w": "w", "b": "b"}, frozenset({"w"}), None, None)
+        )
+        weight, added = (parameter_value(scene, leaf, []) for leaf in (one, two))
+        assert isinstance(weight, StoredMatrix) == (most == 0)
+        found.append(linear_interval(scene, linear, [state, weight, added]))
+        if isinstance(weight, StoredMatrix):
+            sizes = [np.abs(held.linear("w", side)).max() for side in (train, infer)]
+            apart = np.abs(held.linear("w", infer) - held.linear("w", train)).max()
+            assert weight.value == max(sizes)
+            assert weight.drift >= apart
+    for part in ("t", "i", "d"):
+        for end in ("lo", "hi"):
+            rows, whole = (getattr(getattr(f, part), end) for f in found)
+            np.testing.assert_allclose(rows, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_large_matrices_are_checked_row_by_row(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    monkeypatch.setattr(stored, "_LARGE", 0)
+    monkeypatch.setattr(stored, "_AT_ONCE", 4)
+    kind = ml_dtypes.bfloat16 if dtype == "BF16" else np.float16
+    w = np.random.default_rng(6).standard_normal((5, 4)).astype(kind)
+    single = w.astype(np.float32)
+    digest = array_digest("float32", single.shape, single.tobytes())
+    held, plain = Parameters({"w": tensor(w, dtype)}, {"w": digest}), kernel("float32", "none")
+    (rows,) = zip(*(held.rows("w", part, plain) for part in held.parts("w", plain)), strict=True)
+    np.testing.assert_array_equal(np.concatenate(rows), held.linear("w", plain))
+    np.testing.assert_array_equal(held.singles("w"), single)
+    assert not held.parts("w", plain, kernel("int8", "per_channel"))
+    w[4, 3] += 1
+    with pytest.raises(Rejected, match="parameter/digest"):
+        Parameters({"w": tensor(w, dtype)}, {"w": digest})
+    w[4, 3] = np.nan
+    with pytest.raises(Rejected, match="parameter/not-finite"):
+        Parameters({"w": tensor(w, dtype)}, {"w": digest})

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kcdsl.model.checkpoint import tensors
 from kcdsl.model.checkpoint.headers import INDEX
+from kcdsl.model.lowering import evaluate
 from kcdsl_backends import comparison
 from kcdsl_backends.drift.boxes import matrices, state
+from kcdsl_certs.recheck.interval import parameters
 from tests.support.small_models import write_model
 
 CONTRACT = """\
@@ -99,6 +101,10 @@ def test_of_a_large_checkpoint_the_block_alone_is_read(
         small.setattr(comparison, "LARGEST_COMPARED", 0)
         small.setattr(state, "KEPT_WIDE", 0)
         small.setattr(matrices, "KEPT_WIDE", 256)
+        small.setattr(parameters, "_LARGE", 0)
+        small.setattr(parameters, "_AT_ONCE", 256)
+        small.setattr(evaluate, "LARGE", 0)
+        small.setattr(evaluate, "_AT_ONCE", 256)
         part = cli(*command, cwd=folder, env={"XDG_CACHE_HOME": str(folder / "cache")})
     assert part.code == 0, part.stderr
     whole = cli(*command, cwd=folder)
@@ -129,6 +135,8 @@ def test_large_weights_have_the_bounds_of_small_ones(
     for most in (matrices.KEPT_WIDE, 0):
         monkeypatch.setattr(state, "KEPT_WIDE", most)
         monkeypatch.setattr(matrices, "KEPT_WIDE", 256 if most == 0 else most)
+        monkeypatch.setattr(parameters, "_LARGE", most)
+        monkeypatch.setattr(parameters, "_AT_ONCE", 256)
         ran = cli(*command, cwd=folder)
         assert ran.code == 0, ran.stderr
         bounds.append(json.loads(ran.stdout)["goals"][0]["bound"])

@@ -446,6 +446,9 @@ class StoredParameters:
     def _linear(self, source: Tensor, name: str) -> Tensor:
         numerics = self.numerics.serving(name)
         if not self.served:
+            if source.dim() == 2 and source.numel() > KEPT_WIDE and numerics.weights.layout is None:
+                parts = (linear_weight(part, numerics, name) for part in row_parts(source))
+                return torch.cat([narrowest(part) for part in parts])
             return linear_weight(source, numerics, name)
         assert isinstance(self.tensors, ServedWeights)
         self.tensors.refuse_other_storage(name, numerics)

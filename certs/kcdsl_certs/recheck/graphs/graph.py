@@ -43,9 +43,14 @@ class Array:
 
 def array_digest(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> str:
     """Return the sha256 (hex) of "dtype|shape|" and little-endian bytes."""
-    found = hashlib.sha256(f"{dtype}|{','.join(map(str, shape))}|".encode())
+    found = array_hash(dtype, shape)
     found.update(data)
     return found.hexdigest()
+
+
+def array_hash(dtype: str, shape: tuple[int, ...]) -> hashlib._Hash:
+    """Return the sha256 of "dtype|shape|", to go on with little-endian bytes."""
+    return hashlib.sha256(f"{dtype}|{','.join(map(str, shape))}|".encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.graphs.graph import array_digest
+from kcdsl_certs.recheck.graphs.graph import array_digest, array_hash
 from kcdsl_certs.recheck.interval.served import Decoded, Served
 from kcdsl_certs.recheck.interval.tensors import Singles, Tensor, as_float32
 from kcdsl_certs.recheck.numerics.formats import (
@@ -28,6 +30,35 @@ from kcdsl_certs.recheck.numerics.formats import (
     nearest,
 )
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
+
+_LARGE = 2**21  # numbers of a matrix above which it stays as it is stored, in 16 bits
+_AT_ONCE = 2**19  # about so many numbers of it are read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrow:
+    """A large matrix in 16 bits, whose numbers are finite."""
+
+    tensor: Tensor
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def singles(self, rows: slice) -> Singles:
+        """Return some rows as float32."""
+        height, width = self.shape
+        start, stop, _ = rows.indices(height)
+        data = self.tensor.data[2 * start * width : 2 * stop * width]
+        return as_float32(Tensor(self.tensor.dtype, (stop - start, width), data), self.key)
+
+
+def _parts(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Yield the rows of a large matrix, some at a time."""
+    step = max(1, _AT_ONCE // max(1, shape[1]))
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
 
 
 class Parameters:
@@ -48,20 +79,25 @@ class Parameters:
         """
         if served is not None and transposed:
             raise Rejected("parameter/served", "matrices of two checkpoints are read transposed")
-        self._values: dict[str, Singles] = {}
+        self._values: dict[str, Singles | _Narrow] = {}
         self._served = served
         self._stored: dict[tuple[str, str, tuple[str, str, str], bool, bool], Floats] = {}
         for key, digest in digests.items():
             if key not in tensors:
                 raise Rejected("parameter/missing", f"the checkpoint has no tensor {key!r}")
-            value = as_float32(tensors[key], key)
+            tensor = tensors[key]
+            large = len(tensor.shape) == 2 and math.prod(tensor.shape) > _LARGE
+            if large and tensor.dtype in ("BF16", "F16") and key not in transposed:
+                self._values[key] = _narrow(tensor, key, digest)
+                continue
+            value = as_float32(tensor, key)
             if key in transposed:
                 if value.ndim != 2:
                     raise Rejected("parameter/shape", f"tensor {key!r} is not a matrix")
                 value = np.ascontiguousarray(value.T)
             little = value.astype("<f4", copy=False).tobytes()
             if array_digest("float32", value.shape, little) != digest:
-                raise Rejected("parameter/digest", f"tensor {key!r} is not the one of the proof")
+                raise _another(key)
             self._values[key] = value
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -72,7 +108,34 @@ class Parameters:
         """Return the float32 numbers of a tensor as doubles."""
         if self._served is not None:
             raise Rejected("parameter/served", "a region around weights of two checkpoints")
-        return self._values[key].astype(np.float64)
+        return self._single(key).astype(np.float64)
+
+    def _single(self, key: str) -> Singles:
+        held = self._values[key]
+        return held.singles(slice(None)) if isinstance(held, _Narrow) else held
+
+    def parts(self, key: str, *kernels: KernelNumerics) -> tuple[slice, ...]:
+        """Return runs of rows of a linear weight that can be read one by one, as what kernels store
+        of a row and lose in its sums depends on it alone; none where they cannot or need not."""
+        if not isinstance(self._values[key], _Narrow) or self._served is not None:
+            return ()
+        for kernel in (one.serving(key) for one in kernels):
+            alone = kernel.weights[1] == "none" and kernel.activations[0] == "none"
+            if not alone or kernel.late or kernel.paired:
+                return ()
+        return tuple(_parts(self.shape(key)))
+
+    def rows(self, key: str, rows: slice, *kernels: KernelNumerics) -> list[Floats]:
+        """Return some rows of a linear weight as each kernel stores them, see `parts`; one array
+        for kernels that store it in one way."""
+        held, found, known = self._values[key], list[Floats](), dict[object, Floats]()
+        value = held.singles(rows) if isinstance(held, _Narrow) else held[rows]
+        for kernel in (one.serving(key) for one in kernels):
+            how = kernel.holding.name, kernel.weights, kernel.cut_weights
+            if how not in known:
+                known[how] = _stored(value, kernel, kernel.holding, kernel.weights, key)
+            found.append(known[how])
+        return found
 
     def plain(self, key: str, kernel: KernelNumerics) -> Floats:
         """Return a parameter that is no linear weight, as the kernel stores it."""
@@ -92,12 +155,12 @@ class Parameters:
         inward, scales = kernel.cut_weights, kernel.scale_format
         known = (key, compute.name, (*stored, scales.name), inward, kernel.served)
         if known not in self._stored:
-            value, settled = self._values[key], False
             if kernel.served:
                 value, settled = self._of_inference(key, kernel, stored)
-            if stored != ("", "") and not settled:
-                value = quantised(value, *stored, key, inward, scales)
-            self._stored[known] = plain(value.astype(np.float64), compute, key, inward)
+            else:
+                value, settled = self._single(key), False
+            how = ("", "") if settled else stored
+            self._stored[known] = _stored(value, kernel, compute, how, key)
         return self._stored[known]
 
     def _of_inference(
@@ -122,6 +185,31 @@ class Parameters:
         if found.shape != self._values[key].shape:
             raise Rejected("parameter/shape", f"{key!r} has another shape in the two checkpoints")
         return found, settled
+
+
+def _stored(
+    value: Singles, kernel: KernelNumerics, compute: Format, stored: tuple[str, str], key: str
+) -> Floats:
+    """Return a tensor as a kernel stores it: quantised unless `stored` is empty, and rounded."""
+    inward = kernel.cut_weights
+    if stored != ("", ""):
+        value = quantised(value, *stored, key, inward, kernel.scale_format)
+    return plain(value.astype(np.float64), compute, key, inward)
+
+
+def _narrow(tensor: Tensor, key: str, digest: str) -> _Narrow:
+    """Return a large matrix as it is stored; see `Parameters` for what is refused."""
+    held = _Narrow(tensor, key)
+    found = array_hash("float32", held.shape)
+    for rows in _parts(held.shape):
+        found.update(held.singles(rows).astype("<f4", copy=False).tobytes())
+    if found.hexdigest() != digest:
+        raise _another(key)
+    return held
+
+
+def _another(key: str) -> Rejected:
+    return Rejected("parameter/digest", f"tensor {key!r} is not the one of the proof")
 
 
 def _refuse_otherwise(

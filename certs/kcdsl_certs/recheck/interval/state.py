@@ -125,7 +125,17 @@ class Probabilities:
         return self.star.shape
 
 
-Value = State | Mask | Probabilities
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A large matrix that linears alone read, some rows at a time: its largest magnitudes, in
+    training or inference, and of the drift."""
+
+    shape: tuple[int, ...]
+    value: float
+    drift: float
+
+
+Value = State | Mask | Probabilities | StoredMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +239,8 @@ def numeric(value: Value) -> State:
             return value.stored
         case Mask():
             raise Rejected("rule/mask", "a mask is read as numbers")
+        case StoredMatrix():
+            raise Rejected("internal", "a matrix of a linear is read as numbers")
 
 
 def reduce(t: Box, i: Box, d: Box, own: tuple[Own, Own] = (None, None)) -> State:

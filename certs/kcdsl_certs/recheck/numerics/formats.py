@@ -55,6 +55,8 @@ LEAST_POWER, MOST_POWER = -127, 127
 
 Floats = NDArray[np.float64]
 
+_AT_ONCE = 2**17  # numbers that are rounded at a time
+
 
 def nearest(values: Floats, target: Format) -> Floats:
     """Return the nearest numbers of `target`, ties to even; ±inf beyond its largest number.
@@ -76,6 +78,17 @@ def cut(values: Floats, target: Format) -> Floats:
 
 
 def _on_grid(values: Floats, target: Format, whole: Callable[[Floats], Floats]) -> Floats:
+    if values.size <= _AT_ONCE:
+        return _rounded(values, target, whole)
+    found = np.empty(values.shape)
+    into, flat = found.reshape(-1), values.reshape(-1)
+    for start in range(0, flat.size, _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        into[part] = _rounded(flat[part], target, whole)
+    return found
+
+
+def _rounded(values: Floats, target: Format, whole: Callable[[Floats], Floats]) -> Floats:
     _, exponent = np.frexp(values)
     spacing = np.maximum(exponent - 1, target.least) - (target.precision - 1)
     # Two steps each way: 2^±spacing alone may leave the range of doubles.

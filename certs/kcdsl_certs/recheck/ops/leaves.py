@@ -17,7 +17,16 @@ from kcdsl_certs.recheck.graphs.graph import Array, Node
 from kcdsl_certs.recheck.interval import box, weight_ball
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 from kcdsl_certs.recheck.interval.parameters import plain
-from kcdsl_certs.recheck.interval.state import Mask, Scene, State, Value, reduce, stored, target
+from kcdsl_certs.recheck.interval.state import (
+    Mask,
+    Scene,
+    State,
+    StoredMatrix,
+    Value,
+    reduce,
+    stored,
+    target,
+)
 from kcdsl_certs.recheck.interval.weight_ball import alike
 from kcdsl_certs.recheck.linear_bounds.context import Added, Context, halves, nothing
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FORMATS, nearest
@@ -90,6 +99,25 @@ def _taken(kernel: KernelNumerics, x: Box) -> tuple[Box, Box]:
     if form.precision >= FLOAT32.precision:
         return x, box.zeros(x.shape)
     return stored(kernel, form, x, np.zeros(x.shape), FLOAT32)
+
+
+def parameter_value(scene: Scene, node: Node, inputs: list[Value]) -> State | StoredMatrix:
+    """Return a checkpoint tensor as either kernel stores it, or what is known of a large matrix
+    that linears alone read, row by row."""
+    key, parameters = node.attrs.text("key"), scene.parameters
+    both = scene.train, scene.infer
+    linear = node.name in scene.weights and not scene.rho
+    parts = parameters.parts(key, *both) if linear else ()
+    if not parts:
+        return parameter_interval(scene, node, inputs)
+    node.attrs.exactly("key", optional=("transposed",))
+    value = drift = 0.0
+    for rows in parts:
+        t, i = parameters.rows(key, rows, *both)
+        value = max(value, float(np.abs(t).max()))
+        if i is not t:
+            drift = max(drift, float(box.magnitude(box.sub(box.exact(i), box.exact(t))).max()))
+    return StoredMatrix(parameters.shape(key), value, drift)
 
 
 def parameter_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -242,7 +270,7 @@ def embedding_bounds(context: Context, node: Node) -> None:
 
 OPERATIONS = {
     "input": Operation(0, 0, source_interval, source_affine, source_bounds, forms=False),
-    "param": Operation(0, 0, parameter_interval, leaf_affine, None, forms=False),
+    "param": Operation(0, 0, parameter_value, leaf_affine, None, forms=False),
     "constant": Operation(0, 0, constant_interval, leaf_affine, None, forms=False),
     "embedding": Operation(1, 1, embedding_interval, leaf_affine, embedding_bounds, forms=False),
 }

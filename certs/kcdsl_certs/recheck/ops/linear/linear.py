@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -39,7 +40,7 @@ from kcdsl_certs.recheck.linear_bounds.context import (
 )
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
-from kcdsl_certs.recheck.ops.leaves import around, held
+from kcdsl_certs.recheck.ops.leaves import around, held, known
 from kcdsl_certs.recheck.ops.linear import bilinear
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation, quantised
 from kcdsl_certs.recheck.ops.operation import Operation
@@ -51,16 +52,71 @@ def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     key = scene.keys.get(node.inputs[1])
     if key is None:
         raise Rejected("rule/weight", "the weight of a linear must be a parameter")
-    x = numeric(inputs[0])
-    weight = held(scene, key, linear=True)
-    if len(x.shape) < 2 or x.shape[-1] != weight.shape[1]:
+    x, shape = numeric(inputs[0]), scene.parameters.shape(key)
+    if len(shape) != 2 or len(x.shape) < 2 or x.shape[-1] != shape[1]:
         raise Rejected("graph/shape", "the input does not fit the weight")
-    bias = _bias(scene, node, inputs, weight.shape[0])
+    bias = _bias(scene, node, inputs, shape[0])
     x_t, away_t = _entering(scene.train, x.t, key)
     x_i, away_i = _entering(scene.infer, x.i, key)
     drift = box.add(x.d, box.sub(away_i, away_t))
     if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
         drift = box.meet(drift, box.sub(x_i, x_t))
+    inner = scene.train.accumulate, scene.infer.accumulate
+    entering, biased = (x, x_t, x_i, drift), len(inputs) == 3
+    parts = () if scene.rho else scene.parameters.parts(key, scene.train, scene.infer)
+    if not parts:
+        found = _products(scene, key, held(scene, key, linear=True), entering, bias, biased)
+        return settle(scene, node, found.exact, found.errors, inner, own=found.own)
+    each = []
+    for rows in parts:
+        weight = known(*scene.parameters.rows(key, rows, scene.train, scene.infer))
+        t, i, d = (part.map(itemgetter(rows)) for part in bias)
+        each.append(_products(scene, key, weight, entering, (t, i, d), biased))
+    found = _joined(each)
+    return settle(scene, node, found.exact, found.errors, inner, own=found.own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Both results of a linear and their difference before they are stored, the errors inside, and
+    what of these is a cast before a bias."""
+
+    exact: tuple[Box, Box, Box]
+    errors: tuple[Floats, Floats]
+    own: tuple[Own, Own]
+
+
+def _joined(parts: list[_Products]) -> _Products:
+    """Return results of some rows of a weight each as one."""
+
+    def boxed(place: int) -> Box:
+        ends = [part.exact[place] for part in parts]
+        if all(end.point for end in ends):
+            return box.exact(np.concatenate([end.lo for end in ends], -1))
+        return Box(*(np.concatenate(e, -1) for e in ([b.lo for b in ends], [b.hi for b in ends])))
+
+    def owned(side: int) -> Own:
+        found = [part.own[side] for part in parts]
+        some = [part for part in found if part is not None]
+        return np.concatenate(some, -1) if len(some) == len(found) else None
+
+    errors = [np.concatenate([part.errors[side] for part in parts], -1) for side in (0, 1)]
+    return _Products((boxed(0), boxed(1), boxed(2)), (errors[0], errors[1]), (owned(0), owned(1)))
+
+
+def _products(
+    scene: Scene,
+    key: str,
+    weight: State,
+    entering: tuple[State, Box, Box, Box],
+    bias: tuple[Box, Box, Box],
+    biased: bool,
+) -> _Products:
+    """Return the results of a linear for rows of its weight.
+
+    `entering` are the input, that of either kernel after its quantisation, and the drift of these.
+    """
+    x, x_t, x_i, drift = entering
     w_t, w_i, w_d = (part.map(np.transpose) for part in (weight.t, weight.i, weight.d))
     products = box.matmul(x_t, w_t), box.matmul(x_i, w_i)
     y_t, y_i = box.add(products[0], bias[0]), box.add(products[1], bias[1])
@@ -70,7 +126,6 @@ def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
         _size(x_t, w_t, bias[0], y_t),
         _size(x_i, w_i, bias[1], y_i),
     )
-    biased = len(inputs) == 3
     lost_t = clipped(scene.train, x.t, weight.t, key)
     lost_i = clipped(scene.infer, x.i, weight.i, key)
     error_t, own_t = _error(
@@ -79,8 +134,7 @@ def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     error_i, own_i = _error(
         scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key, lost_i
     )
-    inner = scene.train.accumulate, scene.infer.accumulate
-    return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner, own=(own_t, own_i))
+    return _Products((y_t, y_i, d), (error_t, error_i), (own_t, own_i))
 
 
 def _entering(kernel: KernelNumerics, x: Box, key: str) -> tuple[Box, Box]:
