@@ -334,6 +334,10 @@ READING: Mapping[str, tuple[str, ...]] = {
     "check": ("check", "certificate.json", "--contract", "contract.yaml", "--key", "own.key.pub"),
     "keygen": ("keygen", "-o", "another.key"),
     "sign": ("sign", "certificate.json", "--key", "own.key"),
+    "companions": (
+        *("companions", "certificate.json", "--contract", "contract.yaml"),
+        *("--key", "own.key.pub", "--sign", "own.key", "--image", f"a/b@sha256:{'0' * 64}"),
+    ),
     "doctor": ("doctor",),
     "backends": ("backends",),
     "config": ("config", "show"),
