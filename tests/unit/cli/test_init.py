@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kcdsl.check.compile import load_program
 from kcdsl.draft.clauses import DraftPurpose
 from kcdsl.draft.quantisation import serving_kernel
-from kcdsl.ir.terms import KernelRef
+from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.model.architecture import load_model
 from kcdsl.model.presets import resolve
 from tests.support.quantised import FORMATS, quantise
 from tests.support.small_models import DECODER, ENCODER, write_model
@@ -413,3 +416,43 @@ def test_limits_are_rounded_away_from_what_was_measured() -> None:
         up, down = (Fraction(_rounded(value, up=each)) for each in (True, False))
         assert down <= value <= up <= value * Fraction(101, 100)
         assert down >= value * Fraction(99, 100)
+
+
+@pytest.mark.full
+def test_a_dump_of_nemo_rl_leads_to_a_checked_certificate(cli: Any, tmp_path: Path) -> None:
+    """Draft, compile, measure, sign and check `train_data_step{N}.jsonl` as NeMo-RL names it."""
+    (tmp_path / "policy").mkdir()
+    write_model(tmp_path / "policy")
+    ref = ModelRef("model.safetensors", "llama", tokenizer="bytes")
+    module, draw = load_model(ref, tmp_path / "policy").module, random.Random(4)
+    lines = []
+    for number in range(32):
+        ids = [draw.randrange(1, 96) for _ in range(6)]
+        for _ in range(6):
+            chances = module(torch.tensor(ids))[-1].softmax(-1).tolist()
+            ids += draw.choices(range(len(chances)), chances)
+        logs = module(torch.tensor(ids)).log_softmax(-1)
+        drawn = [float(logs[k - 1, ids[k]]) for k in range(6, 12)]
+        row = {
+            "content": ["text"], "rewards": [float(number % 2)], "input_lengths": [12],
+            "token_ids": [[*ids, 0]], "token_loss_mask": [[0] * 6 + [1] * 6 + [0]],
+            "sample_loss_mask": [1.0], "advantages": [[number % 2 - 0.5] * 13],
+            "generation_logprobs": [[0.0] * 6 + drawn + [0.0]],
+            "prev_logprobs": [[0.0] * 6 + drawn + [0.0]], "idx": number,
+        }  # fmt: skip
+        lines.append(json.dumps(row) + "\n")
+    (tmp_path / "train_data_step7.jsonl").write_text("".join(lines))
+    certificate = "out/evaluate.cert.json"
+    for words in (
+        ("init", "policy", "--data", "train_data_step7.jsonl", "--for", "rl"),
+        ("compile",),
+        ("keygen", "-o", "k.key"),
+        ("evaluate", "--sign", "k.key"),
+        ("check", certificate, "--key", "k.key.pub", "--recheck"),
+    ):
+        ran = cli(*words, cwd=tmp_path)
+        assert ran.code == 0, f"{words}: {ran.stdout}{ran.stderr}"
+    assert "format: nemo-rl" in (tmp_path / "contract.yaml").read_text()
+    dump = tmp_path / "train_data_step7.jsonl"
+    dump.write_text("".join(lines[:-1]))  # another batch is not the one that was certified
+    assert cli("check", certificate, "--key", "k.key.pub", cwd=tmp_path).code == 4
