@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -142,6 +141,8 @@ def load(path: str | os.PathLike[str] | None = None) -> Contract:
 
 def read_contract(given: str | None) -> Contract:
     """Find a contract and compile it; raises Refusal."""
+    import hashlib
+
     from kcdsl.check.compile import contract_of
     from kcdsl.source.files import read_source
 

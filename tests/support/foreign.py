@@ -340,6 +340,7 @@ READING: Mapping[str, tuple[str, ...]] = {
     ),
     "doctor": ("doctor",),
     "backends": ("backends",),
+    "vnnlib": ("vnnlib", "verify", "query.vnnlib", "--network", "N=N.onnx", "--timeout", "20"),
     "config": ("config", "show"),
     "completion": ("completion", "bash"),
 }

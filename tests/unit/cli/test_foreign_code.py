@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kcdsl.cli import COMMANDS
@@ -28,7 +29,17 @@ from tests.support.foreign import (
     trap,
     used_contract,
 )
+from tests.support.networks import box, declared, perceptron, saved
 from tests.support.reports import ROW, report
+
+QUERY = "\n".join(
+    (
+        "(vnnlib-version <2.0>)",
+        declared("N", "X", "Y", 2, 1),
+        box("X", 2, -1.0, 1.0),
+        "(assert (>= Y[0,0] 100.0))",
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +48,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     hostile_contract(folder)
     (folder / "report.json").write_text(report(ROW).dumps())
+    saved(perceptron(np.random.default_rng(0), (2, 3, 1)), folder / "N.onnx")
+    (folder / "query.vnnlib").write_text(QUERY)
     (folder / "table.jsonl").write_text('{"request": "a", "position": 0, "kl": 0.1}\n')
     ran = attempt(kcdsl("keygen", "-o", "own.key", safe=True), folder)
     assert ran.outcome is Outcome.ACCEPTED, ran.stderr
