@@ -62,9 +62,10 @@ def test_probabilities_stay_within_what_both_programs_derive() -> None:
             with np.errstate(all="ignore"):
                 below, above = _beside(p[None], c[None], np.full((1, columns), TRUST))
                 apart = _apart(p[None], c[None], np.full((1, columns), TRUST))
-            mine = [torch.from_numpy(each)[None] for each in (p, c)]
-            low, high = _curved(*mine, torch.full((1, 1), TRUST, dtype=torch.float64))
-            far = _farthest(*mine, torch.full((1, 1), TRUST, dtype=torch.float64))
+            row, reach = torch.from_numpy(p)[None], torch.from_numpy(c)[None]
+            trust = torch.full((1, 1), TRUST, dtype=torch.float64)
+            low, high = _curved(row, reach, trust)
+            far = _farthest(row, reach, trust)
             for lower, upper, farthest in (
                 (-below, above, apart),
                 (low.numpy(), high.numpy(), far.numpy()),

@@ -23,7 +23,6 @@ import kcdsl_backends.attack as search
 from bench import large_layer
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model
-from kcdsl.model.graph import BlockGraph
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
 from kcdsl.verdict.counterexample import Replayed
@@ -33,6 +32,7 @@ from kcdsl_backends.attack import batched_search
 from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.statements.problems import (
+    Graphs,
     ProblemFactory,
     certified_block_drift,
 )
@@ -176,7 +176,7 @@ def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> N
     blocks = [("mlp_0", BALL), *((("attn_0", BALL), ("attn_0", 0.0)) if name in ROWS else ())]
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
     answers: list[Any] = []
-    graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = {}
+    graphs: Graphs = {}
     for device in DEVICES:
         with on(device):
             factory = ProblemFactory(model, train, infer, torch.device(device), graphs)

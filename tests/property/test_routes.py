@@ -56,7 +56,8 @@ def confirmed(
 ) -> str:
     """Return "" where the checker derives a bound, else the reason why it does not."""
     sha256 = proofs.write_safetensors(folder / "model.safetensors", graph.tensors)
-    document = proofs.document(graph, *pair, sha256, x, radius)
+    train, infer = pair
+    document = proofs.document(graph, train, infer, sha256, x, radius)
     document["cases"][0]["domain"] = domain
     try:
         proof = parse(proofs.dump(document))

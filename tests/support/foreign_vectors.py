@@ -38,8 +38,11 @@ def torchao() -> Written:
     own: Any = import_module("torchao.quantization")
     support: Any = import_module("torchao.prototype.safetensors.safetensors_support")
 
+    def integer(bits: int) -> Any:
+        return getattr(torch, f"int{bits}")
+
     def intx(bits: int, **more: Any) -> Any:
-        return own.IntxWeightOnlyConfig(weight_dtype=getattr(torch, f"int{bits}"), **more)
+        return own.IntxWeightOnlyConfig(weight_dtype=integer(bits), **more)
 
     asymmetric = own.MappingType.ASYMMETRIC
     cases: dict[str, tuple[Any, torch.dtype]] = {
@@ -58,7 +61,7 @@ def torchao() -> Written:
         "int3_group": (intx(3, granularity=own.PerGroup(8)), torch.float32),
         "int8_inputs_int4_weights": (
             own.Int8DynamicActivationIntxWeightConfig(
-                weight_dtype=torch.int4, weight_granularity=own.PerGroup(16)
+                weight_dtype=integer(4), weight_granularity=own.PerGroup(16)
             ),
             torch.float32,
         ),

@@ -20,7 +20,7 @@ def perceptron(
     for i, (n, m) in enumerate(pairwise(sizes)):
         weight = generator.standard_normal((n, m)) / np.sqrt(n)
         for key, value in ((f"w{i}", weight), (f"b{i}", generator.standard_normal(m) / 4)):
-            held.append(numpy_helper.from_array(value.astype(np.float32), key))
+            held.append(numpy_helper.from_array(np.asarray(value, np.float32), key))
         last = i == len(sizes) - 2
         nodes.append(helper.make_node("Gemm", [name, f"w{i}", f"b{i}"], ["y" if last else f"z{i}"]))
         if not last:
@@ -28,10 +28,12 @@ def perceptron(
             inputs = [f"z{i}"]
             if kind == "Clip":
                 ends = (("low", -0.5), ("high", 0.75))
-                held += [numpy_helper.from_array(np.float32(v), f"{k}{i}") for k, v in ends]
+                held += [
+                    numpy_helper.from_array(np.asarray(v, np.float32), f"{k}{i}") for k, v in ends
+                ]
                 inputs += [f"{k}{i}" for k, _ in ends]
             if kind == "Square":
-                held.append(numpy_helper.from_array(np.float32(2.0), f"two{i}"))
+                held.append(numpy_helper.from_array(np.asarray(2.0, np.float32), f"two{i}"))
                 kind, inputs = "Pow", [f"z{i}", f"two{i}"]
             nodes.append(helper.make_node(kind, inputs, [name]))
     return model_of(nodes, held, [1, sizes[0]], [1, sizes[-1]])

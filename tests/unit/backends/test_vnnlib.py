@@ -389,7 +389,10 @@ def test_random_pairs_against_samples(tmp_path: Path) -> None:
         points = generator.uniform(-1, 1, (500, 2)).astype(np.float32)
         if found[0] == "sat":
             points = np.asarray([[float(found[2]), float(found[3])]], dtype=np.float32)
-        outputs = [np.concatenate([r.run(None, {"x": p[None]})[0] for p in points]) for r in runs]
+        outputs = [
+            np.concatenate([np.asarray(r.run(None, {"x": p[None]}))[0] for p in points])
+            for r in runs
+        ]
         away = np.abs(outputs[1][:, 0] - outputs[0][:, 0]).max()
         assert away >= limit - 1e-5 if found[0] == "sat" else away <= limit + 1e-5
     assert {"sat", "unsat"} == set(answers)
@@ -458,7 +461,7 @@ def test_a_goal_as_a_query(kernel: dict[str, Any], tmp_path: Path) -> None:
     feeds = {i.name: np.zeros([d.dim_value for d in i.type.tensor_type.shape.dim])
              for i in model.graph.input}  # fmt: skip
     feeds["input"] = centre.numpy()
-    got = ReferenceEvaluator(model).run(None, feeds)[0]
+    got = np.asarray(ReferenceEvaluator(model).run(None, feeds))[0]
     assert np.allclose(got, part(centre.float()).detach().numpy(), atol=1e-5)
 
 
