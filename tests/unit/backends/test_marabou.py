@@ -20,7 +20,7 @@ GOALS = {goal.name: goal for goal in known_goals()}
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kernel", ["bfloat16 any", "fp8 weights", "fp8"])
-@pytest.mark.parametrize("size", [0.05, 0.5])
+@pytest.mark.parametrize("size", [0.05, pytest.param(0.5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("maximum", [False, True])
 def test_it_answers_as_z3_does(kernel: str, size: float, maximum: bool) -> None:
     problem, centre = problem_of(Rectified(3, 4, maximum=maximum), 3, KERNELS[kernel])

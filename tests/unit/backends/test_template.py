@@ -61,10 +61,8 @@ def test_it_is_listed(installed: Path, tmp_path: Path) -> None:
     assert "quick" not in kcdsl(tmp_path, tmp_path, "backends").stdout
 
 
-@pytest.mark.parametrize(
-    ("limit", "code", "verdict"),
-    [("1", 0, "held"), pytest.param("0", 3, "inconclusive", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("limit", "code", "verdict"), [("1", 0, "held"), ("0", 3, "inconclusive")])
 def test_what_it_proves_holds_and_what_it_does_not_is_open(
     limit: str, code: int, verdict: str, installed: Path, tmp_path: Path
 ) -> None:
