@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from kcdsl.api.contract import read_contract
 from kcdsl.api.results import Shows
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
+from kcdsl.release import OCI
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -84,6 +86,7 @@ class CheckSettings:
     stage: str | None = None
     minimum_sequence: int | None = None
     at: str | None = None
+    plain_http: bool = False
     expected: Callable[[Expectation], None] | None = None
     """Told what is expected of the certificates, before they are looked at."""
 
@@ -105,6 +108,7 @@ class Checks(TypedDict, total=False):
     stage: str | None
     minimum_sequence: int | None
     at: str | None
+    plain_http: bool
 
 
 def check(
@@ -126,7 +130,18 @@ def _several(paths: PathLike | Sequence[PathLike]) -> tuple[PathLike, ...]:
 
 
 def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings) -> CheckResult:
-    """Verify certificates about one triple; raises Refusal for what cannot be read."""
+    """Verify certificates about one triple; raises Refusal for what cannot be read.
+
+    A name that begins with `oci://` is an image: the certificates that are attached to it are read
+    from its registry into a folder that goes again.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return _checked(certificates, settings, Path(folder))
+
+
+def _checked(
+    certificates: Sequence[PathLike], settings: CheckSettings, folder: Path
+) -> CheckResult:
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import ArtefactRefused
     from kcdsl.release.requirements import build_expectation, read_kernels
@@ -142,8 +157,8 @@ def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings
         )
     if settings.recheck:
         _refuse_without_numpy()
-    paths = [Path(name) for name in certificates]
-    bundles = [read_certificate(path) for path in paths]
+    names = [os.fspath(name) for name in certificates]
+    local = {name: read_certificate(Path(name)) for name in names if not name.startswith(OCI)}
     moment = _moment(settings.at)
     contract = read_contract(None if settings.contract is None else os.fspath(settings.contract))
     keys = tuple(os.fspath(path) for path in settings.key)
@@ -163,22 +178,28 @@ def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings
     named = None if model.served is None or own is not None else files.find_weights(model.served)
     served = named if own is None else Path(own)
     kernels = None if settings.kernels is None else read_kernels(Path(settings.kernels))
+    found = [
+        each
+        for name in names
+        for each in (
+            [(name, Path(name), local[name])]
+            if name in local
+            else _pulled(name, folder, trust, plain_http=settings.plain_http)
+        )
+    ]
     try:
         expectation = build_expectation(
             *(contract.program, files), fingerprints=kernels, checkpoint=checkpoint, served=served
         )
     except ArtefactRefused as error:
         refusal = refused("components", Rejected(error.reason, error.detail))
-        refusals = tuple((str(path), refusal) for path in paths)
+        refusals = tuple((name, refusal) for name, _, _ in found)
         return CheckResult(Combined(refusals, settings.complete, trust))
     if settings.expected is not None:
         settings.expected(expectation)
-    in_part = len(paths) > 1 or not settings.complete
+    in_part = len(found) > 1 or not settings.complete
     at_hand = _AtHand(settings, files, expectation, trust, moment, checkpoint, served, in_part)
-    reports = tuple(
-        (str(path), at_hand.report(path, bundle))
-        for path, bundle in zip(paths, bundles, strict=True)
-    )
+    reports = tuple((name, at_hand.report(path, bundle)) for name, path, bundle in found)
     return CheckResult(Combined(reports, settings.complete, trust))
 
 
@@ -228,6 +249,18 @@ class _AtHand:
             if base is None
             else Earlier(path.parent, Path(base), self.checkpoint, settings.recheck),
         )
+
+
+def _pulled(
+    name: str, folder: Path, trust: Trust, *, plain_http: bool
+) -> list[tuple[str, Path, bytes]]:
+    """Return name, file and bytes of the certificates that are attached to an image."""
+    from kcdsl.release.oci import Registry, pull
+
+    registry = Registry.of(name, plain_http=plain_http)
+    own = Path(tempfile.mkdtemp(dir=folder))
+    pulled = pull(registry, own, trust.rules.keys)
+    return [(each.name, each.path, read_certificate(each.path)) for each in pulled]
 
 
 def _refuse_without_numpy() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from kcdsl import __version__
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import CANNOT_SIGN, USAGE
+from kcdsl.release import OCI
 from kcdsl.release.image_policies import cue_policy, rego_policy
 from kcdsl.source.writing import NewFile, result
 from kcdsl_certs.encoding.strict import canonical_json, time_text
@@ -56,13 +57,13 @@ class Image:
     sha256: str
 
     @classmethod
-    def of(cls, text: str) -> Image:
+    def of(cls, text: str, what: str = "--image") -> Image:
         """Read `NAME@sha256:DIGEST`; raises Refusal for anything else, a tag included."""
         found = _IMAGE.fullmatch(text) if len(text) <= _LONGEST_IMAGE else None
         if found is None:
             raise refuse(
                 USAGE,
-                f"--image {text[:80]!a} is no NAME@sha256:DIGEST",
+                f"{what} {text[:80]!a} is no NAME@sha256:DIGEST",
                 help="name the digest of the manifest and no tag, which could be moved: "
                 "registry.example/llm/model@sha256:…",
             )
@@ -71,7 +72,7 @@ class Image:
     @property
     def uri(self) -> str:
         """Return the image as a URI, the `resourceUri` of a verification summary."""
-        return f"oci://{self.name}@sha256:{self.sha256}"
+        return f"{OCI}{self.name}@sha256:{self.sha256}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -338,6 +338,7 @@ READING: Mapping[str, tuple[str, ...]] = {
         *("companions", "certificate.json", "--contract", "contract.yaml"),
         *("--key", "own.key.pub", "--sign", "own.key", "--image", f"a/b@sha256:{'0' * 64}"),
     ),
+    "attach": ("attach", "certificate.json", f"localhost:1/a/b@sha256:{'0' * 64}"),
     "doctor": ("doctor",),
     "backends": ("backends",),
     "vnnlib": ("vnnlib", "verify", "query.vnnlib", "--network", "N=N.onnx", "--timeout", "20"),

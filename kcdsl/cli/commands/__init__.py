@@ -83,6 +83,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "signing:CompanionsCommand",
         "state valid certificates about an OCI image, in forms that other verifiers take",
     ),
+    "attach": CommandEntry(
+        "signing:AttachCommand", "attach certificates to an image in an OCI registry"
+    ),
     "lsp": CommandEntry("settings:LspCommand", "serve an editor by the language server protocol"),
     "doctor": CommandEntry(
         "doctor:DoctorCommand", "say what is installed, what that enables, and how to get the rest"

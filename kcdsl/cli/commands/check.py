@@ -14,6 +14,7 @@ from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import argument, choice, switch, value
 from kcdsl.cli.common.options import (
     KERNELS,
+    PLAIN_HTTP,
     RunsCode,
     Signs,
     Stage,
@@ -48,7 +49,12 @@ OTHER_KERNELS = (
 class CheckCommand(Trusts):
     """Verify signature, triple, freshness and coverage of a certificate."""
 
-    certificates: tuple[str, ...] = argument("CERT", "certificates about one triple", "+")
+    certificates: tuple[str, ...] = argument(
+        "CERT",
+        "certificates about one triple, or oci://HOST/NAME@sha256:DIGEST for those that are"
+        " attached to an image",
+        "+",
+    )
     contract: str | None = value("CONTRACT", "the contract in force")
     recheck: bool = switch(RECHECK)
     signature_only: bool = switch(
@@ -68,6 +74,7 @@ class CheckCommand(Trusts):
     stage: Stage | None = choice(Stage, "the stage that is asked for")
     minimum_sequence: int | None = value("N", "refuse certificates before this one", read=int)
     at: str | None = value("TIME", "check as of this time, 2026-11-30T12:00:00Z")
+    plain_http: bool = switch(PLAIN_HTTP)
     write_expectation: str | None = value(
         "FILE",
         "also write what is expected, for `python -m kcdsl_certs check --expect FILE`",
@@ -94,6 +101,7 @@ class CheckCommand(Trusts):
             stage=self.stage,
             minimum_sequence=self.minimum_sequence,
             at=self.at,
+            plain_http=self.plain_http,
             expected=self._write_expectation,
         )
         report = check_certificates(self.certificates, settings).combined

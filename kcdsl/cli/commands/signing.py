@@ -1,4 +1,4 @@
-"""`kcdsl keygen`, `kcdsl sign` and `kcdsl companions`: make keys, sign statements.
+"""`kcdsl keygen`, `sign`, `companions` and `attach`: make keys, sign statements, hand them on.
 
 These commands run and import nothing of the contract of a statement.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
-from kcdsl.cli.common.options import KERNELS, Stage, Trusts, output_option
+from kcdsl.cli.common.options import KERNELS, PLAIN_HTTP, Stage, Trusts, output_option
 from kcdsl.cli.common.output import say
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import CANNOT_SIGN, INPUT_OUTPUT, USAGE
@@ -299,4 +299,29 @@ class CompanionsCommand(Trusts):
         print(f"levels: {' '.join(certified.levels)}")
         for file in files:
             print(one_line(f"wrote {file.path}"))
+        return Exit.HELD
+
+
+# --- attach ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachCommand(Command):
+    """Attach certificates, with the files that they name, to an image in an OCI registry."""
+
+    certificates: tuple[str, ...] = argument("CERT", "certificates with the files beside them", "+")
+    image: str = argument("HOST/NAME@sha256:DIGEST", "the image, by its manifest digest")
+    plain_http: bool = switch(PLAIN_HTTP)
+
+    def run(self) -> Exit:
+        """Attach every certificate: 0 where the registry lists them all; what it has already is not
+        sent again, so that the same command finishes an attachment that was cut off."""
+        from kcdsl.release.issue import utc_now
+        from kcdsl.release.oci import Registry, attach
+
+        registry = Registry.of(self.image, plain_http=self.plain_http)
+        for name in self.certificates:
+            own, sent = attach(Path(name), registry, utc_now())
+            print(one_line(f"{name}: {sent} bytes sent"))
+            print(one_line(f"attached as oci://{registry.image.name}@{own.digest}"))
         return Exit.HELD

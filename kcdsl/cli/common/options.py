@@ -128,6 +128,7 @@ def requirement(text: str) -> tuple[str, str, Fraction]:
 # --- options --------------------------------------------------------------------------------------
 
 
+PLAIN_HTTP = "speak HTTP without TLS to registries: for one on this machine"
 KERNELS = (
     "kernel fingerprints, the kernels.json of `kcdsl evaluate`, instead of those of this machine"
 )

@@ -1,0 +1,319 @@
+"""`kcdsl attach` and `kcdsl check oci://`: certificates beside images in registries."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.ir.terms import Program
+from kcdsl.release import oci
+from kcdsl.release.issue import issue
+from kcdsl.release.results import proof_reference
+from kcdsl_certs.signatures import SigningKey, decode, generate, parse_bundle
+from kcdsl_certs.statement import EvidenceFile, Verdict, certificate_id
+from tests.support.registries import NAME, FakeRegistry, artefacts, digest_of, serving
+from tests.support.release_scenes import NOW, results
+
+Cli = Callable[..., Any]
+AT = datetime(2026, 12, 1, tzinfo=UTC)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Run at a time when the certificate is valid, without credentials of this machine."""
+    monkeypatch.setattr("kcdsl.api.checking._moment", lambda text: AT)
+    monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: AT)
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "no.json"))
+
+
+@pytest.fixture(params=[True, False], ids=["referrers API", "fallback tag"])
+def registry(request: pytest.FixtureRequest) -> Iterator[FakeRegistry]:
+    """Serve a registry with the referrers API, and one without it."""
+    with serving(FakeRegistry(lists_referrers=request.param)) as served:
+        yield served
+
+
+@pytest.fixture
+def plain() -> Iterator[FakeRegistry]:
+    """Serve a registry with the referrers API."""
+    with serving(FakeRegistry()) as served:
+        yield served
+
+
+@pytest.fixture
+def attach(cli: Cli, folder: Path, certificate: Path) -> Callable[..., Any]:
+    """Return a function that attaches the certificate to an image."""
+
+    def run(image: str, path: Path = certificate) -> Any:
+        return cli("attach", path, image, "--plain-http", cwd=folder)
+
+    return run
+
+
+@pytest.fixture
+def check(cli: Cli, folder: Path) -> Callable[..., Any]:
+    """Return a function that checks what is attached to an image."""
+
+    def run(image: str, *words: str) -> Any:
+        given = ("--plain-http", "--key", "kcdsl.key.pub", *words)
+        return cli("check", f"oci://{image}", *given, cwd=folder)
+
+    return run
+
+
+def test_what_is_attached_is_found_and_checked_as_the_file_is(
+    registry: FakeRegistry, attach: Any, check: Any, cli: Cli, folder: Path, certificate: Path
+) -> None:
+    image = registry.image()
+    ran = attach(image)
+    assert ran.code == 0, ran.stderr
+    (digest,) = artefacts(registry)
+    assert f"attached as oci://{registry.host}/{NAME}@{digest}" in ran.stdout.splitlines()[-1]
+    there = json.loads(check(image, "--json").stdout)
+    here = json.loads(
+        cli("check", certificate, "--key", "kcdsl.key.pub", "--json", cwd=folder).stdout
+    )
+    assert there["verdict"] == here["verdict"] == "valid"
+    assert there["certificate"] == here["certificate"]
+    steps = [
+        [(s["name"], s["outcome"], s["reason"]) for s in one["checks"]] for one in (there, here)
+    ]
+    assert steps[0] == steps[1]
+    alone = check(f"{registry.host}/{NAME}@{digest}")
+    assert alone.code == 0, alone.stdout + alone.stderr
+    assert list(folder.parent.glob("**/certificate.json")) == []
+
+
+def test_a_second_attachment_sends_nothing_and_lists_nothing_twice(
+    registry: FakeRegistry, attach: Any
+) -> None:
+    image = registry.image()
+    assert attach(image).code == 0
+    before = dict(registry.documents)
+    registry.requests.clear()
+    ran = attach(image)
+    assert ran.code == 0
+    assert ": 0 bytes sent" in ran.stdout
+    assert registry.sent("POST") == []
+    assert registry.documents == before
+
+
+def test_an_attachment_that_was_cut_off_is_finished(
+    registry: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image = registry.image()
+    assert attach(image).code == 0
+    missing = next(iter(registry.blobs))
+    held = dict(registry.blobs)
+    del registry.blobs[missing]
+    registry.requests.clear()
+    assert attach(image).code == 0
+    assert registry.blobs == held
+    assert len(registry.sent("POST")) == 1
+    assert check(image).code == 0
+
+
+def test_a_stranger_that_may_write_changes_nothing(
+    registry: FakeRegistry, attach: Any, check: Any, folder: Path, certificate: Path
+) -> None:
+    image = registry.image()
+    other = folder / "other"
+    shutil.copytree(certificate.parent, other)
+    document = json.loads(certificate.read_bytes())
+    document["dsseEnvelope"]["signatures"][0]["sig"] = "AA=="
+    (other / certificate.name).write_text(json.dumps(document))
+    assert attach(image, other / certificate.name).code == 0
+    assert check(image).code == 4  # nothing but what no trusted key signed
+    assert attach(image).code == 0
+    ran = check(image, "--json")
+    assert ran.code == 0, ran.stdout
+    assert json.loads(ran.stdout)["certificate"]  # that of one
+
+
+def test_files_of_what_no_trusted_key_signed_are_not_read(
+    plain: FakeRegistry, attach: Any, check: Any, folder: Path
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    (folder / "kcdsl.key.pub").write_bytes(generate().public.pem)
+    plain.requests.clear()
+    ran = check(image)
+    assert ran.code == 4
+    assert "signature/none-trusted" in ran.stdout
+    assert len([path for path in plain.sent("GET") if "/blobs/" in path]) == 1
+
+
+def test_an_artefact_about_another_image_is_not_one_of_this(
+    plain: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    data = json.dumps({"schemaVersion": 2, "mediaType": "x", "config": {}}).encode()
+    plain.documents[digest_of(data)] = ("x", data)
+    about = plain.referrers(image.rpartition("@")[2])
+    plain.changed = lambda path, data: about if path == "referrers" else data
+    ran = check(f"{plain.host}/{NAME}@{digest_of(data)}")
+    assert ran.code == 2
+    assert "error[KC601]" in ran.stderr
+    assert "no certificate is attached" in ran.stderr
+
+
+@pytest.mark.parametrize("part", ["manifests/", "blobs/"])
+@pytest.mark.parametrize("how", ["another", "shorter", "longer"])
+def test_what_is_not_what_its_digest_names_is_refused(
+    plain: FakeRegistry, attach: Any, check: Any, part: str, how: str
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    change: Callable[[bytes], bytes] = {
+        "another": lambda data: data[:-1] + b" ",
+        "shorter": lambda data: data[:-1],
+        "longer": lambda data: data + b" ",
+    }[how]
+    plain.changed = lambda path, data: change(data) if path.startswith(part) else data
+    ran = check(image)
+    assert ran.code == 2
+    assert "error[KC655]" in ran.stderr
+
+
+def test_too_large_answers_are_not_read_to_their_end(
+    plain: FakeRegistry, attach: Any, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    monkeypatch.setattr(oci, "_LARGEST_MANIFEST", 100)
+    ran = check(image)
+    assert ran.code == 2
+    assert "it sent more than 100 bytes" in ran.stderr
+
+
+@pytest.mark.parametrize("target", ["file:///etc/hostname?", "ftp://localhost", "data:,"])
+def test_redirects_lead_to_no_other_kind_of_address(
+    plain: FakeRegistry, attach: Any, check: Any, target: str
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    plain.redirect = target
+    ran = check(image)
+    assert ran.code == 2
+    assert "error[KC655]" in ran.stderr
+    assert "it redirects to" in ran.stderr
+
+
+def test_credentials_stay_with_the_registry(
+    plain: FakeRegistry, attach: Any, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = plain.image()
+    plain.token = "secret"
+    ran = attach(image)
+    assert ran.code == 2
+    assert "wants other credentials" in ran.stderr
+    known = {"auths": {plain.host: {"auth": "dXNlcjpwYXNz"}}}
+    (tmp_path / "auth.json").write_text(json.dumps(known))
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
+    assert attach(image).code == 0
+    with serving(FakeRegistry(blobs=plain.blobs)) as store:
+        plain.redirect = f"http://{store.host}"
+        assert check(image).code == 0
+        assert store.requests
+        assert {given for _, _, given in store.requests} == {""}
+        plain.redirect, plain.place = "", f"http://{store.host}/v2/{NAME}/blobs/uploads/1"
+        plain.blobs = {}
+        ran = attach(image)
+        assert ran.code == 2
+        assert "it sends its client to" in ran.stderr
+        assert store.sent("PUT") == []
+
+
+def test_no_program_is_run_for_credentials(
+    plain: FakeRegistry, attach: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = plain.image()
+    plain.token = "secret"
+    (tmp_path / "auth.json").write_text(json.dumps({"credsStore": "desktop"}))
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
+    ran = attach(image)
+    assert ran.code == 2
+    assert "docker-credential-desktop" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "localhost:5000/llm/tiny:latest",
+        "llm/tiny@sha256:" + "ab" * 32,
+        "localhost:5000@sha256:" + "ab" * 32,
+        "localhost:5000/../tiny@sha256:" + "ab" * 32,
+        "localhost:5000/llm/tiny@sha512:" + "ab" * 64,
+    ],
+)
+@pytest.mark.usefixtures("certificate")
+def test_an_image_has_a_registry_and_a_digest(check: Any, image: str) -> None:
+    ran = check(image)
+    assert ran.code == 2
+    assert "is no NAME@sha256:DIGEST" in ran.stderr or "names no registry" in ran.stderr
+
+
+@pytest.mark.usefixtures("certificate")
+def test_a_registry_that_does_not_answer_is_named(check: Any) -> None:
+    ran = check("localhost:1/llm/tiny@sha256:" + "ab" * 32)
+    assert ran.code == 2
+    assert "error[KC654]" in ran.stderr
+    assert "--plain-http" in ran.stderr
+
+
+def test_what_a_checker_would_refuse_is_not_attached(
+    plain: FakeRegistry, attach: Any, certificate: Path
+) -> None:
+    image = plain.image()
+    proof = next(certificate.parent.glob("*.proof.json"))
+    proof.write_bytes(proof.read_bytes() + b" ")
+    ran = attach(image)
+    assert ran.code == 2
+    assert "proof/digest-mismatch" in ran.stderr
+    assert plain.sent("POST") == []
+
+
+def test_a_superseded_certificate_is_left_out_and_one_that_failed_is_not(
+    plain: FakeRegistry,
+    attach: Any,
+    check: Any,
+    folder: Path,
+    certificate: Path,
+    program: Program,
+    proof: bytes,
+    key: SigningKey,
+    evidence: tuple[EvidenceFile, ...],
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    payload = decode(parse_bundle(certificate.read_bytes())).payload
+    found = results(program, folder, proof_reference("N-ATTN-0", proof))
+    failed = [replace(found[0], verdict=Verdict.INCONCLUSIVE), *found[1:]]
+    for clauses, gone, code, count in (
+        (found, certificate_id(payload), 0, 1),
+        (failed, None, 4, 2),
+    ):
+        bundle = issue(
+            program=program,
+            base=folder,
+            clauses=clauses,
+            keys=[key],
+            clock=lambda: NOW,
+            sequence=2_000_000_000,
+            supersedes=gone,
+            evidence=evidence,
+        )
+        other = certificate.with_name(f"later{count}.cert.json")
+        other.write_bytes(bundle)
+        assert attach(image, other).code == 0
+        ran = check(image, "--json")
+        assert ran.code == code, ran.stdout
+        assert len(json.loads(ran.stdout).get("certificates", [0])) == count
