@@ -198,7 +198,8 @@ class ModelRef:
     distribution. `served` is the checkpoint that the inference kernel reads, where that is
     another; a program takes it from its kernel. Where the architecture is `ONNX`, the checkpoint
     is an ONNX file with the program in it, and `blocks` has the name of each block with the
-    tensors at which it begins and ends.
+    tensors at which it begins and ends; a program gives it its inference kernel, `infer`, whose
+    numerics must be those that the file states.
     """
 
     checkpoint: str
@@ -209,6 +210,7 @@ class ModelRef:
     served: str | None = None
     span: Span = field(default=_NOWHERE, compare=False)
     blocks: tuple[tuple[str, str, str], ...] = ()
+    infer: KernelRef | None = field(default=None, compare=False)
 
 
 GUARD_FROM = Fraction(1)
@@ -320,9 +322,10 @@ class Program:
     """The kernel that `fallback` switches to; None where the contract names none."""
 
     def __post_init__(self) -> None:
-        """Have the model name the checkpoint of the inference kernel."""
-        if self.model.served != self.infer.checkpoint:
-            model = replace(self.model, served=self.infer.checkpoint)
+        """Have the model name the checkpoint of the inference kernel, and an ONNX file it."""
+        infer = self.infer if self.model.architecture == ONNX else None
+        if self.model.served != self.infer.checkpoint or self.model.infer != infer:
+            model = replace(self.model, served=self.infer.checkpoint, infer=infer)
             object.__setattr__(self, "model", model)
 
     @property

@@ -60,6 +60,7 @@ from kcdsl.model.configuration import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.weights import linear_weight, served_weight
+from kcdsl.model.presets import resolve
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 from kcdsl.source.modules import find_module
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
@@ -346,7 +347,7 @@ def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefact
     """Return the model of an ONNX file."""
     from kcdsl.model.onnx.program import read_program
 
-    module, checkpoint = read_program(path, ref.blocks, files.admitted)
+    module, checkpoint, stated = read_program(path, ref.blocks, files.admitted)
     files.record(CHECKPOINT, checkpoint.root_digest)
     if ref.served is not None:
         raise refuse(
@@ -354,6 +355,9 @@ def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefact
             "with an ONNX file the inference kernel has no checkpoint of its own",
             help="say in `numerics` how the inference kernel stores the weights",
         )
+    if ref.infer is not None and ref.infer.claims:
+        with at(ref.infer.span):
+            stated.refuse_other(resolve(ref.infer))
     if module.vocabulary is not None:
         config = {**config, "vocab_size": module.vocabulary}
     tokenizer = find_tokenizer(ref, path, files, config)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 VOCABULARY, WIDTH, HEADS, INNER = 12, 8, 2, 16
 
@@ -143,3 +143,77 @@ def save_decoder(folder: Path, name: str = "model.onnx", *, beside: bool = False
         model, str(path), save_as_external_data=beside, location=f"{name}.data", size_threshold=0
     )
     return path
+
+
+MLP = """
+<ir_version: 10, opset_import: ["" : 21]>
+mlp (int64[1,T] input_ids) => (float[1,T,12] logits)
+{{
+  embedded = Gather <axis = 0> (embedding, input_ids)
+  {first}
+  wide = MatMul ({entering}, {up})
+  biased = Add (wide, up_bias)
+  active = Relu (biased)
+  {second}
+  feed = MatMul ({inner}, {down})
+  layer = Add (embedded, feed)
+  logits = MatMul (layer, head)
+}}
+"""
+QUANTISERS = {
+    "uint8": (TensorProto.UINT8, 128), "int8": (TensorProto.INT8, 0),
+    "int8 zero point": (TensorProto.INT8, -37), "e4m3": (TensorProto.FLOAT8E4M3FN, 0),
+    "e5m2": (TensorProto.FLOAT8E5M2, 0), "dynamic": (TensorProto.UINT8, 0),
+}  # fmt: skip
+"""Types of codes and zero points of inputs."""
+
+
+def quantised_mlp(form: str, *, stored: str = "codes") -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Return a perceptron with quantisers, and its program without them.
+
+    Weights are `stored` as "codes" with a scale per channel, or as "numbers" that are quantised.
+    """
+    held = {n: weights()[n] for n in ("embedding", "up", "down", "up_bias", "head")}
+    held["embedding"] = np.clip(held["embedding"], -2, 2)
+    kind, zero = QUANTISERS[form]
+    fp8 = kind in (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    around = {n: np.asarray(s, dtype=np.float32) for n, s in (("s1", 0.03), ("s2", 0.05))}
+    around |= {n: np.asarray(zero).astype(dtype) for n in ("z1", "z2")}
+    if form == "dynamic":
+        parts = [
+            f"c{i}, s{i}, z{i} = DynamicQuantizeLinear ({x})"
+            f" q{i} = DequantizeLinear (c{i}, s{i}, z{i})"
+            for i, x in ((1, "embedded"), (2, "active"))
+        ]
+        around = {}
+    else:
+        parts = [
+            f"c{i} = QuantizeLinear ({x}, s{i}, z{i}) q{i} = DequantizeLinear (c{i}, s{i}, z{i})"
+            for i, x in ((1, "embedded"), (2, "active"))
+        ]
+    plain = dict(held)
+    code = dtype if fp8 else np.dtype(np.int8)
+    top = 127.0 if not fp8 else {TensorProto.FLOAT8E4M3FN: 448.0}.get(kind, 57344.0)
+    names = {}
+    for name in ("up", "down"):
+        scale = (np.abs(held[name]).max(axis=0) / np.float32(top)).astype(np.float32)
+        ratio = held[name] / scale
+        codes = (ratio if fp8 else np.rint(ratio)).astype(code)
+        names[name] = f"{name}_read"
+        around |= {f"{name}_scale": scale, f"{name}_zero": np.zeros_like(scale).astype(code)}
+        if stored == "codes":
+            plain[f"{name}_read"] = codes.astype(np.float32) * scale
+            around[f"{name}_codes"] = codes
+            del held[name], plain[name]
+        ends = f"({name}_codes, {name}_scale, {name}_zero)"
+        made = f"{name}_read = DequantizeLinear <axis = 1> {ends}"
+        if stored == "numbers":
+            parts_of = f"{name}, {name}_scale, {name}_zero"
+            made = f"{name}_codes = QuantizeLinear <axis = 1> ({parts_of}) {made}"
+        parts.append(made)
+    one, two, *rest = parts
+    text = MLP.format(first=" ".join((one, *rest)), entering="q1", second=two, inner="q2", **names)
+    own = {n: n if stored == "numbers" else names[n] for n in names}
+    program = MLP.format(first="", entering="embedded", second="", inner="active", **own)
+    return model_of(text, held | around), model_of(program, plain)

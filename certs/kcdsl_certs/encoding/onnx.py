@@ -7,7 +7,7 @@ field that may stand once and stands twice is refused: readers differ in what th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kcdsl_certs.encoding.rejected import Rejected
@@ -15,8 +15,18 @@ from kcdsl_certs.encoding.rejected import Rejected
 SUFFIX = ".onnx"
 LARGEST = 1 << 31
 """The largest file in bytes."""
-_KINDS = {1: ("F32", 4), 10: ("F16", 2), 16: ("BF16", 2)}
-_GRAPH, _INITIALIZER, _SPARSE = 7, 5, 15
+_KINDS = {
+    1: ("F32", 4),
+    10: ("F16", 2),
+    16: ("BF16", 2),
+    2: ("U8", 1),
+    3: ("I8", 1),
+    6: ("I32", 4),
+    17: ("F8_E4M3", 1),
+    19: ("F8_E5M2", 1),
+}
+_GRAPH, _NODE, _INITIALIZER, _SPARSE = 7, 1, 5, 15
+_INPUTS, _OUTPUTS, _OPERATOR, _ATTRIBUTES, _DOMAIN = 1, 2, 4, 5, 7
 _DIMS, _TYPE, _FLOATS, _INTEGERS, _NAME, _RAW, _EXTERNAL, _LOCATION = 1, 2, 4, 5, 8, 9, 13, 14
 _DATA = frozenset({_FLOATS, _INTEGERS, 6, 7, _RAW, 10, 11})
 _ONCE = frozenset({_TYPE, 3, _NAME, _RAW, _LOCATION})
@@ -27,8 +37,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 class OnnxTensor:
     """A tensor of a file: its bytes, or the file beside it, the offset and the length of them.
 
-    `dtype` is the name that safetensors files have for the type; "" for any other than a float of
-    32 or 16 bits, whose numbers are not read.
+    `dtype` is the name that safetensors files have for the type; "" for one whose numbers are not
+    read: any but floats of 32, 16 and 8 bits, and integers of 32 and 8.
     """
 
     dtype: str
@@ -39,16 +49,24 @@ class OnnxTensor:
     length: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class OnnxCodes:
+    """A node DequantizeLinear of a file: the tensors of its codes, scales and zero points ("":
+    none), and the dimension along which scales differ."""
+
+    codes: str
+    scale: str
+    zero_point: str
+    axis: int
+
+
 def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
     """Return the tensors of the bytes of an ONNX file by their names.
 
     Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
     """
-    graphs = [value for number, kind, value in _fields(memoryview(data)) if number == _GRAPH]
-    if len(graphs) != 1 or not isinstance(graphs[0], memoryview):
-        raise _bad("it does not have one graph")
     found: dict[str, OnnxTensor] = {}
-    for number, _, value in _fields(graphs[0]):
+    for number, _, value in _fields(_graph(data)):
         if number == _SPARSE:
             raise _bad("it has sparse tensors")
         if number == _INITIALIZER:
@@ -59,10 +77,81 @@ def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
     return found
 
 
+def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCodes]:
+    """Return what tensors of codes are read as, by the names of the results of DequantizeLinear.
+
+    Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
+    """
+    found: dict[str, OnnxCodes] = {}
+    made = set(tensors)
+    for number, _, value in _fields(_graph(data)):
+        if number != _NODE:
+            continue
+        inputs, outputs, operator, attributes = _node(_message(value))
+        for name in filter(None, outputs):
+            if name in made:
+                raise _bad(f"{name[:80]!a} is computed twice, or is a tensor of the file")
+            made.add(name)
+        dequantized = operator == "DequantizeLinear" and len(outputs) == 1
+        if not dequantized or not 2 <= len(inputs) <= 3 or set(inputs) - {""} - set(tensors):
+            continue
+        odd = attributes.keys() - {"axis"}
+        if any(attributes[name] for name in odd - {"output_dtype"}) or attributes.get(
+            "output_dtype", 0
+        ) not in (0, 1):
+            continue  # in blocks, or to another type than float32: no parameter is made of it
+        zero_point = inputs[2] if len(inputs) == 3 else ""
+        found[outputs[0]] = OnnxCodes(inputs[0], inputs[1], zero_point, attributes.get("axis", 1))
+    return found
+
+
+def _graph(data: bytes) -> memoryview:
+    graphs = [value for number, kind, value in _fields(memoryview(data)) if number == _GRAPH]
+    if len(graphs) != 1 or not isinstance(graphs[0], memoryview):
+        raise _bad("it does not have one graph")
+    return graphs[0]
+
+
+def _node(message: memoryview) -> tuple[list[str], list[str], str, dict[str, int]]:
+    """Return the inputs, the outputs, the operator ("" of another domain than that of ONNX) and the
+    integers among the attributes of a node; any other attribute is 1."""
+    inputs: list[str] = []
+    outputs: list[str] = []
+    once: dict[int, str] = {}
+    attributes: dict[str, int] = {}
+    for number, _, value in _fields(message):
+        if number in (_INPUTS, _OUTPUTS):
+            (inputs if number == _INPUTS else outputs).append(_text(_message(value)))
+        elif number in (_OPERATOR, _DOMAIN):
+            if number in once:
+                raise _bad(f"field {number} of a node stands twice")
+            once[number] = _text(_message(value))
+        elif number == _ATTRIBUTES:
+            name, one = _attribute(_message(value))
+            if name in attributes:
+                raise _bad(f"the attribute {name[:80]!a} stands twice")
+            attributes[name] = one
+    own = once.get(_DOMAIN, "") in ("", "ai.onnx")
+    return inputs, outputs, once.get(_OPERATOR, "") if own else "", attributes
+
+
+def _attribute(message: memoryview) -> tuple[str, int]:
+    """Return the name of an attribute and its integer; 1 where it is none."""
+    found: dict[int, int | memoryview] = {}
+    for number, _, value in _fields(message):
+        if number in (1, 3, 20) and number in found:
+            raise _bad(f"field {number} of an attribute stands twice")
+        found[number] = value
+    name = _text(_message(found.get(1, memoryview(b""))))
+    integer = _integer(found.get(20, 2)) == 2
+    return name, _integer(found.get(3, 0)) if integer else 1
+
+
 def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
     once: dict[int, int | memoryview] = {}
     dims: list[int] = []
     parts: list[bytes] = []
+    numbers: list[int] = []
     filled: set[int] = set()
     external: dict[str, str] = {}
     for number, kind, value in _fields(message):
@@ -77,8 +166,7 @@ def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
         elif number == _FLOATS:
             parts.append(_single(value) if kind == _FIXED32 else bytes(_message(value)))
         elif number == _INTEGERS:
-            every = _varints(value) if kind == _BYTES else [_integer(value)]
-            parts.append(b"".join((one & 0xFFFF).to_bytes(2, "little") for one in every))
+            numbers += _varints(value) if kind == _BYTES else [_integer(value)]
         elif number == _EXTERNAL:
             key, said = _entry(_message(value))
             if key in external:
@@ -107,6 +195,7 @@ def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
     if external or len(filled) > 1 or not filled <= own:
         raise _bad(f"the tensor {name[:80]!a} has its numbers in no one place")
     raw = _message(once.get(_RAW, memoryview(b"")))
+    parts += [(one % (1 << 8 * size)).to_bytes(size, "little") for one in numbers]
     content = raw if len(raw) else memoryview(b"".join(parts))
     if len(content) != wanted:
         raise _bad(f"the tensor {name[:80]!a} has {len(content)} bytes, its shape needs {wanted}")

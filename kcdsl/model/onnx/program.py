@@ -17,6 +17,7 @@ from kcdsl.model.checkpoint.tensors import Checkpoint
 from kcdsl.model.onnx.files import KINDS, OnnxNode, read_onnx
 from kcdsl.model.onnx.operators import Turned
 from kcdsl.model.onnx.plan import VIEWS, OnnxPlan, run_node
+from kcdsl.model.onnx.quantisation import FileNumerics, without_quantisers
 from kcdsl.source.files import excerpt
 
 BlockEnds = tuple[str, str]
@@ -138,12 +139,13 @@ class OnnxProgram(OnnxBlock):
 
 def read_program(
     path: Path, blocks: Iterable[tuple[str, str, str]], admitted: Callable[[Path], Path]
-) -> tuple[OnnxProgram, Checkpoint]:
-    """Read an ONNX file: its program with these blocks, and its tensors as a checkpoint.
+) -> tuple[OnnxProgram, Checkpoint, FileNumerics]:
+    """Read an ONNX file: its program with these blocks, its tensors as a checkpoint, and the
+    numerics that its quantisers state.
 
     Refuse what `read_onnx` does, and operators and blocks that are not supported.
     """
-    file = read_onnx(path, admitted)
+    file, stated = without_quantisers(read_onnx(path, admitted))
     program = OnnxProgram(OnnxPlan(file), {name: (first, last) for name, first, last in blocks})
     tensors: dict[str, Tensor] = {}
     others: dict[str, str] = {}
@@ -156,7 +158,7 @@ def read_program(
     checkpoint = Checkpoint(
         path, manifest.weights_digest, tensors, others, root=manifest.root_digest
     )
-    return program, checkpoint
+    return program, checkpoint, stated
 
 
 def _used(runs: Sequence[OnnxNode], holders: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

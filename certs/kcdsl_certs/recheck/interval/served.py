@@ -19,6 +19,8 @@ from kcdsl_certs.recheck.interval.tensors import (
     Singles,
     Tensor,
     as_float32,
+    integers,
+    numbers,
     read_file,
     read_index,
 )
@@ -189,14 +191,14 @@ def _compressed(served: Served, base: str, method: Mapping[str, Any]) -> Decoded
     if len(bits) != 1 or not bits <= {2, 4, 8}:
         raise Rejected("served/method", f"weights of {sorted(map(str, bits))} bits")
     (width,) = bits
-    rows, columns = (int(n) for n in _array(served.part(base, "weight_shape"), "I64").tolist())
-    words = _array(served.part(base, "weight_packed"), "I32")
+    rows, columns = (int(n) for n in integers(served.part(base, "weight_shape"), "I64").tolist())
+    words = integers(served.part(base, "weight_packed"), "I32")
     if words.shape != (rows, -(-columns * width // 32)):
         raise ValueError("the words do not fit the shape")
     middle = 2 ** (width - 1)
     codes = _fields(words, width)[:, :columns] - middle
     if served.has(base, "weight_zero_point"):
-        packed = _array(served.part(base, "weight_zero_point"), "I32")
+        packed = integers(served.part(base, "weight_zero_point"), "I32")
         zeros = _fields(np.ascontiguousarray(packed.T), width).T[:rows] - middle
         codes = codes - _tiles(zeros.astype(np.float32), codes.shape, _order(served, base))[0]
         return _product(codes, served, base, "")
@@ -206,9 +208,9 @@ def _compressed(served: Served, base: str, method: Mapping[str, Any]) -> Decoded
 def _bytes(served: Served, base: str) -> Decoded:
     tensor = served.part(base, "weight")
     kind = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}[tensor.dtype]
-    codes = _numbers(tensor)
+    codes = numbers(tensor)
     if served.has(base, "weight_zero_point"):
-        zeros = _numbers(served.part(base, "weight_zero_point"))
+        zeros = numbers(served.part(base, "weight_zero_point"))
         if zeros.any():
             codes = codes - _tiles(zeros, codes.shape, _order(served, base))[0]
             kind = ""
@@ -225,7 +227,7 @@ def _squares(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
     tensor, inverse = served.part(base, "weight"), served.part(base, "weight_scale_inv")
     if tensor.dtype != "F8_E4M3" or inverse.dtype not in ("F32", "F16", "BF16"):
         raise ValueError(f"bytes are {tensor.dtype}, scales {inverse.dtype}")
-    codes, scales = _numbers(tensor), _numbers(inverse)
+    codes, scales = numbers(tensor), numbers(inverse)
     value = np.empty_like(codes)
     tall, wide = (-(-n // 128) for n in codes.shape)
     if scales.shape != (tall, wide):
@@ -261,7 +263,7 @@ def _torchao(served: Served, base: str) -> Decoded:
     has_zero = served.has(base, "_weight_zero_point")
     if "qdata" not in listed or "scale" not in listed or has_zero != ("zero_point" in listed):
         raise ValueError("the parts are not those of the metadata")
-    codes, form = _numbers(tensor), names[kind, tensor.dtype]
+    codes, form = numbers(tensor), names[kind, tensor.dtype]
     rows, columns = codes.shape
     if kind == "IntxUnpackedToInt8Tensor":
         form = fields["target_dtype"]["_data"]
@@ -281,7 +283,7 @@ def _torchao(served: Served, base: str) -> Decoded:
         layout = "per_tensor"
 
     def of_blocks(name: str) -> Singles:
-        stored = _numbers(served.part(base, name))
+        stored = numbers(served.part(base, name))
         if stored.shape != grid and not (stored.size == 1 and grid == (1, 1)):
             raise ValueError(f"{name} does not fit the blocks")
         rows_of = np.repeat(stored.reshape(grid), tall, axis=0)
@@ -304,7 +306,7 @@ def _torchao(served: Served, base: str) -> Decoded:
 def _product(codes: NDArray[Any], served: Served, base: str, kind: str) -> Decoded:
     """Return codes times the scales of a weight."""
     held = codes.astype(np.float32)
-    scales = _numbers(served.part(base, "weight_scale"))
+    scales = numbers(served.part(base, "weight_scale"))
     spread, layout = _tiles(scales, held.shape, _order(served, base))
     with np.errstate(all="ignore"):
         value = np.asarray(held * spread, dtype=np.float32)
@@ -323,7 +325,7 @@ def _four(served: Served, base: str, name: str, outer: str, divided: bool) -> De
         codes[..., place] = (signs * _MAGNITUDES[half & 7]).reshape(shape)
     held = codes.reshape(shape[0], 2 * shape[1])
     inner = served.part(base, "weight_scale")
-    multiples, whole = _numbers(inner), _numbers(served.part(base, outer)).ravel()
+    multiples, whole = numbers(inner), numbers(served.part(base, outer)).ravel()
     fits = inner.dtype == "F8_E4M3" and multiples.shape == (len(held), held.shape[1] // 16)
     if not fits or whole.size != 1 or held.shape[1] % 16:
         raise ValueError("the scales do not fit")
@@ -338,17 +340,17 @@ def _gptq(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2", None):
         raise Rejected("served/method", f"GPTQ of {bits!r} bits, {str(form)[:40]!r}")
     one = 0 if form == "gptq_v2" else 1
-    scales = _numbers(served.part(base, "scales"))
-    words = _array(served.part(base, "qweight"), "I32")
+    scales = numbers(served.part(base, "scales"))
+    words = integers(served.part(base, "qweight"), "I32")
     codes = _fields(np.ascontiguousarray(words.T), bits).T
-    zeros = _fields(_array(served.part(base, "qzeros"), "I32"), bits)
+    zeros = _fields(integers(served.part(base, "qzeros"), "I32"), bits)
     if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
         raise ValueError("the scales do not fit")
     if one and (zeros == 2**bits - 1).any():
         raise ValueError("a zero point is more than its bits hold")
     groups = np.arange(len(codes)) // (len(codes) // len(scales))
     if served.has(base, "g_idx"):
-        groups = _array(served.part(base, "g_idx"), "I32").astype(np.int64)
+        groups = integers(served.part(base, "g_idx"), "I32").astype(np.int64)
     elif len(codes) % len(scales):
         raise ValueError("the groups do not fit")
     if groups.shape != (len(codes),) or groups.min() < 0:
@@ -362,9 +364,9 @@ def _awq(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
     known = version in ("gemm", "GEMM", None) and bits == 4
     if not known or method.get("zero_point") not in (True, None):
         raise Rejected("served/method", f"AWQ of {bits!r} bits, {str(version)[:40]!r}")
-    scales = _numbers(served.part(base, "scales"))
+    scales = numbers(served.part(base, "scales"))
     codes, zeros = (
-        _interleaved(_fields(_array(served.part(base, name), "I32"), 4))
+        _interleaved(_fields(integers(served.part(base, name), "I32"), 4))
         for name in ("qweight", "qzeros")
     )
     if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
@@ -389,7 +391,7 @@ def _order(served: Served, base: str) -> NDArray[np.int64] | None:
     """Return the group of every input, where a weight states it."""
     if not served.has(base, "weight_g_idx"):
         return None
-    found = _array(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
+    found = integers(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
     return None if (found < 0).any() else found
 
 
@@ -423,34 +425,3 @@ def _fields(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
     for place in range(32 // bits):
         found[..., place] = (plain >> (bits * place)) % 2**bits
     return found.reshape(*plain.shape[:-1], -1)
-
-
-_INTEGERS = {"I8": "<i1", "U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-
-
-def _array(tensor: Tensor, kind: str) -> NDArray[Any]:
-    if tensor.dtype != kind:
-        raise ValueError(f"a tensor is {tensor.dtype}, not {kind}")
-    return np.frombuffer(tensor.data, dtype=_INTEGERS[kind]).reshape(tensor.shape)
-
-
-def _numbers(tensor: Tensor) -> Singles:
-    """Return a tensor of numbers as float32."""
-    if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-        raw = np.frombuffer(tensor.data, dtype=np.uint8)
-        wide, bias = (3, 7) if tensor.dtype == "F8_E4M3" else (2, 15)
-        return _table(wide, bias)[raw].reshape(tensor.shape)
-    if tensor.dtype in _INTEGERS:
-        return _array(tensor, tensor.dtype).astype(np.float32)
-    return as_float32(tensor, "a scale")
-
-
-def _table(wide: int, bias: int) -> Singles:
-    """Return the numbers of all 256 codes with this many bits of a fraction; NaN where none is."""
-    found = np.empty(256, dtype=np.float32)
-    for code in range(256):
-        power, fraction = (code & 127) >> wide, code % 2**wide
-        size = (fraction / 2**wide + (power > 0)) * 2.0 ** (max(power, 1) - bias)
-        last = (code & 127) == 127 if wide == 3 else power == 31
-        found[code] = np.nan if last else (-size if code & 128 else size)
-    return found

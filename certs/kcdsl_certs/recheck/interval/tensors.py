@@ -131,6 +131,9 @@ def read_graph(
     """Return the digests of an ONNX file and its external data, these tensors of it, and no
     metadata."""
     data, stored = read_onnx(path)
+    coded = onnx.codes_of(data, stored)
+    asked = {name for key, one in coded.items() if keys is None or key in keys
+             for name in (one.codes, one.scale, one.zero_point)}  # fmt: skip
     resources = [Resource(path.name, len(data), hashlib.sha256(data).hexdigest())]
     held: dict[str, bytes] = {}
     for name in onnx_files(stored):
@@ -140,7 +143,8 @@ def read_graph(
         resources.append(Resource(name, len(held[name]), digest))
     found: dict[str, Tensor] = {}
     for key, one in stored.items():
-        if not one.dtype or (keys is not None and key not in keys):
+        wanted = one.dtype in FLOATS and (keys is None or key in keys)
+        if not one.dtype or not (wanted or key in asked):
             continue
         content = one.data
         if one.location:
@@ -150,7 +154,42 @@ def read_graph(
         elif one.length >= 0:
             raise _bad(f"tensor {key[:80]!r} lies in no file")
         found[key] = Tensor(one.dtype, one.shape, content)
-    return resources, found, []
+    made = {
+        key: tensor
+        for key, one in coded.items()
+        if (keys is None or key in keys) and (tensor := _dequantized(key, one, found)) is not None
+    }
+    plain = {k: t for k, t in found.items() if t.dtype in FLOATS and (keys is None or k in keys)}
+    return resources, {**plain, **made}, []
+
+
+def _dequantized(key: str, one: onnx.OnnxCodes, held: Mapping[str, Tensor]) -> Tensor | None:
+    """Return (codes - zero points) · scales as float32, rounded once after the difference, which is
+    exact; None where the operands are of types that no parameter is made of.
+
+    Raises Rejected "checkpoint/format" where their shapes do not fit.
+    """
+    parts = [held.get(name) for name in (one.codes, one.scale, one.zero_point or one.codes)]
+    codes, scale, zero = parts
+    if codes is None or scale is None or zero is None or scale.dtype != "F32":
+        return None
+    if zero.dtype != codes.dtype or codes.dtype in FLOATS:
+        return None
+    axis = one.axis + len(codes.shape) * (one.axis < 0)
+    whole = scale.shape in ((), (1,))
+    if not whole and (not 0 <= axis < len(codes.shape) or scale.shape != (codes.shape[axis],)):
+        raise _bad(f"the scales of {key[:80]!r} do not fit its codes")
+    if one.zero_point and zero.shape != scale.shape:
+        raise _bad(f"the zero points of {key[:80]!r} do not fit its scales")
+    along = [1] * len(codes.shape)
+    if not whole:
+        along[axis] = -1
+    zeros = numbers(zero) if one.zero_point else np.zeros(scale.shape, dtype=np.float32)
+    if codes.dtype in ("I32", "F8_E4M3", "F8_E5M2") and zeros.any():
+        return None
+    with np.errstate(all="ignore"):
+        value = (numbers(codes) - zeros.reshape(along)) * numbers(scale).reshape(along)
+    return Tensor("F32", codes.shape, memoryview(value.astype("<f4").tobytes()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +315,35 @@ def as_float32(tensor: Tensor, name: str) -> Singles:
     if not np.isfinite(values).all():
         raise Rejected("parameter/not-finite", f"{name!r} holds NaN or infinity")
     return values.reshape(tensor.shape)
+
+
+_INTEGERS = {"I8": "<i1", "U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+
+
+def integers(tensor: Tensor, kind: str) -> NDArray[Any]:
+    """Return a tensor of integers of a type. Raises ValueError for one of another type."""
+    if tensor.dtype != kind:
+        raise ValueError(f"a tensor is {tensor.dtype}, not {kind}")
+    return np.frombuffer(tensor.data, dtype=_INTEGERS[kind]).reshape(tensor.shape)
+
+
+def numbers(tensor: Tensor) -> Singles:
+    """Return a tensor of numbers or of codes as float32."""
+    if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
+        raw = np.frombuffer(tensor.data, dtype=np.uint8)
+        wide, bias = (3, 7) if tensor.dtype == "F8_E4M3" else (2, 15)
+        return _table(wide, bias)[raw].reshape(tensor.shape)
+    if tensor.dtype in _INTEGERS:
+        return integers(tensor, tensor.dtype).astype(np.float32)
+    return as_float32(tensor, "a scale")
+
+
+def _table(wide: int, bias: int) -> Singles:
+    """Return the numbers of all 256 codes with this many bits of a fraction; NaN where none is."""
+    found = np.empty(256, dtype=np.float32)
+    for code in range(256):
+        power, fraction = (code & 127) >> wide, code % 2**wide
+        size = (fraction / 2**wide + (power > 0)) * 2.0 ** (max(power, 1) - bias)
+        last = (code & 127) == 127 if wide == 3 else power == 31
+        found[code] = np.nan if last else (-size if code & 128 else size)
+    return found

@@ -1,0 +1,483 @@
+"""QuantizeLinear and DequantizeLinear of ONNX files: the numerics of the kernel that a file states.
+
+The graph without them is the program. Codes that the file stores become parameters: (code - zero
+point) · scale as float32, by the name of the result of DequantizeLinear. What quantises the input
+of a product with a weight, or the weight itself, becomes a part of the numerics of that linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto, helper
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics.specification import linear_name
+from kcdsl.model.onnx.files import Array, OnnxFile, OnnxNode
+from kcdsl.model.onnx.fusion import constant
+from kcdsl.source.files import excerpt
+
+Section = dict[str, Any]
+
+COMPUTE: dict[int, str] = {
+    TensorProto.FLOAT: "float32",
+    TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "bfloat16",
+}
+"""The formats in which programs compute, by the types of their weights."""
+_QUANTIZE, _DYNAMIC, _DEQUANTIZE = "QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear"
+QUANTISERS = frozenset({_QUANTIZE, _DYNAMIC, _DEQUANTIZE})
+_FORMATS: dict[int, str] = {
+    TensorProto.UINT8: "uint8",
+    TensorProto.INT8: "int8_full",
+    TensorProto.FLOAT8E4M3FN: "fp8_e4m3",
+    TensorProto.FLOAT8E5M2: "fp8_e5m2",
+}
+"""The formats of codes by their types; ONNX saturates int8 at -128."""
+_STORED = frozenset({*_FORMATS, TensorProto.INT32})
+_MOVES = frozenset({"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Dropout"})
+"""Operators behind which an input with one scale is the same input of a product."""
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
+_WEIGHT_FORMS = tuple(
+    Weights(form, scale)
+    for form in ("int8", "int8_full", "fp8_e4m3", "fp8_e5m2")
+    for scale in ("per_tensor", "per_channel")
+)
+_HELP = (
+    "quantise weights and the inputs of products with them, and nothing else:"
+    " `op_types_to_quantize` and `OpTypesToExcludeOutputQuantization` of ONNX Runtime's quantiser"
+)
+
+_CODES = "write DequantizeLinear behind each quantiser (the format QDQ)"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearQuantisation:
+    """What a file states of one linear, as the sections `activations` and `weights` of numerics;
+    empty where it quantises nothing."""
+
+    activations: Section = field(default_factory=dict)
+    weights: Section = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """Codes of a tensor: their format, scale and zero point; no scale where it is computed."""
+
+    node: OnnxNode
+    source: str
+    parts: tuple[str, ...]
+    section: Section
+
+
+class _Reader:
+    """Takes QuantizeLinear and its kind out of a graph, in the order of its nodes."""
+
+    def __init__(self, file: OnnxFile) -> None:
+        self.file = file
+        self.tensors = dict(file.tensors)
+        self.types = dict(file.types)
+        for node in file.nodes:  # scales may be constants
+            held = constant(node) if node.kind == "Constant" else None
+            if held is not None:
+                self.tensors[node.outputs[0]] = held
+                kind = helper.np_dtype_to_tensor_dtype(held.dtype)
+                self.types[node.outputs[0]] = int(kind)
+        self._constants = self.tensors.keys() - file.tensors.keys()
+        self.nodes: list[OnnxNode] = []
+        self.linears: dict[str, LinearQuantisation] = {}
+        self._is: dict[str, str] = {}
+        """Tensors that are others once quantisers are gone."""
+        self._coded: dict[str, _Coded] = {}
+        self._scales: dict[str, OnnxNode] = {}
+        self._inputs: dict[str, _Coded] = {}
+        """Results of DequantizeLinear that depend on the tokens, and what is only moved of them."""
+        self._fixed: dict[str, _Coded] = {}
+        """Those that are quantised parameters."""
+        self._turns: dict[str, tuple[str, bool]] = {}
+        """Moved parameters: of which tensor, and whether transposed."""
+
+    def read(self) -> OnnxFile:
+        """Return the file without quantisers."""
+        for node in self.file.nodes:
+            if node.kind in (_QUANTIZE, _DYNAMIC):
+                self._quantise(node)
+            elif node.kind == _DEQUANTIZE:
+                self._dequantise(node)
+            else:
+                self._take(node)
+        outputs = tuple(self._is.get(name, name) for name in self.file.outputs)
+        for name in self.file.outputs:
+            coded = self._coded.get(name) or self._inputs.get(name) or self._fixed.get(name)
+            if coded is not None:
+                raise _refusal(coded.node, "the output of the file is quantised", _HELP)
+        kept = {n: t for n, t in self.tensors.items() if n not in self._constants}
+        return replace(
+            self.file, nodes=tuple(self.nodes), tensors=kept,
+            types={n: self.types[n] for n in kept}, outputs=outputs,
+        )  # fmt: skip
+
+    # --- quantisers -------------------------------------------------------------------------------
+
+    def _quantise(self, node: OnnxNode) -> None:
+        source = node.inputs[0]
+        self._refuse_codes(node, (source,))
+        if source in self._inputs:
+            raise _refusal(node, f"it quantises {excerpt(source)} once more", _HELP)
+        source = self._is.get(source, source)
+        if node.kind == _DYNAMIC:
+            section: Section = {"format": "uint8", "scale": "per_tensor"}
+            coded = _Coded(node, source, node.outputs[1:], section)
+            self._scales |= dict.fromkeys(node.outputs[1:], node)
+        else:
+            scale, zero, kind = self._parts(node)
+            if source in self.tensors:
+                section = {"kind": kind}
+            else:
+                section = _static(node, scale, zero, kind)
+            coded = _Coded(node, source, (*node.inputs[1:], ""), section)
+        self._coded[node.outputs[0]] = coded
+
+    def _parts(self, node: OnnxNode) -> tuple[Array, Array, int]:
+        """Return scale, zero point and the type of codes of a quantiser."""
+        names = (*node.inputs, "")
+        scale, zero = self.tensors.get(names[1]), self.tensors.get(names[2])
+        if scale is None or (names[2] and zero is None):
+            raise _refusal(
+                node, "its scale is no tensor of the file", "use DynamicQuantizeLinear, or a tensor"
+            )
+        if self.types[names[1]] != TensorProto.FLOAT:
+            raise _refusal(node, "its scale is not FLOAT")
+        given = node.attributes.get("output_dtype", 0)
+        if node.kind == _DEQUANTIZE:
+            given, own = self.types.get(node.inputs[0], 0), given
+            if own not in (0, TensorProto.FLOAT):
+                raise _refusal(node, f"its result is {TensorProto.DataType.Name(own)}")
+        kind = self.types[names[2]] if names[2] else given or TensorProto.UINT8
+        if given not in (0, kind):
+            raise _refusal(node, "its zero point is of another type than its codes")
+        if node.attributes.get("block_size", 0):
+            raise _refusal(node, "its scales are of blocks")
+        if node.attributes.get("precision", 0) not in (0, TensorProto.FLOAT):
+            raise _refusal(node, "it does not divide in FLOAT")
+        if not node.attributes.get("saturate", 1):
+            raise _refusal(node, "it does not saturate")
+        if kind not in _STORED:
+            raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
+        zero = np.zeros_like(scale) if zero is None else zero.astype(np.float32)
+        if zero.shape != scale.shape:
+            raise _refusal(node, "its zero points and its scales differ in shape")
+        if kind not in (TensorProto.UINT8, TensorProto.INT8) and zero.any():
+            raise _refusal(node, "its zero point is not 0")
+        if not (np.isfinite(scale).all() and (scale > 0).all()):
+            raise _refusal(node, "a scale is not a number above 0")
+        return scale, zero, kind
+
+    def _dequantise(self, node: OnnxNode) -> None:
+        source, result = node.inputs[0], node.outputs[0]
+        if source in self._coded:
+            self._undo(node, self._coded[source])
+            return
+        if source not in self.file.tensors:
+            raise _refusal(
+                node, f"{excerpt(source)} is neither a tensor of the file nor of QuantizeLinear"
+            )
+        if not set(node.inputs[1:]) - {""} <= self.file.tensors.keys():
+            raise _refusal(node, "its scale is no tensor of the file", "store it as an initializer")
+        scale, zero, _ = self._parts(node)
+        held = self.tensors[source]
+        value = _values(node, held, scale, zero)
+        if not np.isfinite(value).all():
+            raise _refusal(node, "a number that it makes is not finite")
+        self.tensors[result], self.types[result] = value, int(TensorProto.FLOAT)
+
+    def _undo(self, node: OnnxNode, coded: _Coded) -> None:
+        """Take out a quantiser and its inverse."""
+        result = node.outputs[0]
+        mine = (*node.inputs[1:], "")[:2]
+        dynamic = coded.node.kind == _DYNAMIC
+        same = all(
+            a == b or (not dynamic and a in self.tensors and b in self.tensors
+                       and np.array_equal(self.tensors[a], self.tensors[b]))
+            for a, b in zip(mine, coded.parts[:2], strict=True)
+        )  # fmt: skip
+        axes = {one.attributes.get("axis", 1) for one in (node, coded.node)}
+        several = not dynamic and same and self.tensors[mine[0]].size > 1
+        if not same or (len(axes) > 1 and several):
+            raise _refusal(node, f"it does not undo {coded.node.place}")
+        if node.attributes.get("block_size", 0) or node.attributes.get("output_dtype", 0) not in (
+            0,
+            TensorProto.FLOAT,
+        ):
+            raise _refusal(node, f"it does not undo {coded.node.place}")
+        self._is[result] = coded.source
+        if coded.source in self.tensors:
+            self._fixed[result] = coded
+        else:
+            self._inputs[result] = coded
+
+    # --- everything else --------------------------------------------------------------------------
+
+    def _refuse_codes(self, node: OnnxNode, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._coded:
+                at = self._coded[name].node.place
+                raise _refusal(node, f"it reads the codes of {at}", _CODES)
+            if name in self._scales:
+                at = self._scales[name].place
+                raise _refusal(node, f"it reads the scale of {at}", _CODES)
+
+    def _take(self, node: OnnxNode) -> None:
+        if node.kind in ("Shape", "Size"):
+            names = (self._coded[n].source if n in self._coded else n for n in node.inputs)
+            self.nodes.append(replace(node, inputs=tuple(self._is.get(n, n) for n in names)))
+            return
+        self._refuse_codes(node, node.inputs)
+        product = node.kind in _PRODUCTS and len(node.inputs) > 1
+        for place, name in enumerate(node.inputs):
+            coded = self._inputs.get(name)
+            moved = node.kind in _MOVES and place == 0
+            if coded is not None and moved and "input_scale" in coded.section:
+                moved = not isinstance(coded.section["input_scale"], list)
+            if coded is not None and moved:
+                self._inputs[node.outputs[0]] = coded
+            elif coded is not None and not (product and place == 0):
+                raise _refusal(node, f"it reads what {coded.node.place} quantises", _HELP)
+            if name in self._fixed and not (product and place == 1) and node.kind != "Transpose":
+                at = self._fixed[name].node.place
+                raise _refusal(node, f"it reads the parameter that {at} quantises", _HELP)
+        if node.kind == "Transpose" and node.attributes.get("perm", [1, 0]) == [1, 0]:
+            name = node.inputs[0]
+            if self._is.get(name, name) in self.tensors:
+                self._turns[node.outputs[0]] = (name, True)
+            if name in self._fixed:
+                self._fixed[node.outputs[0]] = self._fixed[name]
+        elif node.kind == "Transpose" and node.inputs[0] in self._fixed:
+            raise _refusal(node, "it moves a quantised parameter", _HELP)
+        elif node.kind in _MOVES and node.inputs[0] in self.tensors:
+            self._turns[node.outputs[0]] = (node.inputs[0], False)
+        if product:
+            self._product(node)
+        self.nodes.append(
+            replace(node, inputs=tuple(self._is.get(name, name) for name in node.inputs))
+        )
+
+    def _product(self, node: OnnxNode) -> None:
+        """Note how the input and the weight of a product are quantised."""
+        entering, weight = node.inputs[:2]
+        turned = bool(node.attributes.get("transB", 0)) and node.kind == "Gemm"
+        while weight in self._turns:
+            weight, again = self._turns[weight]
+            turned ^= again
+        key = self._is.get(weight, weight)
+        coded, fixed = self._inputs.get(entering), self._fixed.get(weight)
+        if key not in self.tensors:
+            if coded is not None:
+                raise _refusal(node, f"its operands depend on the tokens, and {coded.node.place}"
+                               " quantises one", _HELP)  # fmt: skip
+            return
+        if entering in self.tensors:
+            return
+        if (coded or fixed) is not None and any(sign in key for sign in "*?["):
+            raise _refusal(node, f"its weight has the name {excerpt(key)}", "rename the weight")
+        if coded is not None and node.attributes.get("transA", 0):
+            raise _refusal(node, "its quantised input is transposed")
+        found = LinearQuantisation(
+            {} if coded is None else coded.section,
+            {} if fixed is None else self._stored(node, fixed, key, turned),
+        )
+        if self.linears.setdefault(key, found) != found:
+            raise _refusal(node, f"another product reads {excerpt(key)} with another quantiser")
+
+    def _stored(self, node: OnnxNode, fixed: _Coded, key: str, turned: bool) -> Section:
+        """Return the section `weights` by which a parameter becomes what the file makes of it."""
+        import torch
+
+        from kcdsl.model.numerics.weights import dequantised
+
+        scale, zero, kind = self._parts(fixed.node)
+        held = self.tensors[key]
+        if self.types[key] != TensorProto.FLOAT or held.ndim != 2:
+            raise _refusal(fixed.node, f"{excerpt(key)} is no matrix of FLOAT")
+        wanted = _quantised(fixed.node, held, scale, zero, kind)
+        matrix, wanted = (a if turned else a.T for a in (held, wanted))
+        for form in _WEIGHT_FORMS:
+            own = dequantised(torch.from_numpy(np.ascontiguousarray(matrix)), form)
+            if np.array_equal(own.numpy(), wanted):
+                return {"format": form.format, "scale": form.scale}
+        raise _refusal(
+            fixed.node,
+            f"no numerics say how it stores {excerpt(key)}: its scale is not the largest magnitude"
+            " over the last code",
+            "store the codes and DequantizeLinear alone",
+        )
+
+
+def _refusal(node: OnnxNode, what: str, help: str | None = None) -> Refusal:
+    return refuse(
+        codes.OPERATION_UNSUPPORTED,
+        f"{node.place} is not supported: {what}",
+        help=help or _HELP,
+    )
+
+
+def _along(node: OnnxNode, scale: Array, held: Array) -> tuple[int, ...]:
+    """Return the shape in which scales meet what they scale."""
+    if scale.shape in ((), (1,)):
+        return (1,) * held.ndim
+    axis = node.attributes.get("axis", 1)
+    axis += held.ndim if axis < 0 else 0
+    if not 0 <= axis < held.ndim or scale.shape != (held.shape[axis],):
+        raise _refusal(node, "its scales do not fit what they scale")
+    return tuple(-1 if i == axis else 1 for i in range(held.ndim))
+
+
+def _values(node: OnnxNode, held: Array, scale: Array, zero: Array) -> Array:
+    along = _along(node, scale, held)
+    with np.errstate(all="ignore"):
+        found = (held.astype(np.float32) - zero.reshape(along)) * scale.reshape(along)
+    return np.asarray(found, dtype=np.float32)
+
+
+def _quantised(node: OnnxNode, held: Array, scale: Array, zero: Array, kind: int) -> Array:
+    """Return what a parameter is once it is quantised and read again."""
+    from kcdsl.model.numerics.formats import CODE_FORMATS
+
+    if kind not in _FORMATS:
+        raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
+    import torch
+
+    form, along = CODE_FORMATS[_FORMATS[kind]], _along(node, scale, held)
+    ratio = torch.from_numpy((held / scale.reshape(along)).astype(np.float64))
+    shift = zero.reshape(along)
+    whole = form.grid.nearest(ratio).numpy() + shift
+    found = np.clip(whole, 0.0 if form.zero_point else -form.below, form.above)
+    return np.asarray((found - shift).astype(np.float32) * scale.reshape(along), dtype=np.float32)
+
+
+def _static(node: OnnxNode, scale: Array, zero: Array, kind: int) -> Section:
+    """Return the section `activations` of a quantiser with a scale of the file."""
+    form = _FORMATS.get(kind)
+    if form is None:
+        raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
+    if scale.size > 1 and node.attributes.get("axis", 1) != -1:
+        raise _refusal(node, "its scales are not those of the last dimension (axis=-1)")
+    if scale.size > 1 and (zero != zero.flat[0]).any():
+        raise _refusal(node, "its zero points differ")
+    zero_point = int(zero.flat[0])
+    if form == "int8_full" and zero_point:  # the same quantiser, its codes counted from 0
+        form, zero_point = "uint8", zero_point + 128
+    numbers = [float(one) for one in scale.reshape(-1)]
+    section: Section = {
+        "format": form,
+        "scale": "static",
+        "input_scale": numbers[0] if len(numbers) == 1 else numbers,
+    }
+    return section | ({"input_zero_point": zero_point} if form == "uint8" else {})
+
+
+# --- the numerics of a file -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FileNumerics:
+    """What the quantisers of a file state: how each linear is quantised, by its weight; nothing
+    where there are none. `compute` is the format of the program."""
+
+    linears: Mapping[str, LinearQuantisation]
+    compute: str
+
+    @property
+    def quantised(self) -> bool:
+        """Say whether any linear is quantised."""
+        return any(one != LinearQuantisation() for one in self.linears.values())
+
+    def section(self) -> Section:
+        """Return the numerics as a contract states them.
+
+        Where all linears are quantised alike but for static scales, they are those of the kernel;
+        else each has an override.
+        """
+        found: Section = {"preset": "torch-eager", "compute": self.compute, "casts": "nearest"}
+        if not self.quantised:
+            return found
+        every = {linear_name(key): one for key, one in self.linears.items()}
+        first = next(iter(every.values()))
+        alike = all(
+            one.weights == first.weights and _kind(one) == _kind(first) for one in every.values()
+        )
+        if not alike:
+            parts = {
+                name: {
+                    **({"weights": one.weights} if one.weights else {}),
+                    **({"activations": one.activations} if one.activations else {}),
+                }
+                for name, one in every.items()
+            }
+            return found | {"overrides": {name: part for name, part in parts.items() if part}}
+        if first.weights:
+            found["weights"] = first.weights
+        if not first.activations:
+            return found
+        own = dict(first.activations)
+        for name in ("input_scale", "input_zero_point"):
+            given = {key: one.activations.get(name) for key, one in every.items()}
+            if any(value != own.get(name) for value in given.values()):
+                own[name] = given
+        return found | {"activations": own}
+
+    def refuse_other(self, numerics: Numerics) -> None:
+        """Refuse (KC463) numerics of the inference kernel that are not those of the file."""
+        from kcdsl.model.presets import resolve
+
+        if not self.quantised:
+            return
+        for key, one in self.linears.items():
+            stated = {"activations": one.activations} if one.activations else {}
+            stated |= {"weights": one.weights} if one.weights else {}
+            wanted = resolve({"preset": "torch-eager", "compute": self.compute, **stated})
+            own = numerics.serving(key)
+            if own.compute != self.compute:
+                raise _other(key, f"it computes in {self.compute}, not in {own.compute}")
+            mine, file = own.activations, wanted.activations
+            same = (mine.format, mine.scale) == (file.format, file.scale)
+            if file.static:
+                same = same and mine.calibrated(key) == file.calibrated(key)
+            else:
+                same = same and mine == file
+            if not same:
+                what = file.format if file.quantised else "not quantised"
+                raise _other(key, f"the input of {excerpt(linear_name(key))} is {what}")
+            if own.weights != wanted.weights:
+                raise _other(key, f"{excerpt(key)} is {wanted.weights.format}")
+
+
+def _kind(one: LinearQuantisation) -> tuple[object, ...]:
+    return one.activations.get("format"), one.activations.get("scale")
+
+
+def _other(key: str, what: str) -> Refusal:
+    return refuse(
+        codes.NUMERICS,
+        f"the numerics of the inference kernel are not those of the ONNX file, in which {what}",
+        help="kcdsl init FILE.onnx writes the numerics that the file states",
+    )
+
+
+def without_quantisers(file: OnnxFile) -> tuple[OnnxFile, FileNumerics]:
+    """Return the program of a file without quantisers, and the numerics that these state.
+
+    Refuse (KC461) what no numerics express, by the operator and the node.
+    """
+    compute = COMPUTE[file.own]
+    first = next((node for node in file.nodes if node.kind in QUANTISERS), None)
+    if first is None:
+        return file, FileNumerics({}, compute)
+    if compute != "float32":
+        raise _refusal(first, f"the weights of the file are {compute}", "export it in FLOAT")
+    reader = _Reader(file)
+    return reader.read(), FileNumerics(reader.linears, compute)
