@@ -14,6 +14,7 @@ from kcdsl.draft.folder import COMPUTE, ModelFolder, quantisation_of, read_folde
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel, training_kernel
 from kcdsl.draft.rows import given_rows, own_rows, slices_of
 from kcdsl.draft.text import Draft, RecordedKernel, contract_text
+from kcdsl.ir.terms import ONNX
 from kcdsl.model.checkpoint.headers import INDEX, SINGLE, read_headers
 from kcdsl.model.configuration import read_config
 from kcdsl.model.files import Artefacts
@@ -45,8 +46,9 @@ class ReadsRecordings(Protocol):
 class DraftRequest:
     """What a draft is to be made of; everything may be left out.
 
-    `source` is a folder of a model, a file of its weights, or a recording; `data` requests or a
-    recording beside a model; `quantised` the folder of the weights as they are served.
+    `source` is a folder of a model, a file of its weights, an ONNX file, or a recording; `data`
+    requests or a recording beside a model; `quantised` the folder of the weights as they are
+    served.
     """
 
     source: Path | None = None
@@ -83,7 +85,7 @@ class DraftFiles:
 def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> DraftFiles:
     """Return the draft of a contract for what a user has, in the folder `here`.
 
-    Refuse what is missing, an ONNX graph, weights that are quantised and no others, and a
+    Refuse what is missing, weights that are quantised and no others, and a
     recording without log-probabilities.
     """
     source = request.source
@@ -95,35 +97,53 @@ def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> 
     if not os.path.lexists(path):
         raise missing(path)
     if path.suffix.lower() == ".onnx":
-        raise _graph(path)
+        return _of_graph(request, path, here)
     beside = is_file(path.parent / "config.json") and path.suffix.lower() not in _DUMPS
     if path.is_dir() or beside:
         return _of_model(request, read_folder(path), here, recordings)
     return _of_recording(request, path, here, recordings)
 
 
-def _graph(path: Path) -> Refusal:
-    """Return the refusal of an ONNX graph, with what is in it."""
-    from collections import Counter
+def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
+    """Return the draft for an ONNX file: its blocks, and the numerics that it states."""
+    from kcdsl.draft.graph import read_graph, rows_of_ids
 
-    import onnx
-
-    try:
-        graph = onnx.load(str(path), load_external_data=False).graph
-        counts = Counter(node.op_type for node in graph.node).most_common()
-    except Exception as error:  # the reader raises many kinds for a damaged file
+    if request.quantised is not None:
         raise refuse(
-            codes.USAGE, f"{shown(path)} is no ONNX graph: {type(error).__name__}"
-        ) from None
-    listed = ", ".join(f"{name} ×{count}" for name, count in counts[:12])
-    more = f" and {len(counts) - 12} more kinds" if len(counts) > 12 else ""
-    return refuse(
-        codes.USAGE,
-        f"{shown(path)} is an ONNX graph, of which no contract is drafted",
-        notes=(f"its operations: {listed}{more}",),
-        help="write `model: {onnx: FILE, blocks: {NAME: {from: TENSOR, to: TENSOR}}}`, or draft "
-        "from the folder of Hugging Face that it was exported from",
+            codes.USAGE,
+            "--quantised names a folder of Hugging Face, and the model is an ONNX file",
+            help="leave it out: quantisers of the file are read",
+        )
+    model = read_graph(path)
+    contract = request.output or _beside(path.parent, here) / CONTRACT
+    base = contract.parent
+    data = request.data
+    rows = model.rows(PROMPTS) if data is None else rows_of_ids(data, _reference(data, base))
+    purpose = request.purpose or DraftPurpose.SERVING
+    train, infer = model.kernels()
+    clauses = clauses_for(
+        purpose, DraftEvidence.RUN, width=model.width,
+        blocks=tuple(name for name, _, _ in model.blocks)[:2], long=rows.long, named=rows.named,
+    )  # fmt: skip
+    if model.stated.quantised:
+        clauses = tuple(clause for clause in clauses if clause.quantified)
+    if not clauses:
+        raise refuse(
+            codes.UNKNOWN_BLOCK,
+            f"{shown(path)}: no part of the graph begins and ends in hidden states of all tokens,"
+            " and its quantised kernel can only be proved",
+            help="write the contract by hand: `kcdsl explain onnx`",
+        )
+    about = (
+        "The graph is the program of both kernels, and its initializers are the weights"
+        f" ({model.stated.compute})."
     )
+    draft = Draft(
+        model.name, purpose, _reference(path, base), ONNX, about, train, infer, rows.path,
+        rows.slices, clauses, model.blocks, infer.unmet,
+    )  # fmt: skip
+    more = () if rows.text is None else ((base / rows.path, rows.text.encode()),)
+    return DraftFiles(draft, contract, more, _outside(base, [path, data]))
 
 
 # --- a model --------------------------------------------------------------------------------------
@@ -183,7 +203,7 @@ def _of_model(
         rows.path,
         rows.slices,
         clauses,
-        tuple(notes),
+        notes=tuple(notes),
     )
     more = () if rows.text is None else ((base / rows.path, rows.text.encode()),)
     read = [model.checkpoint, *model.files, model.path / "config.json", model.tokenizer]
@@ -270,7 +290,7 @@ def _scored(
     draft = Draft(
         model.name, request.purpose or DraftPurpose.RL, _reference(model.checkpoint, base),
         model.architecture, _about(model), train, infer, _reference(request.data, base), slices,
-        clauses, (note,),
+        clauses, notes=(note,),
     )  # fmt: skip
     named_files = [model.checkpoint, *model.files, model.path / "config.json", request.data]
     return DraftFiles(draft, contract, (), _outside(base, named_files))
@@ -303,7 +323,7 @@ def _of_recording(
         "rollouts", purpose, "model.safetensors", "llama",
         "The weights are not read where both kernels are recorded; name yours, so that later "
         "contracts can run the training kernel.",
-        infer, infer, _reference(path, contract.parent), slices, clauses, (note,),
+        infer, infer, _reference(path, contract.parent), slices, clauses, notes=(note,),
     )  # fmt: skip
     return DraftFiles(draft, contract, (), _outside(contract.parent, [path]))
 

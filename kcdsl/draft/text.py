@@ -12,6 +12,7 @@ from typing import Any
 from kcdsl.draft.clauses import USUAL, DraftClause, DraftPurpose
 from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftSlice
+from kcdsl.ir.terms import ONNX
 
 _WIDTH = 96
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
@@ -42,6 +43,8 @@ class Draft:
     data: str
     slices: tuple[DraftSlice, ...]
     clauses: tuple[DraftClause, ...]
+    blocks: tuple[tuple[str, str, str], ...] = ()
+    """Of an ONNX file: names, first and last tensors."""
     notes: tuple[str, ...] = ()
     """What the draft leaves out or assumes; each is a comment at the kernels, and is printed."""
 
@@ -71,8 +74,16 @@ def _lines(draft: Draft) -> Iterator[str]:
     yield ""
     yield from _comment(draft.about_model)
     yield "model:"
-    yield f"  checkpoint: {_scalar(draft.checkpoint)}"
-    yield f"  architecture: {_scalar(draft.architecture)}"
+    if draft.architecture == ONNX:
+        yield f"  onnx: {_scalar(draft.checkpoint)}"
+        if draft.blocks:
+            yield "  # The parts between sums of the graph, each from one tensor to another."
+            yield "  blocks:"
+        for name, first, last in draft.blocks:
+            yield f"    {name}: {{from: {_scalar(first)}, to: {_scalar(last)}}}"
+    else:
+        yield f"  checkpoint: {_scalar(draft.checkpoint)}"
+        yield f"  architecture: {_scalar(draft.architecture)}"
     yield ""
     yield from _comment(
         "The two programs. `run` is what is measured, `numerics` what is proved about it: number "
@@ -173,7 +184,7 @@ def _flow(section: Mapping[str, Any]) -> str:
             _flow(value)
             if isinstance(value, Mapping)
             else str(value)
-            if isinstance(value, float)
+            if isinstance(value, float | int | list)
             else _scalar(str(value))
         )
         for key, value in section.items()

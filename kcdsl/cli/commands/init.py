@@ -27,8 +27,8 @@ class InitCommand(Command):
 
     source: str | None = argument(
         "FROM",
-        "a folder of Hugging Face, or recorded rollouts (default: this folder; without a model "
-        "in it, a small random one)",
+        "a folder of Hugging Face, an ONNX file, or recorded rollouts (default: this folder; "
+        "without a model in it, a small random one)",
         "?",
     )
     purpose: DraftPurpose | None = choice(
@@ -134,7 +134,8 @@ def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
         print(one_line(f"first: export KCDSL_ALLOW_FOLDERS={folders}"))
     proved = [c.goal.split("drift(")[1].split(",")[0] for c in found.draft.clauses if c.quantified]
     print("next:")
-    print(f"  kcdsl evaluate{named}")
+    if len(proved) < len(found.draft.clauses):
+        print(f"  kcdsl evaluate{named}")
     if proved:
         print(f"  kcdsl verify{named} --block {proved[0]}")
 

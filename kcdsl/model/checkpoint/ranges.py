@@ -99,6 +99,10 @@ def hashed_file(path: Path) -> HashedFile:
 
 def weights_digest(checkpoint: Path) -> str:
     """Return how proofs name a checkpoint as it is now; refuse files that cannot be read."""
+    if checkpoint.suffix == ".onnx":
+        from kcdsl.model.onnx.files import read_onnx
+
+        return read_onnx(checkpoint).manifest.weights_digest
     headers = read_headers(checkpoint)
     files = [Resource(path.name, *_digest(path)) for path in headers.files]
     if headers.index is not None:

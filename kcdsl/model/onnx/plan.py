@@ -127,11 +127,15 @@ class OnnxPlan:
         )
 
     @property
+    def fixed_length(self) -> int | None:
+        """Return the only number of tokens that the program takes; None where it varies."""
+        own = next(one for one in self.file.inputs if one.name == self.ids)
+        return (own.sizes[-1] if own.sizes else None) or None
+
+    @property
     def usual_length(self) -> int:
         """Return a number of tokens that the program takes."""
-        own = next(one for one in self.file.inputs if one.name == self.ids)
-        size = own.sizes[-1] if own.sizes else None
-        return size or _USUAL_LENGTH
+        return self.fixed_length or _USUAL_LENGTH
 
     def batched(self) -> bool:
         """Say whether the token ids have a dimension of sequences."""

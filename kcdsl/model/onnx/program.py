@@ -105,7 +105,7 @@ class OnnxProgram(OnnxBlock):
         shapes = plan.at(plan.usual_length)[1]
         output = _output(plan, shapes)
         holders = {name: _holder(plan, name) for name in plan.weights}
-        runs = _between(plan, plan.ids, output, "model")
+        runs = nodes_between(plan, plan.ids, output, "model")
         super().__init__(plan, runs, (plan.ids, output), _used(runs, holders))
         self.encoder_only = not _is_logits(plan, output, shapes)
         self.vocabulary = _vocabulary(plan)
@@ -115,7 +115,7 @@ class OnnxProgram(OnnxBlock):
         for name, ends in blocks.items():
             for tensor in ends:
                 _refuse_shapeless(plan, name, tensor, shapes)
-            part = _between(plan, *ends, name)
+            part = nodes_between(plan, *ends, name)
             self.entries.append(_Entry(ends[0]))
             self.parts.append(OnnxBlock(plan, part, ends, _used(part, holders)))
 
@@ -166,7 +166,7 @@ def _used(runs: Sequence[OnnxNode], holders: Mapping[str, nn.Module]) -> dict[st
     return {name: holder for name, holder in holders.items() if name in read}
 
 
-def _between(plan: OnnxPlan, first: str, last: str, block: str) -> list[OnnxNode]:
+def nodes_between(plan: OnnxPlan, first: str, last: str, block: str) -> list[OnnxNode]:
     """Return the nodes that compute one tensor from another. Refuse tensors that are not connected,
     and nodes that read the tokens in another way."""
     made = {name: node for node in plan.runs for name in node.outputs if name}

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from kcdsl.draft.quantisation import serving_kernel
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.presets import resolve
+from tests.support.onnx_files import model_of, quantised_mlp, save_decoder
 from tests.support.quantised import FORMATS, quantise
 from tests.support.small_models import DECODER, ENCODER, write_model
 
@@ -190,8 +192,9 @@ def test_links_out_of_the_folder_are_named_with_the_way_to_allow_them(
         ({}, ("missing",), "there is no file missing"),
         ({"empty/x": b""}, ("empty",), "no config.json"),
         ({"m/config.json": b"{}"}, ("m",), "neither model.safetensors"),
-        ({"g.onnx": b""}, ("g.onnx",), "is an ONNX graph"),
-        ({"g.onnx": b"\xff\xff"}, ("g.onnx",), "is no ONNX graph"),
+        ({"g.onnx": b""}, ("g.onnx",), "its operators are of version 0"),
+        ({"g.onnx": b"\xff\xff"}, ("g.onnx",), "it is no ONNX file"),
+        ({"g.onnx": b"", "q/x": b""}, ("g.onnx", "--quantised", "q"), "--quantised names a folder"),
         ({"r.jsonl": b'{"a": 1}'}, ("r.jsonl",), "no column for infer_logs, tokens, train_logs"),
         ({"r.jsonl": b"[1]"}, ("r.jsonl",), "a row is a JSON object"),
         (
@@ -226,7 +229,7 @@ def rollouts(path: Path, *, trained: bool = True, kind: str = "rows") -> None:
         ids = [(3 * i + j) % 100 for j in range(5)]
         logs = [-1.0 - 0.1 * j - 0.01 * i for j in range(5)]
         near = [value + (0.001 if j % 2 else -0.001) for j, value in enumerate(logs)]
-        row = dict(zip(names, ([i, i + 1], ids, logs, near, f"g{i}"), strict=True))
+        row: dict[str, Any] = dict(zip(names, ([i, i + 1], ids, logs, near, f"g{i}"), strict=True))
         if not trained:
             del row[names[3]]
         rows.append({**row, "task": "math" if i % 2 else "code"})
@@ -456,3 +459,87 @@ def test_a_dump_of_nemo_rl_leads_to_a_checked_certificate(cli: Any, tmp_path: Pa
     dump = tmp_path / "train_data_step7.jsonl"
     dump.write_text("".join(lines[:-1]))  # another batch is not the one that was certified
     assert cli("check", certificate, "--key", "k.key.pub", cwd=tmp_path).code == 4
+
+
+# --- ONNX files -----------------------------------------------------------------------------------
+
+
+def test_an_onnx_file_becomes_a_contract(cli: Any, tmp_path: Path) -> None:
+    save_decoder(tmp_path, "small.onnx")
+    ran = cli("init", "small.onnx", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    contract = tmp_path / "contract.yaml"
+    accepted(cli, contract)
+    program = load_program(contract)
+    wanted = (("attn_0", "embedded", "attended"), ("mlp_0", "attended", "layer"))
+    assert program.model.blocks == wanted
+    assert resolve(program.infer).compute == "bfloat16"
+    assert "assumed to compute in bfloat16" in ran.stderr
+    assert {clause.id for clause in program.clauses} >= {"N-ATTN-0", "N-KL"}
+
+
+@pytest.mark.full
+def test_the_contract_of_an_onnx_file_is_evaluated_and_verified(cli: Any, tmp_path: Path) -> None:
+    save_decoder(tmp_path, "small.onnx", beside=True)
+    assert cli("init", "small.onnx", "--for", "release", cwd=tmp_path).code == 0
+    found = evaluated(cli, tmp_path / "contract.yaml")
+    assert {row["clause"] for row in found["clauses"]} >= {"N-KL", "N-TV"}
+    assert all(row["n"] for row in found["clauses"] if row["clause"] == "N-KL")
+    ran = cli("verify", "--json", cwd=tmp_path)
+    goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
+    assert {"N-ATTN-0", "N-MLP-0", "N-ATTN-0-BALL"} == set(goals)
+    assert all(0 < goal["attack"] <= goal["bound"] for goal in goals.values())
+
+
+@pytest.mark.parametrize("form", ["uint8", "dynamic", "e4m3"])
+def test_quantisers_of_an_onnx_file_become_the_inference_kernel(
+    cli: Any, tmp_path: Path, form: str
+) -> None:
+    (tmp_path / "q.onnx").write_bytes(quantised_mlp(form)[0].SerializeToString())
+    ran = cli("init", "q.onnx", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert "kcdsl evaluate" not in ran.stdout
+    contract = tmp_path / "contract.yaml"
+    accepted(cli, contract)
+    program = load_program(contract)
+    load_model(program.model, tmp_path)  # refuses other numerics than those of the file
+    own = resolve(program.infer).serving("up_read").activations
+    assert own.format == {"e4m3": "fp8_e4m3"}.get(form, "uint8")
+    assert [clause.id for clause in program.clauses] == ["N-MLP-0"]
+
+
+SEQUENTIAL = """
+<ir_version: 9, opset_import: ["" : 18]>
+g (int64[1,4] input_ids) => (float[1,4,3] hidden)
+{ states = Gather (table, input_ids) wide = MatMul (states, up) high = Relu (wide)
+  hidden = MatMul (high, down) }
+"""
+
+
+def test_a_graph_without_sums_is_one_block_of_its_length(cli: Any, tmp_path: Path) -> None:
+    shapes = {"table": (9, 3), "up": (3, 5), "down": (5, 3)}
+    drawn = np.random.default_rng(1)
+    tensors = {n: drawn.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    model = model_of(SEQUENTIAL, tensors)
+    (tmp_path / "Own Net.onnx").write_bytes(model.SerializeToString())
+    ran = cli("init", "Own Net.onnx", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    accepted(cli, tmp_path / "contract.yaml")
+    program = load_program(tmp_path / "contract.yaml")
+    assert program.name == "own-net"
+    assert program.model.blocks == (("mlp_0", "states", "hidden"),)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert {len(row["tokens"]) for row in rows} == {4}
+    assert {token < 9 for row in rows for token in row["tokens"]} == {True}
+
+
+def test_rows_of_an_onnx_model_have_tokens(cli: Any, tmp_path: Path) -> None:
+    save_decoder(tmp_path, "small.onnx")
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "tokens": [1, 2]}\n')
+    words = ("init", "small.onnx", "--data", "rows.jsonl")
+    assert cli(*words, cwd=tmp_path).code == 0
+    accepted(cli, tmp_path / "contract.yaml")
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "text": "hello"}\n')
+    ran = cli(*words, "--force", cwd=tmp_path)
+    assert ran.code == 2
+    assert "has `tokens`" in ran.stderr
