@@ -1,0 +1,83 @@
+"""Models of transformers that torch.onnx exported: read, run as by ONNX Runtime, proved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kcdsl.ir.terms import ONNX, ModelRef
+from kcdsl.model.architecture import load_model
+from kcdsl_backends.process import quietly
+from tests.support.commands import run_here
+
+MODELS: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "max_position_embeddings": 16},
+    "gpt2": {"n_embd": 16, "n_inner": 24, "n_layer": 1, "n_head": 2, "n_positions": 16},
+    "llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16},
+}  # fmt: skip
+FORMS = {"eager, opset 18, 5 tokens": ("eager", 18, False), "sdpa, opset 23": ("sdpa", 23, True)}
+
+
+class OfIds(nn.Module):
+    """A model on token ids alone, with its first result alone."""
+
+    def __init__(self, kind: str, attention: str) -> None:
+        super().__init__()
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, vocab_size=40, **MODELS[kind])
+        config._attn_implementation = attention
+        encoder = kind == "bert"
+        maker: Any = transformers.AutoModel if encoder else transformers.AutoModelForCausalLM
+        self.model = maker.from_config(config).eval()
+        self.more = {} if encoder else {"use_cache": False}
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids=input_ids, **self.more)[0]
+        return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, form: str) -> None:
+    attention, opset, free = FORMS[form]
+    path = tmp_path / "model.onnx"
+    with quietly(logging.ERROR):
+        program = torch.onnx.export(
+            OfIds(kind, attention),
+            (torch.zeros(1, 5, dtype=torch.long),),
+            dynamo=True,
+            verbose=False,
+            input_names=["input_ids"],
+            output_names=["out"],
+            opset_version=opset,
+            dynamic_shapes=({1: torch.export.Dim.DYNAMIC},) if free else None,
+        )
+    assert program is not None
+    program.save(path)
+    model = load_model(ModelRef(path.name, ONNX), tmp_path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    drawn = np.random.default_rng(3)
+    for length in (2, 5, 9) if free else (5,):
+        tokens = drawn.integers(0, 40, length)
+        wanted = session.run(None, {"input_ids": tokens[None]})[0][0]
+        found = model.module(model.ids(tokens.tolist())).numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert run_here("init", "model.onnx", "--for", "release", cwd=tmp_path).code == 0
+    ran = run_here("verify", "--json", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
+    assert set(goals) == {"N-ATTN-0", "N-MLP-0", "N-ATTN-0-BALL"}
+    assert all(0 < goal["attack"] <= goal["bound"] for goal in goals.values())
