@@ -56,6 +56,7 @@ MINUTES = {
 SYNOPSES = {
     "docs/reference/aggregation.md": "aggregate",
     "docs/reference/attribution.md": "attribute",
+    "docs/reference/compare.md": "compare",
     "docs/reference/experiments.md": "experiment",
     "docs/reference/evaluate.md": "evaluate",
     "docs/reference/init.md": "init",

@@ -331,6 +331,7 @@ READING: Mapping[str, tuple[str, ...]] = {
     "report": ("report", "report.json"),
     "aggregate": ("aggregate", "table.jsonl", "--contract", "contract.yaml"),
     "status": ("status", "contract.yaml"),
+    "compare": ("compare", "trace.parquet", "trace.parquet"),
     "check": ("check", "certificate.json", "--contract", "contract.yaml", "--key", "own.key.pub"),
     "keygen": ("keygen", "-o", "another.key"),
     "sign": ("sign", "certificate.json", "--key", "own.key"),

@@ -11,12 +11,14 @@ import torch
 
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import Report
+from kcdsl.verdict.studies.pairing import RunComparison
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.collection.parallel import ParallelPlan, Recipe
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_backends.empirical.questions.replay import same_functions, under
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import EvidenceTable
@@ -94,6 +96,13 @@ class EmpiricalBackend:
     def read_trace(self, path: Path) -> Trace:
         """Return what a trace holds; raises Refusal for what cannot be relied upon."""
         return read_trace(path)
+
+    def compare(self, incumbent: Path, candidate: Path) -> RunComparison:
+        """Compare the traces of two evaluations on the same requests, unit by unit.
+
+        Raises Refusal (KC630 to KC632) for what cannot be relied upon, and for other requests.
+        """
+        return compare_runs(read_trace(incumbent).evidence, read_trace(candidate).evidence)
 
     def under(self, program: Program, base: Path, trace: Trace) -> EvidenceTable:
         """Return the evidence of a trace for a changed contract in the folder `base`.

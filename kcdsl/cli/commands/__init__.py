@@ -53,6 +53,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "report": CommandEntry(
         "results:ReportCommand", "write the page of a report again, or show it in another format"
     ),
+    "compare": CommandEntry(
+        "results:CompareCommand", "compare a candidate with the incumbent on the same requests"
+    ),
     "attribute": CommandEntry(
         "studies:AttributeCommand", "split the drift among its sources and blocks"
     ),

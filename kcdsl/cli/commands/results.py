@@ -1,4 +1,5 @@
-"""`kcdsl report`, `status` and `replay`: what earlier runs wrote, shown, joined and run again."""
+"""`kcdsl report`, `compare`, `status` and `replay`: what earlier runs wrote, shown, held beside one
+another, joined and run again."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from kcdsl.verdict.counterexample import Replayed
     from kcdsl.verdict.report import Report as Concluded
     from kcdsl.verdict.studies.convergence import Convergence
+    from kcdsl.verdict.studies.pairing import RunComparison
     from kcdsl_certs.statement import Expectation, Predicate
 
 
@@ -100,6 +102,34 @@ def _malformed() -> tuple[type[Exception], ...]:
 
     wrong = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
     return (*wrong, UndefinedError)
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareCommand(Command):
+    """Compare a candidate with the incumbent on the same requests, unit by unit."""
+
+    incumbent: str = argument("INCUMBENT", "trace.parquet of the evaluation of what is in use")
+    candidate: str = argument("CANDIDATE", "trace.parquet of the evaluation of what may replace it")
+    json: bool = json_option("print the comparison as JSON")
+
+    def run(self) -> Exit:
+        """Compare: 0 nothing was shown to be worse, 1 something was, 3 nothing could be compared;
+        nothing is run."""
+        backend = measuring_backend("pyarrow")
+        found: RunComparison = backend.compare(Path(self.incumbent), Path(self.candidate))
+        if self.json:
+            print_json(found.to_json())
+        else:
+            from kcdsl.verdict.text.studies import print_comparison
+
+            print_comparison(found, sys.stdout)
+        if found.regressed:
+            return Exit.VIOLATED
+        compared = any(row.change != "not_compared" for row in found.rows)
+        return Exit.HELD if compared else Exit.INCONCLUSIVE
 
 
 # --- status --------------------------------------------------------------------------------------

@@ -73,8 +73,13 @@ def files_for(*words: str) -> str:
 
 def test_commands_options_and_values() -> None:
     assert words_for("") == set(COMMANDS)
-    assert words_for("comp") == {"companions", "compile", "completion"}
-    assert words_for("--color", "never", "comp") == {"companions", "compile", "completion"}
+    assert words_for("comp") == {"companions", "compare", "compile", "completion"}
+    assert words_for("--color", "never", "comp") == {
+        "companions",
+        "compare",
+        "compile",
+        "completion",
+    }
     assert words_for("--ver") == {"--version"}
     assert words_for("--color", "") == {"auto", "always", "never"}
     assert words_for("lint", "--fa") == {"--fail-on"}
@@ -111,7 +116,7 @@ def test_shells_offer_what_they_are_told(scripts: Path, tmp_path: Path, shell: s
     def shown(*words: str) -> set[str]:
         return {word.rstrip("/") for word in complete(scripts, tmp_path, shell, "kcdsl", *words)}
 
-    assert shown("comp") == {"companions", "compile", "completion"}
+    assert shown("comp") == {"companions", "compare", "compile", "completion"}
     assert shown("lint", "--fa") == {"--fail-on"}
     assert shown("lint", "--fail-on", "e") == {"error"}
     assert shown("lint", "so") == {"some.kc.yaml", "somewhere"}

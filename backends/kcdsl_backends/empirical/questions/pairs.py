@@ -1,0 +1,301 @@
+"""Candidate against incumbent: two evaluations on the same requests, compared unit by unit.
+
+Requests differ more from each other than kernels do, so each request is compared with itself. Of a
+statement about units, only those count that keep the threshold in one run alone (McNemar 1947,
+exact by the binomial law); of a mean, the differences of the requests (the t law, by linearisation
+where requests have several tokens). Holm's method decides over all rows which of them changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import NOT_IN_TRACE
+from kcdsl.ir.obligations import HOLDS, Obligation, obligations_of
+from kcdsl.ir.printer import term_text
+from kcdsl.ir.tables import expand_tables
+from kcdsl.ir.terms import Abs, Program, Statistic, Term
+from kcdsl.verdict.model import verdict_name
+from kcdsl.verdict.report import Report
+from kcdsl.verdict.result import ClauseResult
+from kcdsl.verdict.studies.pairing import PairedRow, RunComparison
+from kcdsl_backends.empirical.decide.report import conclude, slice_data
+from kcdsl_backends.empirical.decide.values import Side, token_sums, units_of, worst_of_units
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, check_values, holm
+from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, SliceData
+from kcdsl_backends.empirical.table.requirements import (
+    allowed_rate,
+    better_of,
+    is_mean,
+    split,
+    threshold,
+)
+
+ERROR = 0.05
+FEWEST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What was found of a row; `harm` and `use` are the one-sided chances without any change."""
+
+    n: int
+    delta: float
+    low: float
+    high: float
+    harm: float
+    use: float
+    worse: int | None = None
+    better: int | None = None
+
+
+def compare_runs(incumbent: EvidenceTable, candidate: EvidenceTable) -> RunComparison:
+    """Compare what was measured of an incumbent and of a candidate.
+
+    Raises Refusal (KC632) where the runs are not about the same requests, or not of one model at
+    one temperature.
+    """
+    _refuse_others(incumbent, candidate)
+    sides = [(slice_data(each), _results(conclude(each))) for each in (incumbent, candidate)]
+    earlier = {o.id: o for o in _obligations(incumbent)}
+    found: list[tuple[PairedRow, _Change | None]] = []
+    for obligation in _obligations(candidate):
+        rows = [results.get(obligation.id) for _, results in sides]
+        if rows[1] is None:
+            continue
+        row = _row(obligation, rows[0], rows[1])
+        before = earlier.get(obligation.id)
+        if rows[0] is None or before is None or not _same_question(before, obligation):
+            reason = "the incumbent's contract asks something else here"
+            found.append((replace(row, reason=reason), None))
+            continue
+        data = [slices[obligation.slice or ""] for slices, _ in sides]
+        try:
+            found.append((row, _changed(obligation, data[0], data[1])))
+        except NotMeasurable as error:
+            found.append((replace(row, reason=str(error)), None))
+    return RunComparison(
+        candidate.contract,
+        tuple(_differences(incumbent, candidate)),
+        ERROR,
+        _judged(found),
+    )
+
+
+def _refuse_others(incumbent: EvidenceTable, candidate: EvidenceTable) -> None:
+    known = [{r.key: r.tokens for r in each.requests} for each in (incumbent, candidate)]
+    lacking = [key for key, tokens in known[1].items() if known[0].get(key) != tokens]
+    lacking += [key for key in known[0] if key not in known[1]]
+    if lacking:
+        raise refuse(
+            NOT_IN_TRACE,
+            f"the runs are about other requests: {len(lacking)} differ, {lacking[0]} first",
+            help="evaluate both on the same data",
+        )
+    one, two = (each.program.constants.temperature for each in (incumbent, candidate))
+    if one != two:
+        raise refuse(
+            NOT_IN_TRACE,
+            "the runs have other temperatures",
+            help="evaluate both at one temperature",
+        )
+
+
+def _results(report: Report) -> dict[str, ClauseResult]:
+    return {row.obligation: row for row in report.clauses}
+
+
+def _obligations(evidence: EvidenceTable) -> Iterator[Obligation]:
+    """Yield what is decided of a run, in the order of its contract."""
+    clauses, _ = split(expand_tables(evidence.program), frozenset(evidence.slices))
+    for clause in clauses:
+        for name in clause.slices or tuple(evidence.slices):
+            if name in evidence.slices:
+                yield from obligations_of(clause, name)
+
+
+def _same_question(one: Obligation, two: Obligation) -> bool:
+    return one.part.require == two.part.require and one.part.budget == two.part.budget
+
+
+def _row(obligation: Obligation, one: ClauseResult | None, two: ClauseResult) -> PairedRow:
+    return PairedRow(
+        obligation=obligation.id,
+        clause=two.clause,
+        slice=two.slice,
+        requirement=two.requirement,
+        level=two.level,
+        change="not_compared",
+        unit=two.unit,
+        counted=two.counted,
+        verdicts=("" if one is None else verdict_name(one.verdict), verdict_name(two.verdict)),
+        incumbent=None if one is None else one.value,
+        candidate=two.value,
+    )
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+
+def _changed(obligation: Obligation, one: SliceData, two: SliceData) -> _Change:
+    """Compare the units of both runs; raises NotMeasurable where that cannot be done."""
+    part = obligation.part
+    found = threshold(part.require)
+    if found is None:
+        raise NotMeasurable("it is no comparison with a number")
+    term, op, tau = found
+    if term_text(term) == "failure_rate":
+        kept = [[unit.failure is None for unit in data.requests] for data in (one, two)]
+        return _of_shares(np.array(kept[0]), np.array(kept[1]))
+    if is_mean(part):
+        return _of_means(term, one, two, upward=better_of(part) == "higher")
+    if allowed_rate(part) is None or not isinstance(term, Statistic) or op == "==":
+        raise NotMeasurable("it is no statement about single requests and no mean of them")
+    if part.budget is not None and part.budget.unit == "windows":
+        raise NotMeasurable("its units are windows of requests")
+    side: Side = "upper" if op in ("<=", "<") else "lower"
+    shares = []
+    for data, order in zip((one, two), _orders(term.of, one, two), strict=True):
+        worst = check_values(worst_of_units(term.of, data, side), term_text(term.of))[order]
+        shares.append(np.array([HOLDS[op](Fraction(value), tau) for value in worst.tolist()]))
+    return _of_shares(*shares)
+
+
+def _orders(term: Term, one: SliceData, two: SliceData) -> tuple[list[int], list[int]]:
+    """Return the orders in which the units of two runs are those of the same requests, the first
+    timed run of a request beside its first. Raises NotMeasurable where there is none."""
+    orders, keys = [], []
+    for data in (one, two):
+        own = [unit.key for unit in units_of(term, data)]
+        orders.append(sorted(range(len(own)), key=own.__getitem__))
+        keys.append(sorted(own))
+    if not keys[0] or keys[0] != keys[1]:
+        raise NotMeasurable("other requests were measured or timed, or not as often")
+    return orders[0], orders[1]
+
+
+def _of_shares(before: Any, after: Any) -> _Change:
+    """Compare which units keep the threshold (McNemar's exact test)."""
+    n, worse = int(before.size), int(np.sum(before & ~after))
+    better = int(np.sum(~before & after))
+    if not n:
+        raise NotMeasurable("there are no units")
+    changed = worse + better
+    if not changed:
+        return _Change(n, 0.0, 0.0, 0.0, 1.0, 1.0, 0, 0)
+    share = stats.binomtest(better, changed)
+    limits = share.proportion_ci(1 - ERROR, method="exact")
+    low, high = (float((2 * limit - 1) * changed / n) for limit in (limits.low, limits.high))
+    harm = float(stats.binom.cdf(better, changed, 0.5))
+    use = float(stats.binom.cdf(worse, changed, 0.5))
+    return _Change(n, (better - worse) / n, low, high, harm, use, worse, better)
+
+
+def _of_means(term: Term, one: SliceData, two: SliceData, *, upward: bool) -> _Change:
+    """Compare ratios of sums over requests, by the residuals of each request in both runs."""
+    inner = term.of if isinstance(term, Abs) else term
+    if not isinstance(inner, Statistic):
+        raise NotMeasurable("it is no mean")
+    values, residuals = [], []
+    for data, order in zip((one, two), _orders(inner.of, one, two), strict=True):
+        sums, sizes = token_sums(inner.of, data)
+        value, residual = _linear(sums[order], sizes[order])
+        sign = -1.0 if isinstance(term, Abs) and value < 0 else 1.0
+        values.append(sign * value)
+        residuals.append(sign * residual)
+    away, n = residuals[1] - residuals[0], residuals[0].size
+    delta = values[1] - values[0]
+    if n < FEWEST:
+        raise NotMeasurable("a single request has no spread")
+    spread = float(np.std(away, ddof=1)) * math.sqrt(n)
+    if spread == 0.0:  # every request moved alike: as sure as n signs
+        sure = 2.0**-n if delta else 1.0
+        harm, use = (sure, 1.0) if (delta < 0) == upward else (1.0, sure)
+        return _Change(n, delta, delta, delta, harm, use)
+    half = float(stats.t.ppf(1 - ERROR / 2, n - 1)) * spread
+    falls = float(stats.t.cdf(delta / spread, n - 1))
+    harm, use = (falls, 1 - falls) if upward else (1 - falls, falls)
+    return _Change(n, delta, delta - half, delta + half, harm, use)
+
+
+def _linear(sums: Array, sizes: Array) -> tuple[float, Array]:
+    """Return a ratio of sums, and how much each request moves it."""
+    total = math.fsum(sizes)
+    if total == 0.0:
+        raise NotMeasurable("there are no values")
+    value = math.fsum(sums) / total
+    return value, (sums - value * sizes) / total
+
+
+# --- all rows -------------------------------------------------------------------------------------
+
+
+def _judged(found: Sequence[tuple[PairedRow, _Change | None]]) -> tuple[PairedRow, ...]:
+    """Say of every row whether it changed, with one chance of error over all of them."""
+    compared = [change for _, change in found if change is not None]
+    worse = _beyond([change.harm for change in compared])
+    better = _beyond([change.use for change in compared])
+    rows, place = [], 0
+    for row, change in found:
+        if change is None:
+            rows.append(row)
+            continue
+        same = change.delta == 0.0 and change.low == change.high == 0.0
+        verdict: Any = "unchanged" if same else "undecided"
+        verdict = "regressed" if place in worse else "improved" if place in better else verdict
+        place += 1
+        rows.append(
+            replace(
+                row,
+                change=verdict,
+                n=change.n,
+                worse=change.worse,
+                better=change.better,
+                delta=change.delta,
+                low=change.low,
+                high=change.high,
+                error=min(change.harm, change.use),
+            )
+        )
+    return tuple(rows)
+
+
+def _beyond(chances: Sequence[float]) -> frozenset[int]:
+    """Return which hypotheses of no change are rejected, by Holm's method."""
+    error = Fraction(ERROR)
+    candidates = [i for i, chance in enumerate(chances) if chance <= ERROR]
+    rejected = holm(len(chances), error, candidates, lambda i, level: chances[i] <= level)
+    return rejected[0]
+
+
+def _differences(incumbent: EvidenceTable, candidate: EvidenceTable) -> Iterator[str]:
+    """Yield what differs between the runs beside their values."""
+    if incumbent.contract.get("digest") != candidate.contract.get("digest"):
+        yield from _contracts(incumbent.program, candidate.program)
+    yield from _fields("model", incumbent.model, candidate.model)
+    for role in ("train", "infer"):
+        yield from _fields(f"{role} kernel", incumbent.kernels[role], candidate.kernels[role])
+    yield from _fields("environment", incumbent.environment, candidate.environment)
+
+
+def _contracts(one: Program, two: Program) -> Iterator[str]:
+    """Yield whether the clauses differ: model and kernels are named by themselves."""
+    if (one.clauses, one.slices, one.constants) != (two.clauses, two.slices, two.constants):
+        yield "clauses, slices or constants of the contract"
+
+
+def _fields(name: str, one: Any, two: Any) -> Iterator[str]:
+    """Yield the innermost fields that differ."""
+    if isinstance(one, Mapping) and isinstance(two, Mapping):
+        for key in sorted({*one, *two}):
+            yield from _fields(f"{name}: {key}", one.get(key), two.get(key))
+    elif one != two:
+        yield name
