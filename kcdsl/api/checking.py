@@ -255,9 +255,9 @@ def _pulled(
     name: str, folder: Path, trust: Trust, *, plain_http: bool
 ) -> list[tuple[str, Path, bytes]]:
     """Return name, file and bytes of the certificates that are attached to an image."""
-    from kcdsl.release.oci import Registry, pull
+    from kcdsl.release.oci import Repository, pull
 
-    registry = Registry.of(name, plain_http=plain_http)
+    registry = Repository.of(name, plain_http=plain_http)
     own = Path(tempfile.mkdtemp(dir=folder))
     pulled = pull(registry, own, trust.rules.keys)
     return [(each.name, each.path, read_certificate(each.path)) for each in pulled]

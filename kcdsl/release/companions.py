@@ -76,7 +76,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Certified:
+class ValidCertificates:
     """Certificates of one stage that were found valid together, by file and identity."""
 
     certificates: tuple[tuple[str, Predicate], ...]
@@ -84,7 +84,7 @@ class Certified:
     moment: datetime
 
     @classmethod
-    def of(cls, checked: Combined, moment: datetime, *, rechecked: bool) -> Certified:
+    def of(cls, checked: Combined, moment: datetime, *, rechecked: bool) -> ValidCertificates:
         """Take what a check of the whole contract showed; raises Refusal for a weights transfer,
         and for certificates of several stages. `checked` must be accepted."""
         if not (checked.accepted and checked.complete):
@@ -127,7 +127,7 @@ class Certified:
         return {"uri": uri, "digest": {"sha256": contract.digest}}
 
 
-def image_statement(image: Image, certified: Certified) -> bytes:
+def image_statement(image: Image, certified: ValidCertificates) -> bytes:
     """Return the statement of an image with a predicate of our own, which repeats what counts."""
     contract = certified.first.triple.contract
     certificates = [
@@ -158,7 +158,7 @@ def image_statement(image: Image, certified: Certified) -> bytes:
     return _statement(image, IMAGE_TYPE, body)
 
 
-def summary_statement(image: Image, certified: Certified) -> bytes:
+def summary_statement(image: Image, certified: ValidCertificates) -> bytes:
     """Return the SLSA verification summary (VSA v1) of an image; it has no time of expiry."""
     body = {
         "verifier": {"id": VERIFIER, "version": {"kcdsl": __version__}},
@@ -175,7 +175,7 @@ def summary_statement(image: Image, certified: Certified) -> bytes:
     return _statement(image, VSA_TYPE, body)
 
 
-def result_statement(image: Image, certified: Certified) -> bytes:
+def result_statement(image: Image, certified: ValidCertificates) -> bytes:
     """Return the in-toto simple verification result (SVR v0.2) of an image."""
     body = {
         "verifier": {"id": VERIFIER, "policies": [certified.policy]},
@@ -197,7 +197,7 @@ def _statement(image: Image, kind: str, body: dict[str, Any]) -> bytes:
 
 
 def companion_files(
-    stem: Path, image: Image, certified: Certified, keys: Sequence[SigningKey]
+    stem: Path, image: Image, certified: ValidCertificates, keys: Sequence[SigningKey]
 ) -> tuple[NewFile, ...]:
     """Return every companion, each signed by each key in a file of its own, and the policies.
 
@@ -211,7 +211,7 @@ def companion_files(
 
 
 def _parts(
-    image: Image, certified: Certified, keys: Sequence[SigningKey]
+    image: Image, certified: ValidCertificates, keys: Sequence[SigningKey]
 ) -> Iterator[tuple[str, bytes]]:
     for key in keys:
         mark = key.public.fingerprint[:8]

@@ -127,7 +127,7 @@ EMPTY = Descriptor(EMPTY_TYPE, f"sha256:{hashlib.sha256(b'{}').hexdigest()}", 2)
 
 
 @dataclass(slots=True)
-class Registry:
+class Repository:
     """One repository of a registry."""
 
     image: Image
@@ -136,7 +136,7 @@ class Registry:
     _opener: Any = field(default_factory=lambda: build_opener(_Plain))
 
     @classmethod
-    def of(cls, text: str, *, plain_http: bool = False) -> Registry:
+    def of(cls, text: str, *, plain_http: bool = False) -> Repository:
         """Return the repository of `HOST/NAME@sha256:DIGEST`; raises Refusal for anything else."""
         image = Image.of(text.removeprefix(OCI), what="the artefact")
         host = image.name.partition("/")[0]
@@ -386,7 +386,7 @@ class Pulled:
     """The sha256 of its statement; "" where no trusted key signed it."""
 
 
-def attach(certificate: Path, registry: Registry, moment: datetime) -> tuple[Descriptor, int]:
+def attach(certificate: Path, registry: Repository, moment: datetime) -> tuple[Descriptor, int]:
     """Attach a certificate, with every file that it names, to an image.
 
     What the registry has already is not sent again, and the same certificate gives the same
@@ -431,7 +431,7 @@ def attach(certificate: Path, registry: Registry, moment: datetime) -> tuple[Des
     return own, sent
 
 
-def pull(registry: Registry, folder: Path, keys: Sequence[TrustedKey]) -> list[Pulled]:
+def pull(registry: Repository, folder: Path, keys: Sequence[TrustedKey]) -> list[Pulled]:
     """Read the certificates that are attached to an image, or the one that is named itself.
 
     Files beside a certificate are read only where a trusted key signed it. Where any is signed so,
@@ -464,7 +464,7 @@ def pull(registry: Registry, folder: Path, keys: Sequence[TrustedKey]) -> list[P
 
 
 def _pulled(
-    registry: Registry,
+    registry: Repository,
     digest: str,
     document: Mapping[str, Any],
     folder: Path,

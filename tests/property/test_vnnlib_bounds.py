@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.model.onnx.files import read_onnx
 from kcdsl_backends.vnnlib import bounds
-from kcdsl_backends.vnnlib.bounds import Ends, Plane, enclosed, linear_lower, sum_ends
+from kcdsl_backends.vnnlib.bounds import NodeBox, Plane, enclosed, linear_lower, sum_ends
 from kcdsl_backends.vnnlib.evaluation import Point
 from kcdsl_backends.vnnlib.problem import query_problem
 from kcdsl_backends.vnnlib.query import parse_query
@@ -81,8 +81,8 @@ def _low_plane(plane: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _narrow(ends: Ends) -> Ends:
-    return Ends(ends.lo, ends.hi - 0.02 * np.abs(ends.hi))
+def _narrow(ends: NodeBox) -> NodeBox:
+    return NodeBox(ends.lo, ends.hi - 0.02 * np.abs(ends.hi))
 
 
 @pytest.mark.parametrize("planted", [

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse, special
 
-from kcdsl_backends.vnnlib.program import Affine, Array, Matrix, Program, ProgramBlock
+from kcdsl_backends.vnnlib.program import Affine, Array, Matrix, NetworkProgram, ProgramBlock
 
 U = 2.0**-53
 _TINY = 2.0**-1000
@@ -40,7 +40,7 @@ def up(x: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class NodeBox:
     """The lower and the upper ends of boxes, [B, n] each."""
 
     lo: Array
@@ -51,9 +51,9 @@ class Ends:
         """Return the largest size in each box."""
         return np.maximum(np.abs(self.lo), np.abs(self.hi))
 
-    def meet(self, lo: Array, hi: Array) -> Ends:
+    def meet(self, lo: Array, hi: Array) -> NodeBox:
         """Return the intersection; what is not a number bounds nothing."""
-        return Ends(np.fmax(self.lo, lo), np.fmin(self.hi, hi))
+        return NodeBox(np.fmax(self.lo, lo), np.fmin(self.hi, hi))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class Plane:
 class Boxes:
     """What is known of every block in many boxes of the input."""
 
-    program: Program
-    ends: list[Ends] = field(default_factory=list)
+    program: NetworkProgram
+    ends: list[NodeBox] = field(default_factory=list)
     below: list[Plane | None] = field(default_factory=list)
     above: list[Plane | None] = field(default_factory=list)
 
 
-def enclosed(program: Program, lo: Array, hi: Array, linear: bool = True) -> Boxes:
+def enclosed(program: NetworkProgram, lo: Array, hi: Array, linear: bool = True) -> Boxes:
     """Bound every block for inputs in boxes [B, n]; `linear`: by linear bounds too."""
-    found = Boxes(program, [Ends(lo, hi)], [None], [None])
+    found = Boxes(program, [NodeBox(lo, hi)], [None], [None])
     with np.errstate(all="ignore"):
         for block in program.blocks[1:]:
             ends_of = sum_ends if block.kind == "linear" else affine_ends
@@ -92,10 +92,10 @@ def enclosed(program: Program, lo: Array, hi: Array, linear: bool = True) -> Box
     return found
 
 
-def _sound(ends: Ends) -> Ends:
+def _sound(ends: NodeBox) -> NodeBox:
     """Return boxes in which an end that is not a number bounds nothing."""
     lo, hi = (np.where(np.isnan(e), w, e) for e, w in ((ends.lo, -_INF), (ends.hi, _INF)))
-    return Ends(lo, hi)
+    return NodeBox(lo, hi)
 
 
 def _sizes(a: Affine) -> int:
@@ -109,7 +109,7 @@ def _product(x: Array, m: Matrix) -> Array:
 
 
 @np.errstate(all="ignore")
-def affine_ends(boxes: Boxes, a: Affine) -> Ends:
+def affine_ends(boxes: Boxes, a: Affine) -> NodeBox:
     """Bound sums by intervals, [B, n]."""
     batch = len(boxes.ends[0].lo)
     middle = np.broadcast_to(a.constant, (batch, a.size)).copy()
@@ -121,10 +121,10 @@ def affine_ends(boxes: Boxes, a: Affine) -> Ends:
         radius += _product(up(np.maximum(ends.hi - centre, centre - ends.lo)), size)
         mag += _product(ends.mag, size)
     lost = 4 * gamma(_sizes(a) + len(a.terms) + 8) * mag + _TINY
-    return _sound(Ends(down(middle - radius - lost), up(middle + radius + lost)))
+    return _sound(NodeBox(down(middle - radius - lost), up(middle + radius + lost)))
 
 
-def sum_ends(boxes: Boxes, a: Affine) -> Ends:
+def sum_ends(boxes: Boxes, a: Affine) -> NodeBox:
     """Bound sums by intervals, those of one element with the coefficient 1 or -1 exactly."""
     ends = affine_ends(boxes, a)
     counts = np.zeros(a.size, dtype=np.int64)
@@ -155,7 +155,7 @@ def _moved(x: Array, by: Array, outward: Callable[[Array], Array]) -> Array:
     return found
 
 
-def _refined(boxes: Boxes, a: Affine, ends: Ends) -> Ends:
+def _refined(boxes: Boxes, a: Affine, ends: NodeBox) -> NodeBox:
     """Meet boxes of sums with linear bounds, where they hold more than a sign."""
     open_ = ((ends.lo < 0) & (ends.hi > 0)).any(0)
     if not open_.any() or set(a.terms) <= {0}:
@@ -264,33 +264,33 @@ def _times(c: Array, m: Matrix) -> Array:
 
 # --- kinds: intervals -----------------------------------------------------------------------------
 
-Interval = Callable[[ProgramBlock, Sequence[Ends]], Ends]
+Interval = Callable[[ProgramBlock, Sequence[NodeBox]], NodeBox]
 _LOOSE = 2.0**-40
 """How far a library's function may be off, of its size: far more than any is."""
 
 
-def _near(value: Array, least: float, most: float) -> Ends:
+def _near(value: Array, least: float, most: float) -> NodeBox:
     """Return an enclosure of values that a library computed."""
     wide = np.abs(value) * _LOOSE + 2.0**-1020
-    return Ends(np.clip(value - wide, least, most), np.clip(value + wide, least, most))
+    return NodeBox(np.clip(value - wide, least, most), np.clip(value + wide, least, most))
 
 
 def _monotone(
     function: Callable[[Array], Array], least: float = -_INF, most: float = _INF
 ) -> Interval:
-    def interval(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+    def interval(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
         x = operands[0]
-        return Ends(_near(function(x.lo), least, most).lo, _near(function(x.hi), least, most).hi)
+        return NodeBox(_near(function(x.lo), least, most).lo, _near(function(x.hi), least, most).hi)
 
     return interval
 
 
 def _steps(function: Callable[[Array], Array]) -> Interval:
     """Return the interval of a monotone function that float64 computes exactly."""
-    return lambda block, operands: Ends(function(operands[0].lo), function(operands[0].hi))
+    return lambda block, operands: NodeBox(function(operands[0].lo), function(operands[0].hi))
 
 
-def _linear(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _linear(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     return operands[0]
 
 
@@ -305,88 +305,88 @@ def _root(value: Any) -> float:
     return float(value.scale) / float(np.sqrt(float(value.under)))
 
 
-def _corners(x: Ends, y: Ends) -> Ends:
+def _corners(x: NodeBox, y: NodeBox) -> NodeBox:
     products = [a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)]
     # 0 times infinity is 0 here: the ends are limits of numbers
     products = [np.where(np.isnan(p), 0.0, p) for p in products]
     lo, hi = np.minimum.reduce(products), np.maximum.reduce(products)
-    return Ends(down(lo), up(hi))
+    return NodeBox(down(lo), up(hi))
 
 
-def _factor(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _factor(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     low, high = factor_ends(block.value)
-    return _corners(operands[0], Ends(low[None], high[None]))
+    return _corners(operands[0], NodeBox(low[None], high[None]))
 
 
-def _mul(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _mul(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     return _corners(operands[0], operands[1])
 
 
-def _power(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _power(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     x, n = operands[0], int(block.value)
     lo, hi = (_near(np.power(e, n), -_INF, _INF) for e in (x.lo, x.hi))
     if n % 2:
-        return Ends(lo.lo, hi.hi)
+        return NodeBox(lo.lo, hi.hi)
     most = np.maximum(lo.hi, hi.hi)
     least = np.where((x.lo <= 0) & (x.hi >= 0), 0.0, np.minimum(lo.lo, hi.lo))
-    return Ends(np.maximum(least, 0.0), most)
+    return NodeBox(np.maximum(least, 0.0), most)
 
 
-def _power_of(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _power_of(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     x, base = operands[0], np.asarray(block.value)[None]
     low, high = _near(np.power(base, x.lo), 0.0, _INF), _near(np.power(base, x.hi), 0.0, _INF)
-    return Ends(np.minimum(low.lo, high.lo), np.maximum(low.hi, high.hi))
+    return NodeBox(np.minimum(low.lo, high.lo), np.maximum(low.hi, high.hi))
 
 
-def _reciprocal(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _reciprocal(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     x = operands[0]
     one_side = (x.lo > 0) | (x.hi < 0)
     lo = np.where(one_side, down(1.0 / x.hi), -_INF)
-    return Ends(lo, np.where(one_side, up(1.0 / x.lo), _INF))
+    return NodeBox(lo, np.where(one_side, up(1.0 / x.lo), _INF))
 
 
-def _share(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _share(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     """Bound 1 / (1 + s) for a sum s of exponentials, which is not negative."""
     low, high = np.maximum(operands[0].lo, 0), operands[0].hi
-    found = Ends(down(1.0 / up(1.0 + high)), up(1.0 / down(1.0 + low)))
-    return Ends(np.maximum(found.lo, 0.0), np.minimum(found.hi, 1.0))
+    found = NodeBox(down(1.0 / up(1.0 + high)), up(1.0 / down(1.0 + low)))
+    return NodeBox(np.maximum(found.lo, 0.0), np.minimum(found.hi, 1.0))
 
 
-def _rooted(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _rooted(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     x = operands[0]
     found = _monotone(np.sqrt)(block, operands)
-    return Ends(np.where(x.lo < 0, -_INF, np.maximum(found.lo, 0)), found.hi)
+    return NodeBox(np.where(x.lo < 0, -_INF, np.maximum(found.lo, 0)), found.hi)
 
 
-def _logarithm(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _logarithm(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     low, high = np.log(operands[0].lo), np.log(operands[0].hi)
     # near 1 the logarithm is about the distance, which float64 has exactly
     wide = 2.0**-50
-    ends = Ends(low - np.abs(low) * _LOOSE - wide, high + np.abs(high) * _LOOSE + wide)
-    return Ends(np.where(operands[0].lo <= 0, -_INF, ends.lo), ends.hi)
+    ends = NodeBox(low - np.abs(low) * _LOOSE - wide, high + np.abs(high) * _LOOSE + wide)
+    return NodeBox(np.where(operands[0].lo <= 0, -_INF, ends.lo), ends.hi)
 
 
-def _zero(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _zero(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     x = operands[0]
     never, always = (x.lo > 0) | (x.hi < 0), (x.lo == 0) & (x.hi == 0)
-    return Ends(always.astype(np.float64), (~never).astype(np.float64))
+    return NodeBox(always.astype(np.float64), (~never).astype(np.float64))
 
 
-def _select(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _select(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     chosen, x, y = operands
     first, second = chosen.lo > 0, chosen.hi <= 0
     lo = np.where(first, x.lo, np.where(second, y.lo, np.minimum(x.lo, y.lo)))
-    return Ends(lo, np.where(first, x.hi, np.where(second, y.hi, np.maximum(x.hi, y.hi))))
+    return NodeBox(lo, np.where(first, x.hi, np.where(second, y.hi, np.maximum(x.hi, y.hi))))
 
 
-def _difference(block: ProgramBlock, operands: Sequence[Ends]) -> Ends:
+def _difference(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     """Bound relu(z + d) - relu(z), which lies between 0 and d, and is the difference of ends."""
     z, d = operands
-    other = Ends(down(z.lo + d.lo), up(z.hi + d.hi))
+    other = NodeBox(down(z.lo + d.lo), up(z.hi + d.hi))
     lo = np.maximum(np.minimum(d.lo, 0), down(np.maximum(other.lo, 0) - np.maximum(z.hi, 0)))
     hi = np.minimum(np.maximum(d.hi, 0), up(np.maximum(other.hi, 0) - np.maximum(z.lo, 0)))
     both = (z.lo >= 0) & (other.lo >= 0)
-    return Ends(np.where(both, d.lo, lo), np.where(both, d.hi, hi))
+    return NodeBox(np.where(both, d.lo, lo), np.where(both, d.hi, hi))
 
 
 KINDS: Mapping[str, Interval] = {
@@ -418,7 +418,7 @@ KINDS: Mapping[str, Interval] = {
 
 
 def _planes(
-    block: ProgramBlock, operands: Sequence[Ends], ends: Ends
+    block: ProgramBlock, operands: Sequence[NodeBox], ends: NodeBox
 ) -> tuple[Plane | None, Plane | None]:
     """Return planes below and above a block; constants where its kind has none."""
     none = np.zeros_like(ends.lo)
@@ -448,7 +448,7 @@ def _line(slope: Array, x: Array, y: Array) -> Array:
     return y - slope * x + 4 * U * size + _TINY
 
 
-def _relu_planes(x: Ends) -> tuple[Plane, Plane]:
+def _relu_planes(x: NodeBox) -> tuple[Plane, Plane]:
     on, off = x.lo >= 0, x.hi <= 0
     zero = np.zeros_like(x.lo)
     slope = np.where(on, 1.0, np.where(off, 0.0, x.hi / (x.hi - x.lo)))
@@ -460,14 +460,14 @@ def _relu_planes(x: Ends) -> tuple[Plane, Plane]:
     return Plane((steep,), zero), above
 
 
-def _difference_planes(operands: Sequence[Ends], ends: Ends) -> tuple[Plane, Plane]:
+def _difference_planes(operands: Sequence[NodeBox], ends: NodeBox) -> tuple[Plane, Plane]:
     """Lie above max(d, 0) and below min(d, 0), which enclose relu(z + d) - relu(z)."""
     z, d = operands
     other_lo, other_hi = down(z.lo + d.lo), up(z.hi + d.hi)
     on, off = (z.lo >= 0) & (other_lo >= 0), (z.hi <= 0) & (other_hi <= 0)
     known, none = on | off, np.zeros_like(d.lo)
     _, above = _relu_planes(d)
-    _, turned = _relu_planes(Ends(-d.hi, -d.lo))  # max(-d, 0) <= s (-d) + t
+    _, turned = _relu_planes(NodeBox(-d.hi, -d.lo))  # max(-d, 0) <= s (-d) + t
     same = on.astype(np.float64)
     high, low = (np.where(known, same, p.slopes[0]) for p in (above, turned))
     top = Plane((none, high), np.where(known, 0.0, above.offset))
@@ -476,14 +476,14 @@ def _difference_planes(operands: Sequence[Ends], ends: Ends) -> tuple[Plane, Pla
     return bottom, top
 
 
-def _factor_planes(block: ProgramBlock, x: Ends) -> tuple[Plane, Plane]:
+def _factor_planes(block: ProgramBlock, x: NodeBox) -> tuple[Plane, Plane]:
     low, high = factor_ends(block.value)
     slope = np.broadcast_to(low / 2 + high / 2, x.lo.shape)
     wide = (high - low)[None] * x.mag * 1.001 + _TINY
     return Plane((slope,), -wide), Plane((slope,), wide)
 
 
-def _product_planes(x: Ends, y: Ends) -> tuple[Plane, Plane]:
+def _product_planes(x: NodeBox, y: NodeBox) -> tuple[Plane, Plane]:
     """McCormick's planes at two corners, those which are tighter in the middle."""
     below = [_corner_plane(x.lo, y.lo, -1.0), _corner_plane(x.hi, y.hi, -1.0)]
     above = [_corner_plane(x.lo, y.hi, 1.0), _corner_plane(x.hi, y.lo, 1.0)]
@@ -505,7 +505,7 @@ def _corner_plane(a: Array, b: Array, sign: float) -> Plane:
     return Plane((b, a), -a * b + away)
 
 
-def _square_planes(x: Ends, ends: Ends) -> tuple[Plane, Plane]:
+def _square_planes(x: NodeBox, ends: NodeBox) -> tuple[Plane, Plane]:
     slope = x.lo + x.hi
     offset = np.maximum(_line(slope, x.lo, up(x.lo**2)), _line(slope, x.hi, up(x.hi**2)))
     middle = x.lo / 2 + x.hi / 2
@@ -514,7 +514,7 @@ def _square_planes(x: Ends, ends: Ends) -> tuple[Plane, Plane]:
     return Plane((tangent,), low), Plane((slope,), offset)
 
 
-def _select_planes(operands: Sequence[Ends], ends: Ends) -> tuple[Plane, Plane]:
+def _select_planes(operands: Sequence[NodeBox], ends: NodeBox) -> tuple[Plane, Plane]:
     chosen = operands[0]
     first, second = chosen.lo > 0, chosen.hi <= 0
     none, known = np.zeros_like(ends.lo), first | second

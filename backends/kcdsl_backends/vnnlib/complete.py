@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from kcdsl_backends.vnnlib.bounds import Ends
+from kcdsl_backends.vnnlib.bounds import NodeBox
 from kcdsl_backends.vnnlib.problem import InputRegion, QueryProblem
 from kcdsl_backends.vnnlib.program import Affine, ProgramBlock
 
@@ -23,7 +23,7 @@ _KNOWN = frozenset({
 
 
 def asked(
-    problem: QueryProblem, region: InputRegion, ends: Sequence[Ends] | None, seconds: float
+    problem: QueryProblem, region: InputRegion, ends: Sequence[NodeBox] | None, seconds: float
 ) -> tuple[str, list[Fraction] | None]:
     """Ask z3 for a point of a region: "sat" with its input, "unsat", or "unknown".
 
@@ -61,7 +61,7 @@ def asked(
     return "sat", point
 
 
-def _small(problem: QueryProblem, ends: Sequence[Ends] | None) -> bool:
+def _small(problem: QueryProblem, ends: Sequence[NodeBox] | None) -> bool:
     splits = 0
     for index, block in enumerate(problem.program.blocks[1:], 1):
         if block.kind not in _KNOWN:
@@ -109,7 +109,7 @@ def _values(
     z3: Any,
     problem: QueryProblem,
     region: InputRegion,
-    ends: Sequence[Ends] | None,
+    ends: Sequence[NodeBox] | None,
     solver: Any,
 ) -> dict[int, list[Any]] | None:
     """Return terms for the elements of every block; assert what ties them."""

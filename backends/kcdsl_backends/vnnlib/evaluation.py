@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from kcdsl_backends.vnnlib.bounds import Boxes, down, enclosed, sum_ends, up
-from kcdsl_backends.vnnlib.program import Affine, Array, Program, ProgramBlock, fractions_of
+from kcdsl_backends.vnnlib.program import Affine, Array, NetworkProgram, ProgramBlock, fractions_of
 
 _EXACT = frozenset({
     *("linear", "relu", "difference", "factor", "mul", "power", "reciprocal", "floor", "ceil"),
@@ -26,13 +26,13 @@ Sign = Literal["<=", "<", "==", "!="]
 class Point:
     """A point of the input, and what is known of sums of the blocks there."""
 
-    program: Program
+    program: NetworkProgram
     x: tuple[Fraction, ...]
     boxes: Boxes
     _exact: list[list[Fraction]] | None = None
 
     @staticmethod
-    def at(program: Program, x: Sequence[Fraction]) -> Point:
+    def at(program: NetworkProgram, x: Sequence[Fraction]) -> Point:
         """Enclose every block at a point."""
         near = np.asarray([[float(v) for v in x]])
         exact = np.asarray([[Fraction(float(v)) == v for v in x]])
@@ -105,7 +105,7 @@ def _fails(lo: float, hi: float, relation: Sign) -> bool:
             return lo == 0 == hi
 
 
-def _rationals(program: Program, x: Sequence[Fraction]) -> list[list[Fraction]] | None:
+def _rationals(program: NetworkProgram, x: Sequence[Fraction]) -> list[list[Fraction]] | None:
     cost = sum(a.entries for block in program.blocks for a in block.operands)
     if cost > _MOST or any(b.kind not in _EXACT for b in program.blocks[1:]):
         return None

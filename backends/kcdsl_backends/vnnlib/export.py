@@ -34,10 +34,10 @@ from kcdsl_backends.drift.boxes.rounding import ONCE
 from kcdsl_backends.drift.boxes.state import Kernels
 from kcdsl_backends.real_arithmetic.allowances import LEAVES, Allowances, allowances
 from kcdsl_backends.vnnlib.query import (
-    Comparison,
     Junction,
     Kind,
     Query,
+    QueryComparison,
     QueryNetwork,
     QueryVariable,
     decimal,
@@ -116,7 +116,7 @@ def case_files(
 def _query(
     sides: Sequence[_Side], region: tuple[Tensor, Tensor], limit: Fraction, op: str
 ) -> Query:
-    networks, facts = list[QueryNetwork](), list[Comparison | Junction]()
+    networks, facts = list[QueryNetwork](), list[QueryComparison | Junction]()
     for side, letters in zip(sides, ("XEY", "UFV"), strict=True):
         shapes = [tuple(box.lo.shape) for _, box in side.errors]
         kinds: list[tuple[str, tuple[int, ...], Kind]] = [(letters[0], side.shape, "input")]
@@ -131,21 +131,21 @@ def _query(
     one = Fraction(1)
     for j, (c, r) in enumerate(zip(*(t.flatten().tolist() for t in region), strict=True)):
         facts += _within(("X", j), Fraction(c) - Fraction(r), Fraction(c) + Fraction(r))
-        facts.append(Comparison({(("X", j),): one, (("U", j),): -one}, "=="))
+        facts.append(QueryComparison({(("X", j),): one, (("U", j),): -one}, "=="))
     parts = []
     for j in range(math.prod(sides[0].output)):
         for sign in (one, -one):  # sign (V - Y) > limit
             polynomial = {(("V", j),): -sign, (("Y", j),): sign, (): limit}
             kept = {k: v for k, v in polynomial.items() if v}
-            parts.append(Comparison(kept, "<" if op == "<=" else "<="))
+            parts.append(QueryComparison(kept, "<" if op == "<=" else "<="))
     facts.append(Junction(False, tuple(parts)))
     return Query((2, 0), tuple(networks), Junction(True, tuple(facts)))
 
 
-def _within(element: tuple[str, int], lo: Fraction, hi: Fraction) -> list[Comparison]:
+def _within(element: tuple[str, int], lo: Fraction, hi: Fraction) -> list[QueryComparison]:
     low = {k: v for k, v in {(element,): Fraction(-1), (): lo}.items() if v}
     high = {k: v for k, v in {(element,): Fraction(1), (): -hi}.items() if v}
-    return [Comparison(low, "<="), Comparison(high, "<=")]
+    return [QueryComparison(low, "<="), QueryComparison(high, "<=")]
 
 
 def _ends(box: Box) -> list[tuple[Fraction, Fraction]]:

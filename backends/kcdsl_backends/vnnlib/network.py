@@ -18,7 +18,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.onnx.files import OnnxFile, OnnxNode
 from kcdsl.model.onnx.folding import FOLDED, folded
 from kcdsl.source.files import excerpt
-from kcdsl_backends.vnnlib.program import Affine, Program, TooLarge, constant, joined
+from kcdsl_backends.vnnlib.program import Affine, NetworkProgram, TooLarge, constant, joined
 
 _MOST = 1 << 24
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
@@ -69,7 +69,7 @@ class NetworkReader:
     """Adds the nodes of a file to a program."""
 
     file: OnnxFile
-    program: Program
+    program: NetworkProgram
     node: OnnxNode | None = None
 
     def values(self, inputs: Mapping[str, RealTensor]) -> dict[str, Any]:

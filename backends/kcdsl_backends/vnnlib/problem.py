@@ -18,17 +18,17 @@ from kcdsl.source.files import excerpt
 from kcdsl_backends.vnnlib.network import NetworkReader, RealTensor
 from kcdsl_backends.vnnlib.program import (
     Affine,
-    Program,
+    NetworkProgram,
     ProgramBlock,
     constant,
     dense,
     joined,
 )
 from kcdsl_backends.vnnlib.query import (
-    Comparison,
     Element,
     Polynomial,
     Query,
+    QueryComparison,
     QueryNetwork,
     QueryVariable,
     Relation,
@@ -82,7 +82,7 @@ class QueryProblem:
     """
 
     query: Query
-    program: Program
+    program: NetworkProgram
     sums: Affine
     rounded: tuple[bool, ...]
     regions: tuple[InputRegion, ...]
@@ -199,7 +199,7 @@ def refuse_other_graph(network: QueryNetwork, one: OnnxFile, two: OnnxFile) -> N
 
 
 def _places(
-    inputs: Sequence[QueryVariable], found: Sequence[tuple[Comparison, ...]]
+    inputs: Sequence[QueryVariable], found: Sequence[tuple[QueryComparison, ...]]
 ) -> tuple[dict[Element, int], int]:
     """Return the place of every element of an input; elements that are equal in all cases share
     one."""
@@ -228,7 +228,9 @@ def _places(
     return {e: numbers[root(e)] for e in elements}, len(numbers)
 
 
-def _equal(case: Iterable[Comparison], known: set[Element]) -> Iterable[tuple[Element, Element]]:
+def _equal(
+    case: Iterable[QueryComparison], known: set[Element]
+) -> Iterable[tuple[Element, Element]]:
     """Return pairs of elements of inputs that a case says are equal."""
     below: set[tuple[Element, Element]] = set()
     for one in case:
@@ -251,7 +253,7 @@ _INPUT = ""
 """The variable of the input of the program, as polynomials name it."""
 
 
-def _moved(case: Iterable[Comparison], places: Mapping[Element, int]) -> list[Comparison]:
+def _moved(case: Iterable[QueryComparison], places: Mapping[Element, int]) -> list[QueryComparison]:
     """Return comparisons of elements of the input, in which equal ones are the same."""
     found = []
     for one in case:
@@ -264,7 +266,7 @@ def _moved(case: Iterable[Comparison], places: Mapping[Element, int]) -> list[Co
 
 
 def _regions(
-    found: Sequence[list[Comparison]], count: int
+    found: Sequence[list[QueryComparison]], count: int
 ) -> tuple[tuple[InputRegion, ...], list[Polynomial]]:
     """Return the boxes of the cases, with the comparisons that are left, and these."""
     rows: dict[tuple[Any, ...], int] = {}
@@ -290,7 +292,9 @@ def _regions(
     return tuple(regions), polynomials
 
 
-def _boxed(case: Iterable[Comparison], lo: list[Any], hi: list[Any]) -> list[Comparison] | None:
+def _boxed(
+    case: Iterable[QueryComparison], lo: list[Any], hi: list[Any]
+) -> list[QueryComparison] | None:
     """Take the bounds of elements of the input; return the other comparisons, None where one is
     false."""
     left = []
@@ -321,9 +325,9 @@ def _boxed(case: Iterable[Comparison], lo: list[Any], hi: list[Any]) -> list[Com
 
 def _programs(
     query: Query, files: Mapping[str, OnnxFile], places: Mapping[Element, int], count: int
-) -> tuple[Program, dict[str, Affine]]:
+) -> tuple[NetworkProgram, dict[str, Affine]]:
     """Return the program of all networks, and the elements of every variable."""
-    program = Program([ProgramBlock("input", count)])
+    program = NetworkProgram([ProgramBlock("input", count)])
     ranges: dict[str, range] = {}
     tensors: dict[str, Affine] = {_INPUT: program.whole(0)}
     own: dict[str, tuple[QueryVariable, ...]] = {}
@@ -374,8 +378,12 @@ def _hidden(
 
 
 def paired(
-    program: Program, first: range, second: range, tensors: dict[str, Affine], names: Iterable[str]
-) -> Program:
+    program: NetworkProgram,
+    first: range,
+    second: range,
+    tensors: dict[str, Affine],
+    names: Iterable[str],
+) -> NetworkProgram:
     """Return a program in which the second network is the first and a difference.
 
     relu(z') = relu(z) + difference(z, z' - z), where the two networks have the same blocks: bounds
@@ -388,7 +396,7 @@ def paired(
     ]
     if shapes[0] != shapes[1] or not pairs:
         return program
-    found = Program(program.blocks[: second.start])
+    found = NetworkProgram(program.blocks[: second.start])
     parts: dict[int, tuple[int, ...]] = {}
     """What each later block is the sum of."""
 
@@ -421,7 +429,7 @@ def paired(
 
 
 def _sums(
-    program: Program, tensors: Mapping[str, Affine], polynomials: Sequence[Polynomial]
+    program: NetworkProgram, tensors: Mapping[str, Affine], polynomials: Sequence[Polynomial]
 ) -> tuple[Affine, tuple[bool, ...]]:
     """Return the polynomials as sums, and which have rounded coefficients."""
     products: dict[tuple[Element, ...], Affine] = {}
@@ -450,7 +458,9 @@ def _sums(
     return joined(rows), tuple(rounded)
 
 
-def _monomial(program: Program, tensors: Mapping[str, Affine], key: tuple[Element, ...]) -> Affine:
+def _monomial(
+    program: NetworkProgram, tensors: Mapping[str, Affine], key: tuple[Element, ...]
+) -> Affine:
     """Return a product of elements, as one sum."""
     counts: dict[Element, int] = {}
     for element in key:

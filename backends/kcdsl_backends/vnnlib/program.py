@@ -63,7 +63,7 @@ class ProgramBlock:
 
 
 @dataclass(slots=True)
-class Program:
+class NetworkProgram:
     """Blocks in an order in which each comes after those that it reads; the first is the input."""
 
     blocks: list[ProgramBlock] = field(default_factory=list)
@@ -218,7 +218,7 @@ def _exact_product(a: Array, b: Array) -> bool:
     return not bool(error.any())
 
 
-def dense(program: Program) -> Program:
+def dense(program: NetworkProgram) -> NetworkProgram:
     """Return a program whose matrices are dense where they are small or full."""
 
     def turned(affine: Affine) -> Affine:
@@ -230,7 +230,7 @@ def dense(program: Program) -> Program:
         return Affine(affine.constant, terms)
 
     blocks = [replace(b, operands=tuple(map(turned, b.operands))) for b in program.blocks]
-    return Program(blocks)
+    return NetworkProgram(blocks)
 
 
 def fractions_of(a: Affine, values: Sequence[Sequence[Fraction]]) -> list[Fraction]:

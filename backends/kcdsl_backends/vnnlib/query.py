@@ -68,7 +68,7 @@ class QueryNetwork:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class QueryComparison:
     """A polynomial that is compared with 0."""
 
     polynomial: Polynomial
@@ -83,7 +83,7 @@ class Junction:
     parts: tuple[Formula, ...]
 
 
-Formula = Comparison | Junction
+Formula = QueryComparison | Junction
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class _Reader:
         if len(sides) != 2:
             raise self.wrong(part, f"`{head}` compares two terms, not {len(sides)}")
         left, right = reversed(sides) if head in _TURNED else sides
-        return Comparison(_sum(left, right, Fraction(-1)), _RELATIONS[relation])
+        return QueryComparison(_sum(left, right, Fraction(-1)), _RELATIONS[relation])
 
     def terms(self, form: _Form, items: Sequence[_Token | _Form]) -> list[Polynomial]:
         """Return the terms that stand one after the other."""
@@ -472,12 +472,12 @@ class _First(_Reader):
 # --- cases ----------------------------------------------------------------------------------------
 
 
-def cases(formula: Formula, most: int) -> list[tuple[Comparison, ...]] | None:
+def cases(formula: Formula, most: int) -> list[tuple[QueryComparison, ...]] | None:
     """Return conjunctions whose disjunction a formula is; None where there are more than `most`."""
-    if isinstance(formula, Comparison):
+    if isinstance(formula, QueryComparison):
         return [(formula,)]
     parts = [cases(part, most) for part in formula.parts]
-    found: list[tuple[Comparison, ...]] = [()] if formula.every else []
+    found: list[tuple[QueryComparison, ...]] = [()] if formula.every else []
     for part in parts:
         if part is None:
             return None
@@ -487,9 +487,9 @@ def cases(formula: Formula, most: int) -> list[tuple[Comparison, ...]] | None:
     return found
 
 
-def comparisons(formula: Formula) -> Iterator[Comparison]:
+def comparisons(formula: Formula) -> Iterator[QueryComparison]:
     """Return the comparisons of a formula."""
-    if isinstance(formula, Comparison):
+    if isinstance(formula, QueryComparison):
         yield formula
         return
     for part in formula.parts:

@@ -257,7 +257,7 @@ class CompanionsCommand(Trusts):
         nothing is signed then."""
         from kcdsl.api.checking import CheckSettings, check_certificates
         from kcdsl.cli.commands.check import print_report
-        from kcdsl.release.companions import Certified, Image, companion_files
+        from kcdsl.release.companions import Image, ValidCertificates, companion_files
         from kcdsl.release.issue import utc_now
         from kcdsl.release.signing import signing_keys
         from kcdsl.source.writing import make_folder, write_together
@@ -288,7 +288,7 @@ class CompanionsCommand(Trusts):
             print_report(checked)
             return Exit.CERTIFICATE_INVALID
         moment = utc_now().replace(microsecond=0)
-        certified = Certified.of(checked, moment, rechecked=self.recheck)
+        certified = ValidCertificates.of(checked, moment, rechecked=self.recheck)
         first = Path(self.certificates[0])
         stem = first.name.removesuffix(".json").removesuffix(".cert")
         folder = first.parent if self.output is None else Path(self.output)
@@ -317,9 +317,9 @@ class AttachCommand(Command):
         """Attach every certificate: 0 where the registry lists them all; what it has already is not
         sent again, so that the same command finishes an attachment that was cut off."""
         from kcdsl.release.issue import utc_now
-        from kcdsl.release.oci import Registry, attach
+        from kcdsl.release.oci import Repository, attach
 
-        registry = Registry.of(self.image, plain_http=self.plain_http)
+        registry = Repository.of(self.image, plain_http=self.plain_http)
         for name in self.certificates:
             own, sent = attach(Path(name), registry, utc_now())
             print(one_line(f"{name}: {sent} bytes sent"))

@@ -147,4 +147,4 @@ def test_certificates_that_were_not_accepted_have_no_companion() -> None:
     from kcdsl_certs.verification.report import Combined
 
     with pytest.raises(ValueError, match="whole contract"):
-        companions.Certified.of(Combined((), complete=True), AT, rechecked=True)
+        companions.ValidCertificates.of(Combined((), complete=True), AT, rechecked=True)
