@@ -389,6 +389,7 @@ SAMPLES = {
     ir.Budget: ir.Budget(Fraction(1, 7), "windows"),
     ir.FieldTest: ir.FieldTest("f", "==", "g"),
     ir.EvidenceKind: ir.EvidenceKind.PROOF,
+    ir.KernelRef: ir.KernelRef("torch.eager", ()),
     Service: SERVICE,
     Recording: RECORDING,
     LogProbabilities: LogProbabilities("raw"),

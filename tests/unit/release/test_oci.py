@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -69,8 +70,17 @@ def check(cli: Cli, folder: Path) -> Callable[..., Any]:
 
 
 def test_what_is_attached_is_found_and_checked_as_the_file_is(
-    registry: FakeRegistry, attach: Any, check: Any, cli: Cli, folder: Path, certificate: Path
+    registry: FakeRegistry,
+    attach: Any,
+    check: Any,
+    cli: Cli,
+    folder: Path,
+    certificate: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     image = registry.image()
     ran = attach(image)
     assert ran.code == 0, ran.stderr
@@ -88,7 +98,7 @@ def test_what_is_attached_is_found_and_checked_as_the_file_is(
     assert steps[0] == steps[1]
     alone = check(f"{registry.host}/{NAME}@{digest}")
     assert alone.code == 0, alone.stdout + alone.stderr
-    assert list(folder.parent.glob("**/certificate.json")) == []
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_second_attachment_sends_nothing_and_lists_nothing_twice(
