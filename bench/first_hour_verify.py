@@ -74,6 +74,8 @@ MORE = (
     Row("attn_0", 4096, 128, 600.0, 12.0, threads=2),
 )
 """Rows that are run by name alone: smaller ones, and one that takes an hour."""
+OPTIONS = ("--attack", "off", "--domains", "affine", "--jobs", "1", "--cache", "off")
+"""How the command is run."""
 LIMIT = 900.0
 """Seconds of the clock after which a row is ended."""
 
@@ -128,8 +130,8 @@ def figures() -> list[Figure]:
     return found
 
 
-def _measured(row: Row, limit: float = LIMIT) -> Cost:
-    """Return what the command costs on a row, and print it."""
+def write_case(folder: Path, row: Row) -> None:
+    """Write the model, the prompt and the contract of a row into a folder."""
     config = dict(
         CONFIG,
         hidden_size=row.width,
@@ -137,12 +139,17 @@ def _measured(row: Row, limit: float = LIMIT) -> Cost:
         intermediate_size=row.width * 11 // 4,
         vocab_size=320,
     )
+    layer(folder, "cpu", config)
+    request = {"id": "a", "text": _TEXT[: row.tokens]}
+    (folder / "prompts.jsonl").write_text(json.dumps(request))
+    (folder / "contract.yaml").write_text(_CONTRACT.format(block=row.block))
+
+
+def _measured(row: Row, limit: float = LIMIT) -> Cost:
+    """Return what the command costs on a row, and print it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        layer(folder, "cpu", config)
-        request = {"id": "a", "text": _TEXT[: row.tokens]}
-        (folder / "prompts.jsonl").write_text(json.dumps(request))
-        (folder / "contract.yaml").write_text(_CONTRACT.format(block=row.block))
+        write_case(folder, row)
         cost = _run(folder, row, limit)
     bound = "no bound" if cost.bound is None else f"bound {cost.bound:.4g}"
     said = "" if cost.said is None else f", {cost.said / cost.cpu:.2f} of it told beforehand"
@@ -159,8 +166,8 @@ def _measured(row: Row, limit: float = LIMIT) -> Cost:
 def _run(folder: Path, row: Row, limit: float) -> Cost:
     command = [
         *(sys.executable, "-m", "kcdsl", "verify", str(folder / "contract.yaml"), "--json"),
-        *("--attack", "off", "--domains", "affine", "--jobs", "1"),
-        *("--threads", str(row.threads), "--cache", "off"),
+        *OPTIONS,
+        *("--threads", str(row.threads)),
     ]
     threads = {"OMP_NUM_THREADS": str(row.threads), "OPENBLAS_NUM_THREADS": str(row.threads)}
     started, told = time.perf_counter(), folder / "told"

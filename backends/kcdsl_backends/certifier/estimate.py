@@ -12,6 +12,7 @@ import torch
 
 from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.drift.affine.error_bounds import BATCH
+from kcdsl_backends.drift.affine.row_sums import MANY
 
 WORTH_SAYING = 30.0
 """Seconds from which on an estimate is told."""
@@ -48,8 +49,9 @@ class Cost:
             read = tokens**2 * len(scores) if scores else tokens
             operations += 8.0 * read * width**3
         for heads, rows, keys in (s for s in scores if len(s) == 3):
-            # in float32, which is twice as fast, over half of the keys
-            operations += functionals * keys * inputs * heads * (1 if rows > 1 else 2)
+            # in float32, which is twice as fast, over half of the keys; or norms
+            each = inputs * heads if keys * inputs * heads < MANY else 8 * heads**2
+            operations += functionals * keys * each * (1 if rows > 1 else 2)
         heads = max((shape[0] for shape in scores if len(shape) == 3), default=1)
         largest = max(math.prod(shape) for shape in shapes.values())
         batch = min(BATCH, width)

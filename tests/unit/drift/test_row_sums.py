@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from bench.first_hour_verify import OPTIONS, Row, write_case
 from kcdsl_backends.drift.affine.row_sums import (
     BoundedRows,
     KeyRows,
@@ -94,6 +97,61 @@ def test_bounds_hold_and_are_near(scale: float, values: bool, keys: bool, heads:
         assert (bound <= exact * (1 + 2.0**-12)).all()
         assert np.allclose(row, alpha[:, OWN], rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
         assert np.allclose(rows, alpha, rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
+
+
+NEAR = 5.0
+"""By how much norms may exceed exact sums of rows whose errors differ in size from row to row."""
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize(("keys", "heads"), [(True, 3), (False, 3), (True, 1)])
+def test_norms_of_many_rows_hold_and_agree(
+    monkeypatch: pytest.MonkeyPatch, scale: float, keys: bool, heads: int
+) -> None:
+    monkeypatch.setattr("kcdsl_backends.drift.affine.row_sums.MANY", 1)
+    monkeypatch.setattr("kcdsl_certs.recheck.affine.many_rows._LARGE", 1)
+    drawn = _draw(scale, values=True, keys=keys, heads=heads)
+    _, exact = _exact(drawn)
+    (_, prover, _), (_, checker, _) = _prover(drawn), _checker(drawn)
+    assert (prover >= exact).all()
+    assert (checker >= exact).all()
+    assert (prover > exact * (1 + 2.0**-12)).any()  # these are norms
+    assert (prover <= exact * NEAR).all()
+    assert np.allclose(prover, checker, rtol=2.0**-14, atol=0)
+
+
+@pytest.mark.full
+def test_the_checker_confirms_what_norms_say_of_attention(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any
+) -> None:
+    goals = list[dict[str, Any]]()
+    write_case(tmp_path, Row("attn_0", 128, 6))
+    prover, checker = "kcdsl_backends.drift.affine.row_sums", "kcdsl_certs.recheck.affine.many_rows"
+    monkeypatch.setattr("kcdsl_backends.drift.affine_forms.at_once", lambda tape: 128)
+    for least in (2**40, 1):  # exact sums, norms
+        monkeypatch.setattr(f"{prover}.MANY", least)
+        monkeypatch.setattr(f"{checker}._LARGE", least)
+        ran = cli("verify", tmp_path / "contract.yaml", "--json", *OPTIONS)
+        assert ran.code == 0, ran.stderr
+        goals += json.loads(ran.stdout)["goals"]
+    exact, norms = (goal["bound"] for goal in goals)
+    assert all(goal["verdict"] == "held" for goal in goals)
+    assert exact < norms <= 1.5 * exact
+
+
+def test_norms_hold_with_equality_where_elements_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kcdsl_backends.drift.affine.row_sums.MANY", 1)
+    monkeypatch.setattr("kcdsl_certs.recheck.affine.many_rows._LARGE", 1)
+    drawn = _draw(1.0, values=True, keys=False)
+    drawn["radius"] = np.broadcast_to(np.linspace(1, 2, KEYS)[:, None], (KEYS, INPUTS)).copy()
+    drawn["size"][:] = 0
+    drawn["weight"] = 1e3 * np.sign(drawn["weight"])
+    drawn["each"][:, :, 1:] = 0
+    drawn["each"][1:] = 0
+    _, exact = _exact(drawn)
+    for _, bound, _ in (_prover(drawn), _checker(drawn)):
+        assert (bound >= exact).all()
+        assert (bound <= exact * (1 + 2.0**-12)).all()
 
 
 def test_of_rows_without_errors_next_to_nothing_is_left() -> None:

@@ -28,6 +28,10 @@ _UNIT = 2.0**-24
 """Unit roundoff of float32."""
 _FAINT = 2.0**-100
 """More than float32 loses below its normal numbers, of a sum of products of numbers up to 1."""
+_NOTHING = 2.0**-200
+"""More than float64 loses below its normal numbers, of a sum of products of numbers up to 1."""
+MANY = 2**19
+"""Products of rows, columns and heads from which on rows are bounded by their norms."""
 _ROWS, _FUNCTIONALS = 32, 32
 """Rows and functionals that are formed at a time, so that they stay in the cache of a core."""
 
@@ -74,30 +78,41 @@ class _Single:
 
 @dataclass(frozen=True, slots=True)
 class BoundedRows:
-    """The bound of the rows of an entry, as sums over rows read it."""
+    """The bound of the rows of an entry, as sums over rows read it.
+
+    Σ_n |α_n| radius_jn <= sqrt(Σ_n metric_n α_n²) lengths_j of every row j, in units of the scale
+    of the radius: by Cauchy and Schwarz, for any metric > 0.
+    """
 
     rows: RowBound
     whole: Tensor
     radius: _Single
+    metric: Tensor
+    lengths: Tensor
 
     @staticmethod
     def of(rows: RowBound) -> BoundedRows:
         single = _Single.of(rows.radius)
         above = torch.nextafter(single.values, torch.tensor(torch.inf)) + 2.0**-120
-        return BoundedRows(rows, rows.whole, _Single(above, single.scale))
+        sizes = above.double()
+        metric = (sizes.mean(0) / sizes.amax()).clamp_min(2.0**-100)
+        lengths = (sizes.square() / metric).sum(-1).sqrt() * (1 + gamma(rows.radius.shape[1] + 32))
+        return BoundedRows(rows, rows.whole, _Single(above, single.scale), metric, lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
     """Functionals c [heads, B, n] of every row of an entry, and what its bound makes of them.
 
-    `along` [heads, B, K, T] are c·along, and `most` [heads, B] bounds |c|·whole of any row.
+    `along` [heads, B, K, T] are c·along, and `most` [heads, B] bounds |c|·whole of any row; `gram`
+    [B, heads, heads] are Σ_n metric_n c_hn c_gn of `single`, where rows are many.
     """
 
     single: _Single
     sizes: Tensor
     along: Tensor
     most: Tensor
+    gram: Tensor | None
 
     @staticmethod
     def of(each: Tensor, weight: Tensor, bound: BoundedRows) -> Vectors:
@@ -118,7 +133,13 @@ class Vectors:
             sizes,
             along.view(heads, count, *lines.shape[:2]),
             _weighed(sizes, scale, peaks),
+            _gram(single, bound.metric) if heads * bound.whole.numel() >= MANY else None,
         )
+
+    @property
+    def columns(self) -> int:
+        """Return the number n of elements of a functional."""
+        return self.sizes.shape[-1]
 
     def weighed(self, weights: Tensor) -> Tensor:
         """Bound Σ_n |c_hbn| weights_hn of weights [heads, n] >= 0 -> [heads, B]."""
@@ -130,6 +151,22 @@ class Vectors:
         heads, count, columns = self.sizes.shape
         found = shares.float() @ self.single.values.view(heads, -1)
         return found.view(count, columns).double() * self.single.scale
+
+
+def _gram(single: Tensor, metric: Tensor) -> Tensor:
+    """Return Σ_n metric_n c_hbn c_gbn of c [heads, B, n] -> [B, heads, heads]."""
+    found = metric.new_empty(single.shape[1], len(single), len(single))
+    for begin in range(0, single.shape[1], _FUNCTIONALS):
+        part = single[:, begin : begin + _FUNCTIONALS].transpose(0, 1).double()
+        torch.bmm(part * metric, part.mT, out=found[begin : begin + _FUNCTIONALS])
+    return found
+
+
+def _norms(squares: Tensor, sizes: Tensor, terms: int) -> Tensor:
+    """Bound |Σ_h w_h c_h| by its square as float64 finds it, of sums of so many terms, and
+    `sizes` = Σ_h |w_h| |c_h|."""
+    inexact = 2 * gamma(terms + 32) * sizes.square()
+    return (squares.clamp_min(0) + inexact + _NOTHING).sqrt() * SAFE
 
 
 @exact_products()
@@ -151,6 +188,20 @@ class ValueRows:
         """Bound Σ_j |α_j|·whole_j with absolute values inside, [B]."""
         found: Tensor = torch.einsum("h,hb->b", self.shares.abs().sum(-1), self.vectors.most)
         return found * SAFE
+
+    @property
+    def many(self) -> bool:
+        """Say whether these are so many rows that their norms are bounded."""
+        heads, rows = self.shares.shape
+        return self.vectors.gram is not None and rows * heads * self.vectors.columns >= MANY
+
+    def norms(self, rows: slice) -> Tensor:
+        """Bound sqrt(Σ_n metric_n α_jn²) of α as float32 numbers c make it [B, rows]."""
+        gram, shares = self.vectors.gram, self.shares[:, rows]
+        assert gram is not None
+        pairs = (shares[:, None] * shares).flatten(0, 1)  # [heads·heads, rows]
+        sizes = gram.diagonal(dim1=1, dim2=2).sqrt() @ shares.abs() * SAFE
+        return _norms(gram.flatten(1) @ pairs, sizes, self.vectors.columns + len(pairs))
 
     def along(self, rows: slice) -> Tensor:
         """Return α_j·along_kj [B, K, rows]."""
@@ -184,6 +235,20 @@ class KeyRows:
         wide = places.expand(-1, weights.shape[-1], -1)
         lines = torch.einsum("hjn,kjn->khj", wide, bound.rows.along[:, rows])
         return torch.einsum("hbj,khj->bkj", weights, lines)
+
+    def reach(self, rows: slice, bound: BoundedRows) -> Tensor:
+        """Bound Σ_j |α_j|·radius_j by Cauchy and Schwarz row by row, [B]."""
+        weights, places = self.part(rows)
+        by, to = _power(weights), _power(places)
+        radius = bound.radius.values[rows].double()[:, None]
+        each = (weights / by).permute(2, 1, 0).contiguous()  # [rows, B, heads]
+        ways = (places / to).transpose(0, 1).expand(len(radius), -1, -1)
+        gram = torch.bmm(ways * radius, ways.mT)
+        sizes = (each.abs() @ gram.diagonal(dim1=1, dim2=2).sqrt()[..., None])[..., 0] * SAFE
+        squares = torch.bmm(each, gram).mul_(each).sum(-1)
+        norms = _norms(squares, sizes, ways.shape[-1] + each.shape[-1] ** 2)
+        lengths = radius[:, 0].sum(-1).sqrt() * (1 + gamma(ways.shape[-1] + 32))
+        return (lengths @ norms) * (by * to * bound.radius.scale) * SAFE
 
     def apart(self, rows: slice, bound: BoundedRows) -> Tensor:
         """Bound Σ_j |α_j·e_j| of the functionals of one head, [B]."""
@@ -258,7 +323,11 @@ class RowSums:
             if keys is not None and values is None and len(keys.weights) == 1:
                 total = total + keys.apart(rows, self.bound)
                 continue
-            total = total + self._each(rows, values, keys) + self._lines(rows, values, keys)
+            if values is not None and values.many:
+                total = total + self._by_norms(rows, values, keys)
+            else:
+                total = total + self._each(rows, values, keys)
+            total = total + self._lines(rows, values, keys)
         return total * SAFE
 
     @property
@@ -320,6 +389,14 @@ class RowSums:
         if keys is not None:
             found = found + keys.along(rows, self.bound)
         return found.abs().flatten(1) @ size.flatten() * SAFE
+
+    def _by_norms(self, rows: slice, values: ValueRows, keys: KeyRows | None) -> Tensor:
+        """Bound Σ_j |α_j|·radius_j [B] by norms, of what comes through values and through keys."""
+        unit = values.vectors.single.scale * self.bound.radius.scale
+        total: Tensor = values.norms(rows) @ self.bound.lengths[rows]
+        faint = (rows.stop - rows.start) * values.vectors.columns * _FAINT
+        total = (total + faint) * unit
+        return total if keys is None else total + keys.reach(rows, self.bound)
 
     def _each(self, rows: slice, values: ValueRows | None, keys: KeyRows | None) -> Tensor:
         """Bound Σ_j |α_j|·radius_j [B] of α_j as float32 forms it."""

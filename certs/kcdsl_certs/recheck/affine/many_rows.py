@@ -23,6 +23,8 @@ Singles = NDArray[np.float32]
 
 _SINGLE = 2.0**-24  # unit roundoff of float32
 _VANISHED = 2.0**-100  # more than underflow costs a sum of products of numbers up to 1
+_LEAST = 2.0**-200  # more than underflow of float64 costs such a sum
+_LARGE = 2**19  # rows · columns · heads, from where on norms bound the rows
 _TALL, _WIDE = 32, 32  # rows, and columns of them, at a time
 
 
@@ -50,6 +52,13 @@ class RowReach:
             found = found + np.abs(line.direction) * line.size[:, None]
         return raised(found)
 
+    @property
+    def measure(self) -> Floats:
+        """Return weights [n] > 0 of squares: the means of the columns of the radius, up to 1."""
+        means = self.radius.mean(axis=0)
+        largest = float(means.max(initial=0.0)) or 1.0
+        return np.asarray(np.maximum(means / largest, 2.0**-100))
+
     def widened(self, own: Floats) -> RowReach:
         """Return the bound of e with up to `own` added to every element."""
         return RowReach(raised(self.radius + own), self.lines)
@@ -70,13 +79,15 @@ class Through:
     """u = rows of α_h W_h, kept in float32 as multiples of `unit`, [heads, n, B].
 
     `along` is u·direction [lines, heads, B, T]; `most` bounds |u| times the largest reach of all
-    rows [heads, B].
+    rows [heads, B]; `squares` [B, heads, heads] are Σ_n measure_n u_gn u_hn of `single`, where
+    there are many rows.
     """
 
     single: Singles
     unit: float
     along: Floats
     most: Floats
+    squares: Floats | None = None
 
     @staticmethod
     def of(alpha: Floats, weight: Floats, rows: RowReach) -> Through:
@@ -93,7 +104,9 @@ class Through:
                 along[k, h] = formed @ line.direction.T
             most[h] = np.abs(formed) @ largest
             single[h] = formed.T * (1 / unit)
-        return Through(single, unit, along, raised(most * (1 + gamma(2 * n, UNIT))))
+        most = raised(most * (1 + gamma(2 * n, UNIT)))
+        squares = _squares(single, rows.measure) if heads * n * tokens >= _LARGE else None
+        return Through(single, unit, along, most, squares)
 
     def sizes(self, weights: Floats) -> Floats:
         """Bound Σ_h |u_h| · weights_h of weights [heads, n] ≥ 0, [B]."""
@@ -103,6 +116,24 @@ class Through:
         lost = n * _VANISHED
         total = (found[:, 0].astype(np.float64) * _above(n + 8) + lost).sum(axis=0)
         return raised(total * (self.unit * unit))
+
+
+def _squares(single: Singles, measure: Floats) -> Floats:
+    """Return Σ_n measure_n u_gnb u_hnb of u [heads, n, B] as [B, heads, heads]."""
+    heads, _, batch = single.shape
+    found = np.empty((batch, heads, heads))
+    for begin in range(0, batch, _WIDE):
+        some = slice(begin, begin + _WIDE)
+        u = np.ascontiguousarray(single[:, :, some].transpose(2, 0, 1), dtype=np.float64)
+        np.matmul(u, (u * measure).swapaxes(-1, -2), out=found[some])
+    return found
+
+
+def _lengths(square: Floats, triangle: Floats, terms: int) -> Floats:
+    """Bound roots of quadratic forms w G w; `triangle` is Σ_h |w_h| √G_hh, and no sum has more
+    than `terms` terms: what float64 loses is at most that share of the square of the triangle."""
+    off = 4 * gamma(terms + 32, UNIT) * triangle * triangle
+    return raised(np.sqrt(np.maximum(square, 0.0) + off + _LEAST))
 
 
 @dataclass(slots=True)
@@ -187,8 +218,16 @@ class ManyRows:
         """Return a bound of all rows but t, [B], with what is lost of all."""
         total = self.lost()
         for start, stop in self._parts():
-            total = total + self._formed(start, stop) + self._along(start, stop)
+            by_norms = self._large and self._in_values(start)
+            formed = self._by_norms if by_norms else self._formed
+            total = total + formed(start, stop) + self._along(start, stop)
         return raised(total)
+
+    @property
+    def _large(self) -> bool:
+        if self.shares is None or self.through is None or self.through.squares is None:
+            return False
+        return bool(self.shares.size * self.rows.radius.shape[1] >= _LARGE)
 
     def _in_values(self, row: int) -> bool:
         return self.shares is not None and row < self.shares.shape[1]
@@ -246,6 +285,35 @@ class ManyRows:
                 moved += np.einsum("hbj,hj->bj", self.weights[..., inner], sums)
             total += np.abs(moved) @ line.size[start:stop]
         return raised(total)
+
+    def _by_norms(self, start: int, stop: int) -> Floats:
+        """Bound the same by the inequality of Cauchy and Schwarz: through values with one measure
+        for all rows, through keys with the radius of each row."""
+        n = self.rows.radius.shape[1]
+        unit_r = _unit(self.rows.radius)
+        radius = self.rows.radius[start:stop] / unit_r
+        total = np.zeros(self.batch)
+        through, shares = self.through, self.shares
+        if through is not None and shares is not None and through.squares is not None:
+            p, squares = shares[:, start:stop], through.squares
+            both = (p[:, None] * p).reshape(-1, stop - start)
+            single = np.sqrt(np.diagonal(squares, axis1=1, axis2=2)) @ np.abs(p)
+            norms = _lengths(squares.reshape(self.batch, -1) @ both, single, n + len(both))
+            across = raised(np.sqrt((radius * radius / self.rows.measure).sum(axis=-1)))
+            vanished = (stop - start) * n * _VANISHED
+            total += (norms @ across + vanished) * (through.unit * unit_r)
+        if self.weights is not None and self.places is not None and self._in_keys(start):
+            inner = slice(start - self.first, stop - self.first)
+            by, to = _unit(self.weights[..., inner]), _unit(self.places[:, inner])
+            w = np.ascontiguousarray(self.weights[..., inner].transpose(2, 1, 0)) / by
+            v = np.ascontiguousarray(self.places[:, inner].swapaxes(0, 1)) / to
+            squares = (v * radius[:, None]) @ v.swapaxes(-1, -2)  # [rows, heads, heads]
+            roots = np.sqrt(np.diagonal(squares, axis1=1, axis2=2))
+            single = (np.abs(w) @ roots[..., None])[..., 0]
+            square = ((w @ squares) * w).sum(axis=-1)
+            norms = _lengths(square, single, n + w.shape[-1] ** 2)
+            total += np.sqrt(radius.sum(axis=-1)) @ norms * (by * to * unit_r)
+        return raised(total * (1 + 4 * gamma(n + stop - start + 32, UNIT)))
 
     def _formed(self, start: int, stop: int) -> Floats:
         """Bound Σ_j |α_j|·radius_j over rows start to stop, of α as float32 forms it."""
