@@ -485,9 +485,13 @@ def _pulled(
         envelope = decode(parse_bundle(path.read_bytes()))
         if not signers(envelope, keys):
             return Pulled(name, path, None, "")
-        body = _body(envelope.payload)
     except Rejected:  # which the check says
         return Pulled(name, path, None, "")
+    identity = certificate_id(envelope.payload)
+    try:
+        body = _body(envelope.payload)
+    except Rejected:  # signed, so it is not left out: the check refuses it
+        return Pulled(name, path, None, identity)
     files = {layer.title: layer for layer in layers if layer is not bundles[0]}
 
     def read(names: Sequence[str]) -> None:
@@ -499,7 +503,7 @@ def _pulled(
         read([plain_name(body.path, "transfer")])
     with suppress(Rejected):  # the base of a transfer is missing or another one: the check says so
         read(_named(body, own))
-    return Pulled(name, path, body, certificate_id(envelope.payload))
+    return Pulled(name, path, body, identity)
 
 
 def _body(payload: bytes) -> Predicate | Transfer:

@@ -116,8 +116,8 @@ class CompareCommand(Command):
     json: bool = json_option("print the comparison as JSON")
 
     def run(self) -> Exit:
-        """Compare: 0 nothing was shown to be worse, 1 something was, 3 nothing could be compared;
-        nothing is run."""
+        """Compare: 0 nothing was shown to be worse, 1 something was, 3 nothing could be compared or
+        evidence is invalid; nothing is run."""
         backend = measuring_backend("pyarrow")
         found: RunComparison = backend.compare(Path(self.incumbent), Path(self.candidate))
         if self.json:
@@ -128,8 +128,9 @@ class CompareCommand(Command):
             print_comparison(found, sys.stdout)
         if found.regressed:
             return Exit.VIOLATED
+        invalid = any("invalid_evidence" in row.verdicts for row in found.rows)
         compared = any(row.change != "not_compared" for row in found.rows)
-        return Exit.HELD if compared else Exit.INCONCLUSIVE
+        return Exit.HELD if compared and not invalid else Exit.INCONCLUSIVE
 
 
 # --- status --------------------------------------------------------------------------------------

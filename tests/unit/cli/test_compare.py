@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from kcdsl.verdict.model import InvalidEvidence
+from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions import pairs
 from tests.support.commands import run_here
 from tests.support.small_models import DECODER, write_model
@@ -158,3 +161,17 @@ def test_a_change_of_a_mean_is_seen_beside_large_differences_of_requests() -> No
     assert (two - one) / spread > 10
     apart = np.hypot(np.std(first), np.std(second)) * np.sqrt(400)
     assert (two - one) / apart < 1
+
+
+def test_invalid_evidence_is_not_compared(
+    cli: Any, traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled_report(evidence: Any) -> Any:
+        report = conclude(evidence)
+        spoiled = [replace(row, verdict=InvalidEvidence("stale")) for row in report.clauses[:1]]
+        return replace(report, clauses=(*spoiled, *report.clauses[1:]))
+
+    monkeypatch.setattr(pairs, "conclude", spoiled_report)
+    document = _compare(cli, traces["fine"], traces["fine"], 3)
+    (row,) = [row for row in document["rows"] if "invalid_evidence" in row["verdicts"]]
+    assert (row["change"], row["reason"]) == ("not_compared", "invalid evidence: stale")

@@ -17,7 +17,15 @@ from kcdsl.ir.terms import Program
 from kcdsl.release import oci
 from kcdsl.release.issue import issue
 from kcdsl.release.results import proof_reference
-from kcdsl_certs.signatures import SigningKey, decode, generate, parse_bundle
+from kcdsl_certs.encoding.strict import canonical_json
+from kcdsl_certs.signatures import (
+    SigningKey,
+    bundle_bytes,
+    decode,
+    generate,
+    parse_bundle,
+    sign,
+)
 from kcdsl_certs.statement import EvidenceFile, Verdict, certificate_id
 from tests.support.registries import NAME, FakeRegistry, artefacts, digest_of, serving
 from tests.support.release_scenes import NOW, results
@@ -327,3 +335,23 @@ def test_a_superseded_certificate_is_left_out_and_one_that_failed_is_not(
         ran = check(image, "--json")
         assert ran.code == code, ran.stdout
         assert len(json.loads(ran.stdout).get("certificates", [0])) == count
+
+
+def test_a_signed_statement_of_another_kind_is_not_left_out(
+    plain: FakeRegistry, attach: Any, check: Any, certificate: Path, key: SigningKey
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    (own,) = artefacts(plain)
+    payload = json.loads(decode(parse_bundle(certificate.read_bytes())).payload)
+    other = canonical_json({**payload, "predicateType": "urn:kcdsl:of-a-later-version"})
+    bundle = bundle_bytes(sign(other, [key]), key.public.hint)
+    plain.blobs[digest_of(bundle)] = bundle
+    kind, data = plain.documents[own]
+    artefact = json.loads(data)
+    artefact["layers"][0] |= {"digest": digest_of(bundle), "size": len(bundle)}
+    changed = json.dumps(artefact).encode()
+    plain.documents[digest_of(changed)] = (kind, changed)
+    ran = check(image)
+    assert ran.code == 4
+    assert "statement/key-not-allowed" in ran.stdout

@@ -23,9 +23,10 @@ from kcdsl.ir.obligations import HOLDS, Obligation, obligations_of
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Abs, Program, Statistic, Term
-from kcdsl.verdict.model import verdict_name
+from kcdsl.verdict.model import InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
+from kcdsl.verdict.result import reason as verdict_reason
 from kcdsl.verdict.studies.pairing import PairedRow, RunComparison
 from kcdsl_backends.empirical.decide.report import conclude, slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, units_of, worst_of_units
@@ -72,6 +73,11 @@ def compare_runs(incumbent: EvidenceTable, candidate: EvidenceTable) -> RunCompa
         if rows[1] is None:
             continue
         row = _row(obligation, rows[0], rows[1])
+        invalid = [side for side in rows if side and isinstance(side.verdict, InvalidEvidence)]
+        if invalid:
+            reason = f"invalid evidence: {verdict_reason(invalid[-1].verdict)}"
+            found.append((replace(row, reason=reason), None))
+            continue
         before = earlier.get(obligation.id)
         if rows[0] is None or before is None or not _same_question(before, obligation):
             reason = "the incumbent's contract asks something else here"
