@@ -10,13 +10,10 @@ from pathlib import Path
 
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.encoding.strict import strict_load, time_text
-from kcdsl_certs.signatures import TrustedKey, TrustPolicy, unique_keys
-from kcdsl_certs.signatures import envelope as dsse
+from kcdsl_certs.encoding.strict import time_text
+from kcdsl_certs.signatures import TrustPolicy
 from kcdsl_certs.statement import (
-    LARGEST_PAYLOAD,
     PREDICATE_TYPE,
-    STATEMENT_TYPE,
     TRANSFER_TYPE,
     Predicate,
     RequiredClause,
@@ -28,10 +25,16 @@ from kcdsl_certs.statement import (
     certificate_id,
     differences,
     parse_predicate,
-    parse_statement,
     parse_transfer,
     relaxed,
     states,
+)
+from kcdsl_certs.verification.authentication import (
+    Signed,
+    allowed,
+    authenticate,
+    meets_threshold,
+    refuse_other_type,
 )
 from kcdsl_certs.verification.coverage import check_clauses
 from kcdsl_certs.verification.evidence import EvidenceFiles, refuse_unnamed
@@ -45,16 +48,12 @@ Clock = Callable[[], datetime]
 
 
 @dataclass(slots=True)
-class _State:
+class _State(Signed):
     """What the steps learn, in order; a step reads only what an earlier one established.
 
     A statement has either a predicate, that of a certificate, or a transfer.
     """
 
-    raw: dsse.RawEnvelope | None = None
-    envelope: dsse.Envelope | None = None
-    signed_by: tuple[TrustedKey, ...] = ()
-    statement: Statement | None = None
     predicate: Predicate | None = None
     transfer: Transfer | None = None
     stated: Verdict | None = None
@@ -172,86 +171,19 @@ def _authenticate(
     log: Log, state: _State, bundle: bytes, trusted: TrustPolicy, moment: datetime
 ) -> None:
     """Run steps 1 to 7; nothing of the payload is read before its signature verified."""
-
-    def parse() -> str:
-        state.raw = dsse.parse_bundle(bundle)
-        return f"{len(bundle)} bytes"
-
-    def decode() -> str:
-        assert state.raw is not None
-        state.envelope = dsse.decode(state.raw)
-        return f"{len(state.envelope.signatures)} signature(s)"
-
-    def signatures() -> str:
-        assert state.envelope is not None
-        state.signed_by = _signed_by(state.envelope, trusted, moment)
-        return "signed by " + ", ".join(k.name for k in state.signed_by)
-
-    def threshold() -> str:
-        return _threshold(state.signed_by, trusted.threshold, "signature/threshold")
-
-    def payload_type() -> str:
-        assert state.envelope is not None
-        if state.envelope.payload_type != dsse.PAYLOAD_TYPE:
-            raise Rejected("payload/type", f"{state.envelope.payload_type!r}")
-        return state.envelope.payload_type
-
-    def payload() -> str:
-        assert state.envelope is not None
-        state.statement = parse_statement(strict_load(state.envelope.payload, LARGEST_PAYLOAD))
-        return certificate_id(state.envelope.payload)
+    authenticate(log, state, bundle, trusted, moment)
 
     def statement_type() -> str:
         assert state.statement is not None
         return _statement_type(state, state.statement, trusted.threshold)
 
-    log.run("bundle", parse, stop=True)
-    log.run("encoding", decode, stop=True)
-    log.run("signatures", signatures, stop=True)
-    log.run("threshold", threshold, stop=True)
-    log.run("payload-type", payload_type, stop=True)
-    log.run("payload", payload, stop=True)
     log.run("statement-type", statement_type, stop=True)
 
 
-def _signed_by(
-    envelope: dsse.Envelope, trusted: TrustPolicy, moment: datetime
-) -> tuple[TrustedKey, ...]:
-    able = dsse.signers(envelope, trusted.keys)
-    standing = tuple(k for k in able if k.key.fingerprint not in trusted.revoked_keys)
-    valid = tuple(k for k in standing if k.is_valid_at(moment))
-    if valid:
-        return valid
-    if able and not standing:
-        raise Rejected("signature/key-revoked", f"{', '.join(k.name for k in able)} was revoked")
-    if able:
-        names = ", ".join(k.name for k in able)
-        raise Rejected("signature/key-not-valid-now", f"{names} is outside its own validity")
-    # The hint only words the message: it is not authenticated and decides nothing.
-    hints = {s.keyid for s in envelope.signatures}
-    named = [k.name for k in trusted.keys if k.key.keyid in hints]
-    detail = (
-        f"the certificate names the key {', '.join(named)}, but that key did not sign these bytes: "
-        "the content or the signature was changed"
-        if named
-        else "no trusted key signed these bytes: another key did, or they were changed"
-    )
-    raise Rejected("signature/none-trusted", detail)
-
-
-def _threshold(keys: tuple[TrustedKey, ...], threshold: int, reason: str) -> str:
-    count = unique_keys(keys)
-    if threshold < 1 or count < threshold:
-        raise Rejected(reason, f"{count} distinct trusted key(s), {threshold} needed")
-    return f"{count} of {threshold} needed"
-
-
 def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
-    if statement.type != STATEMENT_TYPE:
-        raise Rejected("statement/type", f"_type is {statement.type!r}")
+    refuse_other_type(statement)
     kind = statement.predicate_type
-    state.signed_by = tuple(k for k in state.signed_by if kind in k.predicate_types)
-    _threshold(state.signed_by, threshold, "statement/key-not-allowed")
+    state.signed_by = allowed(state.signed_by, kind, threshold)
     if kind == TRANSFER_TYPE:
         state.transfer = parse_transfer(statement.predicate)
         return kind
@@ -419,8 +351,8 @@ def _stage(state: _State, stage: str | None, threshold: int) -> str:
     body = state.predicate or state.transfer
     assert body is not None
     stated = body.stage
-    allowed = tuple(k for k in state.signed_by if k.stages is None or stated in k.stages)
-    _threshold(allowed, threshold, "stage/key-not-allowed")
+    able = tuple(k for k in state.signed_by if k.stages is None or stated in k.stages)
+    meets_threshold(able, threshold, "stage/key-not-allowed")
     if stage is None:
         raise NotRun("stage/none-required", f"issued for {stated}; no stage was asked for")
     if stated != stage:
