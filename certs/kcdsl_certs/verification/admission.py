@@ -51,6 +51,25 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
     was not read. The proof objects, or the earlier certificate, that it names must be in `folder`,
     and what it rests on there must be as it is stated.
     """
+    body = read_statement(payload)
+    _refuse_window(body, moment)
+    if isinstance(body, Transfer):
+        _refuse_other_base(body, folder)
+        return Admitted(payload, body)
+    for clause in body.clauses:
+        if clause.proof is not None:
+            load_proof(folder, clause)
+    with suppress(NotRun):  # what is missing lies with who has it; a complete check demands it
+        check_evidence(body, EvidenceFiles(folder), strict=False)
+    return Admitted(payload, body)
+
+
+def read_statement(payload: bytes) -> Predicate | Transfer:
+    """Return what a statement says; raises Rejected where it contradicts itself.
+
+    The bytes must be the only spelling of it, the subject its triple, and each verdict one that its
+    numbers admit. Neither the time nor files beside the statement are looked at.
+    """
     statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
     if len(statement.subjects) != 1:
         raise Rejected("subject/count", f"{len(statement.subjects)} subjects, not one")
@@ -58,23 +77,15 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
         raise Rejected("statement/type", f"_type is {statement.type!r}")
     if statement.predicate_type == TRANSFER_TYPE:
         transfer = parse_transfer(statement.predicate)
-        _refuse_window(transfer, moment)
         _refuse_other_spelling(payload, transfer_bytes(transfer))
-        _refuse_other_base(transfer, folder)
-        return Admitted(payload, transfer)
+        return transfer
     if statement.predicate_type != PREDICATE_TYPE:
         raise Rejected("statement/predicate-type", f"predicateType is {statement.predicate_type!r}")
     body, stated = parse_predicate(statement.predicate)
-    _refuse_window(body, moment)
     check_results(body, stated)
     _refuse_other_spelling(payload, payload_bytes(body))
     refuse_stray(body)
-    for clause in body.clauses:
-        if clause.proof is not None:
-            load_proof(folder, clause)
-    with suppress(NotRun):  # what is missing lies with who has it; a complete check demands it
-        check_evidence(body, EvidenceFiles(folder), strict=False)
-    return Admitted(payload, body)
+    return body
 
 
 def _refuse_other_spelling(payload: bytes, canonical: bytes) -> None:
