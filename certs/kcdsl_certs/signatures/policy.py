@@ -28,9 +28,21 @@ from kcdsl_certs.signatures.keys import (
     TrustPolicy,
     load_public,
 )
-from kcdsl_certs.statement import PARTS, PREDICATE_TYPE, STAGES, TRANSFER_TYPE
+from kcdsl_certs.statement import (
+    PARTS,
+    PREDICATE_TYPE,
+    REGISTER_HEAD_TYPE,
+    STAGES,
+    TRANSFER_TYPE,
+)
 
-ROLES = {"certificate": PREDICATE_TYPE, "transfer": TRANSFER_TYPE}
+ROLES = {
+    "certificate": PREDICATE_TYPE,
+    "transfer": TRANSFER_TYPE,
+    "register": REGISTER_HEAD_TYPE,
+}
+_USUAL = ("certificate", "transfer")
+"""The roles of a key whose policy names none: a head is signed by a key that is meant for it."""
 _LARGEST = 4 * 1024 * 1024
 _LARGEST_KEY = 64 * 1024
 _REVOKED = ("revoked-certificates", "revoked-keys")
@@ -254,7 +266,7 @@ def _key(entry: Any, folder: Path) -> TrustedKey:
     key = load_key(folder / record["path"])
     if "sha256" in record and _fingerprint(record["sha256"]) != key.fingerprint:
         raise Rejected("policy/other-key", f"{record['path']} is not the key of `sha256`")
-    roles = frozenset(ROLES[name] for name in _words(record, "roles", ROLES) or ROLES)
+    roles = frozenset(ROLES[name] for name in _words(record, "roles", ROLES) or _USUAL)
     stages = _words(record, "stages", STAGES)
     return TrustedKey(
         record["path"],

@@ -12,9 +12,12 @@ from kcdsl_certs.signatures import TrustedKey, TrustPolicy, unique_keys
 from kcdsl_certs.signatures import envelope as dsse
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
+    REGISTER_HEAD_TYPE,
     STATEMENT_TYPE,
+    RegisterHead,
     Statement,
     certificate_id,
+    parse_head,
     parse_statement,
 )
 from kcdsl_certs.verification.report import Log, Stop
@@ -147,3 +150,8 @@ def allowed(keys: tuple[TrustedKey, ...], kind: str, threshold: int) -> tuple[Tr
     able = tuple(k for k in keys if kind in k.predicate_types)
     meets_threshold(able, threshold, "statement/key-not-allowed")
     return able
+
+
+def authentic_head(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> RegisterHead:
+    """Return the head of a register in a bundle; raises Rejected unless trusted keys signed it."""
+    return parse_head(authentic(bundle, trusted, moment, (REGISTER_HEAD_TYPE,)).statement)

@@ -1,0 +1,257 @@
+"""The database of a register: SQLite in a file, or PostgreSQL by its URL.
+
+Appends come one after another: in SQLite by BEGIN IMMEDIATE, in PostgreSQL by the lock of the one
+row of `head`. A commit returns when the disk has it.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
+
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import (
+    NO_PACKAGE,
+    REGISTER_BUSY,
+    REGISTER_DAMAGED,
+    REGISTER_MISSING,
+    REGISTER_SCHEMA,
+    USAGE,
+)
+from kcdsl.release.register.schema import REVISION, head
+
+WAIT = 60.0
+"""Seconds for which a writer waits for others."""
+_WRITES = "kcdsl_writes"
+_KNOWN = (REVISION,)
+"""The revisions that this program knows, oldest first."""
+_LOCK = 0x6B6364736C
+"""The advisory lock of PostgreSQL under which a register is made or upgraded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a register is. `shown` is safe to print: it has no password."""
+
+    url: URL
+    path: Path | None
+    shown: str
+
+    @classmethod
+    def of(cls, place: str | os.PathLike[str]) -> Location:
+        """Read a path, `sqlite:///PATH` or `postgresql://…`; raises Refusal for anything else."""
+        written = os.fspath(place)
+        if "://" not in written:
+            return cls._file(Path(written))
+        try:
+            url = make_url(written)
+        except (ArgumentError, ValueError):
+            raise _no_register(written.partition("://")[0]) from None
+        if url.password is not None:
+            raise refuse(
+                USAGE,
+                "the URL of a register holds a password, which others can read",
+                help="leave it out; libpq reads PGPASSWORD, PGPASSFILE and ~/.pgpass",
+            )
+        if url.drivername == "sqlite" and url.database and not url.host:
+            return cls._file(Path(url.database))
+        if url.drivername in {"postgresql", "postgres", "postgresql+psycopg"}:
+            own = url.set(drivername="postgresql+psycopg")
+            return cls(own, None, url.render_as_string())
+        raise _no_register(url.drivername)
+
+    @classmethod
+    def _file(cls, path: Path) -> Location:
+        return cls(URL.create("sqlite", database=str(path)), path, str(path))
+
+
+def _no_register(kind: str) -> Refusal:
+    return refuse(
+        USAGE,
+        f"{kind[:40]!r} is no kind of register",
+        help="name a file, sqlite:///FILE, or postgresql://HOST/DATABASE",
+    )
+
+
+class Database:
+    """Connections to one register."""
+
+    def __init__(self, location: Location, *, create: bool) -> None:
+        self.location = location
+        self._engine = _engine(location, create)
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Say whether it is a file of SQLite."""
+        return self.location.path is not None
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """Yield a connection that sees one state of the register; nothing may be written."""
+        with self._translating(), self._engine.connect() as plain:
+            options: dict[str, Any] = {}
+            if not self.is_sqlite:
+                options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+            connection = plain.execution_options(**options)
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """Yield a connection that alone may append; all that it writes is committed, or nothing."""
+        with self._translating(), self._engine.connect() as plain:
+            connection = plain.execution_options(**{_WRITES: True})
+            with connection.begin():
+                if not self.is_sqlite:
+                    connection.execute(select(head.c.id).with_for_update()).all()
+                yield connection
+
+    @contextmanager
+    def defining(self) -> Iterator[Connection]:
+        """Yield a connection that alone may make or change tables, in one transaction."""
+        with self._translating():
+            if self.is_sqlite:  # outside of any transaction; the file keeps it
+                with self._engine.connect() as own:
+                    raw: Any = own.connection.dbapi_connection
+                    raw.execute("PRAGMA journal_mode=WAL")
+            with self._engine.connect() as plain:
+                connection = plain.execution_options(**{_WRITES: True})
+                with connection.begin():
+                    if not self.is_sqlite:
+                        connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _LOCK})
+                    yield connection
+
+    def revision(self) -> str | None:
+        """Return the revision of the tables; None where there is no register yet."""
+        with self.reading() as connection:
+            return revision_of(connection)
+
+    def refuse_other_revision(self) -> None:
+        """Refuse a database that is no register, or one of another version of this program."""
+        found = self.revision()
+        where = self.location.shown
+        if found == REVISION:
+            return
+        if found is None:
+            raise refuse(
+                REGISTER_MISSING,
+                f"there is no register in {where}",
+                help=f"`kcdsl register init --register {where}` makes one",
+            )
+        if found in _KNOWN:
+            raise refuse(
+                REGISTER_SCHEMA,
+                f"the register {where} has the older tables {found}, not {REVISION}",
+                help=f"`kcdsl register upgrade --register {where}` changes them",
+            )
+        raise refuse(
+            REGISTER_SCHEMA,
+            f"the register {where} has tables {found[:40]!a}, which this program does not know",
+            help="use the newer version of kcdsl that made them",
+        )
+
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
+        except SQLAlchemyError as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: SQLAlchemyError) -> Refusal:
+        where = self.location.shown
+        cause = error.orig if isinstance(error, DatabaseError) else None
+        said = " ".join(str(cause or error).split())[:300]
+        if _is_busy(cause):
+            return refuse(
+                REGISTER_BUSY,
+                f"others held the register {where} for {WAIT:.0f} s",
+                help="run the command again; nothing was written",
+            )
+        if not self.is_sqlite and (cause is None or getattr(cause, "sqlstate", None) is None):
+            return refuse(
+                REGISTER_MISSING,
+                f"the register {where} cannot be reached: {said}",
+                help="check the URL, the server, and the password in ~/.pgpass",
+            )
+        if isinstance(cause, sqlite3.OperationalError) and "unable to open" in said:
+            return refuse(REGISTER_MISSING, f"the register {where} cannot be opened: {said}")
+        return refuse(
+            REGISTER_DAMAGED,
+            f"the register {where} cannot be used: {said}",
+            help="`kcdsl register check` says what is wrong; nothing was written",
+        )
+
+
+def _is_busy(cause: BaseException | None) -> bool:
+    if isinstance(cause, sqlite3.OperationalError):
+        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+        return code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+    return getattr(cause, "sqlstate", None) == "55P03"  # lock_not_available
+
+
+def revision_of(connection: Connection) -> str | None:
+    """Return the revision of the tables; None where there are none."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found = connection.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
+    return str(found[0]) if len(found) == 1 else None
+
+
+def _engine(location: Location, create: bool) -> Engine:
+    if location.path is not None:
+        return _sqlite(location.path, location.shown, create)
+    settings = f"-c lock_timeout={int(WAIT * 1000)} -c synchronous_commit=on"
+    try:
+        return create_engine(
+            location.url, connect_args={"options": settings, "connect_timeout": int(WAIT)}
+        )
+    except (ModuleNotFoundError, NoSuchModuleError) as error:
+        raise refuse(
+            NO_PACKAGE,
+            "a register in PostgreSQL needs psycopg, which is not installed",
+            help="pip install 'kcdsl[postgres]'",
+        ) from error
+
+
+def _sqlite(path: Path, shown: str, create: bool) -> Engine:
+    if not create and not path.is_file():
+        raise refuse(
+            REGISTER_MISSING,
+            f"there is no register {shown}",
+            help=f"`kcdsl register init --register {shown}` makes one",
+        )
+    uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+
+    def connect() -> sqlite3.Connection:
+        # Transactions are begun by `begin` below, so that none begins by itself.
+        return sqlite3.connect(
+            uri, uri=True, timeout=WAIT, isolation_level=None, check_same_thread=False
+        )
+
+    engine = create_engine("sqlite+pysqlite://", creator=connect, poolclass=QueuePool)
+
+    @event.listens_for(engine, "connect")
+    def configure(raw: Any, record: Any) -> None:
+        for setting in ("synchronous=FULL", "foreign_keys=ON", "trusted_schema=OFF"):
+            raw.execute(f"PRAGMA {setting}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get(_WRITES, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine

@@ -1,0 +1,1 @@
+"""Migrations of the tables of a register, run by alembic on a connection that is given."""

@@ -1,0 +1,203 @@
+"""What follows from the events: the tables that are read. Each event changes them in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, insert, select, update
+
+from kcdsl.release.register.events import LARGEST_EVENT, Event, EventKind
+from kcdsl.release.register.records import (
+    CERTIFICATE,
+    PROMOTION,
+    REVOCATION,
+    RUN,
+    SLOT,
+    Promotion,
+    PromotionState,
+    Slot,
+)
+from kcdsl.release.register.schema import (
+    certificates,
+    promotions,
+    revocations,
+    runs,
+    slots,
+    triples,
+)
+from kcdsl_certs.encoding.records import DIGEST, FLAG, TEXT, Record, RecordField
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import canonical_json, strict_load, time_text
+from kcdsl_certs.statement import Triple
+
+_Kind = TypeVar("_Kind")
+MARK: Record[dict[str, Any]] = Record(
+    dict,
+    RecordField("run", DIGEST, get=lambda mark: mark["run"]),
+    RecordField("trusted", FLAG, get=lambda mark: mark["trusted"]),
+    RecordField("reason", TEXT, get=lambda mark: mark["reason"]),
+)
+"""A run that is trusted no more, or again."""
+
+
+def apply(connection: Connection, event: Event) -> None:
+    """Write what follows from an event; raises Rejected where it contradicts an earlier one."""
+    match event.kind:
+        case EventKind.REGISTER:
+            if event.number != 1:
+                raise Rejected("chain/event", "a register begins once")
+        case EventKind.TRIPLE:
+            _triple(connection, event)
+        case EventKind.CERTIFICATE:
+            _certificate(connection, event)
+        case EventKind.RUN:
+            _run(connection, event)
+        case EventKind.RUN_MARK:
+            _mark(connection, event)
+        case EventKind.PROMOTION:
+            _promotion(connection, event)
+        case EventKind.REVOCATION:
+            _revocation(connection, event)
+
+
+def text_of(data: Mapping[str, Any]) -> str:
+    """Return plain data as the text of a column."""
+    return canonical_json(dict(data)).decode("utf-8")
+
+
+def read_record(kind: Record[_Kind], column: str) -> _Kind:
+    """Return the entry in the text of a column; raises Rejected."""
+    return kind.read(strict_load(column.encode("utf-8"), LARGEST_EVENT), "record")
+
+
+def _refuse_unknown_triple(connection: Connection, digest: str) -> None:
+    if (
+        connection.execute(select(triples.c.event).where(triples.c.digest == digest)).first()
+        is None
+    ):
+        raise Rejected("chain/event", f"the triple sha256:{digest} was not recorded before")
+
+
+def _triple(connection: Connection, event: Event) -> None:
+    triple = Triple.from_json(event.data)
+    row = {
+        "digest": triple.digest,
+        "event": event.number,
+        "contract": triple.contract.digest,
+        "triple": text_of(event.data),
+    }
+    connection.execute(insert(triples).values(row))
+
+
+def _certificate(connection: Connection, event: Event) -> None:
+    found = CERTIFICATE.read(event.data, "data")
+    _refuse_unknown_triple(connection, found.triple)
+    row = {
+        "identity": found.identity,
+        "event": event.number,
+        "triple": found.triple,
+        "stage": found.stage,
+        "sequence": found.sequence,
+        "verdict": found.verdict.value,
+        "supersedes": found.supersedes,
+        "record": text_of(event.data),
+    }
+    connection.execute(insert(certificates).values(row))
+
+
+def _run(connection: Connection, event: Event) -> None:
+    found = RUN.read(event.data, "data")
+    _refuse_unknown_triple(connection, found.triple)
+    row = {
+        "identity": found.identity,
+        "event": event.number,
+        "triple": found.triple,
+        "stage": found.stage,
+        "trusted": found.trusted,
+        "record": text_of(event.data),
+    }
+    connection.execute(insert(runs).values(row))
+
+
+def _mark(connection: Connection, event: Event) -> None:
+    mark = MARK.read(event.data, "data")
+    of_run = runs.c.identity == mark["run"]
+    row = connection.execute(select(runs.c.record).where(of_run)).first()
+    if row is None:
+        raise Rejected("chain/event", f"the run {mark['run']} was not recorded before")
+    before = read_record(RUN, row.record).to_json()
+    after = {**before, "trusted": mark["trusted"], "reason": mark["reason"]}
+    changed = {"trusted": mark["trusted"], "record": text_of(after)}
+    connection.execute(update(runs).where(of_run).values(changed))
+
+
+def _promotion(connection: Connection, event: Event) -> None:
+    found = PROMOTION.read(event.data, "data")
+    for digest in filter(None, (found.candidate, found.incumbent)):
+        _refuse_unknown_triple(connection, digest)
+    before = slot_in(connection, found.slot)
+    after = slot_after(before, found, event.number)
+    connection.execute(
+        insert(promotions).values(
+            event=event.number,
+            slot=found.slot,
+            version=found.version,
+            candidate=found.candidate,
+            state=found.state.value,
+            time=time_text(event.time),
+            record=text_of(event.data),
+        )
+    )
+    row = {
+        "event": event.number,
+        "version": after.version,
+        "triple": after.triple,
+        "record": text_of(after.to_json()),
+    }
+    if before.version == 0:
+        connection.execute(insert(slots).values(name=after.name, **row))
+        return
+    connection.execute(update(slots).where(slots.c.name == after.name).values(row))
+
+
+def slot_after(before: Slot, promotion: Promotion, number: int) -> Slot:
+    """Return the slot after a decision; raises Rejected where it is about another state of it."""
+    if promotion.version != before.version + 1:
+        raise Rejected(
+            "slot/stale",
+            f"{before.name} has version {before.version}, the decision is about "
+            f"{promotion.version - 1}",
+        )
+    admitted = {promotion.incumbent}
+    if promotion.state is not PromotionState.PROMOTED:
+        admitted.add(promotion.candidate)
+    if before.triple not in admitted:
+        live = "nothing" if before.triple is None else f"sha256:{before.triple}"
+        raise Rejected("slot/stale", f"live in {before.name} is {live}, another incumbent")
+    kept = (before.triple, before.stage, before.certificates, before.promotion)
+    match promotion.state:
+        case PromotionState.PROMOTED:
+            kept = (promotion.candidate, promotion.stage, promotion.certificates, number)
+        case PromotionState.ROLLED_BACK if before.triple != promotion.incumbent:
+            kept = (promotion.incumbent, promotion.stage, (), number)
+        case _:
+            pass
+    return Slot(before.name, promotion.version, *kept)
+
+
+def slot_in(connection: Connection, name: str) -> Slot:
+    """Return a slot; one of version 0 where nothing was decided about it."""
+    row = connection.execute(select(slots.c.record).where(slots.c.name == name)).first()
+    return Slot(name) if row is None else read_record(SLOT, row.record)
+
+
+def _revocation(connection: Connection, event: Event) -> None:
+    found = REVOCATION.read(event.data, "data")
+    row = {
+        "event": event.number,
+        "kind": found.kind.value,
+        "subject": found.subject,
+        "record": text_of(event.data),
+    }
+    connection.execute(insert(revocations).values(row))

@@ -1,0 +1,163 @@
+"""Conditions of entries: signatures and content of a bundle, and what a decision rests on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from sqlalchemy import Connection, insert, select
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import NOT_RECORDED
+from kcdsl.release.register import queries
+from kcdsl.release.register.appending import Chain
+from kcdsl.release.register.events import EventKind
+from kcdsl.release.register.records import (
+    NEEDS_CERTIFICATE,
+    Certificate,
+    CertificateStatus,
+    Promotion,
+    PromotionState,
+    Slot,
+    StatementKind,
+)
+from kcdsl.release.register.schema import bundles, certificates
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import time_text
+from kcdsl_certs.signatures import TrustPolicy
+from kcdsl_certs.statement import (
+    PREDICATE_TYPE,
+    TRANSFER_TYPE,
+    Predicate,
+    Triple,
+    Verdict,
+    certificate_id,
+)
+from kcdsl_certs.verification.admission import read_statement
+from kcdsl_certs.verification.authentication import authentic, meets_threshold
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A bundle with what is recorded of it."""
+
+    bundle: bytes
+    certificate: Certificate
+    triple: Triple
+
+
+def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
+    """Return what is recorded of a bundle; raises Rejected.
+
+    The signatures are verified as a check does, by keys that may sign the type and the stage. The
+    content must not contradict itself, nor come from the future. It may have ended, and it may say
+    that a contract is violated.
+    """
+    signed = authentic(bundle, trusted, moment, (PREDICATE_TYPE, TRANSFER_TYPE))
+    body = read_statement(signed.payload)
+    able = tuple(k for k in signed.signers if k.stages is None or body.stage in k.stages)
+    meets_threshold(able, trusted.threshold, "stage/key-not-allowed")
+    if body.valid_until <= body.issued_at:
+        raise Rejected("validity/empty", "it ends before it begins")
+    if moment < body.issued_at:
+        detail = f"issued at {time_text(body.issued_at)}, the clock says {time_text(moment)}"
+        raise Rejected("validity/not-yet", detail)
+    is_certificate = isinstance(body, Predicate)
+    record = Certificate(
+        identity=certificate_id(signed.payload),
+        kind=StatementKind.CERTIFICATE if is_certificate else StatementKind.TRANSFER,
+        bundle=hashlib.sha256(bundle).hexdigest(),
+        triple=body.triple.digest,
+        stage=body.stage,
+        sequence=body.sequence,
+        verdict=body.verdict if isinstance(body, Predicate) else Verdict.PASSED,
+        issued_at=body.issued_at,
+        valid_until=body.valid_until,
+        complete=isinstance(body, Predicate) and body.scope.complete,
+        signers=tuple(sorted({k.key.fingerprint for k in able})),
+        threshold=trusted.threshold,
+        supersedes=body.supersedes if isinstance(body, Predicate) else None,
+        base=None if isinstance(body, Predicate) else body.base,
+    )
+    return Read(bundle, record, body.triple)
+
+
+def record(connection: Connection, chain: Chain, read: Read) -> Certificate:
+    """Append a certificate that was read, and its triple if that is new; raises Refusal."""
+    found = queries.certificate_in(connection, read.certificate.identity)
+    if found is not None:
+        return found
+    new = read.certificate
+    taken = select(certificates.c.identity).where(
+        certificates.c.triple == new.triple,
+        certificates.c.stage == new.stage,
+        certificates.c.sequence == new.sequence,
+    )
+    other = connection.execute(taken).scalar_one_or_none()
+    if other is not None:
+        raise refuse(
+            NOT_RECORDED,
+            f"sequence {new.sequence} of this triple and stage is that of sha256:{other}",
+            help="issue the certificate again: its sequence is the time of issue in seconds",
+        )
+    record_triple(connection, chain, read.triple)
+    held = select(bundles.c.digest).where(bundles.c.digest == new.bundle)
+    if connection.execute(held).first() is None:
+        connection.execute(insert(bundles).values(digest=new.bundle, content=read.bundle))
+    event = chain.append(EventKind.CERTIFICATE, new.to_json())
+    return replace(new, number=event.number)
+
+
+def record_triple(connection: Connection, chain: Chain, triple: Triple) -> None:
+    """Append a triple, unless it is recorded."""
+    if queries.triple_in(connection, triple.digest) is None:
+        chain.append(EventKind.TRIPLE, triple.to_json())
+
+
+def refuse_unfounded(
+    connection: Connection, decided: Promotion, before: Slot, moment: datetime
+) -> None:
+    """Refuse a decision that rests on nothing, or about triples that are not recorded."""
+    for digest in filter(None, (decided.candidate, decided.incumbent)):
+        triple = queries.triple_in(connection, digest)
+        if triple is None:
+            raise refuse(
+                NOT_RECORDED,
+                f"the register has no triple sha256:{digest}",
+                help="`kcdsl register add CERT` records a certificate with its triple",
+            )
+        if digest == decided.candidate and triple.contract.digest != decided.contract:
+            raise refuse(NOT_RECORDED, "the decision names another contract than the candidate's")
+    if decided.state in NEEDS_CERTIFICATE:
+        if not decided.certificates:
+            raise refuse(NOT_RECORDED, f"a candidate is not {decided.state} without a certificate")
+        for identity in decided.certificates:
+            _refuse_weak(queries.status_in(connection, identity, moment), decided.candidate)
+    if decided.state is PromotionState.ROLLED_BACK and decided.incumbent != before.triple:
+        _refuse_never_live(connection, decided)
+
+
+def _refuse_weak(status: CertificateStatus, candidate: str) -> None:
+    found = status.certificate
+    if not status.in_force or found is None:
+        detail = f"is {status.standing}: {status.detail}"
+    elif found.triple != candidate:
+        detail = "is of another triple than the candidate"
+    elif found.verdict is not Verdict.PASSED:
+        detail = f"is {found.verdict}"
+    else:
+        return
+    raise refuse(NOT_RECORDED, f"the certificate sha256:{status.identity} {detail}")
+
+
+def _refuse_never_live(connection: Connection, decided: Promotion) -> None:
+    if decided.incumbent is None:
+        return
+    earlier = queries.promotions_in(connection, decided.slot, decided.incumbent)
+    if not any(each.state is PromotionState.PROMOTED for each in earlier):
+        raise refuse(
+            NOT_RECORDED,
+            f"sha256:{decided.incumbent} was never live in {decided.slot}",
+            help="a rollback goes back to a triple that was promoted there before",
+        )

@@ -1,0 +1,363 @@
+"""The register of certificates: what was recorded, in order, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from typing import Self
+
+from sqlalchemy import Connection, select
+
+from kcdsl.diagnostics import Diagnostic, Refusal, refuse
+from kcdsl.diagnostics.codes import NOT_RECORDED, REGISTER_DAMAGED, STALE_SLOT
+from kcdsl.release.issue import utc_now
+from kcdsl.release.register import queries
+from kcdsl.release.register.appending import Chain, begin, head_in
+from kcdsl.release.register.database import Database, Location, revision_of
+from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
+from kcdsl.release.register.projections import MARK, slot_after, slot_in
+from kcdsl.release.register.recording import (
+    read_bundle,
+    record,
+    record_triple,
+    refuse_unfounded,
+)
+from kcdsl.release.register.records import (
+    PROMOTION,
+    REVOCATION,
+    RUN,
+    SLOT_NAME,
+    Certificate,
+    CertificateStatus,
+    Promotion,
+    Revocation,
+    Revoked,
+    Run,
+    Slot,
+)
+from kcdsl.release.register.schema import bundles, events
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.signatures import SigningKey, TrustPolicy, bundle_bytes, sign
+from kcdsl_certs.statement import RegisterHead, Triple, head_bytes
+
+_BATCH = 1000
+
+
+class Stale(Refusal):
+    """Raised where a slot is no longer what a decision was about; `slot` is what it is now.
+
+    The caller reads the slot again and verifies the candidate against what is live, before it
+    decides anew.
+    """
+
+    def __init__(self, slot: Slot, detail: str) -> None:
+        self.slot = slot
+        super().__init__(
+            Diagnostic(
+                STALE_SLOT,
+                f"the slot {slot.name} changed meanwhile: {detail}",
+                help="compare the candidate with what is live now, and decide again",
+            )
+        )
+
+
+class Register:
+    """A register of triples, certificates, runs, promotions and revocations.
+
+    Every change is an event that is never changed again; each method that changes something is one
+    transaction, and returns when it is on the disk. Use it as a context manager.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], datetime]) -> None:
+        self._database = database
+        self._clock = clock
+
+    @classmethod
+    def open(
+        cls,
+        place: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        clock: Callable[[], datetime] = utc_now,
+    ) -> Self:
+        """Open the register at a path, at `sqlite:///PATH` or at `postgresql://HOST/DATABASE`.
+
+        With `create`, one is made where there is none. Raises Refusal where there is none, or one
+        with tables of another version.
+        """
+        database = Database(Location.of(place), create=create)
+        try:
+            if create:
+                _make(database, clock())
+            database.refuse_other_revision()
+        except BaseException:
+            database.close()
+            raise
+        return cls(database, clock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._database.close()
+
+    # --- recording --------------------------------------------------------------------------------
+
+    def record_certificate(self, bundle: bytes, trusted: TrustPolicy) -> Certificate:
+        """Record the certificate or the weights transfer in a bundle, whatever its verdict.
+
+        Keys of `trusted` must have signed it, as for a check. One that is recorded already is
+        returned as it was. Raises Refusal where it contradicts itself, where no trusted key
+        signed it, and where another one has its sequence, triple and stage.
+        """
+        return self.record_certificates([bundle], trusted)[0]
+
+    def record_certificates(
+        self, given: Sequence[bytes], trusted: TrustPolicy
+    ) -> tuple[Certificate, ...]:
+        """Record several bundles in one transaction: all of them, or none."""
+        try:
+            read = [read_bundle(bundle, trusted, self._clock()) for bundle in given]
+        except Rejected as error:
+            raise _not_recorded(error, "kcdsl check says what a certificate lacks") from error
+        with self._appending() as (connection, chain):
+            return tuple(record(connection, chain, each) for each in read)
+
+    def record_triple(self, triple: Triple) -> str:
+        """Record a triple before there is a certificate of it; returns its digest."""
+        with self._appending() as (connection, chain):
+            record_triple(connection, chain, triple)
+        return triple.digest
+
+    def record_run(self, run: Run) -> Run:
+        """Record a run of a triple that is recorded; one that is recorded already is returned."""
+        try:
+            RUN.read(run.to_json(), "run")
+        except Rejected as error:
+            raise _not_recorded(error) from error
+        with self._appending() as (connection, chain):
+            found = queries.run_in(connection, run.identity)
+            if found is not None:
+                return found
+            event = chain.append(EventKind.RUN, run.to_json())
+        return replace(run, number=event.number)
+
+    def mark_run(self, identity: str, *, trusted: bool, reason: str) -> Run:
+        """Mark a run as untrusted, or as trusted again; raises Refusal for an unknown run."""
+        with self._appending() as (connection, chain):
+            if queries.run_in(connection, identity) is None:
+                raise refuse(NOT_RECORDED, f"the register has no run sha256:{identity}")
+            mark = {"run": identity, "trusted": trusted, "reason": reason}
+            chain.append(EventKind.RUN_MARK, MARK.write(mark))
+            found = queries.run_in(connection, identity)
+            assert found is not None
+        return found
+
+    def revoke(
+        self, subject: str, reason: str, *, kind: Revoked = Revoked.CERTIFICATE
+    ) -> Revocation:
+        """Revoke a certificate by its identity, or a key by its fingerprint; it need not be known.
+
+        What is revoked stays so. A certificate is revoked with its keys once fewer keys are left
+        than had to sign it.
+        """
+        entry = Revocation(kind, subject, reason)
+        try:
+            REVOCATION.read(entry.to_json(), "revocation")
+        except Rejected as error:
+            raise _not_recorded(error) from error
+        with self._appending() as (connection, chain):
+            found = queries.revocation_in(connection, kind, subject)
+            if found is not None:
+                return found
+            event = chain.append(EventKind.REVOCATION, entry.to_json())
+        return replace(entry, number=event.number)
+
+    def promote(self, slot: str, expected_version: int, promotion: Promotion) -> Slot:
+        """Record a decision about a candidate, and move the slot where the decision says so.
+
+        `expected_version` is that of the slot which the decision is about; each decision increments
+        it. Raises Stale where the slot has another one, or where something else is live than the
+        incumbent; Refusal where ADVANCED or PROMOTED rests on no certificate, or on one that is not
+        of the candidate, did not pass, or is not in force.
+        """
+        decided = replace(promotion, slot=slot, version=expected_version + 1)
+        try:
+            PROMOTION.read(decided.to_json(), "promotion")
+        except Rejected as error:
+            raise _not_recorded(error) from error
+        with self._appending() as (connection, chain):
+            before = slot_in(connection, slot)
+            if before.version != expected_version:
+                raise Stale(before, f"version {before.version}, not {expected_version}")
+            try:
+                slot_after(before, decided, 0)
+            except Rejected as error:
+                raise Stale(before, error.detail) from error
+            refuse_unfounded(connection, decided, before, chain.moment)
+            chain.append(EventKind.PROMOTION, decided.to_json())
+            return slot_in(connection, slot)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def certificate(self, identity: str) -> Certificate | None:
+        """Return a certificate by its identity."""
+        with self._reading() as connection:
+            return queries.certificate_in(connection, identity)
+
+    def certificates(
+        self, *, triple: str | None = None, stage: str | None = None
+    ) -> tuple[Certificate, ...]:
+        """Return certificates in the order in which they were recorded."""
+        with self._reading() as connection:
+            return tuple(queries.certificates_in(connection, triple, stage))
+
+    def bundle(self, identity: str) -> bytes | None:
+        """Return the bundle of a certificate, as it was recorded."""
+        with self._reading() as connection:
+            found = queries.certificate_in(connection, identity)
+            if found is None:
+                return None
+            wanted = select(bundles.c.content).where(bundles.c.digest == found.bundle)
+            content = connection.execute(wanted).scalar_one_or_none()
+        if content is None or hash_of(bytes(content)) != found.bundle:
+            raise refuse(REGISTER_DAMAGED, f"the bundle of sha256:{identity} is not as recorded")
+        return bytes(content)
+
+    def triple(self, digest: str) -> Triple | None:
+        """Return a triple by its digest."""
+        with self._reading() as connection:
+            return queries.triple_in(connection, digest)
+
+    def run(self, identity: str) -> Run | None:
+        """Return a run by its identity."""
+        with self._reading() as connection:
+            return queries.run_in(connection, identity)
+
+    def runs(
+        self,
+        *,
+        triple: str | None = None,
+        stage: str | None = None,
+        trusted: bool | None = None,
+    ) -> tuple[Run, ...]:
+        """Return runs in the order in which they were recorded."""
+        with self._reading() as connection:
+            return tuple(queries.runs_in(connection, triple, stage, trusted))
+
+    def slot(self, name: str) -> Slot:
+        """Return what is live in a slot; version 0 where nothing was decided about it."""
+        try:
+            SLOT_NAME.read(name, "slot")
+        except Rejected as error:
+            raise _not_recorded(error) from error
+        with self._reading() as connection:
+            return slot_in(connection, name)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return every slot, by name."""
+        with self._reading() as connection:
+            return tuple(sorted(queries.slots_in(connection), key=lambda slot: slot.name))
+
+    def promotions(
+        self, *, slot: str | None = None, candidate: str | None = None
+    ) -> tuple[Promotion, ...]:
+        """Return decisions in the order in which they were recorded."""
+        with self._reading() as connection:
+            return tuple(queries.promotions_in(connection, slot, candidate))
+
+    def revocations(self) -> tuple[Revocation, ...]:
+        """Return revocations in the order in which they were recorded."""
+        with self._reading() as connection:
+            return tuple(queries.revocations_in(connection))
+
+    def status_of(self, identity: str, at: datetime | None = None) -> CertificateStatus:
+        """Say whether a certificate is in force; `at` (default: now) is compared with its validity.
+
+        It is superseded by a newer one that says so, and by any newer one of the same triple and
+        stage that did not pass. Whatever is recorded counts, whenever that was.
+        """
+        with self._reading() as connection:
+            return queries.status_in(connection, identity, at or self._clock())
+
+    def events(self, since: int = 0) -> Iterator[Event]:
+        """Yield the events after number `since`; raises Refusal for one that is damaged."""
+        while True:
+            wanted = select(events.c.body).where(events.c.number > since)
+            with self._reading() as connection:
+                ordered = wanted.order_by(events.c.number).limit(_BATCH)
+                found = [bytes(body) for body in connection.execute(ordered).scalars()]
+                batch = [parse_event(body) for body in found]
+            yield from batch
+            if len(batch) < _BATCH:
+                return
+            since = batch[-1].number
+
+    # --- heads ------------------------------------------------------------------------------------
+
+    def head(self) -> RegisterHead:
+        """Return the number and the hash of the last event."""
+        with self._reading() as connection:
+            return head_in(connection)
+
+    def sign_head(self, keys: Sequence[SigningKey]) -> bytes:
+        """Return the head, signed by every key, as a Sigstore bundle; there must be a key."""
+        found = replace(self.head(), at=self._clock().replace(microsecond=0))
+        envelope = sign(head_bytes(found), keys)
+        return bundle_bytes(envelope, keys[0].public.hint)
+
+    # --- transactions -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._database.reading() as connection, _damaged():
+            yield connection
+
+    @contextmanager
+    def _appending(self) -> Iterator[tuple[Connection, Chain]]:
+        with self._database.writing() as connection, _damaged():
+            chain = Chain(connection, self._clock())
+            yield connection, chain
+            chain.close()
+
+
+@contextmanager
+def _damaged() -> Iterator[None]:
+    """Refuse a register whose rows are not what this program writes."""
+    try:
+        yield
+    except Rejected as error:
+        raise refuse(
+            REGISTER_DAMAGED,
+            f"the register contradicts itself: {error.detail} ({error.reason})",
+            help="`kcdsl register check` says what is wrong; nothing was written",
+        ) from error
+
+
+def _not_recorded(error: Rejected, help: str | None = None) -> Refusal:
+    return refuse(NOT_RECORDED, f"not recorded: {error.detail} ({error.reason})", help=help)
+
+
+def _make(database: Database, moment: datetime) -> None:
+    """Make tables and the first event where there are none, in one transaction."""
+    if database.revision() is not None:
+        return
+    from kcdsl.release.register.migrating import upgrade
+
+    with database.defining() as connection:
+        if revision_of(connection) is not None:
+            return  # another process was faster
+        upgrade(connection)
+        name = {"id": secrets.token_hex(16)}
+        begin(
+            connection,
+            Event(1, moment.replace(microsecond=0), BEFORE_FIRST, EventKind.REGISTER, name),
+        )

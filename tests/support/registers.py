@@ -1,0 +1,110 @@
+"""Small certificates that a register records, and registers in SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from fractions import Fraction
+from typing import Any
+
+from kcdsl_certs.signatures import SigningKey, TrustedKey, TrustPolicy, bundle_bytes, sign
+from kcdsl_certs.signatures.policy import ROLES
+from kcdsl_certs.statement import (
+    CertifiedClause,
+    Checkpoint,
+    Contract,
+    Evaluator,
+    Evidence,
+    Kernel,
+    Predicate,
+    Quantity,
+    Scope,
+    Triple,
+    Verdict,
+    payload_bytes,
+)
+from tests.support.vectors.golden import KEY_A, KEY_B, KEY_C
+
+NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
+KEYS = {"a": KEY_A, "b": KEY_B, "c": KEY_C}
+CONTRACT = Contract("registered", "1.0.0", hashlib.sha256(b"contract").hexdigest())
+
+
+def clock() -> datetime:
+    """Return the time at which the tests record."""
+    return NOW
+
+
+def trusted(
+    *keys: SigningKey, threshold: int = 1, revoked: Iterable[str] = (), **limits: Any
+) -> TrustPolicy:
+    """Return a policy that trusts keys for everything, but for the limits given."""
+    records = tuple(
+        TrustedKey(key.public.keyid, key.public, frozenset(ROLES.values()), **limits)
+        for key in keys
+    )
+    return TrustPolicy(keys=records, threshold=threshold, revoked_keys=frozenset(revoked))
+
+
+TRUSTED = trusted(KEY_A)
+
+
+def triple(name: str = "one", contract: Contract = CONTRACT) -> Triple:
+    """Return a triple; another name is another checkpoint."""
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    train = Kernel("torch.eager", {"run": "torch.eager"})
+    infer = Kernel("torch.sdpa", {"run": "torch.sdpa"})
+    return Triple(Checkpoint(name, digest, digest), train, infer, contract)
+
+
+def predicate(
+    about: Triple,
+    *,
+    sequence: int = 1,
+    verdict: Verdict = Verdict.PASSED,
+    stage: str = "offline-ci",
+    issued: datetime = NOW - timedelta(hours=1),
+    lifetime: timedelta = timedelta(days=30),
+    supersedes: str | None = None,
+) -> Predicate:
+    """Return the body of a certificate with one measured result."""
+    value = Fraction(1, 100) if verdict is Verdict.PASSED else Fraction(1, 10)
+    clause = CertifiedClause(
+        obligation="N-KL/all/0",
+        id="N-KL",
+        quantity=Quantity("statistic", "mean", (Quantity("metric", "kl"),)),
+        op="<=",
+        tau=Fraction(1, 50),
+        unit="nat",
+        evidence=Evidence.CENSUS,
+        method="census/1",
+        verdict=verdict,
+        slice="all",
+        slice_digest=hashlib.sha256(b"slice").hexdigest(),
+        value=None if verdict is Verdict.INCONCLUSIVE else value,
+        n=0 if verdict is Verdict.INCONCLUSIVE else 10,
+        counted="requests",
+    )
+    return Predicate(
+        triple=about,
+        stage=stage,
+        issued_at=issued,
+        valid_until=issued + lifetime,
+        sequence=sequence,
+        scope=Scope(True, (("N-KL", "all"),)),
+        clauses=(clause,),
+        evaluator=Evaluator("tests", "1"),
+        supersedes=supersedes,
+    )
+
+
+def bundle(body: Predicate, *keys: SigningKey) -> bytes:
+    """Return the certificate, signed by the keys, or by the first test key."""
+    signers = keys or (KEY_A,)
+    return bundle_bytes(sign(payload_bytes(body), signers), signers[0].public.hint)
+
+
+def certified(about: Triple, *keys: SigningKey, **fields: Any) -> bytes:
+    """Return a certificate about a triple."""
+    return bundle(predicate(about, **fields), *keys)
