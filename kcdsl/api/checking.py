@@ -16,6 +16,7 @@ from kcdsl.api.results import Shows
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
 from kcdsl.release import OCI
+from kcdsl.source.config import load_config
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -87,6 +88,8 @@ class CheckSettings:
     minimum_sequence: int | None = None
     at: str | None = None
     plain_http: bool = False
+    register: PathLike | None = None
+    """A path or a URL; by default that of the user's own configuration, if it names one."""
     expected: Callable[[Expectation], None] | None = None
     """Told what is expected of the certificates, before they are looked at."""
 
@@ -109,6 +112,7 @@ class Checks(TypedDict, total=False):
     minimum_sequence: int | None
     at: str | None
     plain_http: bool
+    register: PathLike | None
 
 
 def check(
@@ -199,8 +203,32 @@ def _checked(
         settings.expected(expectation)
     in_part = len(found) > 1 or not settings.complete
     at_hand = _AtHand(settings, files, expectation, trust, moment, checkpoint, served, in_part)
-    reports = tuple((name, at_hand.report(path, bundle)) for name, path, bundle in found)
-    return CheckResult(Combined(reports, settings.complete, trust))
+    reports = [(name, at_hand.report(path, bundle)) for name, path, bundle in found]
+    place = settings.register
+    if place is None:
+        place = load_config(contract.base).register_place
+    if place is not None:
+        bundles = [bundle for _, _, bundle in found]
+        reports = _in_register(place, reports, bundles, trust, moment)
+    return CheckResult(Combined(tuple(reports), settings.complete, trust))
+
+
+def _in_register(
+    place: PathLike,
+    reports: Sequence[tuple[str, Report]],
+    bundles: Sequence[bytes],
+    trust: Trust,
+    moment: datetime,
+) -> list[tuple[str, Report]]:
+    """Return the reports with the step that asks a register."""
+    from kcdsl.release.register import Register
+    from kcdsl.release.register.step import with_register
+
+    with Register.open(place) as register:
+        return [
+            (name, with_register(report, bundle, register, trust.rules, moment))
+            for (name, report), bundle in zip(reports, bundles, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

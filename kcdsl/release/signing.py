@@ -234,6 +234,12 @@ def trusted(
     )
 
 
+def has_policy() -> bool:
+    """Say whether the environment or the user's configuration names a policy."""
+    own = user_folder()
+    return POLICY_VARIABLE in os.environ or (own is not None and os.path.lexists(own / POLICY_FILE))
+
+
 def _policy(given: str | None) -> tuple[str | None, Policy | None]:
     variable = os.environ.get(POLICY_VARIABLE)
     if given is not None:

@@ -137,10 +137,9 @@ class Origin(NamedTuple):
         return f"{self.source.name}:{self.source.position(span.start).line}"
 
 
-def _text(default: Any, help: str, allowed: tuple[str, ...] = ()) -> Any:
-    return field(
-        default=default, metadata={"kind": OptionType.TEXT, "help": help, "allowed": allowed}
-    )
+def _text(default: Any, help: str, allowed: tuple[str, ...] = (), **more: Any) -> Any:
+    declared = {"kind": OptionType.TEXT, "help": help, "allowed": allowed, **more}
+    return field(default=default, metadata=declared)
 
 
 def _texts(help: str, example: str | None = None, **more: Any) -> Any:
@@ -180,6 +179,9 @@ class Config:
         default=False,
         metadata={"kind": OptionType.TRUTH, "help": "refuse contracts with accepted findings"},
     )
+    register: str | None = _text(
+        None, "the register that `kcdsl check` asks: a file or a URL", personal=True
+    )
     select: tuple[str, ...] = _codes("the only codes whose warnings and notes are shown")
     trusted_folders: tuple[str, ...] = _texts(
         "folders whose contracts may run code of their own",
@@ -193,6 +195,13 @@ class Config:
     def origin(self, name: str) -> Origin:
         """Return where the value of an option came from."""
         return self.origins.get(name, Origin(Path()))
+
+    @property
+    def register_place(self) -> str | None:
+        """Return the file or URL of the register; a relative file as seen from its option."""
+        if self.register is None or "://" in self.register:
+            return self.register
+        return str(self.origin("register").folder / Path(self.register).expanduser())
 
     def place(self, name: str, *path: int) -> Span | None:
         """Return where a value, or an item of a list, is written in the file; None where no place

@@ -89,6 +89,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "attach": CommandEntry(
         "signing:AttachCommand", "attach certificates to an image in an OCI registry"
     ),
+    "register": CommandEntry(
+        "register:RegisterCommand", "keep a register of certificates: record, revoke, list, audit"
+    ),
     "lsp": CommandEntry("settings:LspCommand", "serve an editor by the language server protocol"),
     "doctor": CommandEntry(
         "doctor:DoctorCommand", "say what is installed, what that enables, and how to get the rest"

@@ -22,6 +22,7 @@ from kcdsl.cli.common.options import (
     fingerprints_in,
     json_option,
     output_option,
+    register_option,
 )
 from kcdsl.cli.common.output import deliver, print_json
 from kcdsl.diagnostics import Refusal, refuse
@@ -75,6 +76,7 @@ class CheckCommand(Trusts):
     minimum_sequence: int | None = value("N", "refuse certificates before this one", read=int)
     at: str | None = value("TIME", "check as of this time, 2026-11-30T12:00:00Z")
     plain_http: bool = switch(PLAIN_HTTP)
+    register: str | None = register_option("in which each certificate must be in force")
     write_expectation: str | None = value(
         "FILE",
         "also write what is expected, for `python -m kcdsl_certs check --expect FILE`",
@@ -102,6 +104,7 @@ class CheckCommand(Trusts):
             minimum_sequence=self.minimum_sequence,
             at=self.at,
             plain_http=self.plain_http,
+            register=self.register,
             expected=self._write_expectation,
         )
         report = check_certificates(self.certificates, settings).combined

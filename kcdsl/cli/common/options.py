@@ -181,6 +181,15 @@ def output_option(metavar: str, help: str, default: str | None = None) -> Any:
     return value(metavar, help, default, short="-o")
 
 
+def register_option(what: str) -> Any:
+    """Declare `--register`."""
+    help = (
+        f"the register {what}: a file, or postgresql://HOST/DATABASE (default: `register` of your"
+        " own configuration)"
+    )
+    return value("URL", help)
+
+
 def device_option(default: Device = Device.AUTO) -> Any:
     """Declare `--device`."""
     return choice(Device, "where kernels run; auto takes CUDA where there is one", default)

@@ -32,6 +32,7 @@ from kcdsl.release.register.schema import REVISION, head
 
 WAIT = 60.0
 """Seconds for which a writer waits for others."""
+MIGRATIONS = "kcdsl.release.register:migrations"
 _WRITES = "kcdsl_writes"
 _KNOWN = (REVISION,)
 """The revisions that this program knows, oldest first."""
@@ -140,11 +141,14 @@ class Database:
         with self.reading() as connection:
             return revision_of(connection)
 
-    def refuse_other_revision(self) -> None:
-        """Refuse a database that is no register, or one of another version of this program."""
+    def refuse_other_revision(self, *, older: bool = False) -> None:
+        """Refuse a database that is no register, or one of another version of this program.
+
+        With `older`, tables that can be upgraded are admitted.
+        """
         found = self.revision()
         where = self.location.shown
-        if found == REVISION:
+        if found == REVISION or (older and found in _KNOWN):
             return
         if found is None:
             raise refuse(
@@ -201,6 +205,17 @@ def _is_busy(cause: BaseException | None) -> bool:
         code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
         return code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
     return getattr(cause, "sqlstate", None) == "55P03"  # lock_not_available
+
+
+def upgrade(connection: Connection) -> None:
+    """Make or change the tables, in the transaction of the connection."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", MIGRATIONS)
+    config.attributes["connection"] = connection
+    command.upgrade(config, REVISION)
 
 
 def revision_of(connection: Connection) -> str | None:

@@ -66,8 +66,10 @@ def text_of(data: Mapping[str, Any]) -> str:
     return canonical_json(dict(data)).decode("utf-8")
 
 
-def read_record(kind: Record[_Kind], column: str) -> _Kind:
+def read_record(kind: Record[_Kind], column: object) -> _Kind:
     """Return the entry in the text of a column; raises Rejected."""
+    if not isinstance(column, str):  # SQLite keeps values of any type
+        raise Rejected("database/type", "an entry is no text")
     return kind.read(strict_load(column.encode("utf-8"), LARGEST_EVENT), "record")
 
 

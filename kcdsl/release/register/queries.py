@@ -143,7 +143,7 @@ def status_in(connection: Connection, identity: str, moment: datetime) -> Certif
     if len(found.signers) - len(revoked_keys) < found.threshold:
         first = revoked_keys[0]
         detail = f"signed by the revoked key {first.subject}: {first.reason}"
-        return status(Standing.REVOKED, detail, first.subject)
+        return replace(status(Standing.REVOKED, detail, first.subject), by_key=True)
     newer = _superseding(connection, found)
     if newer is not None:
         detail = f"sequence {newer.sequence} of this stage is {newer.verdict}"
@@ -156,7 +156,7 @@ def status_in(connection: Connection, identity: str, moment: datetime) -> Certif
         base = status_in(connection, found.base, moment)
         if not base.in_force:
             detail = f"the earlier certificate sha256:{found.base}: {base.detail}"
-            return status(base.standing, detail, base.by)
+            return replace(status(base.standing, detail, base.by), by_key=base.by_key)
     return status(Standing.IN_FORCE)
 
 

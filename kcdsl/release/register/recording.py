@@ -30,6 +30,7 @@ from kcdsl_certs.statement import (
     PREDICATE_TYPE,
     TRANSFER_TYPE,
     Predicate,
+    Transfer,
     Triple,
     Verdict,
     certificate_id,
@@ -63,10 +64,23 @@ def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
     if moment < body.issued_at:
         detail = f"issued at {time_text(body.issued_at)}, the clock says {time_text(moment)}"
         raise Rejected("validity/not-yet", detail)
-    is_certificate = isinstance(body, Predicate)
-    record = Certificate(
-        identity=certificate_id(signed.payload),
-        kind=StatementKind.CERTIFICATE if is_certificate else StatementKind.TRANSFER,
+    fingerprints = tuple(sorted({k.key.fingerprint for k in able}))
+    entry = entry_of(bundle, signed.payload, body, fingerprints, trusted.threshold)
+    return Read(bundle, entry, body.triple)
+
+
+def entry_of(
+    bundle: bytes,
+    payload: bytes,
+    body: Predicate | Transfer,
+    signers: tuple[str, ...],
+    threshold: int,
+) -> Certificate:
+    """Return what is recorded of a bundle: what its payload says, and by whom it was signed."""
+    of_a_certificate = isinstance(body, Predicate)
+    return Certificate(
+        identity=certificate_id(payload),
+        kind=StatementKind.CERTIFICATE if of_a_certificate else StatementKind.TRANSFER,
         bundle=hashlib.sha256(bundle).hexdigest(),
         triple=body.triple.digest,
         stage=body.stage,
@@ -75,12 +89,11 @@ def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
         issued_at=body.issued_at,
         valid_until=body.valid_until,
         complete=isinstance(body, Predicate) and body.scope.complete,
-        signers=tuple(sorted({k.key.fingerprint for k in able})),
-        threshold=trusted.threshold,
+        signers=signers,
+        threshold=threshold,
         supersedes=body.supersedes if isinstance(body, Predicate) else None,
         base=None if isinstance(body, Predicate) else body.base,
     )
-    return Read(bundle, record, body.triple)
 
 
 def record(connection: Connection, chain: Chain, read: Read) -> Certificate:

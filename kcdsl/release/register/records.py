@@ -221,7 +221,8 @@ class Revocation:
 class CertificateStatus:
     """What a register says of a certificate, and by which entry.
 
-    `by` is the identity of the newer certificate, or the subject of the revocation, that decides.
+    `by` is the identity of the newer certificate, or the subject of the revocation, that decides;
+    `by_key` says that this is the fingerprint of a revoked key.
     """
 
     identity: str
@@ -229,6 +230,7 @@ class CertificateStatus:
     detail: str = ""
     by: str | None = None
     certificate: Certificate | None = None
+    by_key: bool = False
 
     @property
     def in_force(self) -> bool:

@@ -133,6 +133,14 @@ BEFORE UPDATE OR DELETE OR TRUNCATE ON {table}
 FOR EACH STATEMENT EXECUTE FUNCTION kcdsl_append_only()"""
 
 
+def trigger_names(dialect: str) -> frozenset[str]:
+    """Return the names of the triggers of a database."""
+    if dialect == "postgresql":
+        return frozenset(f"{table}_append_only" for table in APPEND_ONLY)
+    changes = (f"{table}_no_{word}" for table in APPEND_ONLY for word in ("UPDATE", "DELETE"))
+    return frozenset({"events_in_order", "bundles_once", *changes})
+
+
 def triggers(dialect: str) -> tuple[str, ...]:
     """Return the statements that make a database refuse changes of events and bundles.
 

@@ -17,7 +17,8 @@ from kcdsl.diagnostics.codes import NOT_RECORDED, REGISTER_DAMAGED, STALE_SLOT
 from kcdsl.release.issue import utc_now
 from kcdsl.release.register import queries
 from kcdsl.release.register.appending import Chain, begin, head_in
-from kcdsl.release.register.database import Database, Location, revision_of
+from kcdsl.release.register.audit import Audit, audit
+from kcdsl.release.register.database import Database, Location, revision_of, upgrade
 from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import MARK, slot_after, slot_in
 from kcdsl.release.register.recording import (
@@ -39,7 +40,7 @@ from kcdsl.release.register.records import (
     Run,
     Slot,
 )
-from kcdsl.release.register.schema import bundles, events
+from kcdsl.release.register.schema import REVISION, bundles, events
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import SigningKey, TrustPolicy, bundle_bytes, sign
 from kcdsl_certs.statement import RegisterHead, Triple, head_bytes
@@ -98,6 +99,23 @@ class Register:
             database.close()
             raise
         return cls(database, clock)
+
+    @staticmethod
+    def upgrade(place: str | os.PathLike[str]) -> tuple[str, str]:
+        """Bring the tables of a register to the revision of this program, or leave all as it is.
+
+        Returns the revisions before and after. Raises Refusal where there is no register, or a
+        newer one.
+        """
+        database = Database(Location.of(place), create=False)
+        try:
+            database.refuse_other_revision(older=True)
+            with database.defining() as connection:
+                before = revision_of(connection)
+                upgrade(connection)
+            return before or "", REVISION
+        finally:
+            database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -314,6 +332,15 @@ class Register:
         envelope = sign(head_bytes(found), keys)
         return bundle_bytes(envelope, keys[0].public.hint)
 
+    def check(self, heads: Sequence[bytes] = (), trusted: TrustPolicy | None = None) -> Audit:
+        """Look at everything that is recorded: the chain, what follows from it, and the bundles.
+
+        Each of the signed `heads` must be a beginning of the chain. With `trusted`, signatures of
+        the heads and of every bundle are verified.
+        """
+        with self._reading() as connection:
+            return audit(connection, heads, trusted, self._clock())
+
     # --- transactions -----------------------------------------------------------------------------
 
     @contextmanager
@@ -334,10 +361,10 @@ def _damaged() -> Iterator[None]:
     """Refuse a register whose rows are not what this program writes."""
     try:
         yield
-    except Rejected as error:
+    except (Rejected, TypeError) as error:  # SQLite keeps values of any type
         raise refuse(
             REGISTER_DAMAGED,
-            f"the register contradicts itself: {error.detail} ({error.reason})",
+            f"the register contradicts itself: {error}",
             help="`kcdsl register check` says what is wrong; nothing was written",
         ) from error
 
@@ -350,8 +377,6 @@ def _make(database: Database, moment: datetime) -> None:
     """Make tables and the first event where there are none, in one transaction."""
     if database.revision() is not None:
         return
-    from kcdsl.release.register.migrating import upgrade
-
     with database.defining() as connection:
         if revision_of(connection) is not None:
             return  # another process was faster

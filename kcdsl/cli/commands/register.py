@@ -1,0 +1,433 @@
+"""`kcdsl register`: keep certificates, see what is in force and what is live, audit the record."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.cli.common import argument, choice, value, values
+from kcdsl.cli.common.options import Trusts, json_option, output_option, register_option, whole
+from kcdsl.cli.common.output import counted, print_json
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import NOT_RECORDED, USAGE
+from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.release.register import Audit, CertificateStatus, Event, Register
+    from kcdsl_certs.signatures import TrustPolicy
+    from kcdsl_certs.statement import RegisterHead
+
+
+class Action(StrEnum):
+    """What is done with a register."""
+
+    INIT = "init"
+    ADD = "add"
+    LOG = "log"
+    SHOW = "show"
+    SLOTS = "slots"
+    REVOKE = "revoke"
+    HEAD = "head"
+    CHECK = "check"
+    UPGRADE = "upgrade"
+
+
+class Subject(StrEnum):
+    """What is revoked."""
+
+    CERTIFICATE = "certificate"
+    KEY = "key"
+
+
+ARGUMENTS: Mapping[Action, tuple[int, int | None]] = {
+    Action.INIT: (0, 0),
+    Action.ADD: (1, None),
+    Action.LOG: (0, 0),
+    Action.SHOW: (1, None),
+    Action.SLOTS: (0, None),
+    Action.REVOKE: (1, None),
+    Action.HEAD: (0, 0),
+    Action.CHECK: (0, 0),
+    Action.UPGRADE: (0, 0),
+}
+"""How many arguments each action takes, at least and at most."""
+OPTIONS: Mapping[str, tuple[Action, ...]] = {
+    "since": (Action.LOG,),
+    "reason": (Action.REVOKE,),
+    "kind": (Action.REVOKE,),
+    "sign": (Action.HEAD,),
+    "output": (Action.HEAD,),
+    "head": (Action.CHECK,),
+    "policy": (Action.ADD, Action.CHECK),
+    "key": (Action.ADD, Action.CHECK),
+    "threshold": (Action.ADD, Action.CHECK),
+    "revocations": (Action.ADD, Action.CHECK),
+}
+"""The actions that have a use for an option, by its field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisterCommand(Trusts):
+    """Keep a register of certificates: record, revoke, list and audit."""
+
+    action: Action = choice(
+        Action,
+        "make a register, add certificates, list events, show certificates or slots, revoke, print "
+        "or sign the head, audit the record, or bring the tables up to date",
+        positional="",
+    )
+    names: tuple[str, ...] = argument(
+        "ARG", "certificates of `add`, identities of `show` and `revoke`, slots of `slots`", "*"
+    )
+    register: str | None = register_option("that is meant")
+    since: int = value("N", "log: the events after this one", 0, read=whole(0))
+    reason: str | None = value("TEXT", "revoke: why, for those who read the log")
+    kind: Subject = choice(
+        Subject,
+        "revoke: whether ARG is the identity of a certificate or the fingerprint of a key",
+        Subject.CERTIFICATE,
+    )
+    sign: tuple[str, ...] = values("KEY", "head: sign it by this private key; repeatable")
+    output: str | None = output_option("FILE", "head: where the signed head is written")
+    head: tuple[str, ...] = values(
+        "FILE", "check: a signed head of which the register must be a continuation; repeatable"
+    )
+    json: bool = json_option()
+
+    def run(self) -> Exit:
+        """Run one action: 1 where an audit finds a defect, 2 where the action cannot be done."""
+        least, most = ARGUMENTS[self.action]
+        if len(self.names) < least or (most is not None and len(self.names) > most):
+            wanted = "no argument" if most == 0 else "an argument"
+            raise refuse(USAGE, f"`kcdsl register {self.action}` takes {wanted}")
+        defaults = {name: option.default for name, option in type(self).options()}
+        for name, actions in OPTIONS.items():
+            if self.action not in actions and getattr(self, name) != defaults[name]:
+                raise refuse(
+                    USAGE,
+                    f"`kcdsl register {self.action}` has no use for --{name}",
+                    help=f"it is for {', '.join(actions)}",
+                )
+        return _RUN[self.action](self, self._place())
+
+    def _place(self) -> str:
+        from kcdsl.source.config import load_config
+
+        found = self.register
+        if found is None:
+            found = load_config(Path()).register_place
+        if found is None:
+            raise refuse(
+                USAGE,
+                "no register is named",
+                help="name it, --register FILE, or `register` in your own configuration",
+            )
+        return found
+
+
+def _init(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register
+
+    with Register.open(place, create=True) as register:
+        _tell_head(command, register.head())
+    return Exit.HELD
+
+
+def _upgrade(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register
+
+    before, after = Register.upgrade(place)
+    with Register.open(place) as register:
+        head = register.head()
+    if not command.json:
+        print(f"tables {after}" if before == after else f"tables {before}, now {after}")
+    _tell_head(command, head)
+    return Exit.HELD
+
+
+def _tell_head(command: RegisterCommand, head: RegisterHead) -> None:
+    from kcdsl.release.register.audit import head_json
+
+    if command.json:
+        print_json({"schema": "kcdsl.register-head/1", "head": head_json(head)})
+        return
+    print(f"register  sha256:{head.register}")
+    print(f"head      event {head.number}, sha256:{head.hash}")
+
+
+def _add(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.api.checking import read_certificate
+    from kcdsl.release.register import Register
+
+    bundles = [read_certificate(Path(name)) for name in command.names]
+    trusted = command.trust_for(Path()).rules
+    with Register.open(place) as register:
+        found = register.record_certificates(bundles, trusted)
+        _tell(command, [register.status_of(each.identity) for each in found])
+    return Exit.HELD
+
+
+def _show(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register, Standing
+
+    with Register.open(place) as register:
+        found = [register.status_of(_identity(name)) for name in command.names]
+        for status in found:
+            if status.certificate is None and status.standing is Standing.UNKNOWN:
+                raise refuse(
+                    NOT_RECORDED,
+                    f"the register has no certificate sha256:{status.identity}",
+                    help="`kcdsl register log` lists what it has",
+                )
+        _tell(command, found)
+    return Exit.HELD
+
+
+def _identity(name: str) -> str:
+    return name.removeprefix("sha256:").lower()
+
+
+def _tell(command: RegisterCommand, found: Sequence[CertificateStatus]) -> None:
+    if command.json:
+        document = [
+            {
+                "identity": status.identity,
+                "standing": status.standing.value,
+                "detail": status.detail,
+                "by": status.by,
+                "event": None if status.certificate is None else status.certificate.number,
+                "certificate": None if status.certificate is None else status.certificate.to_json(),
+            }
+            for status in found
+        ]
+        print_json({"schema": "kcdsl.register-certificates/1", "certificates": document})
+        return
+    from kcdsl.verdict.text.console import print_on, table
+
+    for status in found:
+        shown = table(("", ""), _rows(status), pad_edge=False, padding=(0, 1), show_header=False)
+        print_on(sys.stdout, shown)
+
+
+def _rows(status: CertificateStatus) -> Iterator[tuple[str, str]]:
+    from kcdsl_certs.encoding.strict import time_text
+
+    yield "identity", f"sha256:{status.identity}"
+    detail = f": {status.detail}" if status.detail else ""
+    yield "standing", f"{status.standing}{detail}"
+    if status.by is not None and status.by != status.identity:
+        yield "by", f"sha256:{status.by}"
+    found = status.certificate
+    if found is None:
+        return
+    yield "verdict", found.verdict
+    yield "stage", found.stage
+    yield "sequence", str(found.sequence)
+    yield "valid", f"from {time_text(found.issued_at)} until {time_text(found.valid_until)}"
+    yield "triple", f"sha256:{found.triple}"
+    for key in found.signers:
+        yield "signed by", f"sha256:{key}"
+    yield "recorded", f"event {found.number}"
+
+
+def _slots(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register
+    from kcdsl_certs.encoding.strict import time_text
+
+    with Register.open(place) as register:
+        found = [
+            slot
+            for slot in ([register.slot(n) for n in command.names] or register.slots())
+            if slot.version > 0
+        ]
+        decisions = {slot.name: register.promotions(slot=slot.name) for slot in found}
+    if command.json:
+        document = [
+            {
+                **slot.to_json(),
+                "decisions": [
+                    {**each.to_json(), "event": each.number, "time": time_text(each.at)}
+                    for each in decisions[slot.name]
+                    if each.at is not None
+                ],
+            }
+            for slot in found
+        ]
+        print_json({"schema": "kcdsl.register-slots/1", "slots": document})
+        return Exit.HELD
+    from kcdsl.verdict.text.console import print_on, table
+
+    rows = [
+        (
+            slot.name,
+            str(slot.version),
+            "nothing" if slot.triple is None else f"sha256:{slot.triple[:16]}…",
+            slot.stage or "",
+            f"{decisions[slot.name][-1].state}, sha256:{decisions[slot.name][-1].candidate[:16]}…",
+        )
+        for slot in found
+    ]
+    print_on(sys.stdout, table(("slot", "version", "live", "stage", "last decision"), rows))
+    return Exit.HELD
+
+
+def _revoke(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register, Revoked
+
+    if command.reason is None:
+        raise refuse(USAGE, "a revocation has a reason", help="give it: --reason TEXT")
+    with Register.open(place) as register:
+        for name in command.names:
+            kind = Revoked(command.kind.value)
+            found = register.revoke(_identity(name), command.reason, kind=kind)
+            if not command.json:
+                print(one_line(f"revoked {kind} sha256:{found.subject}, event {found.number}"))
+        if command.json:
+            _tell_head(command, register.head())
+    return Exit.HELD
+
+
+def _log(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register
+    from kcdsl.release.register.audit import head_json
+
+    with Register.open(place) as register:
+        if command.json:
+            head = register.head()
+            document = [_plain(event) for event in register.events(command.since)]
+            shown = {"head": head_json(head), "events": document}
+            print_json({"schema": "kcdsl.register-log/1", **shown})
+            return Exit.HELD
+        _print_log(command, register)
+    return Exit.HELD
+
+
+def _print_log(command: RegisterCommand, register: Register) -> None:
+    from kcdsl.verdict.text.console import print_on, table
+    from kcdsl_certs.encoding.strict import time_text
+
+    rows = [
+        (str(event.number), time_text(event.time), event.kind.value, one_line(_said(event)))
+        for event in register.events(command.since)
+    ]
+    print_on(sys.stdout, table(("event", "time", "kind", "what"), rows))
+
+
+def _plain(event: Event) -> dict[str, Any]:
+    from kcdsl_certs.encoding.strict import time_text
+
+    return {
+        "number": event.number,
+        "time": time_text(event.time),
+        "kind": event.kind.value,
+        "previous": event.previous,
+        "hash": event.hash,
+        "data": dict(event.data),
+    }
+
+
+def _said(event: Event) -> str:
+    """Return what an event says, in one line."""
+    from kcdsl.release.register import EventKind
+
+    data = event.data
+
+    def short(name: str) -> str:
+        return f"sha256:{data[name]['sha256'][:16]}…"
+
+    match event.kind:
+        case EventKind.REGISTER:
+            return f"begins as {data['id']}"
+        case EventKind.TRIPLE:
+            contract = data["contract"]
+            return f"{data['checkpoint']['name']}, {contract['id']} {contract['version']}"
+        case EventKind.CERTIFICATE:
+            return f"{short('identity')} {data['verdict']} {data['stage']} of {short('triple')}"
+        case EventKind.RUN:
+            return f"{data['kind']} {data['stage']} of {short('triple')}"
+        case EventKind.RUN_MARK:
+            trusted = "trusted" if data["trusted"] else "not trusted"
+            return f"{short('run')} {trusted}: {data['reason']}"
+        case EventKind.PROMOTION:
+            said = f"{data['slot']} {data['version']}: {data['state']} {short('candidate')}"
+            named = [f"{r['clause']}: {r['detail']}" for r in data["reasons"]]
+            return "; ".join([said, *named])
+        case EventKind.REVOCATION:
+            return f"{data['kind']} {short('subject')}: {data['reason']}"
+
+
+def _head(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register
+    from kcdsl.release.signing import signing_keys
+    from kcdsl.source.writing import write_bytes
+
+    keys = signing_keys(command.sign)
+    if bool(keys) != (command.output is not None):
+        raise refuse(
+            USAGE,
+            "a signed head is written to a file",
+            help="name key and file: --sign KEY -o FILE",
+        )
+    with Register.open(place) as register:
+        signed = register.sign_head(keys) if keys else None
+        head = register.head()
+    if signed is not None and command.output is not None:
+        write_bytes(Path(command.output), signed)
+        if not command.json:
+            print(one_line(f"signed head: {command.output}"))
+    _tell_head(command, head)
+    return Exit.HELD
+
+
+def _check(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.api.checking import read_certificate
+    from kcdsl.release.register import Register
+
+    heads = [read_certificate(Path(name)) for name in command.head]
+    with Register.open(place) as register:
+        found = register.check(heads, _trusted(command))
+    if command.json:
+        print_json(found.to_json())
+    else:
+        _print_audit(found)
+    return Exit.HELD if found.is_sound else Exit.VIOLATED
+
+
+def _trusted(command: RegisterCommand) -> TrustPolicy | None:
+    """Return whom an audit trusts; None where nobody is named and nothing signed was given."""
+    from kcdsl.release.signing import has_policy
+
+    named = command.head or command.key or command.policy or command.revocations or has_policy()
+    return command.trust_for(Path()).rules if named else None
+
+
+def _print_audit(found: Audit) -> None:
+    for defect in found.defects:
+        where = "" if defect.number is None else f"event {defect.number}: "
+        print(one_line(f"{where}{defect.detail} ({defect.reason})"))
+    if found.last is not None:
+        print(f"{counted(found.last.number, 'event')}, last sha256:{found.last.hash}")
+    print(counted(found.certificates, "certificate"))
+    if found.unverified:
+        print(f"signed by no key that is trusted here: {found.unverified}")
+    for head in found.heads:
+        print(f"signed head: event {head.number}")
+    print("sound" if found.is_sound else "not sound")
+
+
+_RUN: Mapping[Action, Callable[[RegisterCommand, str], Exit]] = {
+    Action.INIT: _init,
+    Action.ADD: _add,
+    Action.LOG: _log,
+    Action.SHOW: _show,
+    Action.SLOTS: _slots,
+    Action.REVOKE: _revoke,
+    Action.HEAD: _head,
+    Action.CHECK: _check,
+    Action.UPGRADE: _upgrade,
+}

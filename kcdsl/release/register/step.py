@@ -1,0 +1,86 @@
+"""The step of a check that asks a register: is the certificate known, and still in force?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+
+from kcdsl.release.register.records import CertificateStatus, Revoked, Standing
+from kcdsl.release.register.store import Register
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.signatures import TrustPolicy
+from kcdsl_certs.statement import PREDICATE_TYPE, TRANSFER_TYPE
+from kcdsl_certs.verification.authentication import authentic, meets_threshold
+from kcdsl_certs.verification.report import Log, NotRun, Report
+
+STEP = "register"
+
+
+def with_register(
+    report: Report, bundle: bytes, register: Register, trusted: TrustPolicy, moment: datetime
+) -> Report:
+    """Return a report with one more step, which must be ok: that of the register.
+
+    Reasons: `register/unknown`, `register/revoked`, `register/key-revoked`, `register/superseded`,
+    `register/outside-validity`. Raises Refusal where the register cannot be read.
+    """
+    log = Log()
+    log.run(STEP, _step(report, bundle, register, trusted, moment))
+    steps = (*report.steps, STEP)
+    return replace(report, checks=(*report.checks, *log.checks), steps=steps)
+
+
+def _step(
+    report: Report, bundle: bytes, register: Register, trusted: TrustPolicy, moment: datetime
+) -> Callable[[], str]:
+    """Ask the register now, so that a register that cannot be read is no failed step."""
+    identity = report.certificate
+    if identity is None:
+
+        def earlier() -> str:
+            raise NotRun("step/earlier-failed", "")
+
+        return earlier
+    status, head = register.status_of(identity, moment), register.head()
+    revoked = frozenset(r.subject for r in register.revocations() if r.kind is Revoked.KEY)
+
+    def step() -> str:
+        _refuse_standing(status)
+        assert status.certificate is not None
+        if revoked:
+            _refuse_keys(bundle, trusted, revoked, status.certificate.stage, moment)
+        return f"event {status.certificate.number} of {head.number}, in force"
+
+    return step
+
+
+def _refuse_standing(status: CertificateStatus) -> None:
+    match status.standing:
+        case Standing.IN_FORCE:
+            return
+        case Standing.UNKNOWN:
+            reason = "register/unknown"
+        case Standing.REVOKED if status.by_key:
+            reason = "register/key-revoked"
+        case Standing.REVOKED:
+            reason = "register/revoked"
+        case Standing.SUPERSEDED:
+            reason = "register/superseded"
+        case Standing.OUTSIDE_VALIDITY:
+            reason = "register/outside-validity"
+    by = "" if status.by is None else f" (sha256:{status.by})"
+    raise Rejected(reason, f"{status.detail}{by}")
+
+
+def _refuse_keys(
+    bundle: bytes, trusted: TrustPolicy, revoked: frozenset[str], stage: str, moment: datetime
+) -> None:
+    """Refuse a bundle with too few signatures by keys that the register has not revoked."""
+    rules = replace(trusted, revoked_keys=trusted.revoked_keys | revoked)
+    try:
+        signers = authentic(bundle, rules, moment, (PREDICATE_TYPE, TRANSFER_TYPE)).signers
+        able = tuple(k for k in signers if k.stages is None or stage in k.stages)
+        meets_threshold(able, rules.threshold, "signature/threshold")
+    except Rejected as error:
+        raise Rejected("register/key-revoked", error.detail) from None
