@@ -374,8 +374,8 @@ def _head(command: RegisterCommand, place: str) -> Exit:
             help="name key and file: --sign KEY -o FILE",
         )
     with Register.open(place) as register:
-        signed = register.sign_head(keys) if keys else None
         head = register.head()
+        signed = register.sign_head(keys, head) if keys else None
     if signed is not None and command.output is not None:
         write_bytes(Path(command.output), signed)
         if not command.json:

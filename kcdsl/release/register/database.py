@@ -31,7 +31,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.release.register.schema import REVISION, head
 
 WAIT = 60.0
-"""Seconds for which a writer waits for others."""
+"""Seconds for which a writer waits for others, unless it says otherwise."""
 MIGRATIONS = "kcdsl.release.register:migrations"
 _WRITES = "kcdsl_writes"
 _KNOWN = (REVISION,)
@@ -87,9 +87,10 @@ def _no_register(kind: str) -> Refusal:
 class Database:
     """Connections to one register."""
 
-    def __init__(self, location: Location, *, create: bool) -> None:
+    def __init__(self, location: Location, *, create: bool, wait: float = WAIT) -> None:
         self.location = location
-        self._engine = _engine(location, create)
+        self._wait = wait
+        self._engine = _engine(location, create, wait)
 
     @property
     def is_sqlite(self) -> bool:
@@ -182,7 +183,7 @@ class Database:
         if _is_busy(cause):
             return refuse(
                 REGISTER_BUSY,
-                f"others held the register {where} for {WAIT:.0f} s",
+                f"others held the register {where} for {self._wait:g} s",
                 help="run the command again; nothing was written",
             )
         if not self.is_sqlite and (cause is None or getattr(cause, "sqlstate", None) is None):
@@ -226,10 +227,10 @@ def revision_of(connection: Connection) -> str | None:
     return str(found[0]) if len(found) == 1 else None
 
 
-def _engine(location: Location, create: bool) -> Engine:
+def _engine(location: Location, create: bool, wait: float) -> Engine:
     if location.path is not None:
-        return _sqlite(location.path, location.shown, create)
-    settings = f"-c lock_timeout={int(WAIT * 1000)} -c synchronous_commit=on"
+        return _sqlite(location.path, location.shown, create, wait)
+    settings = f"-c lock_timeout={int(wait * 1000)} -c synchronous_commit=on"
     try:
         return create_engine(
             location.url, connect_args={"options": settings, "connect_timeout": int(WAIT)}
@@ -242,7 +243,7 @@ def _engine(location: Location, create: bool) -> Engine:
         ) from error
 
 
-def _sqlite(path: Path, shown: str, create: bool) -> Engine:
+def _sqlite(path: Path, shown: str, create: bool, wait: float) -> Engine:
     if not create and not path.is_file():
         raise refuse(
             REGISTER_MISSING,
@@ -254,7 +255,7 @@ def _sqlite(path: Path, shown: str, create: bool) -> Engine:
     def connect() -> sqlite3.Connection:
         # Transactions are begun by `begin` below, so that none begins by itself.
         return sqlite3.connect(
-            uri, uri=True, timeout=WAIT, isolation_level=None, check_same_thread=False
+            uri, uri=True, timeout=wait, isolation_level=None, check_same_thread=False
         )
 
     engine = create_engine("sqlite+pysqlite://", creator=connect, poolclass=QueuePool)

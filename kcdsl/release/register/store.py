@@ -18,7 +18,7 @@ from kcdsl.release.issue import utc_now
 from kcdsl.release.register import queries
 from kcdsl.release.register.appending import Chain, begin, head_in
 from kcdsl.release.register.audit import Audit, audit
-from kcdsl.release.register.database import Database, Location, revision_of, upgrade
+from kcdsl.release.register.database import WAIT, Database, Location, revision_of, upgrade
 from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import MARK, slot_after, slot_in
 from kcdsl.release.register.recording import (
@@ -84,13 +84,15 @@ class Register:
         *,
         create: bool = False,
         clock: Callable[[], datetime] = utc_now,
+        wait: float = WAIT,
     ) -> Self:
         """Open the register at a path, at `sqlite:///PATH` or at `postgresql://HOST/DATABASE`.
 
-        With `create`, one is made where there is none. Raises Refusal where there is none, or one
+        With `create`, one is made where there is none. `wait` is how long, in seconds, other
+        writers are waited for. Raises Refusal where there is none, or one
         with tables of another version.
         """
-        database = Database(Location.of(place), create=create)
+        database = Database(Location.of(place), create=create, wait=wait)
         try:
             if create:
                 _make(database, clock())
@@ -326,9 +328,12 @@ class Register:
         with self._reading() as connection:
             return head_in(connection)
 
-    def sign_head(self, keys: Sequence[SigningKey]) -> bytes:
-        """Return the head, signed by every key, as a Sigstore bundle; there must be a key."""
-        found = replace(self.head(), at=self._clock().replace(microsecond=0))
+    def sign_head(self, keys: Sequence[SigningKey], head: RegisterHead | None = None) -> bytes:
+        """Return a head (default: the present one), signed by every key, as a Sigstore bundle.
+
+        There must be a key.
+        """
+        found = replace(head or self.head(), at=self._clock().replace(microsecond=0))
         envelope = sign(head_bytes(found), keys)
         return bundle_bytes(envelope, keys[0].public.hint)
 
