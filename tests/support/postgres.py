@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psycopg
 
@@ -31,11 +32,12 @@ class Server:
         """Return the URL of a database."""
         return f"postgresql://kcdsl@/{name}?host={self.folder}"
 
-    def database(self) -> str:
-        """Make a database; returns its URL."""
+    def database(self, template: str | None = None) -> str:
+        """Make a database, empty or as the one of a URL; returns its URL."""
         name = f"register_{next(self._numbers)}"
+        like = "" if template is None else f" TEMPLATE {urlsplit(template).path[1:]}"
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
+            connection.execute(f"CREATE DATABASE {name}{like}".encode())
         return self.url(name)
 
     def control(self, *words: str) -> None:

@@ -26,6 +26,7 @@ PYTHON_MINIMUM = (3, 11)
 COMPILERS = ("g++", "clang++")
 
 PURPOSES: Mapping[str, tuple[str, str]] = {
+    "alembic": ("alembic", "registers of certificates: their tables"),
     "cryptography": ("cryptography", "keygen, signatures, check"),
     "duckdb": ("duckdb", "tables of tokens, recorded runs"),
     "jinja2": ("jinja2", "the HTML report"),
@@ -39,6 +40,7 @@ PURPOSES: Mapping[str, tuple[str, str]] = {
     "rich": ("rich", "tables and progress"),
     "safetensors": ("safetensors", "checkpoints"),
     "scipy": ("scipy", "confidence limits, error function"),
+    "sqlalchemy": ("sqlalchemy", "registers of certificates"),
     "tokenizers": ("tokenizers", "prompts of published models"),
     "torch": ("torch", "reference and inference kernels, tracing of blocks"),
     "z3-solver": ("z3", "consistency, implied clauses"),
@@ -53,6 +55,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "httpx": ("server", "kernels that ask a server"),
     "maraboupy": ("marabou", "the backend marabou"),
     "pandas": ("pandas", "results as data frames"),
+    "psycopg": ("postgres", "registers in PostgreSQL"),
 }
 """Distributions (imported by the same name) of extras: the extra, and what they are there for."""
 LIRPA = ("auto_LiRPA", "0.3", "the backend lirpa, a second opinion")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 
@@ -353,7 +354,7 @@ def test_events_are_canonical_and_chained(register: Register) -> None:
     register.promote(SLOT, 0, decision(one))
     events = list(register.events())
     assert [event.number for event in events] == [1, 2, 3, 4]
-    for before, after in zip(events, events[1:], strict=False):
+    for before, after in pairwise(events):
         assert after.previous == before.hash
     assert list(register.events(since=2)) == events[2:]
     head = register.head()

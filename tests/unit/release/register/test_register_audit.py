@@ -1,0 +1,485 @@
+"""Changed registers: whatever is changed behind the program's back, an audit finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.release.register import (
+    Promotion,
+    PromotionReason,
+    PromotionState,
+    Register,
+    Revoked,
+    Run,
+)
+from kcdsl.release.register.events import hash_of
+from kcdsl_certs.encoding.strict import canonical_json
+from kcdsl_certs.signatures import bundle_bytes, sign
+from kcdsl_certs.statement import Verdict, head_bytes
+from tests.support.postgres import Server
+from tests.support.registers import (
+    CONTRACT,
+    KEY_A,
+    KEY_B,
+    KEY_C,
+    TRUSTED,
+    certified,
+    clock,
+    triple,
+    trusted,
+)
+
+SLOT = "chat/canary"
+LAST = 15
+"""The number of the last event of `fill`."""
+ALL = trusted(KEY_A, KEY_B, KEY_C)
+
+
+def fill(register: Register) -> None:
+    """Record something of every kind: `LAST` events."""
+    one = register.record_certificate(certified(triple("one"), sequence=1), TRUSTED)
+    two = register.record_certificate(certified(triple("two"), sequence=1), TRUSTED)
+    register.record_certificate(
+        certified(triple("two"), sequence=2, stage="shadow", verdict=Verdict.FAILED), TRUSTED
+    )
+    register.record_certificate(certified(triple("three"), KEY_B, sequence=9), trusted(KEY_B))
+    run = register.record_run(Run("evaluate", one.triple, "shadow", "1" * 64, "2" * 64))
+    register.mark_run(run.identity, trusted=False, reason="noise")
+    first = Promotion(
+        SLOT,
+        one.triple,
+        None,
+        CONTRACT.digest,
+        "canary",
+        PromotionState.PROMOTED,
+        certificates=(one.identity,),
+    )
+    register.promote(SLOT, 0, first)
+    second = replace(
+        first, candidate=two.triple, incumbent=one.triple, certificates=(two.identity,)
+    )
+    register.promote(SLOT, 1, second)
+    why = (PromotionReason("N-KL", "p99 is 0.1", "all", {"p99": "0.1"}),)
+    back = replace(second, state=PromotionState.ROLLED_BACK, certificates=(), reasons=why)
+    register.promote(SLOT, 2, back)
+    register.revoke(two.identity, "regression")
+    register.revoke(KEY_C.public.fingerprint, "lost", kind=Revoked.KEY)
+
+
+@contextmanager
+def unguarded(place: str) -> Iterator[Callable[..., Any]]:
+    """Yield a function that runs SQL with the triggers gone; they are there again in the end."""
+    if place.startswith("postgresql"):
+        with psycopg.connect(place) as connection:
+            tables = ("events", "bundles")
+            for table in tables:
+                connection.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL".encode())
+            yield lambda text, *values: connection.execute(text.replace("?", "%s").encode(), values)
+            for table in tables:
+                connection.execute(f"ALTER TABLE {table} ENABLE TRIGGER ALL".encode())
+        return
+    raw = sqlite3.connect(place)
+    triggers = raw.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
+    for name, _ in triggers:
+        raw.execute(f"DROP TRIGGER {name}")
+    yield lambda text, *values: raw.execute(text, values)
+    for _, text in triggers:
+        raw.execute(text)
+    raw.commit()
+    raw.close()
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a filled register in a file, which tests copy."""
+    path = tmp_path_factory.mktemp("register") / "filled.db"
+    with Register.open(path, create=True, clock=clock) as register:
+        fill(register)
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: Server) -> str:
+    """Return a filled register in a database, which tests copy."""
+    url = postgres_server.database()
+    with Register.open(url, create=True, clock=clock) as register:
+        fill(register)
+    return url
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.programs)])
+def filled(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return where a filled register is that a test may damage."""
+    if request.param == "sqlite":
+        found = shutil.copy(request.getfixturevalue("sqlite_template"), tmp_path / "filled.db")
+        return str(found)
+    server: Server = request.getfixturevalue("postgres_server")
+    return server.database(request.getfixturevalue("postgres_template"))
+
+
+def reasons(place: str, *heads: bytes) -> set[str]:
+    with Register.open(place, clock=clock) as register:
+        found = register.check(heads, ALL)
+    return {defect.reason for defect in found.defects}
+
+
+Change = Callable[[Callable[..., Any]], None]
+
+
+def _body(run: Callable[..., Any], number: int) -> dict[str, Any]:
+    found = run("SELECT body FROM events WHERE number = ?", number).fetchone()
+    return dict(json.loads(bytes(found[0])))
+
+
+def test_a_register_with_every_kind_of_event_is_sound(
+    filled: str, follows: Callable[..., None]
+) -> None:
+    with Register.open(filled, clock=clock) as register:
+        kinds = {event.kind.value for event in register.events()}
+        audit = register.check(trusted=trusted(KEY_A))
+    assert len(kinds) == 7
+    assert (audit.is_sound, audit.certificates, audit.unverified) == (True, 4, 1)
+    follows(audit.to_json())
+
+
+# --- the chain ------------------------------------------------------------------------------------
+
+
+def _rewritten(number: int, change: Callable[[dict[str, Any]], None], *, rehash: bool) -> Change:
+    """Change the body of an event, and with `rehash` its hash and the head, if it is the last."""
+
+    def apply(run: Callable[..., Any]) -> None:
+        document = _body(run, number)
+        change(document)
+        body = canonical_json(document)
+        run("UPDATE events SET body = ? WHERE number = ?", body, number)
+        if rehash:
+            run("UPDATE events SET hash = ? WHERE number = ?", hash_of(body), number)
+            run("UPDATE head SET hash = ? WHERE number = ?", hash_of(body), number)
+
+    return apply
+
+
+def _verdict(document: dict[str, Any]) -> None:
+    document["data"]["verdict"] = "PASSED"
+
+
+def _reason(document: dict[str, Any]) -> None:
+    document["data"]["reason"] = "another"
+
+
+CHAIN: dict[str, tuple[Change, str]] = {
+    "a body": (_rewritten(6, _verdict, rehash=False), "chain/hash"),
+    "a body and its hash": (_rewritten(6, _verdict, rehash=True), "chain/previous"),
+    "the last body": (_rewritten(LAST, _reason, rehash=False), "chain/hash"),
+    "a removed event": (lambda run: run("DELETE FROM events WHERE number = 7"), "chain/number"),
+    "a removed last event": (
+        lambda run: run("DELETE FROM events WHERE number = ?", LAST),
+        "head/mismatch",
+    ),
+    "no event": (lambda run: run("DELETE FROM events"), "chain/empty"),
+    "exchanged events": (
+        lambda run: [
+            run("UPDATE events SET number = ? WHERE number = ?", new, old)
+            for old, new in ((7, 99), (8, 7), (99, 8))
+        ],
+        "chain/previous",
+    ),
+    "a kind": (lambda run: run("UPDATE events SET kind = 'run' WHERE number = 3"), "chain/column"),
+    "a time": (
+        lambda run: run("UPDATE events SET time = '2020-01-01T00:00:00Z' WHERE number = 3"),
+        "chain/column",
+    ),
+    "a previous hash": (
+        lambda run: run("UPDATE events SET previous = ? WHERE number = 3", "0" * 64),
+        "chain/column",
+    ),
+    "a spelling": (
+        lambda run: run(
+            "UPDATE events SET body = ? WHERE number = ?",
+            json.dumps(_body(run, LAST), indent=1).encode(),
+            LAST,
+        ),
+        "chain/event",
+    ),
+    "the number of the head": (lambda run: run("UPDATE head SET number = 9"), "head/mismatch"),
+    "the hash of the head": (
+        lambda run: run("UPDATE head SET hash = ?", "0" * 64),
+        "head/mismatch",
+    ),
+    "the register of the head": (
+        lambda run: run("UPDATE head SET register = ?", "0" * 64),
+        "head/mismatch",
+    ),
+    "no head": (lambda run: run("DELETE FROM head"), "head/missing"),
+}
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_a_changed_chain_is_found(filled: str, name: str) -> None:
+    change, reason = CHAIN[name]
+    with unguarded(filled) as run:
+        change(run)
+    assert reason in reasons(filled)
+
+
+# --- projections and bundles ----------------------------------------------------------------------
+
+
+FOLLOWS: dict[str, tuple[str, str]] = {
+    "a forgotten failure": ("DELETE FROM certificates WHERE verdict = 'FAILED'", "certificates"),
+    "a better verdict": (
+        "UPDATE certificates SET verdict = 'PASSED' WHERE verdict = 'FAILED'",
+        "certificates",
+    ),
+    "another sequence": (
+        "UPDATE certificates SET sequence = 77 WHERE sequence = 2",
+        "certificates",
+    ),
+    "a lost revocation": ("DELETE FROM revocations WHERE kind = 'certificate'", "revocations"),
+    "another revoked key": (
+        "UPDATE revocations SET subject = '" + "9" * 64 + "' WHERE kind = 'key'",
+        "revocations",
+    ),
+    "another live triple": ("UPDATE slots SET triple = NULL", "slots"),
+    "another version": ("UPDATE slots SET version = 1", "slots"),
+    "a trusted run": ("UPDATE runs SET trusted = (1 = 1)", "runs"),
+    "a lost decision": ("DELETE FROM promotions WHERE state = 'rolled-back'", "promotions"),
+    "another decision": (
+        "UPDATE promotions SET state = 'promoted' WHERE state = 'rolled-back'",
+        "promotions",
+    ),
+    "another contract": ("UPDATE triples SET contract = '" + "9" * 64 + "'", "triples"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_a_table_that_does_not_follow_from_the_events_is_found(filled: str, name: str) -> None:
+    text, table = FOLLOWS[name]
+    with unguarded(filled) as run:
+        run(text)
+    assert reasons(filled) == {f"projection/{table}"}
+
+
+@pytest.mark.parametrize("table", ["certificates", "runs", "promotions", "slots", "revocations"])
+def test_a_changed_entry_is_found(filled: str, table: str) -> None:
+    with unguarded(filled) as run:
+        number, text = run(f"SELECT event, record FROM {table} ORDER BY event").fetchone()
+        changed = text.replace('"sha256":"', '"sha256":"0', 1)
+        assert changed != text
+        run(f"UPDATE {table} SET record = ? WHERE event = ?", changed, number)
+    assert reasons(filled) == {f"projection/{table}"}
+
+
+def test_changed_missing_and_stray_bundles_are_found(filled: str) -> None:
+    with unguarded(filled) as run:
+        (digest,) = run("SELECT digest FROM bundles ORDER BY digest").fetchone()
+        run("UPDATE bundles SET content = ? WHERE digest = ?", b"{}", digest)
+    assert reasons(filled) == {"bundle/digest"}
+    with unguarded(filled) as run:
+        run("DELETE FROM bundles WHERE digest = ?", digest)
+    assert reasons(filled) == {"bundle/missing"}
+
+
+def test_a_bundle_that_no_event_records_is_found(filled: str) -> None:
+    with unguarded(filled) as run:
+        run("INSERT INTO bundles (digest, content) VALUES (?, ?)", hash_of(b"{}"), b"{}")
+    assert reasons(filled) == {"bundle/stray"}
+
+
+def _forge(place: str, data: bytes, **changes: Any) -> None:
+    """Append a well-chained event about a bundle, past the conditions of the program."""
+    from kcdsl.release.register.appending import Chain
+    from kcdsl.release.register.database import Database, Location
+    from kcdsl.release.register.events import EventKind
+    from kcdsl.release.register.recording import entry_of
+    from kcdsl_certs.signatures import decode, parse_bundle
+    from kcdsl_certs.verification.admission import read_statement
+
+    payload = decode(parse_bundle(data)).payload
+    entry = entry_of(data, payload, read_statement(payload), (KEY_A.public.fingerprint,), 1)
+    database = Database(Location.of(place), create=False)
+    with database.writing() as connection:
+        from sqlalchemy import insert
+
+        from kcdsl.release.register.schema import bundles
+
+        connection.execute(insert(bundles).values(digest=entry.bundle, content=data))
+        chain = Chain(connection, clock())
+        chain.append(EventKind.CERTIFICATE, replace(entry, **changes).to_json())
+        chain.close()
+    database.close()
+
+
+def test_an_event_about_a_bundle_that_its_signer_did_not_sign_is_found(filled: str) -> None:
+    _forge(filled, certified(triple("one"), KEY_C, sequence=50))
+    assert reasons(filled) == {"bundle/signature"}
+
+
+def test_an_event_that_says_more_than_its_bundle_is_found(filled: str) -> None:
+    failed = certified(triple("one"), sequence=50, verdict=Verdict.FAILED)
+    _forge(filled, failed, verdict=Verdict.PASSED)
+    assert reasons(filled) == {"bundle/content"}
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+def test_a_register_that_goes_on_agrees_with_its_signed_heads(filled: str) -> None:
+    with Register.open(filled, clock=clock) as register:
+        first = register.sign_head([KEY_A])
+        register.revoke("7" * 64, "later")
+        second = register.sign_head([KEY_A, KEY_B])
+    assert reasons(filled, first, second) == set()
+
+
+def test_a_register_that_was_cut_is_found_by_a_signed_head(filled: str) -> None:
+    with Register.open(filled, clock=clock) as register:
+        signed = register.sign_head([KEY_A])
+        last = list(register.events())[-2]
+    with unguarded(filled) as run:
+        run("DELETE FROM events WHERE number = ?", LAST)
+        run("DELETE FROM revocations WHERE kind = 'key'")
+        run("UPDATE head SET number = 14, hash = ?", last.hash)
+    assert reasons(filled) == set()  # nothing but the head tells
+    assert reasons(filled, signed) == {"head/ahead"}
+
+
+def test_a_register_that_was_written_anew_is_found_by_a_signed_head(filled: str) -> None:
+    with Register.open(filled, clock=clock) as register:
+        signed = register.sign_head([KEY_A])
+    change = _rewritten(LAST, _reason, rehash=True)
+    with unguarded(filled) as run:
+        change(run)
+        (record,) = run("SELECT record FROM revocations WHERE kind = 'key'").fetchone()
+        again = record.replace("lost", "another")
+        run("UPDATE revocations SET record = ? WHERE kind = 'key'", again)
+    assert reasons(filled) == set()
+    assert reasons(filled, signed) == {"head/not-prefix"}
+
+
+def test_another_register_is_found_by_a_signed_head(filled: str, tmp_path: Path) -> None:
+    with Register.open(tmp_path / "other.db", create=True, clock=clock) as other:
+        fill(other)
+        signed = other.sign_head([KEY_A])
+    assert reasons(filled, signed) == {"head/other-register"}
+
+
+@pytest.mark.parametrize(
+    ("signed_by", "policy", "reason"),
+    [
+        (KEY_B, trusted(KEY_A), "signature/none-trusted"),
+        (KEY_A, None, "policy/no-key"),
+        (KEY_A, trusted(KEY_A, revoked=[KEY_A.public.fingerprint]), "signature/key-revoked"),
+        (KEY_A, trusted(KEY_A, KEY_B, threshold=2), "signature/threshold"),
+    ],
+)
+def test_a_head_that_nobody_trusts_is_no_evidence(
+    register: Register, signed_by: Any, policy: Any, reason: str
+) -> None:
+    signed = register.sign_head([signed_by])
+    audit = register.check([signed], policy)
+    assert {defect.reason for defect in audit.defects} == {reason}
+    assert audit.heads == ()
+
+
+def test_a_certificate_is_no_head_and_a_head_is_no_certificate(register: Register) -> None:
+    audit = register.check([certified(triple("one"))], TRUSTED)
+    assert {defect.reason for defect in audit.defects} == {"statement/predicate-type"}
+    with pytest.raises(Refusal, match="predicate-type"):
+        register.record_certificate(register.sign_head([KEY_A]), TRUSTED)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**60])
+def test_a_head_of_no_event_is_rejected(register: Register, number: int) -> None:
+    odd = replace(register.head(), number=number)
+    try:
+        signed = bundle_bytes(sign(head_bytes(odd), [KEY_A]), KEY_A.public.hint)
+    except Exception:
+        return  # it cannot be written
+    assert register.check([signed], TRUSTED).defects
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "UPDATE events SET kind = 'run'",
+        "DELETE FROM events",
+        "UPDATE bundles SET content = digest",
+        "DELETE FROM bundles WHERE digest = (SELECT MIN(digest) FROM bundles)",
+        "TRUNCATE events",
+        "INSERT OR REPLACE INTO events SELECT number, 'run', time, previous, hash, body "
+        "FROM events WHERE number = 3",
+        "INSERT OR REPLACE INTO events SELECT 16, kind, time, previous, hash, body FROM events "
+        "WHERE number = 3",
+        "INSERT OR REPLACE INTO bundles SELECT digest, digest FROM bundles",
+    ],
+)
+def test_the_database_refuses_to_change_events_and_bundles(filled: str, text: str) -> None:
+    if filled.startswith("postgresql"):
+        if "OR REPLACE" in text:
+            text = text.replace("INSERT OR REPLACE", "INSERT")  # by unique keys
+        with psycopg.connect(filled) as connection, pytest.raises(psycopg.Error):
+            connection.execute(text.replace("content = digest", "content = ''").encode())
+    else:
+        raw = sqlite3.connect(filled)
+        with pytest.raises(sqlite3.DatabaseError):
+            raw.execute(text)
+        raw.close()
+    assert reasons(filled) == set()
+
+
+def test_missing_triggers_are_found(filled: str) -> None:
+    if filled.startswith("postgresql"):
+        with psycopg.connect(filled) as connection:
+            connection.execute("ALTER TABLE events DISABLE TRIGGER ALL")
+    else:
+        raw = sqlite3.connect(filled)
+        raw.execute("DROP TRIGGER events_no_DELETE")
+        raw.close()
+    assert reasons(filled) == {"trigger/missing"}
+
+
+# --- files of SQLite ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filled", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "UPDATE events SET body = 'text' WHERE number = 3",
+        "UPDATE events SET number = 'x' WHERE number = 15",
+        "UPDATE certificates SET event = 'x' WHERE sequence = 2",
+        "UPDATE head SET number = 'x'",
+    ],
+)
+def test_values_of_other_types_are_found(filled: str, text: str) -> None:
+    with unguarded(filled) as run:
+        run(text)
+    assert reasons(filled)
+
+
+@pytest.mark.parametrize("filled", ["sqlite"], indirect=True)
+def test_a_file_that_is_cut_or_is_no_database_is_refused(filled: str) -> None:
+    path = Path(filled)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(Refusal, match=r"register|used"):
+        assert reasons(filled) == set()
+    path.write_bytes(b"no database" * 500)
+    with pytest.raises(Refusal):
+        reasons(filled)

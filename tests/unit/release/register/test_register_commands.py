@@ -1,0 +1,440 @@
+"""`kcdsl register`, and `kcdsl check` with a register."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.release.issue import issue, utc_now
+from kcdsl.release.register import (
+    Certificate,
+    Promotion,
+    PromotionReason,
+    PromotionState,
+    Register,
+    Revoked,
+)
+from kcdsl.release.results import proof_reference
+from kcdsl.source.writing import write_bytes
+from kcdsl_certs.signatures import SigningKey, TrustedKey, TrustPolicy, generate
+from kcdsl_certs.signatures.policy import ROLES
+from kcdsl_certs.statement import CertifiedClause, EvidenceFile, ProofReference, Verdict
+from tests.support.commands import Ran
+from tests.support.release_scenes import NOW
+
+Cli = Callable[..., Ran]
+AT = "2026-12-01T00:00:00Z"
+LATER = NOW + timedelta(hours=10)
+
+
+@pytest.fixture
+def issued(
+    folder: Path,
+    key: SigningKey,
+    proof: bytes,
+    evidence: tuple[EvidenceFile, ...],
+    every_result: Callable[[ProofReference], list[CertifiedClause]],
+) -> Callable[..., bytes]:
+    """Return a function that issues a certificate of the whole contract."""
+
+    def make(*, fails: bool = False, keys: tuple[SigningKey, ...] = (), **options: Any) -> bytes:
+        found = every_result(proof_reference("N-ATTN-0", proof))
+        given = {"clock": lambda: NOW, **options}
+        if fails:
+            found[1] = replace(found[1], value=found[1].tau * 2, verdict=Verdict.FAILED)
+        return issue(
+            program=load_program(folder / "contract.yaml"),
+            base=folder,
+            clauses=found,
+            keys=keys or [key],
+            evidence=evidence,
+            **given,
+        )
+
+    return make
+
+
+@pytest.fixture
+def trust(key: SigningKey) -> Callable[..., TrustPolicy]:
+    """Return a function to a policy that trusts the key of the folder, and others."""
+
+    def make(*others: SigningKey) -> TrustPolicy:
+        records = [TrustedKey("key", k.public, frozenset(ROLES.values())) for k in (key, *others)]
+        return TrustPolicy(keys=tuple(records))
+
+    return make
+
+
+@pytest.fixture
+def place(folder: Path) -> Path:
+    """Return where an empty register is."""
+    path = folder / "releases.db"
+    Register.open(path, create=True, clock=lambda: LATER).close()
+    return path
+
+
+@pytest.fixture
+def record(place: Path, trust: Callable[..., TrustPolicy]) -> Callable[..., Certificate]:
+    """Return a function that records a bundle."""
+
+    def add(bundle: bytes, *others: SigningKey) -> Certificate:
+        with Register.open(place, clock=lambda: LATER) as register:
+            return register.record_certificate(bundle, trust(*others))
+
+    return add
+
+
+@pytest.fixture
+def check(
+    cli: Cli, folder: Path, certificate: Path, place: Path, follows: Callable[..., None]
+) -> Callable[..., tuple[int, dict[str, dict[str, str]]]]:
+    """Return a function that runs `kcdsl check --register`; it returns the code and the steps."""
+
+    def run(
+        *words: str, path: Path | None = None, register: Any = place
+    ) -> tuple[int, dict[str, dict[str, str]]]:
+        common = ("--key", "kcdsl.key.pub", "--json", "--at", AT)
+        named = () if register is None else ("--register", register)
+        ran = cli("check", path or certificate, *common, *named, *words, cwd=folder)
+        report = json.loads(ran.stdout)
+        follows(report)
+        return ran.code, {step["name"]: step for step in report["checks"]}
+
+    return run
+
+
+Check = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+Issued = Callable[..., bytes]
+Record = Callable[..., Certificate]
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def test_a_certificate_in_force_is_valid(check: Check, certificate: Path, record: Record) -> None:
+    record(certificate.read_bytes())
+    code, steps = check("--complete")
+    assert (code, steps["register"]["outcome"]) == (0, "ok")
+    assert "event 3 of 3" in steps["register"]["detail"]
+
+
+def test_without_a_register_nothing_is_asked(check: Check) -> None:
+    code, steps = check(register=None)
+    assert code == 0
+    assert "register" not in steps
+
+
+def test_an_unknown_certificate_is_invalid(check: Check) -> None:
+    code, steps = check()
+    assert (code, steps["register"]["reason"]) == (4, "register/unknown")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_older_pass_is_invalid_after_a_newer_failure(
+    check: Check, certificate: Path, record: Record, issued: Issued, fails: bool
+) -> None:
+    old = record(certificate.read_bytes())
+    record(issued(fails=fails, sequence=old.sequence + 1))
+    code, steps = check()
+    assert code == (4 if fails else 0)
+    assert steps["register"]["reason"] == ("register/superseded" if fails else "")
+    newest = issued(sequence=old.sequence + 2)
+    path = certificate.with_name("newest.cert.json")
+    write_bytes(path, newest)
+    record(newest)
+    assert check(path=path)[0] == 0
+    assert check()[0] == (4 if fails else 0)
+
+
+def test_a_failure_of_another_stage_does_not_count(
+    check: Check, certificate: Path, record: Record, issued: Issued
+) -> None:
+    old = record(certificate.read_bytes())
+    record(issued(fails=True, sequence=old.sequence + 1, stage="canary"))
+    assert check()[0] == 0
+
+
+def test_a_certificate_that_says_it_supersedes_another_does(
+    check: Check, certificate: Path, record: Record, issued: Issued
+) -> None:
+    old = record(certificate.read_bytes())
+    record(issued(sequence=old.sequence + 1, supersedes=old.identity))
+    code, steps = check()
+    assert (code, steps["register"]["reason"]) == (4, "register/superseded")
+
+
+def test_a_revoked_certificate_is_invalid(
+    check: Check, certificate: Path, record: Record, place: Path
+) -> None:
+    found = record(certificate.read_bytes())
+    with Register.open(place) as register:
+        register.revoke(found.identity, "wrong data")
+    code, steps = check()
+    assert (code, steps["register"]["reason"]) == (4, "register/revoked")
+    assert "wrong data" in steps["register"]["detail"]
+
+
+def test_a_certificate_by_a_revoked_key_is_invalid(
+    check: Check, certificate: Path, record: Record, place: Path, key: SigningKey
+) -> None:
+    record(certificate.read_bytes())
+    with Register.open(place) as register:
+        register.revoke(key.public.fingerprint, "lost", kind=Revoked.KEY)
+    code, steps = check()
+    assert (code, steps["register"]["reason"]) == (4, "register/key-revoked")
+
+
+def test_a_signature_by_a_revoked_key_does_not_count_for_the_one_who_checks(
+    check: Check, issued: Issued, record: Record, place: Path, folder: Path, key: SigningKey
+) -> None:
+    """The register recorded two signatures; whoever checks trusts the revoked key alone."""
+    other = generate()
+    both = issued(keys=(key, other))
+    record(both, other)
+    path = folder / "out" / "both.cert.json"
+    write_bytes(path, both)
+    assert check(path=path)[0] == 0
+    with Register.open(place) as register:
+        register.revoke(key.public.fingerprint, "lost", kind=Revoked.KEY)
+    code, steps = check(path=path)
+    assert (code, steps["register"]["reason"]) == (4, "register/key-revoked")
+    write_bytes(folder / "other.pub", other.public.pem)
+    assert check("--key", "other.pub", path=path)[0] == 0
+
+
+def test_what_is_not_authentic_is_not_looked_up(
+    check: Check, issued: Issued, record: Record, certificate: Path
+) -> None:
+    other = generate()
+    foreign = issued(keys=(other,))
+    record(foreign, other)
+    write_bytes(certificate, foreign)
+    code, steps = check()
+    assert code == 4
+    assert steps["register"]["outcome"] == "not_run"
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("no-such.db", "KC692"), ("", "KC692"), ("mysql://host/db", "KC901"), ("empty.db", "KC692")],
+)
+def test_a_register_that_cannot_be_asked_ends_the_check(
+    cli: Cli, folder: Path, certificate: Path, name: str, code: str
+) -> None:
+    sqlite3.connect(folder / "empty.db").close()
+    ran = cli("check", certificate, "--key", "kcdsl.key.pub", "--register", name, cwd=folder)
+    assert ran.code == 2
+    assert code in ran.stderr
+    assert "valid" not in ran.stdout
+
+
+def test_a_damaged_register_ends_the_check(
+    cli: Cli, folder: Path, certificate: Path, place: Path, record: Record
+) -> None:
+    record(certificate.read_bytes())
+    raw = sqlite3.connect(place)
+    raw.execute("UPDATE certificates SET record = '{}'")
+    raw.commit()
+    raw.close()
+    words = ("--key", "kcdsl.key.pub", "--at", AT, "--register", place)
+    ran = cli("check", certificate, *words, cwd=folder)
+    assert ran.code == 2
+    assert "KC695" in ran.stderr
+
+
+# --- where a register is named --------------------------------------------------------------------
+
+
+def _configuration(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> Path:
+    own = folder / "own"
+    (own / "kcdsl").mkdir(parents=True)
+    (own / "kcdsl" / "kcdsl.toml").write_text(text)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(own))
+    return own / "kcdsl"
+
+
+def test_the_users_configuration_names_a_register(
+    check: Check, folder: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = _configuration(monkeypatch, folder, 'register = "mine.db"\n')
+    place.rename(own / "mine.db")
+    code, steps = check(register=None)
+    assert (code, steps["register"]["reason"]) == (4, "register/unknown")
+
+
+def test_a_variable_names_a_register(
+    check: Check, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KCDSL_REGISTER", str(place))
+    assert check(register=None)[1]["register"]["reason"] == "register/unknown"
+
+
+def test_a_file_beside_the_contract_names_no_register(
+    cli: Cli, folder: Path, certificate: Path, place: Path
+) -> None:
+    (folder / "kcdsl.toml").write_text(f'register = "{place}"\n')
+    ran = cli("check", certificate, "--key", "kcdsl.key.pub", "--at", AT, cwd=folder)
+    assert ran.code == 2
+    assert "KC605" in ran.stderr
+
+
+def test_a_register_that_is_configured_and_missing_ends_the_check(
+    cli: Cli, folder: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _configuration(monkeypatch, folder, 'register = ""\n')
+    ran = cli("check", certificate, "--key", "kcdsl.key.pub", "--at", AT, cwd=folder)
+    assert ran.code == 2
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def test_a_register_from_the_command_line(
+    cli: Cli, folder: Path, issued: Issued, follows: Callable[..., None]
+) -> None:
+    """Make, add, show, log, revoke, sign the head and audit, as documents and as text."""
+
+    def run(*words: Any, code: int = 0) -> Ran:
+        ran = cli("register", *words, "--register", "own.db", cwd=folder)
+        assert ran.code == code, ran.stderr
+        return ran
+
+    def document(*words: Any) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(run(*words, "--json").stdout)
+        follows(found)
+        return found
+
+    trust = ("--key", "kcdsl.key.pub")
+    path = folder / "out" / "now.cert.json"
+    write_bytes(path, issued(clock=utc_now))
+    assert document("init")["head"]["number"] == 1
+    added = document("add", path, *trust, "--policy", _policy(folder))
+    (entry,) = added["certificates"]
+    assert (entry["standing"], entry["event"]) == ("in force", 3)
+    assert document("show", entry["identity"]) == added
+    assert document("show", f"sha256:{entry['identity'].upper()}") == added
+    assert "in force" in run("show", entry["identity"]).stdout
+    assert "standing" in run("add", path, *trust).stdout  # it is recorded already
+    log = document("log")
+    assert [event["kind"] for event in log["events"]] == ["register", "triple", "certificate"]
+    assert log["head"]["hash"] == log["events"][-1]["hash"]
+    assert [event["number"] for event in document("log", "--since", "2")["events"]] == [3]
+    assert "PASSED offline-ci" in run("log").stdout
+    run("head", "--sign", "kcdsl.key", "-o", "head.json")
+    run("revoke", entry["identity"], "--reason", "wrong\x1b[2Jdata")
+    assert "\x1b" not in run("log").stdout
+    assert document("revoke", "0" * 64, "--kind", "key", "--reason", "lost")["head"]["number"] == 5
+    assert document("show", entry["identity"])["certificates"][0]["standing"] == "revoked"
+    audit = document("check", "--head", "head.json", *trust)
+    assert (audit["sound"], audit["heads"][0]["number"]) == (True, 3)
+    assert document("upgrade")["head"]["number"] == 5
+    assert document("slots") == {"schema": "kcdsl.register-slots/1", "slots": []}
+    raw = sqlite3.connect(folder / "own.db")
+    raw.execute("DELETE FROM revocations")
+    raw.commit()
+    raw.close()
+    found = json.loads(run("check", "--json", code=1).stdout)
+    follows(found)
+    assert [defect["reason"] for defect in found["defects"]] == ["projection/revocations"]
+    assert "not sound" in run("check", code=1).stdout
+
+
+def _policy(folder: Path) -> Path:
+    path = folder / "policy.toml"
+    path.write_text('trusted-keys = ["kcdsl.key.pub"]\n')
+    return path
+
+
+def test_slots_show_what_is_live_and_the_last_decision(
+    cli: Cli,
+    folder: Path,
+    place: Path,
+    record: Record,
+    issued: Issued,
+    follows: Callable[..., None],
+) -> None:
+    found = record(issued())
+    with Register.open(place, clock=lambda: LATER) as register:
+        triple = register.triple(found.triple)
+        assert triple is not None
+        made = Promotion(
+            "chat/full",
+            found.triple,
+            None,
+            triple.contract.digest,
+            "full",
+            PromotionState.PROMOTED,
+            certificates=(found.identity,),
+        )
+        register.promote("chat/full", 0, made)
+        held = replace(
+            made,
+            incumbent=found.triple,
+            state=PromotionState.HELD,
+            reasons=(PromotionReason("N-KL", "no data", "all"),),
+        )
+        register.promote("chat/full", 1, held)
+    ran = cli("register", "slots", "--register", place, cwd=folder)
+    assert ran.code == 0
+    assert f"sha256:{found.triple[:16]}" in ran.stdout
+    assert "held" in ran.stdout
+    again = cli("register", "slots", "chat/full", "--register", place, "--json", cwd=folder)
+    document = json.loads(again.stdout)
+    follows(document)
+    (slot,) = document["slots"]
+    assert (slot["version"], slot["triple"]["sha256"]) == (2, found.triple)
+    assert [each["state"] for each in slot["decisions"]] == ["promoted", "held"]
+    log = cli("register", "log", "--register", place, cwd=folder).stdout
+    assert "N-KL: no data" in " ".join(log.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("log", "surplus"),
+        ("add",),
+        ("show",),
+        ("revoke", "0" * 64),
+        ("revoke", "short", "--reason", "no digest"),
+        ("show", "0" * 64),
+        ("log", "--sign", "kcdsl.key"),
+        ("log", "--head", "head.json"),
+        ("head", "--sign", "kcdsl.key"),
+        ("head", "-o", "head.json"),
+        ("check", "--since", "3"),
+        ("check", "--head", "no-such.json", "--key", "kcdsl.key.pub"),
+        ("slots", "Not A Slot"),
+        ("add", "no-such.cert.json", "--key", "kcdsl.key.pub"),
+        ("add", "contract.yaml", "--key", "kcdsl.key.pub"),
+    ],
+)
+def test_odd_words_are_refused_and_change_nothing(
+    cli: Cli, folder: Path, place: Path, key: SigningKey, words: tuple[str, ...]
+) -> None:
+    ran = cli("register", *words, "--register", place, cwd=folder)
+    assert ran.code == 2
+    assert ran.stderr.startswith("error[KC")
+    with Register.open(place) as register:
+        assert register.head().number == 1
+    assert not (folder / "head.json").exists()
+
+
+def test_a_register_must_be_named(cli: Cli, folder: Path) -> None:
+    ran = cli("register", "log", cwd=folder)
+    assert ran.code == 2
+    assert "--register" in ran.stderr
+
+
+def test_a_head_without_a_trusted_key_is_no_evidence(cli: Cli, folder: Path, place: Path) -> None:
+    (folder / "head.json").write_text("{}")
+    ran = cli("register", "check", "--head", "head.json", "--register", place, cwd=folder)
+    assert ran.code == 2
+    assert "KC641" in ran.stderr

@@ -1,0 +1,182 @@
+"""The tables of a register: made by migrations, opened, refused where they are of another kind."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import text
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.codes import (
+    NO_PACKAGE,
+    REGISTER_BUSY,
+    REGISTER_MISSING,
+    REGISTER_SCHEMA,
+    USAGE,
+)
+from kcdsl.release.register import Register, database, schema
+from kcdsl.release.register.database import MIGRATIONS, Database, Location
+from tests.support.registers import TRUSTED, certified, clock, triple
+
+
+def code_of(refusal: pytest.ExceptionInfo[Refusal]) -> object:
+    return refusal.value.diagnostics[0].code
+
+
+def opened(place: str) -> Database:
+    Register.open(place, create=True, clock=clock).close()
+    return Database(Location.of(place), create=False)
+
+
+def stamp(place: str, revision: str) -> None:
+    own = opened(place)
+    with own.writing() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = :it"), {"it": revision})
+    own.close()
+
+
+def test_the_migrations_make_the_tables_that_the_program_reads(place: str) -> None:
+    own = opened(place)
+    with own.reading() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
+    own.close()
+
+
+def test_the_program_knows_every_revision() -> None:
+    config = Config()
+    config.set_main_option("script_location", MIGRATIONS)
+    scripts = ScriptDirectory.from_config(config)
+    found = [script.revision for script in scripts.walk_revisions()]
+    assert found[0] == schema.REVISION
+    assert list(database._KNOWN) == found[::-1]
+
+
+def test_a_newer_register_is_refused(place: str) -> None:
+    stamp(place, "9999")
+    with pytest.raises(Refusal, match="9999") as refused:
+        Register.open(place)
+    assert code_of(refused) is REGISTER_SCHEMA
+    with pytest.raises(Refusal, match="9999") as again:
+        Register.upgrade(place)
+    assert code_of(again) is REGISTER_SCHEMA
+
+
+def test_an_older_register_is_refused_until_it_is_upgraded(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Register.open(place, create=True, clock=clock) as register:
+        register.record_certificate(certified(triple()), TRUSTED)
+        before = register.head()
+    scripts = tmp_path / "scripts"
+    own = Path(database.__file__).parent / "migrations"
+    (scripts / "versions").mkdir(parents=True)
+    (scripts / "env.py").write_text((own / "env.py").read_text())
+    (scripts / "versions" / "v0001.py").write_text((own / "versions" / "v0001.py").read_text())
+    (scripts / "versions" / "v0002.py").write_text(
+        "import sqlalchemy as sa\n"
+        "from alembic import op\n"
+        "revision, down_revision = '0002', '0001'\n"
+        "def upgrade():\n"
+        "    op.create_table('more', sa.Column('number', sa.Integer))\n"
+    )
+    monkeypatch.setattr(database, "MIGRATIONS", str(scripts))
+    monkeypatch.setattr(database, "REVISION", "0002")
+    monkeypatch.setattr(database, "_KNOWN", ("0001", "0002"))
+    monkeypatch.setattr("kcdsl.release.register.store.REVISION", "0002")
+    with pytest.raises(Refusal, match="older") as refused:
+        Register.open(place)
+    assert code_of(refused) is REGISTER_SCHEMA
+    assert Register.upgrade(place) == ("0001", "0002")
+    assert Register.upgrade(place) == ("0002", "0002")
+    with Register.open(place, clock=clock) as register:
+        assert register.head() == before
+        assert register.check(trusted=TRUSTED).is_sound
+
+
+def test_a_database_without_a_register_is_refused(place: str) -> None:
+    if not place.startswith("postgresql"):
+        sqlite3.connect(place).close()
+    with pytest.raises(Refusal) as refused:
+        Register.open(place)
+    assert code_of(refused) is REGISTER_MISSING
+    with pytest.raises(Refusal) as again:
+        Register.upgrade(place)
+    assert code_of(again) is REGISTER_MISSING
+
+
+def test_making_a_register_twice_changes_nothing(place: str) -> None:
+    with Register.open(place, create=True, clock=clock) as register:
+        first = register.head()
+    with Register.open(place, create=True, clock=clock) as register:
+        assert register.head() == first
+
+
+def test_a_writer_that_waits_too_long_is_told(place: str) -> None:
+    own = opened(place)
+    with (
+        own.writing(),
+        Register.open(place, wait=0.1) as register,
+        pytest.raises(Refusal) as refused,
+    ):
+        register.record_triple(triple())
+    assert code_of(refused) is REGISTER_BUSY
+    own.close()
+
+
+def test_readers_do_not_wait_for_a_writer(place: str) -> None:
+    own = opened(place)
+    with own.writing(), Register.open(place, wait=0.1) as register:
+        assert register.head().number == 1
+    own.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [
+        ("postgresql://user:secret@host/database", USAGE),
+        ("mysql://host/database", USAGE),
+        ("https://host/register", USAGE),
+        ("sqlite://", USAGE),
+        ("://", USAGE),
+        ("", REGISTER_MISSING),
+        (".", REGISTER_MISSING),
+        ("no/such/folder/register.db", REGISTER_MISSING),
+        ("sqlite:///no-such.db", REGISTER_MISSING),
+        ("postgresql://kcdsl@/database?host=/no/such/folder", REGISTER_MISSING),
+    ],
+)
+def test_what_names_no_register_is_refused(
+    place: str, code: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refusal) as refused:
+        Register.open(place)
+    assert code_of(refused) is code
+    assert "secret" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_postgresql_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(Refusal) as refused:
+        Register.open("postgresql://host/database")
+    assert code_of(refused) is NO_PACKAGE
+
+
+def test_no_command_without_a_register_imports_its_database(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "import kcdsl.api.checking, kcdsl.cli.commands.check, kcdsl.cli.commands.register\n"
+        "assert not {'sqlalchemy', 'alembic', 'psycopg'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,87 @@
+"""Writers at the same time, and writers that are killed: nothing is lost, nothing is forked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kcdsl.release.register import Register
+from tests.support.register_writers import (
+    forked_promotions,
+    kill_writers,
+    lost,
+    promote_once,
+    write_together,
+)
+from tests.support.registers import TRUSTED, certified, clock, triple
+
+
+def _together(place: str, writers: int, rounds: int) -> None:
+    Register.open(place, create=True, clock=clock).close()
+    written = write_together(place, writers, rounds)
+    with Register.open(place, clock=clock) as register:
+        assert len(written.certificates) == writers * rounds
+        assert sorted(written.promoted) == list(range(1, writers * rounds + 1))
+        assert lost(register, written) == []
+        assert forked_promotions(register) == []
+        assert register.check(trusted=TRUSTED).is_sound
+
+
+@pytest.mark.full
+def test_writers_at_the_same_time_lose_nothing(place: str) -> None:
+    _together(place, writers=8, rounds=2)
+
+
+@pytest.mark.slow
+def test_fifty_writers_lose_nothing(place: str) -> None:
+    _together(place, writers=50, rounds=4)
+
+
+@pytest.mark.parametrize(
+    "writers",
+    [4, pytest.param(50, marks=pytest.mark.slow)],
+)
+def test_of_several_promotions_at_the_same_time_one_succeeds(place: str, writers: int) -> None:
+    with Register.open(place, create=True, clock=clock) as register:
+        given = [certified(triple(str(number))) for number in range(writers)]
+        candidates = register.record_certificates(given, TRUSTED)
+    told = promote_once(place, candidates)
+    assert told.count(True) == 1
+    with Register.open(place, clock=clock) as register:
+        assert register.slot("chat/full").version == 1
+        assert len(register.promotions()) == 1
+
+
+def _killed(place: str, kills: int, every: int) -> None:
+    total = 0
+    for seed in range(1, kills // every + 1):
+        written = kill_writers(place, every, seed)
+        with Register.open(place, create=True, clock=clock) as register:
+            assert lost(register, written) == []
+            assert forked_promotions(register) == []
+            audit = register.check(trusted=TRUSTED)
+            assert audit.is_sound, audit.defects
+        total += len(written.certificates)
+    assert total > 0
+
+
+@pytest.mark.full
+def test_writers_that_are_killed_lose_nothing_that_they_were_told(place: str) -> None:
+    _killed(place, kills=20, every=10)
+
+
+@pytest.mark.slow
+def test_a_thousand_killed_writers_lose_nothing(place: str) -> None:
+    _killed(place, kills=1000, every=100)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+def test_a_register_that_was_being_made_can_be_made_again(place: str, tmp_path: Path) -> None:
+    for number in range(10):
+        path = tmp_path / f"{number}.db"
+        kill_writers(str(path), 1, number)
+        with Register.open(path, create=True, clock=clock) as register:
+            assert register.check(trusted=TRUSTED).is_sound
+            assert next(register.events()).kind.value == "register"
