@@ -72,7 +72,7 @@ test: setup lint type layers test-fast ## everything that must pass before a cha
 
 # Programs that tests run beside the Python packages: second opinions, shells, a compiler, a browser
 # and real editors. Installed where they are missing and this may be done, which needs root.
-PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish g++:g++ chromium:chromium docker-registry:docker-registry skopeo:skopeo
+PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish g++:g++ chromium:chromium docker-registry:docker-registry skopeo:skopeo pg_createcluster:postgresql
 tools: ## install the editors and other programs that tests run
 	@wanted=; for pair in $(PROGRAMS); do command -v $${pair%%:*} > /dev/null || wanted="$$wanted $${pair#*:}"; done; \
 	[ -n "$$(ls -d /usr/share/emacs/site-lisp/elpa*/eglot* 2> /dev/null)" ] || wanted="$$wanted elpa-eglot"; \

@@ -1,13 +1,22 @@
-"""Small certificates that a register records, and registers in SQLite and PostgreSQL."""
+"""Small certificates, keys that sign them, and a register with some of everything."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import Any
 
+from kcdsl.release.register import (
+    Promotion,
+    PromotionReason,
+    PromotionState,
+    Register,
+    Revoked,
+    Run,
+)
 from kcdsl_certs.signatures import SigningKey, TrustedKey, TrustPolicy, bundle_bytes, sign
 from kcdsl_certs.signatures.policy import ROLES
 from kcdsl_certs.statement import (
@@ -108,3 +117,39 @@ def bundle(body: Predicate, *keys: SigningKey) -> bytes:
 def certified(about: Triple, *keys: SigningKey, **fields: Any) -> bytes:
     """Return a certificate about a triple."""
     return bundle(predicate(about, **fields), *keys)
+
+
+FILLED = "chat/canary"
+LAST = 15
+"""The slot, and the number of the last event, of a register that is filled."""
+
+
+def fill(register: Register) -> None:
+    """Record something of every kind: `LAST` events."""
+    one = register.record_certificate(certified(triple("one"), sequence=1), TRUSTED)
+    two = register.record_certificate(certified(triple("two"), sequence=1), TRUSTED)
+    register.record_certificate(
+        certified(triple("two"), sequence=2, stage="shadow", verdict=Verdict.FAILED), TRUSTED
+    )
+    register.record_certificate(certified(triple("three"), KEY_B, sequence=9), trusted(KEY_B))
+    run = register.record_run(Run("evaluate", one.triple, "shadow", "1" * 64, "2" * 64))
+    register.mark_run(run.identity, trusted=False, reason="noise")
+    first = Promotion(
+        FILLED,
+        one.triple,
+        None,
+        CONTRACT.digest,
+        "canary",
+        PromotionState.PROMOTED,
+        certificates=(one.identity,),
+    )
+    register.promote(FILLED, 0, first)
+    second = replace(
+        first, candidate=two.triple, incumbent=one.triple, certificates=(two.identity,)
+    )
+    register.promote(FILLED, 1, second)
+    why = (PromotionReason("N-KL", "p99 is 0.1", "all", {"p99": "0.1"}),)
+    back = replace(second, state=PromotionState.ROLLED_BACK, certificates=(), reasons=why)
+    register.promote(FILLED, 2, back)
+    register.revoke(two.identity, "regression")
+    register.revoke(KEY_C.public.fingerprint, "lost", kind=Revoked.KEY)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, Row, Select, bindparam, select
 
 from kcdsl.release.register.projections import read_record
 from kcdsl.release.register.records import (
@@ -37,6 +37,27 @@ from kcdsl_certs.encoding.strict import parse_time, strict_load
 from kcdsl_certs.statement import Triple, Verdict
 
 _LARGEST = 4 * 1024 * 1024
+_BY_IDENTITY = select(certificates).where(certificates.c.identity == bindparam("identity"))
+_REVOKED = select(revocations).where(
+    revocations.c.subject.in_(bindparam("subjects", expanding=True))
+)
+_SUPERSEDING = (
+    select(certificates)
+    .where(certificates.c.supersedes == bindparam("identity"))
+    .order_by(certificates.c.event.desc())
+    .limit(1)
+)
+_FAILED_LATER = (
+    select(certificates)
+    .where(
+        certificates.c.triple == bindparam("triple"),
+        certificates.c.stage == bindparam("stage"),
+        certificates.c.sequence > bindparam("sequence"),
+        certificates.c.verdict != Verdict.PASSED.value,
+    )
+    .order_by(certificates.c.sequence.desc())
+    .limit(1)
+)
 
 
 def certificate_in(connection: Connection, identity: str) -> Certificate | None:
@@ -133,15 +154,16 @@ def status_in(connection: Connection, identity: str, moment: datetime) -> Certif
     def status(standing: Standing, detail: str = "", by: str | None = None) -> CertificateStatus:
         return CertificateStatus(identity, standing, detail, by, found)
 
-    revoked = revocation_in(connection, Revoked.CERTIFICATE, identity)
-    if revoked is not None:
-        return status(Standing.REVOKED, f"revoked: {revoked.reason}", identity)
+    keys = () if found is None else found.signers
+    revoked = _revoked(connection, (identity, *keys))
+    if (Revoked.CERTIFICATE, identity) in revoked:
+        why = revoked[Revoked.CERTIFICATE, identity].reason
+        return status(Standing.REVOKED, f"revoked: {why}", identity)
     if found is None:
         return status(Standing.UNKNOWN, "the register has no such certificate")
-    lost = [revocation_in(connection, Revoked.KEY, key) for key in found.signers]
-    revoked_keys = [each for each in lost if each is not None]
-    if len(found.signers) - len(revoked_keys) < found.threshold:
-        first = revoked_keys[0]
+    lost = [revoked[Revoked.KEY, key] for key in keys if (Revoked.KEY, key) in revoked]
+    if len(keys) - len(lost) < found.threshold:
+        first = lost[0]
         detail = f"signed by the revoked key {first.subject}: {first.reason}"
         return replace(status(Standing.REVOKED, detail, first.subject), by_key=True)
     newer = _superseding(connection, found)
@@ -160,18 +182,19 @@ def status_in(connection: Connection, identity: str, moment: datetime) -> Certif
     return status(Standing.IN_FORCE)
 
 
+def _revoked(
+    connection: Connection, subjects: Sequence[str]
+) -> dict[tuple[Revoked, str], Revocation]:
+    rows = connection.execute(_REVOKED, {"subjects": list(subjects)})
+    found = (read_record(REVOCATION, row.record) for row in rows)
+    return {(each.kind, each.subject): each for each in found}
+
+
 def _superseding(connection: Connection, found: Certificate) -> Certificate | None:
     """Return a certificate that says so, else the newest of the same triple and stage that did not
     pass."""
-    named = select(certificates).where(certificates.c.supersedes == found.identity)
-    row = connection.execute(named.order_by(certificates.c.event.desc()).limit(1)).first()
+    row = connection.execute(_SUPERSEDING, {"identity": found.identity}).first()
     if row is None:
-        columns = certificates.c
-        failed = select(certificates).where(
-            columns.triple == found.triple,
-            columns.stage == found.stage,
-            columns.sequence > found.sequence,
-            columns.verdict != Verdict.PASSED.value,
-        )
-        row = connection.execute(failed.order_by(columns.sequence.desc()).limit(1)).first()
+        after = {"triple": found.triple, "stage": found.stage, "sequence": found.sequence}
+        row = connection.execute(_FAILED_LATER, after).first()
     return None if row is None else _certificate(row)

@@ -15,66 +15,26 @@ import psycopg
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.release.register import (
-    Promotion,
-    PromotionReason,
-    PromotionState,
-    Register,
-    Revoked,
-    Run,
-)
+from kcdsl.release.register import Register
 from kcdsl.release.register.events import hash_of
 from kcdsl_certs.encoding.strict import canonical_json
 from kcdsl_certs.signatures import bundle_bytes, sign
 from kcdsl_certs.statement import Verdict, head_bytes
 from tests.support.postgres import Server
 from tests.support.registers import (
-    CONTRACT,
     KEY_A,
     KEY_B,
     KEY_C,
+    LAST,
     TRUSTED,
     certified,
     clock,
+    fill,
     triple,
     trusted,
 )
 
-SLOT = "chat/canary"
-LAST = 15
-"""The number of the last event of `fill`."""
 ALL = trusted(KEY_A, KEY_B, KEY_C)
-
-
-def fill(register: Register) -> None:
-    """Record something of every kind: `LAST` events."""
-    one = register.record_certificate(certified(triple("one"), sequence=1), TRUSTED)
-    two = register.record_certificate(certified(triple("two"), sequence=1), TRUSTED)
-    register.record_certificate(
-        certified(triple("two"), sequence=2, stage="shadow", verdict=Verdict.FAILED), TRUSTED
-    )
-    register.record_certificate(certified(triple("three"), KEY_B, sequence=9), trusted(KEY_B))
-    run = register.record_run(Run("evaluate", one.triple, "shadow", "1" * 64, "2" * 64))
-    register.mark_run(run.identity, trusted=False, reason="noise")
-    first = Promotion(
-        SLOT,
-        one.triple,
-        None,
-        CONTRACT.digest,
-        "canary",
-        PromotionState.PROMOTED,
-        certificates=(one.identity,),
-    )
-    register.promote(SLOT, 0, first)
-    second = replace(
-        first, candidate=two.triple, incumbent=one.triple, certificates=(two.identity,)
-    )
-    register.promote(SLOT, 1, second)
-    why = (PromotionReason("N-KL", "p99 is 0.1", "all", {"p99": "0.1"}),)
-    back = replace(second, state=PromotionState.ROLLED_BACK, certificates=(), reasons=why)
-    register.promote(SLOT, 2, back)
-    register.revoke(two.identity, "regression")
-    register.revoke(KEY_C.public.fingerprint, "lost", kind=Revoked.KEY)
 
 
 @contextmanager

@@ -1,0 +1,417 @@
+"""Registers of certificates: speed, writers at the same time, killed writers, changed registers.
+
+    make bench-release-register
+    python -m bench.release_register --certificates 1000000 --kills 1000 --mutants 2000
+
+Everything runs on a file of SQLite and on a server of PostgreSQL in a temporary folder
+(`make tools` installs it). Seconds are wall time. The register in which certificates are looked up
+is filled with events and rows as the program writes them, ten certificates to a triple, but without
+bundles and signatures, which no lookup reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import shutil
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from sqlalchemy import insert, update
+
+from bench.common import Better, Figure, report
+from kcdsl.diagnostics import Refusal
+from kcdsl.release.register import Certificate, Register, StatementKind
+from kcdsl.release.register.appending import head_in
+from kcdsl.release.register.database import Database, Location
+from kcdsl.release.register.events import Event, EventKind
+from kcdsl.release.register.projections import text_of
+from kcdsl.release.register.schema import certificates, events, head, triples
+from kcdsl_certs.encoding.strict import time_text
+from kcdsl_certs.statement import Verdict
+from tests.support.postgres import postgres
+from tests.support.register_writers import (
+    SLOT,
+    forked_promotions,
+    kill_writers,
+    lost,
+    promotion,
+    write_together,
+)
+from tests.support.registers import KEY_A, NOW, TRUSTED, certified, clock, fill, triple
+
+LOOKUP = 0.005
+"""Seconds that a lookup may take."""
+PER_TRIPLE = 10
+LOOKUPS = 500
+WRITERS = 50
+PROMOTIONS = 200
+BETWEEN = 100
+"""Kills between two audits."""
+_PORTION = 1000
+"""Triples that are written in one transaction."""
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def promotions(place: str) -> float:
+    """Return promotions per second of one writer; each is one transaction."""
+    with Register.open(place, create=True, clock=clock) as register:
+        given = [certified(triple(f"speed {number}")) for number in range(PROMOTIONS)]
+        candidates = register.record_certificates(given, TRUSTED)
+        start = time.perf_counter()
+        for version, candidate in enumerate(candidates):
+            live = None if version == 0 else candidates[version - 1].triple
+            register.promote(SLOT, version, promotion(candidate, live))
+        return PROMOTIONS / (time.perf_counter() - start)
+
+
+def recorded(place: str) -> float:
+    """Return certificates recorded per second, one in each transaction, signatures included."""
+    given = [certified(triple(f"record {number}")) for number in range(PROMOTIONS)]
+    with Register.open(place, create=True, clock=clock) as register:
+        start = time.perf_counter()
+        for bundle in given:
+            register.record_certificate(bundle, TRUSTED)
+        return PROMOTIONS / (time.perf_counter() - start)
+
+
+def stock(place: str, count: int) -> list[str]:
+    """Fill a new register with certificates; returns some of their identities."""
+    Register.open(place, create=True, clock=clock).close()
+    database, some = Database(Location.of(place), create=False), []
+    for first in range(0, count // PER_TRIPLE, _PORTION):
+        with database.writing() as connection:
+            last = head_in(connection)
+            rows: dict[Any, list[dict[str, Any]]] = {events: [], triples: [], certificates: []}
+            for number in range(first, min(first + _PORTION, count // PER_TRIPLE)):
+                for event, table, row in _stocked(number, last.number, last.hash):
+                    rows[events].append(_row(event))
+                    rows[table].append(row)
+                    last = replace(last, number=event.number, hash=event.hash)
+                some.append(rows[certificates][-1]["identity"])
+            for table, found in rows.items():
+                connection.execute(insert(table), found)
+            connection.execute(update(head).values(number=last.number, hash=last.hash))
+    database.close()
+    return some
+
+
+def _row(event: Event) -> dict[str, Any]:
+    return {
+        "number": event.number,
+        "kind": event.kind.value,
+        "time": time_text(event.time),
+        "previous": event.previous,
+        "hash": event.hash,
+        "body": event.body,
+    }
+
+
+def _stocked(number: int, last: int, previous: str) -> Iterator[tuple[Event, Any, dict[str, Any]]]:
+    """Yield the events of a triple and its certificates, with the rows that follow from them."""
+    about = triple(f"stock {number}")
+    digest, data = about.digest, about.to_json()
+    event = Event(last + 1, NOW, previous, EventKind.TRIPLE, data)
+    contract = about.contract.digest
+    row = {"digest": digest, "event": event.number, "contract": contract, "triple": text_of(data)}
+    yield event, triples, row
+    for sequence in range(PER_TRIPLE):
+        name = hashlib.sha256(f"{number} {sequence}".encode()).hexdigest()
+        entry = Certificate(
+            identity=name,
+            kind=StatementKind.CERTIFICATE,
+            bundle=name,
+            triple=digest,
+            stage="offline-ci",
+            sequence=sequence,
+            verdict=Verdict.PASSED,
+            issued_at=NOW,
+            valid_until=NOW + timedelta(days=90),
+            complete=True,
+            signers=(KEY_A.public.fingerprint,),
+            threshold=1,
+        )
+        data = entry.to_json()
+        event = Event(event.number + 1, NOW, event.hash, EventKind.CERTIFICATE, data)
+        yield (
+            event,
+            certificates,
+            {
+                "identity": name,
+                "event": event.number,
+                "triple": digest,
+                "stage": entry.stage,
+                "sequence": sequence,
+                "verdict": entry.verdict.value,
+                "supersedes": None,
+                "record": text_of(data),
+            },
+        )
+
+
+def lookups(place: str, identities: list[str]) -> tuple[float, float]:
+    """Return the median and the 99th percentile of the seconds of a lookup with its standing."""
+    rng, times = random.Random(0), []
+    with Register.open(place, clock=clock) as register:
+        for _ in range(LOOKUPS):
+            identity = rng.choice(identities)
+            start = time.perf_counter()
+            found = register.status_of(identity)
+            times.append(time.perf_counter() - start)
+            if found.certificate is None or not found.in_force:
+                raise RuntimeError(f"{identity}: {found.standing}")
+    return median(times), quantiles(times, n=100)[98]
+
+
+# --- writers --------------------------------------------------------------------------------------
+
+
+def together(place: str, writers: int) -> tuple[int, int]:
+    """Return how many entries of concurrent writers were lost, and how many promotions forked."""
+    Register.open(place, create=True, clock=clock).close()
+    written = write_together(place, writers, 2)
+    with Register.open(place, clock=clock) as register:
+        wrong = len(lost(register, written)) + len(register.check(trusted=TRUSTED).defects)
+        return wrong, len(forked_promotions(register))
+
+
+def killed(place: str, kills: int, seed: int) -> tuple[int, int]:
+    """Return how many entries killed writers were told of, and how many of them were lost, with
+    the promotions that forked and the defects that audits found."""
+    told = wrong = 0
+    for turn, left in enumerate(range(kills, 0, -BETWEEN)):
+        written = kill_writers(place, min(BETWEEN, left), seed + turn)
+        told += len(written.certificates) + len(written.runs) + len(written.revoked)
+        told += len(written.promoted)
+        with Register.open(place, create=True, clock=clock) as register:
+            wrong += len(lost(register, written)) + len(forked_promotions(register))
+            wrong += len(register.check(trusted=TRUSTED).defects)
+    return told, wrong
+
+
+# --- changed registers ----------------------------------------------------------------------------
+
+
+def mutants(folder: Path, count: int, seed: int) -> tuple[int, list[str]]:
+    """Change one value or row of a register, or bytes of its file, and audit it.
+
+    Returns how many were changed, and the changes that left another content unnoticed.
+    """
+    original, path = folder / "original.db", folder / "mutant.db"
+    with Register.open(original, create=True, clock=clock) as register:
+        fill(register)
+    content, rng, tried, unnoticed = _content(original), random.Random(seed), 0, []
+    while tried < count:
+        shutil.copy(original, path)
+        for beside in ("-wal", "-shm"):
+            path.with_name(path.name + beside).unlink(missing_ok=True)
+        change = rng.choice((_bytes, _value, _value, _value, _row_gone, _row_twice))(path, rng)
+        same = _same(path, content)
+        if change is None or same:
+            continue
+        tried += 1
+        try:
+            with Register.open(path, clock=clock) as register:
+                sound = register.check(trusted=TRUSTED).is_sound
+        except Refusal:
+            sound = False
+        if sound:
+            unnoticed.append(change)
+    return tried, unnoticed
+
+
+TABLES = (
+    "events",
+    "bundles",
+    "head",
+    "triples",
+    "certificates",
+    "runs",
+    "promotions",
+    "slots",
+    "revocations",
+)
+
+
+def _content(path: Path) -> dict[str, list[Any]]:
+    with closing(sqlite3.connect(path)) as raw:
+        return {
+            table: sorted(raw.execute(f"SELECT * FROM {table}").fetchall(), key=repr)
+            for table in TABLES
+        }
+
+
+def _same(path: Path, content: dict[str, list[Any]]) -> bool:
+    try:
+        return _content(path) == content
+    except (sqlite3.Error, OverflowError, UnicodeError):
+        return False
+
+
+def _bytes(path: Path, rng: random.Random) -> str | None:
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return f"byte {at}"
+
+
+def _unguarded(path: Path) -> sqlite3.Connection:
+    raw = sqlite3.connect(path, isolation_level=None)
+    raw.execute("BEGIN")
+    return raw
+
+
+def _with_triggers_gone(
+    path: Path, change: Callable[[sqlite3.Connection], str | None]
+) -> str | None:
+    with closing(_unguarded(path)) as raw:
+        query = "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"
+        triggers = raw.execute(query).fetchall()
+        for name, _ in triggers:
+            raw.execute(f"DROP TRIGGER {name}")
+        try:
+            done = change(raw)
+        except sqlite3.Error:
+            return None  # the database itself refuses it
+        for _, text in triggers:
+            raw.execute(text)
+        raw.execute("COMMIT")
+        return done
+
+
+def _chosen(raw: sqlite3.Connection, rng: random.Random) -> tuple[str, int]:
+    table = rng.choice(TABLES)
+    rows = [number for (number,) in raw.execute(f"SELECT rowid FROM {table}")]
+    return table, rng.choice(rows)
+
+
+def _value(path: Path, rng: random.Random) -> str | None:
+    def change(raw: sqlite3.Connection) -> str:
+        table, row = _chosen(raw, rng)
+        column = rng.choice([each[1] for each in raw.execute(f"PRAGMA table_info({table})")])
+        ((old,),) = raw.execute(f"SELECT {column} FROM {table} WHERE rowid = ?", (row,))
+        new = _other(old, rng)
+        raw.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (new, row))
+        return f"{table}.{column}: {old!r:.60} is {new!r:.60}"
+
+    return _with_triggers_gone(path, change)
+
+
+def _other(old: Any, rng: random.Random) -> Any:
+    match old:
+        case None:
+            return "0" * 64
+        case int():
+            return rng.choice((old + 1, old - 1, -old - 2, str(old) + "x"))
+        case bytes():
+            at = rng.randrange(len(old))
+            return old[:at] + bytes([old[at] ^ 1 << rng.randrange(7)]) + old[at + 1 :]
+        case _:
+            at = rng.randrange(len(old))
+            return rng.choice(("", old[:at], old[:at] + rng.choice("0aZ~é") + old[at + 1 :]))
+
+
+def _row_gone(path: Path, rng: random.Random) -> str | None:
+    def change(raw: sqlite3.Connection) -> str:
+        table, row = _chosen(raw, rng)
+        raw.execute(f"DELETE FROM {table} WHERE rowid = ?", (row,))
+        return f"{table}: row {row} is gone"
+
+    return _with_triggers_gone(path, change)
+
+
+def _row_twice(path: Path, rng: random.Random) -> str | None:
+    """Put a row there twice, the second time with other keys."""
+
+    def change(raw: sqlite3.Connection) -> str:
+        table, row = _chosen(raw, rng)
+        ((*values,),) = raw.execute(f"SELECT * FROM {table} WHERE rowid = ?", (row,))
+        other = [
+            value + 1000 if isinstance(value, int) else str(value).replace("a", "b")
+            for value in values
+        ]
+        marks = ", ".join("?" * len(other))
+        raw.execute(f"INSERT INTO {table} VALUES ({marks})", other)
+        return f"{table}: row {row} stands there twice"
+
+    return _with_triggers_gone(path, change)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def figures(options: argparse.Namespace) -> list[Figure]:
+    """Measure everything on both databases."""
+    found: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="kcdsl-register-") as name, postgres() as server:
+        folder = Path(name)
+        files = (folder / f"{number}.db" for number in range(100))
+        places: tuple[tuple[str, Callable[[], str]], ...] = (
+            ("SQLite", lambda: str(next(files))),
+            ("PostgreSQL", server.database),
+        )
+        for kind, new in places:
+            found += _of(kind, new, options)
+        own = folder / "mutants"
+        own.mkdir()
+        tried, unnoticed = mutants(own, options.mutants, options.seed)
+    for change in unnoticed:
+        print(f"UNNOTICED: {change}")
+    return [
+        *found,
+        Figure("register mutants", tried, Better.HIGHER, options.mutants),
+        Figure("register mutants, unnoticed", len(unnoticed), Better.LOWER, 0),
+    ]
+
+
+def _of(kind: str, new: Callable[[], str], options: argparse.Namespace) -> Iterator[Figure]:
+    one = "one writer, one transaction each"
+    yield Figure(f"promotions/s, {kind}", promotions(new()), Better.HIGHER, None, one)
+    yield Figure(f"certificates recorded/s, {kind}", recorded(new()), Better.HIGHER, None, one)
+    place = new()
+    identities = stock(place, options.certificates)
+    middle, high = lookups(place, identities)
+    among = f"{options.certificates} certificates, {LOOKUPS} lookups with their standing"
+    yield Figure(f"lookup, median s, {kind}", middle, Better.LOWER, LOOKUP, among)
+    yield Figure(f"lookup, 99th percentile s, {kind}", high, Better.LOWER, None, among)
+    lost_entries, forked = together(new(), options.writers)
+    writers = f"{options.writers} processes"
+    yield Figure(f"lost or defective, {writers}, {kind}", lost_entries, Better.LOWER, 0)
+    yield Figure(f"promotions forked, {writers}, {kind}", forked, Better.LOWER, 0)
+    told, wrong = killed(new(), options.kills, options.seed)
+    kills = f"{options.kills} writers killed with SIGKILL"
+    yield Figure(f"entries told before kills, {kind}", told, Better.HIGHER, 1, kills)
+    yield Figure(f"lost or defective after kills, {kind}", wrong, Better.LOWER, 0, kills)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare how much is done."""
+    parser.add_argument("--certificates", type=int, default=1_000_000)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--writers", type=int, default=WRITERS)
+
+
+def main() -> int:
+    """Measure and report; 1 where something was lost, went unnoticed, or a limit is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser)
+    parser.add_argument("--mutants", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    return report("release-register", figures(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
