@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from kcdsl.diagnostics.model import at
@@ -25,6 +24,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.graph import Node, View
+from kcdsl.model.onnx.writer import OnnxBuilder
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl_backends.certifier.statements.cases import Case, cases_of, problem_of, slice_rows
@@ -170,8 +170,7 @@ class _Side:
     side: int
     errors: list[tuple[str, Box]] = field(default_factory=list)
     _nodes: dict[str, Node] = field(init=False)
-    _made: list[onnx.NodeProto] = field(default_factory=list)
-    _held: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    _builder: OnnxBuilder = field(default_factory=OnnxBuilder)
     _found: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -191,17 +190,9 @@ class _Side:
     def model(self) -> onnx.ModelProto:
         """Return the network; `errors` are its inputs after the first."""
         last = self._reading(self.problem.graph.output, _STORED)
-        self._made.append(helper.make_node("Identity", [last], ["output"]))
-        shapes = [("input", self.shape), *((n, tuple(b.lo.shape)) for n, b in self.errors)]
-        kind = TensorProto.DOUBLE
-        inputs = [helper.make_tensor_value_info(n, kind, list(shape)) for n, shape in shapes]
-        outputs = [helper.make_tensor_value_info("output", kind, list(self.output))]
-        held = list(self._held.values())
-        graph = helper.make_graph(self._made, _SIDES[self.side], inputs, outputs, held)
-        opsets = [helper.make_opsetid("", 18)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
-        onnx.checker.check_model(model)
-        return model
+        self._builder.nodes.append(onnx.helper.make_node("Identity", [last], ["output"]))
+        inputs = [("input", self.shape), *((n, tuple(b.lo.shape)) for n, b in self.errors)]
+        return self._builder.model(_SIDES[self.side], inputs, ("output", self.output), "float64")
 
     # --- readings and errors, as in kcdsl_backends.lirpa.network ----------------------------------
 
@@ -250,19 +241,13 @@ class _Side:
     # --- operations -------------------------------------------------------------------------------
 
     def _node(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        name = f"t{len(self._made)}"
-        self._made.append(helper.make_node(kind, list(inputs), [name], name, **attributes))
-        return name
-
-    def _constant(self, name: str, values: NDArray[np.generic]) -> str:
-        self._held[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
-        return name
+        return self._builder.node(kind, *inputs, **attributes)
 
     def _number(self, node: Node, value: float) -> str:
         return self._constant(f"number {node.name}", np.asarray(value, dtype=np.float64))
 
-    def _counts(self, node: Node, what: str, counts: Sequence[int]) -> str:
-        return self._constant(f"{what} {node.name}", np.asarray(counts, dtype=np.int64))
+    def _constant(self, name: str, values: NDArray[np.generic]) -> str:
+        return self._builder.constant(name, values)
 
     def _stored(self, node: Node, linear: bool = False) -> NDArray[np.float64]:
         held = self.kernels.linear(node) if linear else self.kernels.plain(node)
@@ -297,7 +282,7 @@ class _Side:
                 x = operand(0)
                 return self._node("Mul", x, self._node("Sigmoid", x))
             case "view":
-                return self._viewed(node, operand(0))
+                return self._builder.view(View.of(node), operand(0))
             case "concat":
                 parts = [operand(i) for i in range(len(node.inputs))]
                 return self._node("Concat", *parts, axis=int(node.attrs["dim"]))
@@ -314,17 +299,3 @@ class _Side:
             return y
         bias = self._nodes[node.inputs[2]]
         return self._node("Add", y, self._constant(f"held {bias.name}", self._stored(bias)))
-
-    def _viewed(self, node: Node, x: str) -> str:
-        view = View.of(node)
-        x = self._node("Reshape", x, self._counts(node, "split", view.split))
-        columns = list(zip(*view.ranges, strict=True)) if view.ranges else []
-        if columns:
-            names = ("starts", "stops", "axes", "steps")
-            axes = tuple(range(len(view.split)))
-            counts = (columns[0], columns[1], axes, columns[2])
-            ends = [self._counts(node, n, c) for n, c in zip(names, counts, strict=True)]
-            x = self._node("Slice", x, *ends)
-        x = self._node("Transpose", x, perm=list(view.order))
-        x = self._node("Expand", x, self._counts(node, "sizes", view.sizes))
-        return self._node("Reshape", x, self._counts(node, "shape", view.shape))

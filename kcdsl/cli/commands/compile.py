@@ -11,7 +11,7 @@ from kcdsl.api.backends import solver_backend
 from kcdsl.api.contract import contracts_in, find_contract
 from kcdsl.check.compile import analyse, compile_source, no_program
 from kcdsl.cli.common import Command, argument, choice, switch, value
-from kcdsl.cli.common.options import contract_argument, output_option, seconds
+from kcdsl.cli.common.options import contract_argument, output_option, seconds, whole
 from kcdsl.cli.common.output import counted, deliver, difference
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE, USAGE
@@ -26,6 +26,7 @@ from kcdsl.source.config import load_config
 from kcdsl.source.files import decode_source, read_source
 from kcdsl.source.writing import write_bytes
 
+_ONNX_USAGE = "kcdsl compile --emit onnx --block attn_0 -o attn_0.onnx"
 QUESTION_MS = 2000
 """The most milliseconds that a single question to z3 may take."""
 
@@ -35,6 +36,7 @@ class Emitted(StrEnum):
 
     IR = "ir"
     SMTLIB = "smtlib"
+    ONNX = "onnx"
 
 
 class Purpose(StrEnum):
@@ -50,9 +52,13 @@ class CompileCommand(Command):
     contract: str | None = contract_argument()
     emit: Emitted | None = choice(
         Emitted,
-        "write the canonical JSON instead, or the question to a solver whether every clause can "
-        "hold at once",
+        "write the canonical JSON instead, the question to a solver whether every clause can "
+        "hold at once, or the graph of a block with its weights as an ONNX file",
         group="written",
+    )
+    block: str | None = value("BLOCK", "with --emit onnx: the block, such as attn_0")
+    tokens: int = value(
+        "N", "with --emit onnx: length of the sequence", 8, read=whole(least=1), name="tokens"
     )
     follows: str | None = value(
         "CLAUSE",
@@ -73,6 +79,10 @@ class CompileCommand(Command):
         """Compile; diagnostics go to stderr, the table or the IR to stdout or the file."""
         from kcdsl.ir.canonical import document
 
+        if (self.emit is Emitted.ONNX) is (self.block is None):
+            raise refuse(USAGE, "`--emit onnx` and `--block` go together", help=_ONNX_USAGE)
+        if self.emit is Emitted.ONNX and self.output is None:
+            raise refuse(USAGE, "an ONNX file is not printed", help=_ONNX_USAGE)
         path = find_contract(self.contract, Path())
         source, sink = read_source(path), Sink()
         analysis = analyse(source, sink, path.parent)
@@ -111,6 +121,8 @@ class CompileCommand(Command):
         if self.emit is Emitted.IR:
             written = document(program) if withheld is None else training_document(full)
             deliver(written.decode("utf-8") + "\n", self.output)
+        elif self.block is not None and self.output is not None:
+            write_bytes(Path(self.output), _block_model(path, self.block, self.tokens))
         elif self.emit is Emitted.SMTLIB or self.follows:
             deliver(_question(program, self.follows), self.output)
         else:
@@ -173,6 +185,40 @@ def _question(program: Program, follows: str | None) -> str:
             help=f"clauses: {', '.join(clause.id for clause in program.clauses)}",
         )
     return smtlib.implication(program, follows)
+
+
+def _block_model(path: Path, block: str, length: int) -> bytes:
+    """Return a block of the training kernel as the bytes of an ONNX model.
+
+    Refuse a model that is code of the contract's folder, and a block whose graph is not that of
+    every input: one that reads token ids, or has experts.
+    """
+    from kcdsl.api.contract import read_contract, refuse_foreign_code
+    from kcdsl.model.architecture import load_model
+    from kcdsl.model.files import Artefacts
+    from kcdsl.model.lowering.evaluate import traced_format
+    from kcdsl.model.lowering.export import block_graph
+    from kcdsl.model.lowering.routes import routers
+    from kcdsl.model.onnx.writer import block_model
+    from kcdsl.model.presets import resolve
+    from kcdsl.source.files import in_contract
+
+    contract = read_contract(str(path))
+    refuse_foreign_code(contract, allowed=False, metrics=False)
+    with in_contract(contract.path):
+        model = load_model(contract.program.model, Artefacts.of(contract.base))
+        model.block(block)
+        if block == "model" or routers(model, block):
+            raise refuse(
+                USAGE,
+                f"the graph of {block} depends on its input",
+                help="name a block on hidden states without experts, such as attn_0",
+            )
+        own = traced_format(resolve(contract.program.train).compute)
+        graph = block_graph(model, block, length, formats=(own,))
+        params = {key: model.weights.narrow(key) for key in graph.parameters}
+        data: bytes = block_model(graph, params, own).SerializeToString()
+    return data
 
 
 def _limits(timeout: float) -> tuple[int, int]:
