@@ -4,6 +4,7 @@ Original networks against pruned copies on the box of VNN-COMP 2026 (`isomorphic
 real arithmetic. Our answers are confirmed: the checker derives a tree of boxes again, or replays a
 counterexample in exact arithmetic. Peers get the same pairs and as much time of a processor:
 
+- `kcdsl vnnlib verify` on both networks as a query, in as much elapsed time;
 - Marabou on one network that has the difference as its output, output by output;
 - CROWN of auto_LiRPA and of bound-propagation on that network, with boxes halved here;
 - vibecheck on both networks, told ten times as many elapsed seconds: others use the machine too.
@@ -56,7 +57,7 @@ BOX = tuple(
 """Normalised inputs: distance, angle, heading, both speeds."""
 LIMIT = Fraction("0.05")
 OUTPUTS = 5
-METHODS = ("splits", "vibecheck", "marabou", "auto_lirpa", "bound_propagation")
+METHODS = ("splits", "vnnlib", "vibecheck", "marabou", "auto_lirpa", "bound_propagation")
 PAIRS = ("1_5_5", "2_6_5", "1_2_5", "5_2_5", "2_2_30", "5_2_30", "2_9_10", "2_4_10")
 AT_ONCE = 64
 
@@ -158,6 +159,8 @@ def answer(method: str, folder: Path, pair: str, seconds: int) -> Answer:
     match method:
         case "splits":
             found = _splits(networks, seconds)
+        case "vnnlib":
+            found = _vnnlib(networks, seconds)
         case "vibecheck":
             found = _vibecheck(networks, seconds)
         case "marabou":
@@ -287,27 +290,44 @@ def _marabou(networks: Pair) -> Answer:
     return Answer(True)
 
 
-QUERY = """(vnnlib-version <2.0>)
-(declare-network f (declare-input X_f real [5]) (declare-output Y_f real [5]))
-(declare-network g (isomorphic-to f) (declare-input X_g real [5]) (declare-output Y_g real [5]))
-"""
+def query(first: str, shape: str) -> str:
+    """Return the question of a pair as VNN-LIB; `first` precedes the index of an element."""
+    variables = "(declare-input X_{0} real {1}) (declare-output Y_{0} real {1})"
+    lines = [
+        "(vnnlib-version <2.0>)",
+        f"(declare-network f {variables.format('f', shape)})",
+        f"(declare-network g (isomorphic-to f) {variables.format('g', shape)})",
+    ]
+    for place, (least, largest) in enumerate(BOX):
+        here = f"X_f[{first}{place}]"
+        lines.append(f"(assert (and (<= {here} {float(largest)!r}) (>= {here} {float(least)!r})))")
+        lines.append(f"(assert (== {here} X_g[{first}{place}]))")
+    cases = []
+    for k in range(OUTPUTS):
+        f, g = f"Y_f[{first}{k}]", f"Y_g[{first}{k}]"
+        cases.append(f"(>= {g} (+ {f} {float(LIMIT)})) (<= {g} (- {f} {float(LIMIT)}))")
+    return "\n".join([*lines, f"(assert (or {' '.join(cases)}))", ""])
+
+
+def _vnnlib(networks: Pair, seconds: int) -> Answer:
+    """Return the answer of `kcdsl vnnlib verify`, which has the elapsed time."""
+    from kcdsl_backends.vnnlib import QUERIES
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "query.vnnlib").write_text(query("0,", "[1,5]"), encoding="utf-8")
+        files = {letter: folder / f"{letter}.onnx" for letter in "fg"}
+        for letter, network in zip("fg", networks, strict=True):
+            write_onnx(network, files[letter])
+        found = QUERIES.verify(folder / "query.vnnlib", files, float(seconds))
+    return Answer({"sat": False, "unsat": True}.get(found.answer), found.reason)
 
 
 def _vibecheck(networks: Pair, seconds: int) -> Answer:
     """Return the answer of vibecheck, as the program that it is."""
-    query = QUERY
-    for place, (least, largest) in enumerate(BOX):
-        here = f"X_f[{place}]"
-        query += f"(assert (and (<= {here} {float(largest)!r}) (>= {here} {float(least)!r})))\n"
-        query += f"(assert (== {here} X_g[{place}]))\n"
-    cases = [
-        f"(>= Y_g[{k}] (+ Y_f[{k}] {float(LIMIT)})) (<= Y_g[{k}] (- Y_f[{k}] {float(LIMIT)}))"
-        for k in range(OUTPUTS)
-    ]
-    query += f"(assert (or {' '.join(cases)}))\n"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "query.vnnlib").write_text(query, encoding="utf-8")
+        (folder / "query.vnnlib").write_text(query("", "[5]"), encoding="utf-8")
         command = [sys.executable, "-m", "vibecheck", "verify", str(folder / "query.vnnlib")]
         for letter, network in zip("fg", networks, strict=True):
             write_onnx(network, folder / f"{letter}.onnx")

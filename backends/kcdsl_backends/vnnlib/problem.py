@@ -15,6 +15,7 @@ from scipy import sparse
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.onnx.files import OnnxFile
 from kcdsl.source.files import excerpt
+from kcdsl_backends.vnnlib.layers import ReluQuery, relu_query
 from kcdsl_backends.vnnlib.network import NetworkReader, RealTensor
 from kcdsl_backends.vnnlib.program import (
     Affine,
@@ -79,6 +80,7 @@ class QueryProblem:
     `sums` are of blocks of the program. Those at which `rounded` is True have coefficients that
     were rounded to float64. `places` has the element of the input of each element of a variable.
     `whole` are elements of the input that are integers, `narrow` those that are of float32 or less.
+    `layers` has the sums, in their order, where the networks are layers with ReLU between them.
     """
 
     query: Query
@@ -90,6 +92,7 @@ class QueryProblem:
     whole: tuple[bool, ...]
     narrow: tuple[bool, ...]
     contradictory: bool
+    layers: ReluQuery | None
 
 
 def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
@@ -112,7 +115,7 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
             help="split the query into several, one for each part of its disjunctions",
         )
     regions, polynomials = _regions([_moved(case, places) for case in found], count)
-    program, tensors = _programs(query, files, places, count)
+    program, tensors, layers = _programs(query, files, places, count, polynomials)
     sums, rounded = _sums(program, tensors, polynomials)
     whole, narrow = [False] * count, [False] * count
     for (name, _), place in places.items():
@@ -128,6 +131,7 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
         tuple(whole),
         tuple(narrow),
         not regions,
+        layers,
     )
 
 
@@ -324,9 +328,14 @@ def _boxed(
 
 
 def _programs(
-    query: Query, files: Mapping[str, OnnxFile], places: Mapping[Element, int], count: int
-) -> tuple[NetworkProgram, dict[str, Affine]]:
-    """Return the program of all networks, and the elements of every variable."""
+    query: Query,
+    files: Mapping[str, OnnxFile],
+    places: Mapping[Element, int],
+    count: int,
+    polynomials: Sequence[Polynomial],
+) -> tuple[NetworkProgram, dict[str, Affine], ReluQuery | None]:
+    """Return the program of all networks, the elements of every variable, and the networks with the
+    polynomials as a query about layers, where they are one."""
     program = NetworkProgram([ProgramBlock("input", count)])
     ranges: dict[str, range] = {}
     tensors: dict[str, Affine] = {_INPUT: program.whole(0)}
@@ -354,12 +363,16 @@ def _programs(
             tensors[variable.name] = program.plain(found.affine)
         ranges[network.name] = range(start, len(program.blocks))
         own[network.name] = network.variables
+    computed = {n: [v.name for v in own[n] if v.kind != "input"] for n in own}
+    layers = None
+    if all(len(names) == 1 for names in computed.values()):
+        alone = [(ranges[n], names[0]) for n, names in computed.items()]
+        layers = relu_query(program, alone, tensors, polynomials)
     for network in query.networks:
         if network.relation is not None:
             first, second = ranges[network.relation[1]], ranges[network.name]
-            names = [v.name for v in network.variables if v.kind != "input"]
-            program = paired(program, first, second, tensors, names)
-    return program, tensors
+            program = paired(program, first, second, tensors, computed[network.name])
+    return program, tensors, layers
 
 
 def _squeezed(shape: Sequence[int]) -> list[int]:

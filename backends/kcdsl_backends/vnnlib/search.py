@@ -87,7 +87,12 @@ class _Search:
             return QueryDecision("timed-out", "no box was looked at")
         if not all(self.parts):
             return self._anywhere(lo, hi)
-        found = self._split(lo, hi, _FIRST) or self._attacked(lo, hi)
+        found = (
+            self._split(lo, hi, 1)
+            or self._by_layers(0.5)
+            or self._split(lo, hi, _FIRST)
+            or self._attacked(lo, hi)
+        )
         if found is None:
             asked = self._complete(0.4, "the boxes became too small")
             found = asked if asked.answer != "unknown" else self._split(lo, hi, None)
@@ -211,6 +216,28 @@ class _Search:
                 return None
             waiting.append(pieces)
         return QueryDecision("unsat", f"linear bounds on {self.looked} boxes")
+
+    def _by_layers(self, share: float) -> QueryDecision | None:
+        """Split boxes of networks of layers in a share of the time; the checker takes as long."""
+        if self.problem.layers is None:
+            return None
+        relations = [
+            list(zip(one.rows, one.relations, strict=True)) for one in self.region.conjunctions
+        ]
+        lo, hi = ([v for v in ends if v is not None] for ends in (self.region.lo, self.region.hi))
+        left = self.end - time.monotonic()
+        found = self.problem.layers.decided(lo, hi, relations, left * share)
+        if found is None:
+            return None
+        if found.tree is not None:
+            leaves = found.tree.leaves
+            return QueryDecision("unsat", f"linear bounds on {leaves} boxes, derived again")
+        point = (
+            None if found.point is None else _admitted_in(self.problem, self.region, found.point)
+        )
+        if point is None:
+            return None
+        return QueryDecision("sat", f"a point of {found.boxes} boxes", point)
 
     def _batch(self, whole: Affine) -> int:
         widest = max(b.size for b in self.program.blocks)
