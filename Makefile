@@ -85,7 +85,7 @@ tools: ## install the editors and other programs that tests run
 	  npm ci --prefix $$folder --no-audit --no-fund --loglevel=error || exit 1; done
 	@[ tests/verifiers/.venv/pyvenv.cfg -nt tests/verifiers/requirements.txt ] || { \
 	  $(PYTHON) -m venv --clear tests/verifiers/.venv && \
-	  tests/verifiers/.venv/bin/pip install -q --disable-pip-version-check --require-hashes \
+	  tests/verifiers/.venv/bin/pip install -q --disable-pip-version-check --require-hashes --no-deps \
 	    -r tests/verifiers/requirements.txt && touch tests/verifiers/.venv/pyvenv.cfg; }
 
 test-fast: setup ## the first tier of the tests alone: minutes

@@ -1,4 +1,5 @@
-"""Verifiers of other projects, run as programs: Sigstore's, CUE, Rego, openssl, model signing.
+"""Verifiers of other projects, run as programs: Sigstore's, CUE, Rego, openssl, model signing,
+actionlint and the schemas of build servers.
 
 `make tools` installs them into tests/verifiers: packages of npm by package-lock.json, those of
 Python by requirements.txt into an environment of their own.
@@ -105,6 +106,31 @@ def openssl(pem: bytes, signature: bytes, message: bytes) -> bool:
             (folder / name).write_bytes(data)
         words = ["dgst", "-sha256", "-verify", "key", "-signature", "signature", "message"]
         ran = subprocess.run(["openssl", *words], cwd=folder, capture_output=True, check=False)
+    return ran.returncode == 0
+
+
+def actionlint(repository: Path) -> list[str]:
+    """Return what actionlint finds in the workflows of a repository and the actions there."""
+    words = [
+        str(PYTHON.parent / "actionlint"),
+        "-no-color",
+        "-oneline",
+        "-shellcheck=",
+        "-pyflakes=",
+    ]
+    ran = subprocess.run(words, cwd=repository, capture_output=True, text=True, check=False)
+    found = ran.stdout.splitlines()
+    if ran.returncode not in (0, 1) or bool(found) != (ran.returncode == 1):
+        raise RuntimeError(f"actionlint: {ran.stderr[-2000:]}")
+    return found
+
+
+def follows_schema(name: str, document: Path) -> bool:
+    """Say whether a YAML file follows a schema that check-jsonschema has, such as `gitlab-ci`."""
+    words = [str(PYTHON.parent / "check-jsonschema"), "--builtin-schema", f"vendor.{name}"]
+    ran = subprocess.run([*words, str(document)], capture_output=True, text=True, check=False)
+    if ran.returncode != 0 and "Schema validation errors" not in ran.stdout:
+        raise RuntimeError(f"check-jsonschema: {ran.stdout[-1000:]}{ran.stderr[-1000:]}")
     return ran.returncode == 0
 
 
