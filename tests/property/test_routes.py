@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kcdsl_backends.attack.routes import OtherRoute, other_route
 from kcdsl_backends.attack.simulation import Rerouted, Simulator
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import NoBound
@@ -125,9 +126,15 @@ def random_router(seed: int) -> tuple[proofs.Graph, Any, np.ndarray, float]:
     return graph, pair, x, float(rng.choice([0.0, 0.0, 1e-4, 1e-2]))
 
 
-def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool]:
+def searched(problem: BlockProblem, x: np.ndarray, radius: float) -> OtherRoute | None:
+    """Return the run with another route that the search finds."""
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    return other_route(*problem.simulators(), torch.from_numpy(x), spread)
+
+
+def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool, bool]:
     """Compare both programs and simulated runs; return whether a bound was found, and a run that
-    chooses otherwise."""
+    chooses otherwise: at random, where ties count, and by the search."""
     graph, pair, x, radius = random_router(seed)
     problem = problem_of(graph, pair)
     otherwise = chosen_otherwise(problem, x, radius, runs)
@@ -141,20 +148,26 @@ def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool]:
         assert not (reason == "" and refused), "the checker does not confirm the prover"
         assert not (refused == "" and otherwise), "a run leaves the route that was derived"
         held |= refused == ""
-    return held, otherwise
+    found = searched(problem, x, radius) is not None
+    assert not (held and found), "the search finds a run where none can be"
+    return held, otherwise, found
 
 
 def test_no_run_leaves_a_route_that_was_derived(tmp_path: Path) -> None:
     found = [compare(seed, 4, tmp_path) for seed in range(16)]
-    assert sum(held for held, _ in found) > 3
-    assert sum(otherwise for _, otherwise in found) > 1
+    held, otherwise, searched = map(sum, zip(*found, strict=True))
+    assert held > 3
+    assert otherwise > 1
+    assert searched >= 1
 
 
 @pytest.mark.full
 def test_no_run_leaves_many_routes_that_were_derived(tmp_path: Path) -> None:
     found = [compare(seed, 40, tmp_path) for seed in range(16, 316)]
-    assert sum(held for held, _ in found) > 80
-    assert sum(otherwise for _, otherwise in found) > 25
+    held, otherwise, searched = map(sum, zip(*found, strict=True))
+    assert held > 80
+    assert otherwise > 25
+    assert searched > 20
 
 
 def two_experts(apart: float) -> tuple[proofs.Graph, np.ndarray]:
@@ -292,3 +305,44 @@ def test_a_simulated_run_chooses_by_its_own_logits() -> None:
     for other in (-1.0, 0.0):  # expert 1 is above, and equal
         with pytest.raises(Rerouted):
             simulator.run(torch.tensor([[0.0, other]], dtype=torch.float64), {})
+
+
+def test_the_search_climbs_to_the_other_expert() -> None:
+    """The logits are x₁ apart, and x₁ is 1 at the centre of the region."""
+    graph, x = two_experts(1.0)
+    problem = problem_of(graph, (EXACT, EXACT))
+    assert searched(problem, x, 0.0) is None
+    assert searched(problem, x, 0.99) is None
+    found = searched(problem, x, 1.5)
+    assert found is not None
+    assert (found.position, found.expert, found.other, found.moved) == (0, 0, 1, True)
+    assert 0.49 < found.above <= 0.5
+    assert "an input of the region chooses expert 1 in place of 0 at position 0" in str(found)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_search_names_the_kernel(turned: bool) -> None:
+    """A factor of 1 ± 2^-8 of either logit in bfloat16 turns 1 + 2^-9 and 1 round; in float32 no
+    rounding does."""
+    gate = np.array([[1.0, 2.0**-9], [1.0, 0.0]], dtype=np.float32)
+    graph, x = router(gate, [[0]], 2), np.array([[1.0, 1.0]])
+    coarse = N("bfloat16")
+    found = searched(problem_of(graph, (coarse, EXACT) if turned else (EXACT, coarse)), x, 0.0)
+    assert found is not None
+    assert found.kernel == ("training" if turned else "inference")
+    assert not found.moved
+    assert 0 < found.above < 2.0**-6
+
+
+def test_the_search_takes_every_router() -> None:
+    """The first router chooses by x₁ > 0, the second by x₁ > x₀ / 2, around the point (1, 1)."""
+    graph, _ = two_experts(1.0)
+    first = next(node["name"] for node in graph.nodes if node["op"] == "route")
+    weight = graph.param("second.weight", np.array([[1.0, -1.0], [0.0, 0.5]], dtype=np.float32))
+    logits = graph.add("linear", [first, weight], (1, 2))
+    graph.add("route", [logits], (1, 2), experts=[[0]])
+    problem, x = problem_of(graph, (EXACT, EXACT)), np.array([[1.0, 1.0]])
+    assert searched(problem, x, 0.25) is None
+    found = searched(problem, x, 0.5)
+    assert found is not None
+    assert 0.24 < found.above < 0.26

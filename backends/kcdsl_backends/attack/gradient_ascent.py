@@ -7,7 +7,7 @@ gains is taken. Where nothing gains, or the linearisation promises nothing, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -136,18 +136,12 @@ class Ascent:
 
     def climb(self, symbols: Symbols, position: int, sign: float, rounds: int) -> float:
         """Push the drift of the output element `position` in one direction; return how far."""
-        height = float(self.objective(self.drift_of(symbols), position, sign))
-        for _ in range(rounds):
-            gradient = self._gradient(symbols, position, sign)
-            if gradient is None:
-                break
-            for moved in _steps(symbols, gradient, height):
-                reached = float(self.objective(self.drift_of(moved), position, sign))
-                if reached > height + _WORTH * abs(height):
-                    symbols, height = moved, reached
-                    break
-            else:
-                break
+        _, height = ascend(
+            symbols,
+            lambda at: float(self.objective(self.drift_of(at), position, sign)),
+            lambda at: self._gradient(at, position, sign),
+            rounds,
+        )
         return height
 
     def sample(self, count: int, generator: torch.Generator) -> None:
@@ -184,9 +178,7 @@ class Ascent:
 
     def run_of(self, symbols: Mapping[Key, Tensor]) -> RunPair:
         """Return the run of these symbols; with one more dimension in front, of many runs."""
-        x = self.centre
-        if x is not None and ("x", "x") in symbols:
-            x = _float32_inside(x + self.radius * WITHIN * symbols["x", "x"], x, self.radius)
+        x = input_at(self.centre, self.radius, symbols)
         per_side = {
             side: {name: value for (s, name), value in symbols.items() if s == side}
             for side in SIDES
@@ -199,12 +191,7 @@ class Ascent:
             out_train, out_infer = self.run_of(leaves).outputs(self.train, self.infer)
         except Overflowed:
             return None
-        objective = self.objective(out_infer - out_train, position, sign)
-        found = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
-        return {
-            key: torch.zeros_like(leaf) if part is None else torch.nan_to_num(part)
-            for (key, leaf), part in zip(leaves.items(), found, strict=True)
-        }
+        return slopes_of(self.objective(out_infer - out_train, position, sign), leaves)
 
     def objective(self, drift: Tensor, position: int, sign: float) -> Tensor:
         """Return what an ascent at this place makes large."""
@@ -216,6 +203,45 @@ class Ascent:
             return row.square().sum() + 1e-3 * row.detach().abs().amax() * element
         other = (sign * row).detach().argmin()
         return element - sign * row[other]
+
+
+def ascend(
+    symbols: Symbols,
+    height_of: Callable[[Symbols], float],
+    gradient_of: Callable[[Symbols], Symbols | None],
+    rounds: int,
+) -> tuple[Symbols, float]:
+    """Climb from some symbols as the head of this module says; return where that ends, and how high
+    it is there."""
+    height = height_of(symbols)
+    for _ in range(rounds):
+        gradient = gradient_of(symbols)
+        if gradient is None:
+            break
+        for moved in _steps(symbols, gradient, height):
+            reached = height_of(moved)
+            if reached > height + _WORTH * abs(height):
+                symbols, height = moved, reached
+                break
+        else:
+            break
+    return symbols, height
+
+
+def slopes_of(objective: Tensor, leaves: Symbols) -> Symbols:
+    """Return the gradient of an objective; 0 where it has none."""
+    found = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
+    return {
+        key: torch.zeros_like(leaf) if part is None else torch.nan_to_num(part)
+        for (key, leaf), part in zip(leaves.items(), found, strict=True)
+    }
+
+
+def input_at(centre: Tensor | None, radius: Tensor, symbols: Mapping[Key, Tensor]) -> Tensor | None:
+    """Return the input of a region that symbols stand for, in float32."""
+    if centre is None or ("x", "x") not in symbols:
+        return centre
+    return _float32_inside(centre + radius * WITHIN * symbols["x", "x"], centre, radius)
 
 
 def _steps(symbols: Symbols, gradient: Symbols, height: float) -> Iterator[Symbols]:

@@ -64,6 +64,8 @@ class Attack:
     infer_value: float
     run: RunPair | None = field(default=None, repr=False, compare=False)
     record: Mapping[str, Any] | None = field(default=None, repr=False)
+    rerouted: str = ""
+    """Which run chooses other experts than the graph of the case, where one was found."""
 
 
 def functional(drift: Tensor, kind: str) -> Tensor:

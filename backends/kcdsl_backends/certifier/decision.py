@@ -157,13 +157,19 @@ def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> 
         one.spend(answer)
         match answer.value:
             case Attack() as attack:
-                one.outcomes[index] = replace(one.outcomes[index], attack=attack.value)
+                one.outcomes[index] = _attacked(one.outcomes[index], attack)
                 if one.strongest is None or attack.value > one.strongest.value:
                     one.strongest, one.attacked = attack, one.cases[index]
             case Unfinished(reason):
                 one.notes.append(f"{one.cases[index].name}: no attack, {reason}")
             case other:
                 raise AssertionError(f"no answer to an attack: {other}")
+
+
+def _attacked(case: CaseOutcome, attack: Attack) -> CaseOutcome:
+    """Return the outcome of a case with what the search for runs found."""
+    reason = "; ".join(filter(None, (case.reason, attack.rerouted))) or None
+    return replace(case, attack=attack.value, reason=reason)
 
 
 def _measure_slack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> None:

@@ -17,6 +17,7 @@ from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack import attack, with_orders
+from kcdsl_backends.attack.routes import other_route
 from kcdsl_backends.attack.runs import Attack, attack_of, attained, record_run, run_of
 from kcdsl_backends.attack.simulation import Overflowed
 from kcdsl_backends.certifier.bounds import CaseBound, bound_case
@@ -108,6 +109,8 @@ class AttackTask:
             with until(context.setting.limit):
                 refuse_late()
             fresh = attack_case(context.factory, self.goal, case, self.bounded)
+            if math.isinf(self.bounded.outcome.bound):
+                fresh = replace(fresh, rerouted=_rerouted(context.factory, self.goal, case))
             if fresh.record is not None or not self.goal.refuted_by(fresh.value):
                 entry.write(fresh)
             return fresh, found
@@ -120,6 +123,8 @@ def _believable(context: WorkerContext, goal: Goal, case: Case, value: Any) -> A
     case = case.at_its_length
     kept = decode(value, (Attack,))
     if not (isinstance(kept, Attack) and type(kept.value) is float and kept.value >= 0):
+        return None
+    if type(kept.rerouted) is not str:
         return None
     if kept.record is None:
         return None if goal.refuted_by(kept.value) else kept
@@ -218,6 +223,16 @@ def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBo
     if again is None or not goal.refuted_by(again.value):
         return replace(found, run=None)
     return replace(found, run=None, record={**record_run(run), "attained": attained(again)})
+
+
+def _rerouted(factory: ProblemFactory, goal: Goal, case: Case) -> str:
+    """Return which run of a case chooses other experts than its graph; nothing where none is found,
+    as in a block without routers."""
+    case = case.at_its_length
+    problem = factory.problem(goal.block, case.tokens)
+    with threads_for(problem.size):
+        found = other_route(*problem.simulators(), case.centre, case.radius)
+    return "" if found is None else str(found)
 
 
 def refuse_subject(stated: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +44,22 @@ KERNELS: dict[str, dict[str, Any]] = {
     "float16": {"preset": "torch-eager", "compute": "float16"},
     "float8 weights": {"preset": "fp8-weights"},
 }
+
+
+_ROUTED = """\
+kcdsl: 1
+contract: routed
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.eager, numerics: {preset: torch-eager, compute: bfloat16}}
+data: requests.jsonl
+slices: {all: {}}
+clauses:
+  N-POINTS: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 4", level: L2}
+  N-BALL: {require: "forall x in ball(all, 1): norm_inf(drift(mlp_0, x)) <= 4", level: L2}
+"""
 
 
 @pytest.mark.parametrize("name", EVERY_FORM)
@@ -100,6 +118,30 @@ def test_a_route_that_is_not_sure_has_no_bound(tmp_path: Path) -> None:
     model = saved_model("Mixtral", tmp_path)
     with pytest.raises(NoBound, match=r"at position \d the \w+ kernel may choose expert \d"):
         proved(model, "mlp_0", KERNELS["bfloat16"], radius=1.0)
+
+
+@pytest.mark.full
+def test_a_run_with_other_experts_is_reported(tmp_path: Path, cli: Any) -> None:
+    """In a wide region an input is found for which a router chooses otherwise; at the prompts
+    themselves the same block is proved."""
+    saved_model("Mixtral", tmp_path, SURE["Mixtral"])
+    (tmp_path / "contract.kc.yaml").write_text(_ROUTED)
+    (tmp_path / "requests.jsonl").write_text(json.dumps({"id": "a", "tokens": TOKENS}) + "\n")
+    said = {}
+    for words in ((), ("--attack", "off", "--clause", "N-BALL")):
+        ran = cli("verify", "--json", "--cache", "off", *words, cwd=tmp_path)
+        assert ran.code == 3, ran.stderr
+        goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
+        assert goals["N-BALL"]["verdict"] == "inconclusive"
+        assert words or goals["N-POINTS"]["verdict"] == "held"
+        said[words[:2]] = goals["N-BALL"]["reason"]
+    assert all("the route is not sure: at position" in text for text in said.values())
+    assert re.search(
+        r"a run of the (training|inference) kernel at an input of the region chooses expert \d in"
+        r" place of \d at position \d: its logit is larger by [\d.e-]+$",
+        said[()],
+    )
+    assert "chooses" not in said["--attack", "off"]
 
 
 @pytest.mark.parametrize("name", MIXTURES)
