@@ -306,8 +306,8 @@ def _of_recording(
         raise refuse(
             codes.ROLLOUT_COLUMN,
             f"{shown(path)} has no column for {', '.join(lacking)}, so {_UNREAD}",
-            help="record both (docs/rollouts.md), or let the training kernel score the tokens: "
-            f"kcdsl init MODEL_FOLDER --data {shown(path)}",
+            help="record both (`kcdsl explain rollouts`), or let the training kernel score the "
+            f"tokens: kcdsl init MODEL_FOLDER --data {shown(path)}",
         )
     recording = DraftRecording(found[0], found[1], tuple(found[2]))
     contract = request.output or _beside(path.parent, here) / CONTRACT

@@ -174,7 +174,7 @@ def library_json(library: ir.Library) -> dict[str, Any]:
         "name": library.name,
         "version": library.version,
         "slices": _slices(library.slices),
-        "kernels": {name: _kernel(kernel) for name, kernel in library.kernels},
+        "kernels": {name: kernel_json(kernel) for name, kernel in library.kernels},
         "tables": _tables(library.tables),
     }
 
@@ -205,7 +205,7 @@ def to_json(program: ir.Program) -> dict[str, Any]:
             "tokenizer": program.model.tokenizer,
             **_blocks(program.model),
         },
-        "kernels": {role: _kernel(kernel) for role, kernel in program.kernels.items()},
+        "kernels": {role: kernel_json(kernel) for role, kernel in program.kernels.items()},
         "data": program.data,
         "slices": _slices(program.slices),
         "clauses": [_clause(c) for c in sorted(program.clauses, key=lambda c: c.id)],
@@ -287,9 +287,11 @@ def _optional(value: Fraction | None) -> str | None:
     return None if value is None else _fraction(value)
 
 
-def _kernel(kernel: ir.KernelRef) -> dict[str, Any]:
-    """Return a kernel; `folder`, `service`, `recording` and `checkpoint` stand in it only where it
-    has them."""
+def kernel_json(kernel: ir.KernelRef) -> dict[str, Any]:
+    """Return a kernel as plain JSON data.
+
+    `folder`, `service`, `recording` and `checkpoint` stand in it only where it has them.
+    """
     found: dict[str, Any] = {"run": kernel.run, "numerics": _plain(kernel.numerics)}
     if kernel.folder is not None:
         found["folder"] = kernel.folder

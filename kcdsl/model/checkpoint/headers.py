@@ -207,18 +207,23 @@ def metadata_of(data: bytes | memoryview) -> dict[str, str]:
 
 
 def _header(data: bytes | memoryview) -> dict[str, Any]:
-    import json  # commands that read no header do not need it
-
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
         raise ValueError("its header is cut off")
+    return _object(bytes(data[8 : 8 + length]), "its header")
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    """Return a JSON object; ValueError where it is none, or a key stands in it twice."""
+    import json  # commands that read no header do not need it
+
     try:
-        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=once)
+        found = json.loads(data.decode(), object_pairs_hook=once)
     except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
-    if not isinstance(header, dict):
-        raise ValueError("its header is no object")
-    return header
+        raise ValueError(f"{what} is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is no object")
+    return found
 
 
 def _stored(name: str, told: Any, first: int) -> StoredTensor:
@@ -246,15 +251,13 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _index(path: Path, data: bytes) -> dict[str, str]:
     """Return the name of the shard of every tensor that an index names."""
-    import json
-
     try:
         if len(data) > _LARGEST_INDEX:
             raise ValueError(f"it is larger than {_LARGEST_INDEX} bytes")
-        raw = json.loads(data.decode(), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise _bad_index(path, f"it is not JSON: {error}") from None
-    named = raw.get("weight_map") if isinstance(raw, dict) else None
+        raw = _object(data, "it")
+    except ValueError as error:
+        raise _bad_index(path, f"it is not a JSON object: {error}") from None
+    named = raw.get("weight_map")
     if not isinstance(named, dict) or not named:
         raise _bad_index(path, "it has no weight_map from tensors to files")
     for key, name in named.items():

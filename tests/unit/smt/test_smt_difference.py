@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from kcdsl.ir.kernels import KernelRef, LogProbabilities, Recording, Service
 from kcdsl.ir.terms import Arith, Budget, Clause, HasFields, Level
 from kcdsl.verdict.studies.difference import (
     ClauseDifference,
@@ -149,6 +150,47 @@ def test_fields_that_records_may_lack(build: Build) -> None:
     assert found.relation is Relation.WEAKER
     assert found.witness is not None
     assert found.witness.lacking == ("build_fingerprint",)
+
+
+_LOGS = LogProbabilities("raw")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"run": "torch.eager"}, "run"),
+        ({"checkpoint": "quantised"}, "checkpoint"),
+        ({"folder": "other"}, "folder"),
+        ({"service": Service("http://localhost:1", _LOGS)}, "service.url"),
+        ({"service": Service("http://localhost:1", _LOGS, concurrency=2)}, "service.concurrency"),
+        ({"recording": Recording("verl", (("mask", "m"),), _LOGS)}, "recording.columns.mask"),
+        ({"recording": Recording(logprobs=_LOGS)}, "recording.logprobs.values"),
+        ({"numerics": (("compute", "bfloat16"),)}, "compute"),
+    ],
+)
+def test_every_part_of_a_kernel_is_compared(
+    build: Build, changes: dict[str, Any], named: str
+) -> None:
+    old = build.program(upper(build, "A", build.stat("max", "kl"), "1"))
+    new = replace(old, infer=replace(old.infer, **changes))
+    found = BACKEND.difference(old, new)
+    assert found.relation is Relation.INCOMPARABLE
+    assert f"kernel infer {named}" in {change.name for change in found.changes}
+    assert BACKEND.difference(new, new).relation is Relation.EQUAL
+
+
+def test_no_field_of_a_kernel_is_left_out() -> None:
+    """A new field must be compared too: it belongs in the cases above."""
+    known = {"run", "numerics", "span", "folder", "service", "recording", "checkpoint"}
+    assert {each.name for each in fields(KernelRef)} == known
+
+
+def test_the_blocks_of_an_onnx_file_are_compared(build: Build) -> None:
+    old = build.program(upper(build, "A", build.stat("max", "kl"), "1"))
+    new = replace(old, model=replace(old.model, blocks=(("attn_0", "x", "y"),)))
+    found = BACKEND.difference(old, new)
+    assert found.relation is Relation.INCOMPARABLE
+    assert [change.name for change in found.changes] == ["model block attn_0"]
 
 
 def test_relations_of_a_whole() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from kcdsl.ir.canonical import normal_formula
+from kcdsl.ir.canonical import kernel_json, normal_formula
 from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.printer import formula_text, predicate_text
 from kcdsl.ir.tables import expand_tables, table_of
@@ -157,6 +157,8 @@ def changes(old: Program, new: Program) -> Iterator[Change]:
         before, after = getattr(old.model, name), getattr(new.model, name)
         if before != after:
             yield _change(f"model {name}", before, after)
+    blocks = ({n: f"{a} to {b}" for n, a, b in program.model.blocks} for program in (old, new))
+    yield from _pairs("model block", *blocks)
     yield from _kernel("kernel train", old.train, new.train)
     yield from _kernel("kernel infer", old.infer, new.infer)
     yield from _kernel("route guard", old.guard, new.guard)
@@ -192,20 +194,28 @@ def _change(name: str, old: str | None, new: str | None) -> Change:
 
 
 def _kernel(name: str, old: KernelRef | None, new: KernelRef | None) -> Iterator[Change]:
-    before, after = (
-        {} if kernel is None else {"run": kernel.run, **dict(_flat(kernel.numerics))}
-        for kernel in (old, new)
-    )
+    before, after = ({} if kernel is None else _parts_of(kernel) for kernel in (old, new))
+    yield from _pairs(name, before, after)
+
+
+def _pairs(name: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
             yield _change(f"{name} {key}", before.get(key), after.get(key))
 
 
-def _flat(pairs: tuple[tuple[str, object], ...], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in pairs:
-        if isinstance(value, tuple):
+def _parts_of(kernel: KernelRef) -> dict[str, str]:
+    """Return all that a contract states of a kernel; parts of its numerics by their own names."""
+    stated = kernel_json(kernel)
+    numerics = stated.pop("numerics")
+    return {**dict(_flat(stated)), **dict(_flat(numerics))}
+
+
+def _flat(stated: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in stated.items():
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
-        else:
+        elif value is not None:
             yield f"{prefix}{name}", str(value)
 
 
