@@ -69,7 +69,8 @@ class HeldWeights(Mapping[str, Tensor]):
 
 
 class Unfilled(TorchFunctionMode):
-    """Gives tensors that are made empty, as those of `nn.Linear` are, no memory."""
+    """Gives tensors that are made empty, as those of `nn.Linear` are, no memory, and no numbers: to
+    draw them there would import the compiler of torch, which takes seconds."""
 
     def __torch_function__(
         self,
@@ -78,10 +79,15 @@ class Unfilled(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one torch function; `torch.empty` on the device that has no memory."""
+        """Run one torch function; `torch.empty` on the device that has no memory, and nothing of
+        `torch.nn.init` there."""
         kwargs = kwargs or {}
         if func is torch.empty:
             kwargs = {**kwargs, "device": "meta"}
+        held = kwargs.get("tensor")
+        made = getattr(func, "__module__", None) == nn.init.__name__
+        if made and isinstance(held, Tensor) and held.is_meta:
+            return held
         return func(*args, **kwargs)
 
 
