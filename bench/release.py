@@ -1,4 +1,4 @@
-"""Certificates and companions in other verifiers; mutants of them; the cost of a check.
+"""Certificates and companions in other verifiers; mutants of them; costs; registers.
 
     make bench-release
     python -m bench.release --mutants 50000
@@ -7,6 +7,7 @@ Every row of the table was run: a verifier of another project, its version, the 
 given, and what it said of the honest document and of one by another key. `make tools` installs the
 verifiers. A mutant is a changed bundle or envelope that nobody signed again; one that a verifier
 accepts with another payload is a wrong acceptance. Seconds are processor time of the process.
+bench/release_register.py measures registers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from bench import release_register
 from bench.common import Better, Figure, report
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import strict_base64
@@ -267,6 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mutants", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
+    release_register.add_options(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kcdsl-release-") as place:
         made = released(Path(place))
@@ -289,6 +292,7 @@ def main() -> int:
         Figure("wrong acceptances", len(wrong), Better.LOWER, 0),
         *(Figure(f"{n}, cold, s", s - start, Better.LOWER, COLD, beside) for n, s in costs.items()),
         Figure("hashing, share of openssl", share, Better.HIGHER, 0.8, "1 GiB, one core"),
+        *release_register.figures(options),
     ]
     return report("release", figures)
 

@@ -1,7 +1,7 @@
 """Registers of certificates: speed, writers at the same time, killed writers, changed registers.
 
     make bench-release-register
-    python -m bench.release_register --certificates 1000000 --kills 1000 --mutants 2000
+    python -m bench.release_register --certificates 1000000 --kills 1000
 
 Everything runs on a file of SQLite and on a server of PostgreSQL in a temporary folder
 (`make tools` installs it). Seconds are wall time. The register in which certificates are looked up
@@ -48,7 +48,8 @@ from tests.support.register_writers import (
     promotion,
     write_together,
 )
-from tests.support.registers import KEY_A, NOW, TRUSTED, certified, clock, fill, triple
+from tests.support.registers import NOW, TRUSTED, certified, clock, fill, triple
+from tests.support.vectors.golden import KEY_A
 
 LOOKUP = 0.005
 """Seconds that a lookup may take."""
@@ -77,13 +78,13 @@ def promotions(place: str) -> float:
         return PROMOTIONS / (time.perf_counter() - start)
 
 
-def recorded(place: str) -> float:
+def recording(place: str) -> float:
     """Return certificates recorded per second, one in each transaction, signatures included."""
     given = [certified(triple(f"record {number}")) for number in range(PROMOTIONS)]
     with Register.open(place, create=True, clock=clock) as register:
         start = time.perf_counter()
         for bundle in given:
-            register.record_certificate(bundle, TRUSTED)
+            register.record_certificates([bundle], TRUSTED)
         return PROMOTIONS / (time.perf_counter() - start)
 
 
@@ -367,12 +368,12 @@ def figures(options: argparse.Namespace) -> list[Figure]:
             found += _of(kind, new, options)
         own = folder / "mutants"
         own.mkdir()
-        tried, unnoticed = mutants(own, options.mutants, options.seed)
+        tried, unnoticed = mutants(own, options.register_mutants, options.seed)
     for change in unnoticed:
         print(f"UNNOTICED: {change}")
     return [
         *found,
-        Figure("register mutants", tried, Better.HIGHER, options.mutants),
+        Figure("register mutants", tried, Better.HIGHER, options.register_mutants),
         Figure("register mutants, unnoticed", len(unnoticed), Better.LOWER, 0),
     ]
 
@@ -380,7 +381,7 @@ def figures(options: argparse.Namespace) -> list[Figure]:
 def _of(kind: str, new: Callable[[], str], options: argparse.Namespace) -> Iterator[Figure]:
     one = "one writer, one transaction each"
     yield Figure(f"promotions/s, {kind}", promotions(new()), Better.HIGHER, None, one)
-    yield Figure(f"certificates recorded/s, {kind}", recorded(new()), Better.HIGHER, None, one)
+    yield Figure(f"certificates recorded/s, {kind}", recording(new()), Better.HIGHER, None, one)
     place = new()
     identities = stock(place, options.certificates)
     middle, high = lookups(place, identities)
@@ -402,13 +403,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--certificates", type=int, default=1_000_000)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--writers", type=int, default=WRITERS)
+    parser.add_argument("--register-mutants", type=int, default=2000)
 
 
 def main() -> int:
     """Measure and report; 1 where something was lost, went unnoticed, or a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser)
-    parser.add_argument("--mutants", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     return report("release-register", figures(parser.parse_args()))
 

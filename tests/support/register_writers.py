@@ -21,7 +21,7 @@ from kcdsl.release.register import (
     Run,
     Stale,
 )
-from tests.support.registers import CONTRACT, TRUSTED, certified, clock, triple
+from tests.support.registers import CONTRACT, TRUSTED, certified, clock, recorded, triple
 
 SLOT = "chat/full"
 _FORK = get_context("fork")
@@ -133,7 +133,7 @@ def _compete(place: str, number: int, rounds: int, pipe: int) -> None:
     with Register.open(place, clock=clock, wait=LONGEST) as register:
         for turn in range(rounds):
             about = triple(f"{number}-{turn}")
-            found = register.record_certificate(certified(about), TRUSTED)
+            found = recorded(register, certified(about), TRUSTED)
             _tell(pipe, f"certificate {found.identity}")
             while True:
                 slot = register.slot(SLOT)
@@ -211,7 +211,7 @@ def _append(place: str, seed: int, pipe: int) -> None:
         for number in count():
             name = f"{seed}-{number}"
             sha256 = hashlib.sha256(name.encode()).hexdigest()
-            found = register.record_certificate(certified(triple(name)), TRUSTED)
+            found = recorded(register, certified(triple(name)), TRUSTED)
             _tell(pipe, f"certificate {found.identity}")
             match rng.randrange(3):
                 case 0:

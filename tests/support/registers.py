@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl.release.register import (
+    Certificate,
     Promotion,
     PromotionReason,
     PromotionState,
@@ -119,6 +120,12 @@ def certified(about: Triple, *keys: SigningKey, **fields: Any) -> bytes:
     return bundle(predicate(about, **fields), *keys)
 
 
+def recorded(register: Register, data: bytes, policy: TrustPolicy = TRUSTED) -> Certificate:
+    """Record one certificate."""
+    (found,) = register.record_certificates([data], policy)
+    return found
+
+
 FILLED = "chat/canary"
 LAST = 15
 """The slot, and the number of the last event, of a register that is filled."""
@@ -126,12 +133,14 @@ LAST = 15
 
 def fill(register: Register) -> None:
     """Record something of every kind: `LAST` events."""
-    one = register.record_certificate(certified(triple("one"), sequence=1), TRUSTED)
-    two = register.record_certificate(certified(triple("two"), sequence=1), TRUSTED)
-    register.record_certificate(
-        certified(triple("two"), sequence=2, stage="shadow", verdict=Verdict.FAILED), TRUSTED
+    one = recorded(register, certified(triple("one"), sequence=1), TRUSTED)
+    two = recorded(register, certified(triple("two"), sequence=1), TRUSTED)
+    recorded(
+        register,
+        certified(triple("two"), sequence=2, stage="shadow", verdict=Verdict.FAILED),
+        TRUSTED,
     )
-    register.record_certificate(certified(triple("three"), KEY_B, sequence=9), trusted(KEY_B))
+    recorded(register, certified(triple("three"), KEY_B, sequence=9), trusted(KEY_B))
     run = register.record_run(Run("evaluate", one.triple, "shadow", "1" * 64, "2" * 64))
     register.mark_run(run.identity, trusted=False, reason="noise")
     first = Promotion(

@@ -320,7 +320,7 @@ def _sequence(
     if certificate_id(payload) in trusted.revoked_certificates:
         raise Rejected("sequence/revoked", "this certificate was revoked")
     if minimum is None:
-        raise NotRun("sequence/no-register", "no register was given to compare with")
+        raise NotRun("sequence/no-register", "no least sequence was given")
     if predicate.sequence < minimum:
         raise Rejected("sequence/rollback", f"{predicate.sequence} comes before {minimum}")
     return f"{predicate.sequence}, at least {minimum}"

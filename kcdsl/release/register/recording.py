@@ -19,6 +19,7 @@ from kcdsl.release.register.records import (
     CertificateStatus,
     Promotion,
     PromotionState,
+    Run,
     Slot,
     StatementKind,
 )
@@ -46,6 +47,8 @@ class Read:
     bundle: bytes
     certificate: Certificate
     triple: Triple
+    run: Run | None = None
+    """The run that wrote the report which the certificate names."""
 
 
 def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
@@ -66,7 +69,16 @@ def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
         raise Rejected("validity/not-yet", detail)
     fingerprints = tuple(sorted({k.key.fingerprint for k in able}))
     entry = entry_of(bundle, signed.payload, body, fingerprints, trusted.threshold)
-    return Read(bundle, entry, body.triple)
+    return Read(bundle, entry, body.triple, _run_of(body))
+
+
+def _run_of(body: Predicate | Transfer) -> Run | None:
+    """Return the evaluation behind measured results; proofs have no report."""
+    files = {} if isinstance(body, Transfer) else {f.role: f.sha256 for f in body.evidence}
+    if "report" not in files:
+        return None
+    digests = (body.triple.digest, body.stage, files["report"], files.get("trace"))
+    return Run("evaluate", *digests)
 
 
 def entry_of(
@@ -119,7 +131,17 @@ def record(connection: Connection, chain: Chain, read: Read) -> Certificate:
     if connection.execute(held).first() is None:
         connection.execute(insert(bundles).values(digest=new.bundle, content=read.bundle))
     event = chain.append(EventKind.CERTIFICATE, new.to_json())
+    if read.run is not None:
+        record_run(connection, chain, read.run)
     return replace(new, number=event.number)
+
+
+def record_run(connection: Connection, chain: Chain, run: Run) -> Run:
+    """Append a run, unless it is recorded."""
+    found = queries.run_in(connection, run.identity)
+    if found is not None:
+        return found
+    return replace(run, number=chain.append(EventKind.RUN, run.to_json()).number)
 
 
 def record_triple(connection: Connection, chain: Chain, triple: Triple) -> None:

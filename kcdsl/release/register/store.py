@@ -24,6 +24,7 @@ from kcdsl.release.register.projections import MARK, slot_after, slot_in
 from kcdsl.release.register.recording import (
     read_bundle,
     record,
+    record_run,
     record_triple,
     refuse_unfounded,
 )
@@ -131,19 +132,17 @@ class Register:
 
     # --- recording --------------------------------------------------------------------------------
 
-    def record_certificate(self, bundle: bytes, trusted: TrustPolicy) -> Certificate:
-        """Record the certificate or the weights transfer in a bundle, whatever its verdict.
-
-        Keys of `trusted` must have signed it, as for a check. One that is recorded already is
-        returned as it was. Raises Refusal where it contradicts itself, where no trusted key
-        signed it, and where another one has its sequence, triple and stage.
-        """
-        return self.record_certificates([bundle], trusted)[0]
-
     def record_certificates(
         self, given: Sequence[bytes], trusted: TrustPolicy
     ) -> tuple[Certificate, ...]:
-        """Record several bundles in one transaction: all of them, or none."""
+        """Record the certificates or weights transfers in bundles, whatever their verdicts.
+
+        Each is recorded with its triple and, if it names a report, with the run that wrote this. It
+        is one transaction: all of them, or none. Keys of `trusted` must have signed them, as for a
+        check. One that is recorded already is returned as it was. Raises Refusal for one that
+        contradicts itself, that no trusted key signed, or whose sequence another one of the same
+        triple and stage has.
+        """
         try:
             read = [read_bundle(bundle, trusted, self._clock()) for bundle in given]
         except Rejected as error:
@@ -164,11 +163,7 @@ class Register:
         except Rejected as error:
             raise _not_recorded(error) from error
         with self._appending() as (connection, chain):
-            found = queries.run_in(connection, run.identity)
-            if found is not None:
-                return found
-            event = chain.append(EventKind.RUN, run.to_json())
-        return replace(run, number=event.number)
+            return record_run(connection, chain, run)
 
     def mark_run(self, identity: str, *, trusted: bool, reason: str) -> Run:
         """Mark a run as untrusted, or as trusted again; raises Refusal for an unknown run."""

@@ -22,17 +22,16 @@ from kcdsl_certs.signatures import bundle_bytes, sign
 from kcdsl_certs.statement import Verdict, head_bytes
 from tests.support.postgres import Server
 from tests.support.registers import (
-    KEY_A,
-    KEY_B,
-    KEY_C,
     LAST,
     TRUSTED,
     certified,
     clock,
     fill,
+    recorded,
     triple,
     trusted,
 )
+from tests.support.vectors.golden import KEY_A, KEY_B, KEY_C
 
 ALL = trusted(KEY_A, KEY_B, KEY_C)
 
@@ -94,7 +93,7 @@ def reasons(place: str, *heads: bytes) -> set[str]:
     return {defect.reason for defect in found.defects}
 
 
-Change = Callable[[Callable[..., Any]], None]
+Change = Callable[[Callable[..., Any]], object]
 
 
 def _body(run: Callable[..., Any], number: int) -> dict[str, Any]:
@@ -358,7 +357,7 @@ def test_a_certificate_is_no_head_and_a_head_is_no_certificate(register: Registe
     audit = register.check([certified(triple("one"))], TRUSTED)
     assert {defect.reason for defect in audit.defects} == {"statement/predicate-type"}
     with pytest.raises(Refusal, match="predicate-type"):
-        register.record_certificate(register.sign_head([KEY_A]), TRUSTED)
+        recorded(register, register.sign_head([KEY_A]), TRUSTED)
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**60])

@@ -87,7 +87,8 @@ def record(place: Path, trust: Callable[..., TrustPolicy]) -> Callable[..., Cert
 
     def add(bundle: bytes, *others: SigningKey) -> Certificate:
         with Register.open(place, clock=lambda: LATER) as register:
-            return register.record_certificate(bundle, trust(*others))
+            (found,) = register.record_certificates([bundle], trust(*others))
+            return found
 
     return add
 
@@ -123,7 +124,7 @@ def test_a_certificate_in_force_is_valid(check: Check, certificate: Path, record
     record(certificate.read_bytes())
     code, steps = check("--complete")
     assert (code, steps["register"]["outcome"]) == (0, "ok")
-    assert "event 3 of 3" in steps["register"]["detail"]
+    assert "event 3 of 4" in steps["register"]["detail"]
 
 
 def test_without_a_register_nothing_is_asked(check: Check) -> None:
@@ -324,18 +325,30 @@ def test_a_register_from_the_command_line(
     assert "in force" in run("show", entry["identity"]).stdout
     assert "standing" in run("add", path, *trust).stdout  # it is recorded already
     log = document("log")
-    assert [event["kind"] for event in log["events"]] == ["register", "triple", "certificate"]
+    assert [event["kind"] for event in log["events"]] == [
+        "register",
+        "triple",
+        "certificate",
+        "run",
+    ]
     assert log["head"]["hash"] == log["events"][-1]["hash"]
-    assert [event["number"] for event in document("log", "--since", "2")["events"]] == [3]
+    assert [event["number"] for event in document("log", "--since", "2")["events"]] == [3, 4]
     assert "PASSED offline-ci" in run("log").stdout
     run("head", "--sign", "kcdsl.key", "-o", "head.json")
     run("revoke", entry["identity"], "--reason", "wrong\x1b[2Jdata")
     assert "\x1b" not in run("log").stdout
-    assert document("revoke", "0" * 64, "--kind", "key", "--reason", "lost")["head"]["number"] == 5
+    assert document("revoke", "0" * 64, "--kind", "key", "--reason", "lost")["head"]["number"] == 6
     assert document("show", entry["identity"])["certificates"][0]["standing"] == "revoked"
+    with Register.open(folder / "own.db") as register:
+        (evaluated,) = register.runs(trusted=True)
+    assert evaluated.kind == "evaluate"
+    assert evaluated.identity in run("log").stdout.replace("\n", "")
+    document("mark", evaluated.identity, "--reason", "noisy host")
+    with Register.open(folder / "own.db") as register:
+        assert register.runs(trusted=True) == ()
     audit = document("check", "--head", "head.json", *trust)
-    assert (audit["sound"], audit["heads"][0]["number"]) == (True, 3)
-    assert document("upgrade")["head"]["number"] == 5
+    assert (audit["sound"], audit["heads"][0]["number"]) == (True, 4)
+    assert document("upgrade")["head"]["number"] == 7
     assert document("slots") == {"schema": "kcdsl.register-slots/1", "slots": []}
     raw = sqlite3.connect(folder / "own.db")
     raw.execute("DELETE FROM revocations")
@@ -401,6 +414,9 @@ def test_slots_show_what_is_live_and_the_last_decision(
     [
         ("log", "surplus"),
         ("add",),
+        ("mark", "0" * 64, "--reason", "unknown"),
+        ("mark", "0" * 64),
+        ("revoke", "0" * 64, "--reason", "x", "--trusted"),
         ("show",),
         ("revoke", "0" * 64),
         ("revoke", "short", "--reason", "no digest"),

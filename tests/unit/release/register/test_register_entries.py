@@ -25,23 +25,23 @@ from kcdsl.release.register import (
 from kcdsl_certs.statement import Verdict
 from tests.support.registers import (
     CONTRACT,
-    KEY_A,
-    KEY_B,
     NOW,
     TRUSTED,
     bundle,
     certified,
     predicate,
+    recorded,
     triple,
     trusted,
 )
+from tests.support.vectors.golden import KEY_A, KEY_B
 
 SLOT = "chat/canary"
 ONE, TWO, THREE = triple("one"), triple("two"), triple("three")
 
 
 def record(register: Register, about: object = ONE, **fields: object) -> Certificate:
-    return register.record_certificate(certified(about, **fields), TRUSTED)  # type: ignore[arg-type]
+    return recorded(register, certified(about, **fields), TRUSTED)  # type: ignore[arg-type]
 
 
 def decision(
@@ -67,7 +67,7 @@ def decision(
 
 def test_a_certificate_is_kept_with_its_bundle_and_triple(register: Register) -> None:
     data = certified(ONE)
-    found = register.record_certificate(data, TRUSTED)
+    found = recorded(register, data, TRUSTED)
     assert register.certificate(found.identity) == found
     assert register.bundle(found.identity) == data
     assert register.triple(found.triple) == ONE
@@ -78,7 +78,7 @@ def test_a_certificate_is_kept_with_its_bundle_and_triple(register: Register) ->
 def test_a_certificate_is_recorded_once(register: Register) -> None:
     first = record(register)
     again = bundle(predicate(ONE), KEY_A, KEY_B)
-    assert register.record_certificate(again, trusted(KEY_A, KEY_B)) == first
+    assert recorded(register, again, trusted(KEY_A, KEY_B)) == first
     assert register.head().number == 3
 
 
@@ -99,7 +99,7 @@ def test_what_a_check_would_not_believe_is_not_recorded(
 ) -> None:
     before = register.head()
     with pytest.raises(Refusal, match=reason):
-        register.record_certificate(data, policy)  # type: ignore[arg-type]
+        recorded(register, data, policy)  # type: ignore[arg-type]
     assert register.head() == before
 
 
@@ -109,7 +109,7 @@ def test_a_certificate_whose_verdict_contradicts_its_numbers_is_not_recorded(
     body = predicate(ONE, verdict=Verdict.FAILED)
     lie = replace(body, clauses=(replace(body.clauses[0], verdict=Verdict.PASSED),))
     with pytest.raises(Refusal, match="verdict"):
-        register.record_certificate(bundle(lie), TRUSTED)
+        recorded(register, bundle(lie), TRUSTED)
 
 
 def test_two_certificates_never_share_triple_stage_and_sequence(register: Register) -> None:
@@ -210,12 +210,8 @@ def test_a_certificate_can_be_revoked_before_it_is_recorded(register: Register) 
 
 def test_certificates_fall_with_the_keys_that_had_to_sign(register: Register) -> None:
     alone = record(register)
-    both = register.record_certificate(
-        certified(TWO, KEY_A, KEY_B), trusted(KEY_A, KEY_B, threshold=1)
-    )
-    two = register.record_certificate(
-        certified(THREE, KEY_A, KEY_B), trusted(KEY_A, KEY_B, threshold=2)
-    )
+    both = recorded(register, certified(TWO, KEY_A, KEY_B), trusted(KEY_A, KEY_B, threshold=1))
+    two = recorded(register, certified(THREE, KEY_A, KEY_B), trusted(KEY_A, KEY_B, threshold=2))
     register.revoke(KEY_A.public.fingerprint, "lost", kind=Revoked.KEY)
     assert register.status_of(alone.identity).standing is Standing.REVOKED
     assert register.status_of(two.identity).standing is Standing.REVOKED

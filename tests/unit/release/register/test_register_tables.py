@@ -24,7 +24,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.release.register import Register, database, schema
 from kcdsl.release.register.database import MIGRATIONS, Database, Location
-from tests.support.registers import TRUSTED, certified, clock, triple
+from tests.support.registers import TRUSTED, certified, clock, recorded, triple
 
 
 def code_of(refusal: pytest.ExceptionInfo[Refusal]) -> object:
@@ -74,7 +74,7 @@ def test_an_older_register_is_refused_until_it_is_upgraded(
     place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with Register.open(place, create=True, clock=clock) as register:
-        register.record_certificate(certified(triple()), TRUSTED)
+        recorded(register, certified(triple()), TRUSTED)
         before = register.head()
     scripts = tmp_path / "scripts"
     own = Path(database.__file__).parent / "migrations"

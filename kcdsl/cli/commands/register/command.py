@@ -1,24 +1,25 @@
-"""`kcdsl register`: keep certificates, see what is in force and what is live, audit the record."""
+"""The command `kcdsl register` and its actions."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kcdsl.cli.common import argument, choice, value, values
+from kcdsl.cli.commands.register.text import plain, print_audit, rows_of, said
+from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.options import Trusts, json_option, output_option, register_option, whole
-from kcdsl.cli.common.output import counted, print_json
+from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_RECORDED, USAGE
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
-    from kcdsl.release.register import Audit, CertificateStatus, Event, Register
+    from kcdsl.release.register import CertificateStatus, Register
     from kcdsl_certs.signatures import TrustPolicy
     from kcdsl_certs.statement import RegisterHead
 
@@ -32,6 +33,7 @@ class Action(StrEnum):
     SHOW = "show"
     SLOTS = "slots"
     REVOKE = "revoke"
+    MARK = "mark"
     HEAD = "head"
     CHECK = "check"
     UPGRADE = "upgrade"
@@ -51,6 +53,7 @@ ARGUMENTS: Mapping[Action, tuple[int, int | None]] = {
     Action.SHOW: (1, None),
     Action.SLOTS: (0, None),
     Action.REVOKE: (1, None),
+    Action.MARK: (1, None),
     Action.HEAD: (0, 0),
     Action.CHECK: (0, 0),
     Action.UPGRADE: (0, 0),
@@ -58,7 +61,8 @@ ARGUMENTS: Mapping[Action, tuple[int, int | None]] = {
 """How many arguments each action takes, at least and at most."""
 OPTIONS: Mapping[str, tuple[Action, ...]] = {
     "since": (Action.LOG,),
-    "reason": (Action.REVOKE,),
+    "reason": (Action.REVOKE, Action.MARK),
+    "trusted": (Action.MARK,),
     "kind": (Action.REVOKE,),
     "sign": (Action.HEAD,),
     "output": (Action.HEAD,),
@@ -77,16 +81,20 @@ class RegisterCommand(Trusts):
 
     action: Action = choice(
         Action,
-        "make a register, add certificates, list events, show certificates or slots, revoke, print "
-        "or sign the head, audit the record, or bring the tables up to date",
+        "make a register, add certificates, list events, show certificates or slots, revoke, "
+        "mark runs as untrusted, print or sign the head, audit the record, or bring the tables up "
+        "to date",
         positional="",
     )
     names: tuple[str, ...] = argument(
-        "ARG", "certificates of `add`, identities of `show` and `revoke`, slots of `slots`", "*"
+        "ARG",
+        "certificates of `add`, identities of `show`, `revoke` and `mark`, slots of `slots`",
+        "*",
     )
     register: str | None = register_option("that is meant")
     since: int = value("N", "log: the events after this one", 0, read=whole(0))
-    reason: str | None = value("TEXT", "revoke: why, for those who read the log")
+    reason: str | None = value("TEXT", "revoke, mark: why, for those who read the log")
+    trusted: bool = switch("mark: the runs are trusted again")
     kind: Subject = choice(
         Subject,
         "revoke: whether ARG is the identity of a certificate or the fingerprint of a key",
@@ -210,29 +218,8 @@ def _tell(command: RegisterCommand, found: Sequence[CertificateStatus]) -> None:
     from kcdsl.verdict.text.console import print_on, table
 
     for status in found:
-        shown = table(("", ""), _rows(status), pad_edge=False, padding=(0, 1), show_header=False)
+        shown = table(("", ""), rows_of(status), pad_edge=False, padding=(0, 1), show_header=False)
         print_on(sys.stdout, shown)
-
-
-def _rows(status: CertificateStatus) -> Iterator[tuple[str, str]]:
-    from kcdsl_certs.encoding.strict import time_text
-
-    yield "identity", f"sha256:{status.identity}"
-    detail = f": {status.detail}" if status.detail else ""
-    yield "standing", f"{status.standing}{detail}"
-    if status.by is not None and status.by != status.identity:
-        yield "by", f"sha256:{status.by}"
-    found = status.certificate
-    if found is None:
-        return
-    yield "verdict", found.verdict
-    yield "stage", found.stage
-    yield "sequence", str(found.sequence)
-    yield "valid", f"from {time_text(found.issued_at)} until {time_text(found.valid_until)}"
-    yield "triple", f"sha256:{found.triple}"
-    for key in found.signers:
-        yield "signed by", f"sha256:{key}"
-    yield "recorded", f"event {found.number}"
 
 
 def _slots(command: RegisterCommand, place: str) -> Exit:
@@ -292,6 +279,23 @@ def _revoke(command: RegisterCommand, place: str) -> Exit:
     return Exit.HELD
 
 
+def _mark(command: RegisterCommand, place: str) -> Exit:
+    from kcdsl.release.register import Register
+
+    if command.reason is None:
+        raise refuse(USAGE, "a mark has a reason", help="give it: --reason TEXT")
+    with Register.open(place) as register:
+        for name in command.names:
+            identity = _identity(name)
+            found = register.mark_run(identity, trusted=command.trusted, reason=command.reason)
+            if not command.json:
+                said = "trusted" if found.trusted else "not trusted"
+                print(one_line(f"run sha256:{found.identity}: {said}"))
+        if command.json:
+            _tell_head(command, register.head())
+    return Exit.HELD
+
+
 def _log(command: RegisterCommand, place: str) -> Exit:
     from kcdsl.release.register import Register
     from kcdsl.release.register.audit import head_json
@@ -299,7 +303,7 @@ def _log(command: RegisterCommand, place: str) -> Exit:
     with Register.open(place) as register:
         if command.json:
             head = register.head()
-            document = [_plain(event) for event in register.events(command.since)]
+            document = [plain(event) for event in register.events(command.since)]
             shown = {"head": head_json(head), "events": document}
             print_json({"schema": "kcdsl.register-log/1", **shown})
             return Exit.HELD
@@ -312,53 +316,10 @@ def _print_log(command: RegisterCommand, register: Register) -> None:
     from kcdsl_certs.encoding.strict import time_text
 
     rows = [
-        (str(event.number), time_text(event.time), event.kind.value, one_line(_said(event)))
+        (str(event.number), time_text(event.time), event.kind.value, one_line(said(event)))
         for event in register.events(command.since)
     ]
     print_on(sys.stdout, table(("event", "time", "kind", "what"), rows))
-
-
-def _plain(event: Event) -> dict[str, Any]:
-    from kcdsl_certs.encoding.strict import time_text
-
-    return {
-        "number": event.number,
-        "time": time_text(event.time),
-        "kind": event.kind.value,
-        "previous": event.previous,
-        "hash": event.hash,
-        "data": dict(event.data),
-    }
-
-
-def _said(event: Event) -> str:
-    """Return what an event says, in one line."""
-    from kcdsl.release.register import EventKind
-
-    data = event.data
-
-    def short(name: str) -> str:
-        return f"sha256:{data[name]['sha256'][:16]}…"
-
-    match event.kind:
-        case EventKind.REGISTER:
-            return f"begins as {data['id']}"
-        case EventKind.TRIPLE:
-            contract = data["contract"]
-            return f"{data['checkpoint']['name']}, {contract['id']} {contract['version']}"
-        case EventKind.CERTIFICATE:
-            return f"{short('identity')} {data['verdict']} {data['stage']} of {short('triple')}"
-        case EventKind.RUN:
-            return f"{data['kind']} {data['stage']} of {short('triple')}"
-        case EventKind.RUN_MARK:
-            trusted = "trusted" if data["trusted"] else "not trusted"
-            return f"{short('run')} {trusted}: {data['reason']}"
-        case EventKind.PROMOTION:
-            said = f"{data['slot']} {data['version']}: {data['state']} {short('candidate')}"
-            named = [f"{r['clause']}: {r['detail']}" for r in data["reasons"]]
-            return "; ".join([said, *named])
-        case EventKind.REVOCATION:
-            return f"{data['kind']} {short('subject')}: {data['reason']}"
 
 
 def _head(command: RegisterCommand, place: str) -> Exit:
@@ -394,7 +355,7 @@ def _check(command: RegisterCommand, place: str) -> Exit:
     if command.json:
         print_json(found.to_json())
     else:
-        _print_audit(found)
+        print_audit(found)
     return Exit.HELD if found.is_sound else Exit.VIOLATED
 
 
@@ -406,20 +367,6 @@ def _trusted(command: RegisterCommand) -> TrustPolicy | None:
     return command.trust_for(Path()).rules if named else None
 
 
-def _print_audit(found: Audit) -> None:
-    for defect in found.defects:
-        where = "" if defect.number is None else f"event {defect.number}: "
-        print(one_line(f"{where}{defect.detail} ({defect.reason})"))
-    if found.last is not None:
-        print(f"{counted(found.last.number, 'event')}, last sha256:{found.last.hash}")
-    print(counted(found.certificates, "certificate"))
-    if found.unverified:
-        print(f"signed by no key that is trusted here: {found.unverified}")
-    for head in found.heads:
-        print(f"signed head: event {head.number}")
-    print("sound" if found.is_sound else "not sound")
-
-
 _RUN: Mapping[Action, Callable[[RegisterCommand, str], Exit]] = {
     Action.INIT: _init,
     Action.ADD: _add,
@@ -427,6 +374,7 @@ _RUN: Mapping[Action, Callable[[RegisterCommand, str], Exit]] = {
     Action.SHOW: _show,
     Action.SLOTS: _slots,
     Action.REVOKE: _revoke,
+    Action.MARK: _mark,
     Action.HEAD: _head,
     Action.CHECK: _check,
     Action.UPGRADE: _upgrade,
