@@ -312,14 +312,11 @@ def _log(command: RegisterCommand, place: str) -> Exit:
 
 
 def _print_log(command: RegisterCommand, register: Register) -> None:
-    from kcdsl.verdict.text.console import print_on, table
     from kcdsl_certs.encoding.strict import time_text
 
-    rows = [
-        (str(event.number), time_text(event.time), event.kind.value, one_line(said(event)))
-        for event in register.events(command.since)
-    ]
-    print_on(sys.stdout, table(("event", "time", "kind", "what"), rows))
+    for event in register.events(command.since):
+        begin = f"{event.number:>5}  {time_text(event.time)}  {event.kind.value:<11}"
+        print(one_line(f"{begin}  {said(event)}"))
 
 
 def _head(command: RegisterCommand, place: str) -> Exit:
