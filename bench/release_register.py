@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
@@ -34,7 +33,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.release.register import Certificate, Register, StatementKind
 from kcdsl.release.register.appending import head_in
 from kcdsl.release.register.database import Database, Location
-from kcdsl.release.register.events import Event, EventKind
+from kcdsl.release.register.events import SCHEMA as EVENT_SCHEMA
+from kcdsl.release.register.events import EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import text_of
 from kcdsl.release.register.schema import certificates, events, head, triples
 from kcdsl_certs.encoding.strict import time_text
@@ -95,71 +95,72 @@ def stock(place: str, count: int) -> list[str]:
     for first in range(0, count // PER_TRIPLE, _PORTION):
         with database.writing() as connection:
             last = head_in(connection)
+            number, previous = last.number, last.hash
             rows: dict[Any, list[dict[str, Any]]] = {events: [], triples: [], certificates: []}
-            for number in range(first, min(first + _PORTION, count // PER_TRIPLE)):
-                for event, table, row in _stocked(number, last.number, last.hash):
-                    rows[events].append(_row(event))
-                    rows[table].append(row)
-                    last = replace(last, number=event.number, hash=event.hash)
+            for about in range(first, min(first + _PORTION, count // PER_TRIPLE)):
+                for kind, table, row, data in _stocked(about):
+                    number += 1
+                    body = _body(number, previous, kind, data)
+                    stated = {"number": number, "kind": kind.value, "previous": previous}
+                    previous = hash_of(body)
+                    rows[events].append({**stated, "time": AT, "hash": previous, "body": body})
+                    rows[table].append({**row, "event": number})
                 some.append(rows[certificates][-1]["identity"])
+            if parse_event(body).hash != previous:
+                raise RuntimeError("the events are not those that the program writes")
             for table, found in rows.items():
                 connection.execute(insert(table), found)
-            connection.execute(update(head).values(number=last.number, hash=last.hash))
+            connection.execute(update(head).values(number=number, hash=previous))
     database.close()
     return some
 
 
-def _row(event: Event) -> dict[str, Any]:
-    return {
-        "number": event.number,
-        "kind": event.kind.value,
-        "time": time_text(event.time),
-        "previous": event.previous,
-        "hash": event.hash,
-        "body": event.body,
-    }
+AT = time_text(NOW)
 
 
-def _stocked(number: int, last: int, previous: str) -> Iterator[tuple[Event, Any, dict[str, Any]]]:
-    """Yield the events of a triple and its certificates, with the rows that follow from them."""
+def _body(number: int, previous: str, kind: EventKind, data: str) -> bytes:
+    """Return the canonical event, faster than by the program; `stock` compares the two."""
+    start = (
+        f'{{"data":{data},"kind":"{kind}","number":{number},"previous":{{"sha256":"{previous}"}}'
+    )
+    return f'{start},"schema":"{EVENT_SCHEMA}","time":"{AT}"}}'.encode()
+
+
+def _stocked(number: int) -> Iterator[tuple[EventKind, Any, dict[str, Any], str]]:
+    """Yield a triple and its certificates: kind, table, row and canonical data."""
     about = triple(f"stock {number}")
-    digest, data = about.digest, about.to_json()
-    event = Event(last + 1, NOW, previous, EventKind.TRIPLE, data)
-    contract = about.contract.digest
-    row = {"digest": digest, "event": event.number, "contract": contract, "triple": text_of(data)}
-    yield event, triples, row
+    digest, data = about.digest, text_of(about.to_json())
+    row = {"digest": digest, "contract": about.contract.digest, "triple": data}
+    yield EventKind.TRIPLE, triples, row, data
+    entry = Certificate(
+        identity="1" * 64,
+        kind=StatementKind.CERTIFICATE,
+        bundle="1" * 64,
+        triple=digest,
+        stage="offline-ci",
+        sequence=PER_TRIPLE,
+        verdict=Verdict.PASSED,
+        issued_at=NOW,
+        valid_until=NOW + timedelta(days=90),
+        complete=True,
+        signers=(KEY_A.public.fingerprint,),
+        threshold=1,
+    )
+    pattern = text_of(entry.to_json())
     for sequence in range(PER_TRIPLE):
         name = hashlib.sha256(f"{number} {sequence}".encode()).hexdigest()
-        entry = Certificate(
-            identity=name,
-            kind=StatementKind.CERTIFICATE,
-            bundle=name,
-            triple=digest,
-            stage="offline-ci",
-            sequence=sequence,
-            verdict=Verdict.PASSED,
-            issued_at=NOW,
-            valid_until=NOW + timedelta(days=90),
-            complete=True,
-            signers=(KEY_A.public.fingerprint,),
-            threshold=1,
-        )
-        data = entry.to_json()
-        event = Event(event.number + 1, NOW, event.hash, EventKind.CERTIFICATE, data)
-        yield (
-            event,
-            certificates,
-            {
-                "identity": name,
-                "event": event.number,
-                "triple": digest,
-                "stage": entry.stage,
-                "sequence": sequence,
-                "verdict": entry.verdict.value,
-                "supersedes": None,
-                "record": text_of(data),
-            },
-        )
+        data = pattern.replace("1" * 64, name)
+        data = data.replace(f'"sequence":{PER_TRIPLE}', f'"sequence":{sequence}')
+        row = {
+            "identity": name,
+            "triple": digest,
+            "stage": entry.stage,
+            "sequence": sequence,
+            "verdict": entry.verdict.value,
+            "supersedes": None,
+            "record": data,
+        }
+        yield EventKind.CERTIFICATE, certificates, row, data
 
 
 def lookups(place: str, identities: list[str]) -> tuple[float, float]:

@@ -399,6 +399,7 @@ FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "docs/reference/attribution.md": _example("tiny_lm"),
     "docs/reference/counterexamples.md": _example("tiny_lm"),
     "docs/reference/experiments.md": _example("tiny_lm"),
+    "docs/reference/register.md": _example("tiny_lm"),
     "docs/reference/traces.md": _example("tiny_lm"),
     "examples/tiny_lm/README.md": _example("tiny_lm"),
     "examples/own_metric/README.md": _example("own_metric"),
