@@ -130,7 +130,7 @@ def _stocked(number: int) -> Iterator[tuple[EventKind, Any, dict[str, Any], str]
     """Yield a triple and its certificates: kind, table, row and canonical data."""
     about = triple(f"stock {number}")
     digest, data = about.digest, text_of(about.to_json())
-    row = {"digest": digest, "contract": about.contract.digest, "triple": data}
+    row: dict[str, Any] = {"digest": digest, "contract": about.contract.digest, "triple": data}
     yield EventKind.TRIPLE, triples, row, data
     entry = Certificate(
         identity="1" * 64,
