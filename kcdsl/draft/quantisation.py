@@ -340,6 +340,7 @@ _MODELOPT: dict[str, tuple[str, Section, Section]] = {
         {"format": "fp4_e2m1", "scale": "nvfp4"},
         {"format": "fp4_e2m1", "scale": "nvfp4"},
     ),
+    "W8A16": ("INT8 weights", {"format": "int8_full", "scale": "per_channel"}, {}),
     "W4A16_AWQ": ("4 bits in groups of 128", {"format": "int4_full", "scale": "group_128"}, {}),
 }
 

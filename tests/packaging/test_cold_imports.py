@@ -79,6 +79,7 @@ def test_what_is_not_asked_is_not_imported(tmp_path: Path) -> None:
     assert imported(idle, "lint", str(tmp_path / "contract.yaml"), folder=tmp_path) == (0, [])
 
 
+@pytest.mark.full
 def test_compile_reads_a_checkpoint_without_the_compiler_of_torch(repository: Path) -> None:
     folder = str(repository / "examples" / "tiny_lm")
     assert imported(("torch.nn", "torch._dynamo", "scipy"), "compile", folder) == (0, ["torch.nn"])

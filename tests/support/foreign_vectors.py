@@ -192,8 +192,31 @@ def modelopt() -> Written:
         "nvfp4.weight_scale_2": whole,
         "nvfp4.expected": read,
     }
-    second = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-    return tensors, {"config:fp8": json.dumps(told), "config:nvfp4": json.dumps(second)}
+    for seed, (name, last) in enumerate({"fp8_pc_pt": 448, "int8_wo": 127}.items()):
+        w = matrix(16, 32, 32 + seed)
+        scale = w.abs().amax(-1) / last
+        code = reading.to_quantized_weight(w, scale, name)
+        rows, kind = (scale, name) if name == "int8_wo" else (scale[:, None], "fp8")
+        read = reading.from_quantized_weight(code, rows, kind, torch.float32)
+        parts = {"weight": code, "weight_scale": scale, "expected": read}
+        tensors |= {f"{name}.{part}": one for part, one in parts.items()}
+    w = matrix(16, 32, 34)
+    scale = w.reshape(16, 2, 16).abs().amax(-1) / 7
+    tensors["int4_awq.weight"] = reading.to_quantized_weight(w, scale, "int4_awq", None, 16)
+    tensors["int4_awq.weight_scale"] = scale
+    spread = scale.repeat_interleave(16, dim=1)  # ModelOpt has no reader of what it packs so
+    tensors["int4_awq.expected"] = (w / spread).round().clamp(-8, 7) * spread
+    names = {
+        "nvfp4": {"quant_algo": "NVFP4", "group_size": 16},
+        "fp8_pc_pt": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "int8_wo": {"quant_algo": "W8A16"},
+        "int4_awq": {"quant_algo": "W4A16_AWQ", "group_size": 16, "has_zero_point": False},
+    }
+    others = {
+        f"config:{name}": json.dumps({"quant_method": "modelopt", **one})
+        for name, one in names.items()
+    }
+    return tensors, {"config:fp8": json.dumps(told), **others}
 
 
 def transformers() -> Written:

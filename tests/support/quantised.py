@@ -89,6 +89,18 @@ def packed_int4(w: Tensor, *, zeros: bool = False) -> Written:
     return found, held.float() * spread
 
 
+def pairs(w: Tensor) -> Written:
+    """Signed four bits of groups of 8 as ModelOpt packs them: a byte has two rows of a column."""
+    scale = _group_scales(w, 8, 7.5, torch.float32)
+    spread = scale.repeat_interleave(8, dim=1)
+    code = (w / spread).round().clamp(-8, 7)
+    rows = [
+        [16 * (int(high) % 16) + int(low) % 16 for low, high in zip(*two, strict=True)]
+        for two in zip(code[0::2].tolist(), code[1::2].tolist(), strict=True)
+    ]
+    return {"weight": torch.tensor(rows, dtype=torch.uint8), "weight_scale": scale}, code * spread
+
+
 def nvfp4(w: Tensor, *, divided: bool) -> Written:
     """Fp4 codes of groups of 16 with nested scales, as compressed-tensors or ModelOpt has them."""
     whole = w.abs().amax() / (6 * 448)
@@ -251,6 +263,18 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "modelopt fp8": (
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         lambda w: fp8(w, "tensor"),
+    ),
+    "modelopt fp8 channel": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        lambda w: fp8(w, "channel"),
+    ),
+    "modelopt int8": (
+        {"quant_method": "modelopt", "quant_algo": "W8A16"},
+        int8,
+    ),
+    "modelopt int4": (
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 8},
+        pairs,
     ),
     "modelopt nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},

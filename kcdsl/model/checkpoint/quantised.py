@@ -395,13 +395,34 @@ def _ordered(parts: Tensor) -> Tensor:
 # --- ModelOpt -------------------------------------------------------------------------------------
 
 
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16", "W4A16_AWQ", "NVFP4")
+
+
 def _modelopt(config: Mapping[str, Any]) -> Scheme:
-    kind = _allow(config, "quant_algo", ("FP8", "NVFP4"), None)
-    if kind == "FP8":
-        return Scheme("modelopt FP8", "weight", ("weight_scale",), _decode_scaled)
-    _allow(config, "group_size", (16, None), None)
-    nested = ("weight_scale", "weight_scale_2")
-    return Scheme("modelopt NVFP4", "weight", nested, _decode_modelopt, 4)
+    kind = _allow(config, "quant_algo", _MODELOPT, None)
+    if kind == "NVFP4":
+        _allow(config, "group_size", (16, None), None)
+        nested = ("weight_scale", "weight_scale_2")
+        return Scheme("modelopt NVFP4", "weight", nested, _decode_modelopt, 4)
+    _allow(config, "has_zero_point", (False, None), None)
+    if kind == "W4A16_AWQ":
+        return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), _decode_pairs, 4)
+    return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), _decode_scaled)
+
+
+def _decode_pairs(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+    """Return integers of four bits times scales; a byte holds those of two outputs, the first in
+    its low half."""
+    name = f"{base}.weight"
+    need(kinds[name] == "U8", name, f"it is stored as {kinds[name]}")
+    need(f"{base}.weight_scale" in kinds, name, "it has no weight_scale")
+    raw = read(name)
+    need(raw.dim() == 2, name, "it is no matrix")
+    shape = (2 * raw.shape[0], raw.shape[1])
+    halves = torch.stack((raw & 15, raw >> 4), dim=1).reshape(shape).to(torch.float32)
+    code = torch.where(halves >= 8, halves - 16, halves)
+    scale, layout = _spread(read, f"{base}.weight_scale", shape, base, kinds)
+    return matrix_of(code * scale, "int4", layout, code, scale)
 
 
 def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:

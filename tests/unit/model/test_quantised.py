@@ -92,6 +92,7 @@ def test_blocks_of_fp8_may_be_cut_off(tmp_path: Path, shape: tuple[int, int]) ->
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "marlin-24"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "W8A16", "has_zero_point": True}, "has_zero"),
     ],
 )
 def test_a_variant_that_is_not_read_is_refused_by_name(
@@ -104,6 +105,20 @@ def test_a_variant_that_is_not_read_is_refused_by_name(
     with pytest.raises(Refusal, match=word) as refused:
         pair(folder)
     assert refused.value.diagnostics[0].code == MODEL_CONFIG
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("modelopt")])
+def test_inputs_that_modelopt_scales_are_refused(folder: Path, name: str) -> None:
+    """A matrix is not what its codes say where inputs are multiplied before it."""
+    place, key = folder / "quantised", "model.layers.0.mlp.down_proj"
+    quantise(folder, place, name)
+    held = load_file(place / "model.safetensors")
+    width = load_file(folder / "model.safetensors")[f"{key}.weight"].shape[1]
+    save_file(held | {f"{key}.pre_quant_scale": torch.ones(width)}, place / "model.safetensors")
+    with pytest.raises(Refusal, match="pre_quant_scale"):
+        pair(folder)
+    with pytest.raises(Rejected, match="inputs of"):
+        read_served(place, {f"{key}.weight"}).matrix(f"{key}.weight")
 
 
 def test_tensors_that_do_not_belong_to_the_model_are_refused(folder: Path) -> None:

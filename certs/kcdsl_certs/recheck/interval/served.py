@@ -32,7 +32,7 @@ _PARTS = (
     "weight", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point",
     "weight_packed", "weight_shape", "weight_g_idx", "weight_scale_inv", "qweight",
     "qzeros", "scales", "g_idx", "_weight_qdata", "_weight_scale", "_weight_zero_point",
-    "_weight_act_pre_scale",
+    "_weight_act_pre_scale", "pre_quant_scale",
 )  # fmt: skip
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
@@ -168,15 +168,34 @@ def _decode(served: Served, base: str) -> Decoded:
     if name == "awq":
         return _awq(served, base, method)
     if name == "modelopt" or "quant_algo" in method:
-        if method.get("quant_algo") == "FP8":
-            return _bytes(served, base)
-        if method.get("quant_algo") == "NVFP4":
-            return _four(served, base, "weight", "weight_scale_2", False)
+        return _modelopt(served, base, method)
     if name == "fp8":
         return _squares(served, base, method)
     if name == "torchao":
         return _torchao(served, base)
     raise Rejected("served/method", f"{name[:40] or method.get('quant_algo')!r} is not known")
+
+
+def _modelopt(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
+    kind = method.get("quant_algo")
+    if served.has(base, "pre_quant_scale"):
+        raise Rejected("served/method", f"inputs of {base[:60]!r} are multiplied before it")
+    if kind == "NVFP4":
+        return _four(served, base, "weight", "weight_scale_2", False)
+    if method.get("has_zero_point") not in (False, None):
+        raise Rejected("served/method", f"zero points of {str(kind)[:40]!r}")
+    if kind in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16"):
+        return _bytes(served, base)
+    if kind != "W4A16_AWQ":
+        raise Rejected("served/method", f"the algorithm {str(kind)[:40]!r} is not known")
+    stored = served.part(base, "weight")
+    if stored.dtype != "U8" or len(stored.shape) != 2:
+        raise ValueError("four bits are stored in bytes of a matrix")
+    data = np.frombuffer(stored.data, dtype=np.uint8).reshape(stored.shape).astype(np.int64)
+    codes = np.empty((2 * data.shape[0], data.shape[1]), dtype=np.int64)
+    codes[0::2], codes[1::2] = data % 16, data // 16
+    codes[codes > 7] -= 16
+    return _product(codes, served, base, "int4")
 
 
 def _compressed(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
