@@ -2,12 +2,18 @@
 
     python -m bench.compare certifier language --before v0.1
     make bench-compare    # certifier, language, evaluator and foundation, before: d557d31
+    python -m bench.compare certifier --only 'mlp_0|any order'    # cases of it, not recorded
 
 Both trees run in turn, each benchmark in a process of its own with the packages of this
 environment; the order changes with every round. Of each figure that both have, the median of the
 rounds is compared: the loss is now / before where lower values are better, else before / now. A
 loss above 1.05 in the first round calls for two further rounds, as times are noisy. The table is
 printed and recorded after each benchmark.
+
+`--only` compares the cases of the certifier whose names match: one round, the trees in turn for
+every case. Of each sentence it compares the bounds of both domains, which must not be larger by
+more than 0.1 %, and the seconds of the bound; these are of the processor, on one thread, as such a
+part may run beside other work.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -34,8 +41,15 @@ BEFORE = "d557d31"
 MOST = 1.05
 """The largest loss that passes."""
 ROUNDS = 3
+LOOSER = 1.001
+"""The largest ratio of two bounds of one statement that passes."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+OWN_TIME = "import time\ntime.perf_counter = time.process_time\n"
+"""What processes of a part import first: seconds are those of the processor."""
 
 Values = dict[str, tuple[float, Better]]
+Measured = dict[int, dict[str, float]]
+"""By tokens of a sentence: bound, interval bound, attack and seconds."""
 
 
 def main() -> int:
@@ -43,10 +57,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="compare", description=__doc__)
     parser.add_argument("names", nargs="*", default=BENCHMARKS, help="benchmarks to run")
     parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="the earlier tree")
+    parser.add_argument("--only", metavar="REGEX", help="cases of the certifier alone")
     options = parser.parse_args()
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         extract(options.before, Path(folder))
+        if options.only is not None:
+            figures = parts(options.only, Path(folder), ROOT)
+            return report("compare", figures, Path(folder))
         for name in options.names:
             figures += compared(name, Path(folder), ROOT)
             status = report("compare", figures)
@@ -103,6 +121,79 @@ def run(name: str, tree: Path) -> Values:
     }
 
 
+def parts(only: str, before: Path, now: Path) -> list[Figure]:
+    """Compare the certifier's cases whose names match, one by one.
+
+    Raises SystemExit where there is none.
+    """
+    from bench.certifier import CASES
+
+    names = [case.name for case in CASES if re.search(only, case.name)]
+    if not names:
+        raise SystemExit(f"no case of bench.certifier matches {only!r}")
+    figures: list[Figure] = []
+    for number, name in enumerate(names):
+        trees = (before, now) if number % 2 == 0 else (now, before)
+        found = {tree: part(name, tree) for tree in trees}
+        figures += differences(name, found[before], found[now])
+        for figure in figures[-3 * len(found[before]) :]:
+            print(figure.name, figure.value, figure.conditions, file=sys.stderr, flush=True)
+    return figures
+
+
+def part(name: str, tree: Path) -> Measured:
+    """Return what the certifier of a tree measures of a case.
+
+    Raises SystemExit where that is nothing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(OWN_TIME, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.certifier", name],
+            cwd=tree,
+            env={
+                **os.environ,
+                **dict.fromkeys(THREADS, "1"),
+                "PYTHONPATH": os.pathsep.join([folder, *(str(tree / root) for root in ROOTS)]),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    found = measured(name, done.stderr)
+    if not found:
+        raise SystemExit(f"bench.certifier of {tree} measured nothing of {name}: {done.stderr}")
+    return found
+
+
+def measured(name: str, text: str) -> Measured:
+    """Return what the certifier's progress says of the case of this name, by tokens."""
+    found = {}
+    for line in text.splitlines():
+        case, mark, fields = line.partition(" Measured(")
+        if mark and case == name:
+            pairs = (pair.split("=") for pair in fields.removesuffix(")").split(", "))
+            values = {key: float(value) for key, value in pairs}
+            found[int(values.pop("tokens"))] = values
+    return found
+
+
+def differences(name: str, before: Measured, now: Measured) -> list[Figure]:
+    """Return the ratios of bounds and seconds of a case; a sentence without any is no number."""
+    found = []
+    for tokens, old in before.items():
+        for key, most in (("bound", LOOSER), ("interval", LOOSER), ("seconds", MOST)):
+            new = now.get(tokens, {}).get(key, math.nan)
+            conditions = f"{old[key]:.6g} → {new:.6g}"
+            what = f"{name}, {tokens} tokens: {key}"
+            found.append(Figure(what, _ratio(new, old[key]), Better.LOWER, most, conditions))
+    return found
+
+
+def _ratio(worse: float, least: float) -> float:
+    return 1.0 if worse == least else worse / least if least else math.inf
+
+
 def losses(name: str, rounds: Sequence[tuple[Values, Values]]) -> list[Figure]:
     """Return the loss of every figure that both trees have, medians over the rounds.
 
@@ -124,9 +215,8 @@ def _loss(
     old = median(values[figure][0] for values in before)
     new = median(values[figure][0] for values in now)
     worse, least = (new, old) if better is Better.LOWER else (old, new)
-    loss = 1.0 if worse == least else worse / least if least else math.inf
     conditions = f"{old:.6g} → {new:.6g}, {len(before)} rounds"
-    return Figure(f"{name}: {figure}", loss, Better.LOWER, MOST, conditions)
+    return Figure(f"{name}: {figure}", _ratio(worse, least), Better.LOWER, MOST, conditions)
 
 
 if __name__ == "__main__":

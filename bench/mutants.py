@@ -2,11 +2,19 @@
 
 A mutant is the checker with one expression of one rule changed: a term dropped, a sign turned, a
 radius halved, γ_n without its n, an inflation left out, the larger for the smaller, a refusal left
-out. Which mutants a campaign tries is chosen by its seed, from all that the source gives. Each runs
-in a process of its own, from changed text; the files stay as they are. A run of a whole tier
-without any defect shows which tests call which functions. A mutant meets the tests that call the
-function it is in, quick ones first, then the others of their files: those of the first tier, and
-where none of these fails those of the second.
+out. Which mutants a campaign tries is chosen by its seed, from all that the source gives. Tests run
+in processes of their own, on changed text; the files stay as they are.
+
+1. Each file of tests of the first tier runs without a defect, which shows what each test executes.
+2. Each mutant alone meets the quickest tests that execute the changed place, of 20 s together.
+3. The mutants that are left are planted together and meet the other tests of the first tier that
+   execute one of them. A test that fails is tried with each of them alone.
+4. What is then left meets the second tier in the same way: of each file that executes it in the
+   first tier, or has no test there, cases by chance of `--most` seconds.
+
+A mutant that another one hides in steps 3 and 4 may be printed as not found, but none is printed as
+found that is not. Results are kept in build/mutants: a campaign that was ended goes on where it
+was, and after a change of a test that file alone runs again.
 
     make mutants                                   100 of campaign 1, recorded
     .venv/bin/python -m bench.mutants --count 20 --seed 7
@@ -17,110 +25,36 @@ where none of these fails those of the second.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import multiprocessing
 import os
-import pickle
 import random
-import resource
-import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
 
-from bench import mutants_tests
 from bench.common import RESULTS, Better, Figure, report
 from bench.mutants_changes import Mutant, mutants_of
-from bench.mutants_tests import (
-    FIRST,
-    ROOT,
-    SECOND,
-    Function,
-    Known,
-    Sources,
-    files,
-    modules,
-    name_of,
-)
+from bench.mutants_tests import ROOT, Results, files, marked, modules, name_of, quick
+from bench.mutants_trials import Journal, Round, Trial, alone, sources, together, without_defect
 
 COUNT, SEED = 100, 1
+JOBS, MOST = 2, 30
+QUICK = 20
+"""Seconds that quick tests of one mutant take together."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PREPARED = (
     "numpy", "torch", "pytest", "hypothesis", "flint", "ml_dtypes", "jsonschema",
-    "safetensors.torch", "scipy.stats", "transformers", "z3", "onnx",
+    "safetensors.torch", "scipy.stats", "transformers", "z3", "onnx", "kcdsl.cli", "kcdsl.api",
+    "kcdsl_backends.drift", "pytest_asyncio", "pytest_lsp", "anyio.pytest_plugin", "xdist.plugin",
 )  # fmt: skip
-"""Packages that tests import, loaded once for all mutants."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A mutant, the tests that meet it, and the seconds of a process that they may take."""
-
-    mutant: Mutant
-    tests: tuple[str, ...]
-    limit: int
-
-
-def known(file: str, tier: str = FIRST) -> Known:
-    """Return what a run of the tests of a file, of one tier, shows of the checker as it is."""
-    found = _forked(lambda: mutants_tests.run([file], tier, calls=True))
-    return found if isinstance(found, Known) else Known(f"{file}: {found}", {})
-
-
-def trial(mutant: Mutant, found: Known) -> Trial:
-    """Return a mutant with the tests that meet it."""
-    tests = found.of(mutant.function)
-    return Trial(mutant, tests, found.limit(tests))
-
-
-def outcome(trial: Trial) -> str:
-    """Return the first test that fails on a mutant, "time" if it does not end, "" if none."""
-    if not trial.tests:
-        return ""
-
-    def changed() -> Known:
-        resource.setrlimit(resource.RLIMIT_CPU, (trial.limit, trial.limit + 60))
-        mutant = trial.mutant
-        change = Sources(lambda name: mutant.tree if name == mutant.module else None)
-        sys.meta_path.insert(0, change)
-        return mutants_tests.run(trial.tests, calls=False)
-
-    found = _forked(changed)
-    return found.failed if isinstance(found, Known) else str(found)
-
-
-def _forked(task: Callable[[], Known]) -> Any:
-    """Return what a task returns in a copy of this process, or how that ended.
-
-    This process has imported what takes long, but not the checker.
-    """
-    with tempfile.TemporaryFile() as answer:
-        child = os.fork()
-        if child == 0:
-            _answer(task, answer)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status) or os.WEXITSTATUS(status):
-            return "time" if os.WTERMSIG(status) == signal.SIGXCPU else "crash"
-        answer.seek(0)
-        return pickle.load(answer)
-
-
-def _answer(task: Callable[[], Known], answer: IO[bytes]) -> NoReturn:
-    """Write what a task returns, silently, and end the process."""
-    try:
-        with tempfile.TemporaryFile("w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
-            pickle.dump(task(), answer)
-            answer.flush()
-        os._exit(0)
-    finally:
-        os._exit(1)
+"""Packages that tests and pytest import, loaded once for all mutants, but not the checker."""
 
 
 def chosen(count: int, seed: int, within: Sequence[str] = ("",)) -> list[Mutant]:
@@ -142,54 +76,110 @@ def main() -> int:
     """Try a campaign and print the mutants that no test finds."""
     options = _parser().parse_args()
     os.chdir(ROOT)
+    os.environ |= {"HYPOTHESIS_PROFILE": "unshrunk", **dict.fromkeys(THREADS, "1")}
     for name in PREPARED:
         importlib.import_module(name)
     assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
+    for path in modules():
+        marked(name_of(path))
+    gc.freeze()
     mutants = chosen(options.count, options.seed, options.within.split(","))
     if options.only:
         wanted = options.only.split(",")
         mutants = [m for m in chosen(10**9, options.seed) if m.name in wanted]
-    counts = Counter(mutant.kind for mutant in mutants)
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.jobs, mp_context=fork) as pool:
+        campaign = Campaign(pool, Journal(ROOT / "build" / "mutants" / sources()), mutants)
         try:
-            left = _tried(pool, mutants, FIRST)
-            survived = _tried(pool, left, SECOND) if left else []
+            campaign.learn()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    for mutant in survived:
+        campaign.meet_quick()
+        campaign.meet_first()
+        later = len(campaign.left)
+        campaign.meet_second(options.most)
+    for mutant in campaign.left:
         print(f"     {mutant.name:44} SURVIVED: {mutant.change}")
-    figures = _figures(counts, survived, len(left) - len(survived))
-    return report("mutants", figures, _folder(options))
+    later -= len(campaign.left)
+    return report("mutants", _figures(mutants, campaign.left, later), _folder(options))
 
 
-def _tried(pool: Executor, mutants: list[Mutant], tier: str) -> list[Mutant]:
-    """Print which test of a tier finds each mutant; return those that none finds.
+@dataclass(slots=True)
+class Campaign:
+    """Mutants that are tried, those that are left, and what the first tier executes."""
 
-    Raises ValueError where a test fails without any defect.
-    """
-    tests: dict[str, tuple[float, frozenset[Function]]] = {}
-    paths = files()
-    failed = []
-    for number, found in enumerate(pool.map(partial(known, tier=tier), paths), 1):
-        if number % 20 == 0:
-            print(f"tests without a defect: {number} of {len(paths)} files", flush=True)
-        if found.failed:
-            failed.append(found.failed)
-        tests |= found.tests
-    if failed:
-        raise ValueError(f"without any defect fail: {', '.join(failed)}")
-    all_known = Known("", dict(sorted(tests.items())))
-    trials = [trial(mutant, all_known) for mutant in mutants]
-    left = []
-    for number, (mutant, by) in enumerate(zip(mutants, pool.map(outcome, trials), strict=True), 1):
-        if by:
-            alone = "" if tier == FIRST else "SECOND TIER ALONE: "
-            print(f"{number:4} {mutant.name:44} {alone}{by}", flush=True)
-        else:
-            left.append(mutant)
-    return left
+    pool: Executor
+    journal: Journal
+    left: list[Mutant]
+    known: dict[str, Results] = field(default_factory=dict)
+    """By file of tests, what its first tier does without a defect."""
+
+    def learn(self) -> None:
+        """Run the first tier without a defect.
+
+        Raises ValueError where a test fails.
+        """
+        paths = files()
+        blocks = {mutant.block for mutant in self.left if mutant.block}
+        failed: list[str] = []
+        found = self.pool.map(partial(without_defect, journal=self.journal), paths)
+        for number, (file, results) in enumerate(zip(paths, found, strict=True), 1):
+            if number % 20 == 0:
+                _progress("tests without a defect", number, len(paths))
+            failed += results.failed + ((results.ended,) if results.ended else ())
+            self.known[file] = results.only(blocks)
+        if failed:
+            raise ValueError(f"without any defect fail: {', '.join(failed)}")
+
+    def meet_quick(self) -> None:
+        """Have each mutant alone meet the quickest tests that execute it."""
+        trials = []
+        for mutant in self.left:
+            tests = quick(list(self.known.values()), mutant.block, QUICK)
+            seconds = sum(self.known[test.partition("::")[0]].tests[test].seconds for test in tests)
+            trials.append(Trial(mutant, tuple(tests), seconds))
+        found = self.pool.map(partial(alone, journal=self.journal), trials)
+        for trial, test in zip(trials, found, strict=True):
+            if test:
+                self._found(trial.mutant, test)
+
+    def meet_first(self) -> None:
+        """Have the mutants that are left together meet all of the first tier."""
+        rounds = []
+        for file, known in self.known.items():
+            met = [mutant for mutant in self.left if known.meeting({mutant.block})]
+            if met:
+                rounds.append(Round(file, tuple(met), known))
+        self._meet(rounds)
+
+    def meet_second(self, most: float) -> None:
+        """Have the mutants that are left together meet the second tier, `most` seconds a file."""
+        blocks = {mutant.block for mutant in self.left}
+        self._meet(
+            [
+                Round(file, tuple(self.left), None, most)
+                for file, known in self.known.items()
+                if self.left and (not known.tests or known.meeting(blocks))
+            ],
+            "SECOND TIER ALONE: ",
+        )
+
+    def _meet(self, rounds: Sequence[Round], note: str = "") -> None:
+        found = self.pool.map(partial(together, journal=self.journal), rounds)
+        for number, by in enumerate(found, 1):
+            if number % 20 == 0:
+                _progress("files that meet what is left", number, len(rounds))
+            for mutant in [mutant for mutant in self.left if mutant.key in by]:
+                self._found(mutant, note + by[mutant.key])
+
+    def _found(self, mutant: Mutant, by: str) -> None:
+        self.left = [other for other in self.left if other is not mutant]
+        print(f"     {mutant.name:44} {by}", flush=True)
+
+
+def _progress(what: str, done: int, of: int) -> None:
+    print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
 
 
 def _folder(options: argparse.Namespace) -> Path:
@@ -198,17 +188,16 @@ def _folder(options: argparse.Namespace) -> Path:
     return RESULTS if recorded else Path(tempfile.mkdtemp())
 
 
-def _figures(counts: Counter[str], survived: list[Mutant], later: int) -> list[Figure]:
-    kinds = Counter(mutant.kind for mutant in survived)
-    total = sum(counts.values())
-    killed: Callable[[str], int] = lambda kind: counts[kind] - kinds[kind]  # noqa: E731
+def _figures(mutants: Iterable[Mutant], survived: Iterable[Mutant], later: int) -> list[Figure]:
+    planted = Counter(mutant.kind for mutant in mutants)
+    found = planted - Counter(mutant.kind for mutant in survived)
     return [
-        Figure("planted", total, Better.HIGHER),
-        Figure("found", total - len(survived), Better.HIGHER),
+        Figure("planted", planted.total(), Better.HIGHER),
+        Figure("found", found.total(), Better.HIGHER),
         Figure("found by the second tier alone", later, Better.LOWER, 0),
         *(
-            Figure(f"found of {kind}", killed(kind), Better.HIGHER, None, f"of {counts[kind]}")
-            for kind in sorted(counts)
+            Figure(f"found of {kind}", found[kind], Better.HIGHER, None, f"of {planted[kind]}")
+            for kind in sorted(planted)
         ),
     ]
 
@@ -217,7 +206,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="how many mutants")
     parser.add_argument("--seed", type=int, default=SEED, help="which are chosen")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="how many at a time")
+    parser.add_argument(
+        "--most", type=float, default=MOST, help="seconds of the second tier, a file"
+    )
     parser.add_argument("--only", default="", help="names of mutants, with commas between")
     parser.add_argument("--within", default="", help="what modules begin with, with commas between")
     return parser

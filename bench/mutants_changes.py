@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.mutants_tests import CHECKER, Function, begin_of, name_of
+from bench.mutants_tests import Block, name_of, parsed, statements
 
 INFLATIONS = {"raised", "up", "above", "down", "lifted", "product_up"}
 RADII = {
@@ -20,17 +20,20 @@ RADII = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A changed module: where and what was done. `function` is None outside of any.
+    """A changed module: where and what was done. `block` is None outside of any function.
 
     `node` is the place of what is changed in a walk of the syntax tree, `number` says which of the
-    changes directly below it is made.
+    changes directly below it is made. A rejection that is left out belongs to the block of the
+    rejection: other tests cannot find it.
     """
 
     module: str
     line: int
     kind: str
     change: str
-    function: Function | None
+    block: Block | None
+    statement: int
+    """The line of the innermost statement around the change."""
     node: int
     number: int
 
@@ -40,42 +43,78 @@ class Mutant:
         return f"{self.module}:{self.line}:{self.kind}"
 
     @property
-    def tree(self) -> ast.Module:
-        """Return the changed module."""
-        tree = _parsed(CHECKER / self.module)
-        node = next(n for k, n in enumerate(ast.walk(tree)) if k == self.node)
-        _, place, new = list(_changes(node))[self.number]
-        _put(node, place, new)
-        return ast.fix_missing_locations(tree)
+    def key(self) -> str:
+        """Return what tells it from every other mutant of the same sources."""
+        return f"{self.name}:{self.node}:{self.number}"
+
+
+def changed(module: str, mutants: Iterable[Mutant]) -> ast.Module | None:
+    """Return a module with all changes of those mutants that are its own, None if there are none.
+
+    No two of them may be in one statement.
+    """
+    own = [mutant for mutant in mutants if mutant.module == module]
+    if not own:
+        return None
+    tree = parsed(module)
+    nodes = list(ast.walk(tree))
+    made = [(nodes[m.node], list(_changes(nodes[m.node]))[m.number]) for m in own]
+    for node, (_, place, new) in made:
+        _put(node, place, ast.copy_location(new, _at(node, place)))
+    return ast.fix_missing_locations(tree)
+
+
+def apart(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
+    """Return groups of mutants such that no two of a group change one statement."""
+    groups: list[dict[tuple[str, int], Mutant]] = []
+    for mutant in mutants:
+        place = (mutant.module, mutant.statement)
+        group = next((group for group in groups if place not in group), None)
+        if group is None:
+            groups.append(group := {})
+        group[place] = mutant
+    return [list(group.values()) for group in groups]
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Yield every mutant of a module."""
-    tree = _parsed(path)
     module = name_of(path)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    tree = parsed(module)
+    around = dict(_around(tree, None, 0, inside=False))
     for at, node in enumerate(ast.walk(tree)):
         for number, (kind, place, new) in enumerate(_changes(node)):
             old = _at(node, place)
             before, after = (" ".join(ast.unparse(part).split()) for part in (old, new))
             if before == after:
                 continue
-            begin = _begin(functions, old.lineno)
-            function = None if begin is None else (module, begin)
+            line, statement = around[id(old)]
+            if isinstance(old, ast.If) and line is not None:
+                line = old.body[0].lineno
+            block = None if line is None else (module, line)
             change = f"{before[:90]} → {after[:90]}"
-            yield Mutant(module, old.lineno, kind, change, function, at, number)
+            yield Mutant(module, old.lineno, kind, change, block, statement, at, number)
 
 
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _around(
+    node: ast.AST, block: int | None, statement: int, *, inside: bool
+) -> Iterator[tuple[int, tuple[int | None, int]]]:
+    """Yield of every node the line of the block and of the statement that it is in.
 
-
-def _begin(functions: list[ast.FunctionDef], line: int) -> int | None:
-    """Return where the innermost function around a line begins, with its decorators."""
-    around = [f for f in functions if f.lineno <= line <= (f.end_lineno or f.lineno)]
-    if not around:
-        return None
-    return begin_of(max(around, key=lambda f: f.lineno))
+    `inside` says whether the node is in a function; elsewhere there are no blocks.
+    """
+    if isinstance(node, ast.stmt):
+        statement = node.lineno
+    yield id(node), (block, statement)
+    inside = inside or isinstance(node, ast.FunctionDef)
+    bodies = list(statements(node))
+    for body in bodies:
+        own = body[0].lineno if inside and not isinstance(node, ast.ClassDef) else block
+        for child in body:
+            yield from _around(child, own, statement, inside=inside)
+    within = {id(child) for body in bodies for child in body}
+    for child in ast.iter_child_nodes(node):
+        if id(child) not in within:
+            yield from _around(child, block, statement, inside=inside)
 
 
 def _at(node: ast.AST, place: str) -> Any:
@@ -126,8 +165,8 @@ def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in RADII:
             half = ast.BinOp(value, ast.Mult(), ast.Constant(0.5))
             yield "half", ast.Assign(node.targets, half, lineno=node.lineno)
-        case ast.If(test=test, body=[ast.Raise()], orelse=[]):
-            yield "refusal", ast.If(ast.Constant(False), [ast.Expr(test)], [])
+        case ast.If(test=test, body=[ast.Raise() as rejection], orelse=[]):
+            yield "refusal", ast.If(test, [ast.copy_location(ast.Pass(), rejection)], [])
 
 
 def _numbers(*nodes: ast.AST) -> bool:

@@ -1,4 +1,4 @@
-"""Which functions of the checker each test calls."""
+"""Which parts of the checker each test executes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import math
+import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -24,8 +27,8 @@ FOLDERS = ("tests/unit", "tests/property", "tests/kernels")
 FOREIGN = ("tests/unit/lsp", "tests/unit/bench")
 """Folders among them whose tests do not meet the checker, or run campaigns of their own."""
 
-Function = tuple[str, int]
-"""A module and the line on which a function begins."""
+Block = tuple[str, int]
+"""Statements of a function that follow each other: a module and the line of the first one."""
 
 
 def modules() -> list[Path]:
@@ -50,34 +53,27 @@ def name_of(path: Path) -> str:
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules of the checker from other text than that of their files.
+    """Imports modules of the checker from other code than that of their files.
 
-    `change` gives the tree to execute for a module's name, None for the file as it is; `names` are
-    what that text finds among its globals.
+    `code` gives what to execute for a module's name; `names` are what that finds among its globals.
     """
 
-    def __init__(
-        self, change: Callable[[str], ast.Module | None], names: Mapping[str, Any] | None = None
-    ) -> None:
-        self.change, self.names = change, names or {}
+    def __init__(self, code: Callable[[str], CodeType], names: Mapping[str, Any]) -> None:
+        self.code, self.names = code, names
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a specification for a module whose text changes."""
+        """Return a specification for a module of the checker."""
         place = _module_path(fullname)
-        if place is None or self.change(name_of(place)) is None:
-            return None
-        return importlib.util.spec_from_loader(fullname, self)
+        return None if place is None else importlib.util.spec_from_loader(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the changed text."""
+        """Execute the other code."""
         place = _module_path(module.__name__)
         assert place is not None
-        tree = self.change(name_of(place))
-        assert tree is not None
         module.__dict__.update(self.names)
-        exec(compile(tree, str(place), "exec"), module.__dict__)
+        exec(self.code(name_of(place)), module.__dict__)
 
 
 def _module_path(fullname: str) -> Path | None:
@@ -87,80 +83,154 @@ def _module_path(fullname: str) -> Path | None:
     return place if place.is_file() else None
 
 
-def begin_of(function: ast.FunctionDef) -> int:
-    """Return the line on which a function begins, its decorators included."""
-    return min([function.lineno, *(d.lineno for d in function.decorator_list)])
+def parsed(module: str) -> ast.Module:
+    """Return the tree of a module of the checker as it is."""
+    return ast.parse((CHECKER / module).read_text(encoding="utf-8"))
 
 
-def _marked(module: str) -> ast.Module:
-    """Return a module whose functions say that they are called."""
-    tree = ast.parse((CHECKER / module).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            mark = ast.parse(f"_called_(({module!r}, {begin_of(node)}))").body[0]
-            documented = ast.get_docstring(node) is not None
-            node.body.insert(int(documented), mark)
-    return ast.fix_missing_locations(tree)
+def statements(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield the lists of statements directly below a node: its body, and what else it has."""
+    for _, value in ast.iter_fields(node):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            yield value
+
+
+@cache
+def marked(module: str) -> CodeType:
+    """Return the code of a module as it is, except that its blocks say that they are executed."""
+    return with_marks(module, parsed(module))
+
+
+def with_marks(module: str, tree: ast.Module) -> CodeType:
+    """Return the code of a tree whose functions say which of their blocks are executed."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = {id(node): node for function in functions for node in ast.walk(function)}
+    for node in inside.values():
+        if isinstance(node, ast.ClassDef):
+            continue
+        for body in statements(node):
+            mark = ast.parse(f"_executed_(({module!r}, {body[0].lineno}))").body[0]
+            documented = isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
+            body.insert(int(documented), mark)
+    return compile(ast.fix_missing_locations(tree), str(CHECKER / module), "exec")
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Results of tests without any defect: a test that fails, if one does, and by test the seconds
-    that it took and the functions of the checker that it called."""
+class Result:
+    """A test that was run: the seconds that it took and the blocks of the checker it executed."""
 
-    failed: str
-    tests: Mapping[str, tuple[float, frozenset[Function]]]
+    seconds: float
+    blocks: frozenset[Block]
 
-    def limit(self, tests: Iterable[str]) -> int:
-        """Return after how many seconds of its own a process with a defect is ended."""
-        return int(60 + 4 * sum(self.tests[test][0] for test in tests))
 
-    def of(self, function: Function | None) -> tuple[str, ...]:
-        """Return the tests that call a function; those of one file together, quick files first.
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Tests that were run, by their names; those that failed; a test that ended the process.
 
-        Of a file that calls it, its other tests follow: they may read what a test before them made.
+    `failed` names a file where that cannot be imported, and how pytest ended where no test failed.
+    """
+
+    tests: Mapping[str, Result]
+    failed: tuple[str, ...] = ()
+    ended: str = ""
+
+    def only(self, wanted: Collection[Block]) -> Results:
+        """Return the same with the wanted blocks alone."""
+        tests = {
+            test: Result(result.seconds, result.blocks & frozenset(wanted))
+            for test, result in self.tests.items()
+        }
+        return Results(tests, self.failed, self.ended)
+
+    def seconds(self, tests: Iterable[str]) -> float:
+        """Return the seconds that tests took together."""
+        return sum(self.tests[test].seconds for test in tests)
+
+    def meeting(self, blocks: Collection[Block | None]) -> list[str]:
+        """Return the tests that execute one of the blocks, quick ones first, then the others.
+
+        The others may read what a test before them made. There are none if no test executes one.
         None is what is executed when a module is imported, which every test reads.
         """
-        files = list(dict.fromkeys(test.partition("::")[0] for test in self.tests))
-        near = [self._of_file(file, function) for file in files]
-        near.sort(key=lambda pair: sum(self.tests[test][0] for test in pair[0]))
-        return tuple(test for some, _ in near for test in some) + tuple(
-            test for _, others in near for test in others
-        )
+        ordered = sorted(self.tests, key=lambda test: self.tests[test].seconds)
+        if None in blocks:
+            return ordered
+        near = [test for test in ordered if not self.tests[test].blocks.isdisjoint(blocks)]
+        others = [test for test in self.tests if test not in set(near)]
+        return near + others if near else []
 
-    def _of_file(self, file: str, function: Function | None) -> tuple[list[str], list[str]]:
-        some = [test for test in self.tests if test.partition("::")[0] == file]
-        called = [t for t in some if function is None or function in self.tests[t][1]]
-        others = [t for t in some if t not in called] if called else []
-        return sorted(called, key=lambda test: self.tests[test][0]), others
+
+def quick(found: Sequence[Results], block: Block | None, most: float) -> list[str]:
+    """Return the quickest tests that execute a block, of `most` seconds together.
+
+    Those of one file follow each other, as each file takes time to be imported.
+    """
+    near = sorted(
+        (result.seconds, test)
+        for results in found
+        for test, result in results.tests.items()
+        if block is None or block in result.blocks
+    )
+    taken: dict[str, list[str]] = {}
+    for seconds, test in near:
+        most -= seconds
+        if most < 0:
+            break
+        taken.setdefault(test.partition("::")[0], []).append(test)
+    return [test for tests in taken.values() for test in tests]
 
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """A plugin of pytest that takes down what `Known` holds."""
+    """A plugin of pytest that takes down what `Results` holds.
 
-    called: set[Function]
-    """The functions that were called; emptied before each test."""
-    failed: str = ""
-    tests: dict[str, tuple[float, frozenset[Function]]] = field(default_factory=dict)
+    `order` selects and orders the tests, if it has any; otherwise they come in an order by chance,
+    the same each time, if the seconds are limited.
+    """
+
+    executed: set[Block]
+    """The blocks that were executed; emptied before each test."""
+    order: Mapping[str, int]
+    most: float
+    """After how many seconds no further test begins."""
+    started: Callable[[str], None]
+    """Called with each test before it begins."""
+    failed: dict[str, None] = field(default_factory=dict)
+    tests: dict[str, Result] = field(default_factory=dict)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave the wanted tests, in their order."""
+        if self.order:
+            wanted = [item for item in items if item.nodeid in self.order]
+            items[:] = sorted(wanted, key=lambda item: self.order[item.nodeid])
+        elif self.most < math.inf:
+            random.Random(0).shuffle(items)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         """Take down a test."""
-        self.called.clear()
+        self.executed.clear()
+        self.started(item.nodeid)
         began = time.process_time()
         try:
             return (yield)
         finally:
-            self.tests[item.nodeid] = time.process_time() - began, frozenset(self.called)
+            seconds = time.process_time() - began
+            self.tests[item.nodeid] = Result(seconds, frozenset(self.executed))
+            self.most -= seconds
+            if self.most < 0:
+                item.session.shouldstop = "the seconds are over"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take down a failure."""
-        self.failed = self.failed or (report.nodeid if report.failed else "")
+        if report.failed:
+            self.failed[report.nodeid] = None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Take down a module that cannot be imported."""
-        self.failed = self.failed or (report.nodeid if report.failed else "")
+        if report.failed:
+            self.failed[report.nodeid] = None
 
 
 FIRST, SECOND = (
@@ -170,18 +240,25 @@ FIRST, SECOND = (
 """The two tiers of the suite, as pytest selects them."""
 
 
-def run(tests: Sequence[str], tier: str = "", *, calls: bool) -> Known:
-    """Run tests in this process until one fails; those of one tier where it is given.
+def run(
+    change: Callable[[str], ast.Module | None], paths: Sequence[str], *options: str,
+    tests: Sequence[str] = (), most: float = math.inf, started: Callable[[str], None],
+) -> Results:  # fmt: skip
+    """Run tests of files in this process, on a checker of other text, which is not yet imported.
 
-    `calls` says whether to take down the functions of the checker that they call, which must not
-    have been imported.
+    `change` gives the tree of a module, None for the file as it is; `tests` selects and orders;
+    no test begins after `most` seconds.
     """
-    called: set[Function] = set()
-    if calls:
-        sys.meta_path.insert(0, Sources(_marked, {"_called_": called.add}))
-    recorder = Recorder(called)
-    options = ["-x", "-q", "-p", "no:cacheprovider", *(["-m", tier] if tier else [])]
-    code = pytest.main([*options, *tests], plugins=[recorder])
+    executed: set[Block] = set()
+
+    def code(module: str) -> CodeType:
+        tree = change(module)
+        return marked(module) if tree is None else with_marks(module, tree)
+
+    sys.meta_path.insert(0, Sources(code, {"_executed_": executed.add}))
+    recorder = Recorder(executed, {test: k for k, test in enumerate(tests)}, most, started)
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *options, *paths], plugins=[recorder])
     right = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    failed = recorder.failed or ("" if code in right else f"exit {code}")
-    return Known(failed, recorder.tests)
+    if code not in right and not recorder.failed and recorder.most >= 0:
+        recorder.failed[f"exit {code}"] = None
+    return Results(recorder.tests, tuple(recorder.failed))

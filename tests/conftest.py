@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL, Ran, run_here
 from tests.support.files import files_below
@@ -28,6 +28,10 @@ settings.register_profile(
     "kcdsl", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("thorough", parent=settings.get_profile("kcdsl"), max_examples=1000)
+settings.register_profile(
+    "unshrunk", parent=settings.get_profile("kcdsl"),
+    derandomize=True, phases=(Phase.explicit, Phase.generate),
+)  # fmt: skip
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kcdsl"))
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.common import Better
-from bench.compare import Values, compared, losses
+from bench.compare import Values, compared, differences, losses, measured, part, parts
 
 PROGRAM = """
 import json, pathlib
@@ -76,3 +76,47 @@ def test_a_benchmark_without_results_ends_the_run(tmp_path: Path) -> None:
     before = tree(tmp_path / "a", [])
     with pytest.raises(SystemExit, match="wrote no results"):
         compared("small", before, tree(tmp_path / "b", [1.0]))
+
+
+LINES = """\
+a case, float32 Measured(tokens=6, bound=0.25, interval=inf, attack=0.125, seconds=2.0)
+a case, float32 Measured(tokens=17, bound=0.5, interval=1.0, attack=0.125, seconds=4.0)
+another case, a case, float32 Measured(tokens=6, bound=1.0, interval=1, attack=1, seconds=1.0)
+"""
+
+
+def test_bounds_and_seconds_are_compared_sentence_by_sentence() -> None:
+    before = measured("a case, float32", LINES)
+    assert before[6] == {"bound": 0.25, "interval": math.inf, "attack": 0.125, "seconds": 2.0}
+    assert list(before) == [6, 17]
+    assert all(figure.value == 1.0 for figure in differences("a", before, before))
+    looser = {6: {**before[6], "bound": 0.2503, "seconds": 2.05}}
+    bound, interval, seconds, *absent = differences("a", before, looser)
+    assert (bound.name, bound.within) == ("a, 6 tokens: bound", False)
+    assert bound.value == pytest.approx(1.0012)
+    assert (interval.value, interval.within) == (1.0, True)
+    assert (seconds.value, seconds.within) == (1.025, True)
+    assert len(absent) == 3
+    assert not any(figure.within for figure in absent)
+    lost = {6: {**before[6], "bound": math.inf}, 17: before[17]}
+    assert not differences("a", before, lost)[0].within
+
+
+CERTIFIER = """
+import sys, time
+spent, slept = time.perf_counter(), time.sleep(0.5)
+few = time.perf_counter() - spent < 0.25
+values = f"bound=1.0, interval=1.0, attack=1.0, seconds={float(few)}"
+print(sys.argv[1], f"Measured(tokens=6, {values})", file=sys.stderr)
+"""
+
+
+def test_a_part_runs_the_certifier_of_its_tree_and_measures_its_own_time(tmp_path: Path) -> None:
+    bench = tree(tmp_path, []) / "bench"
+    (bench / "certifier.py").write_text(CERTIFIER)
+    assert part("mlp_0", tmp_path)[6]["seconds"] == 1.0
+    (bench / "certifier.py").write_text("print('nothing')")
+    with pytest.raises(SystemExit, match="measured nothing of mlp_0"):
+        part("mlp_0", tmp_path)
+    with pytest.raises(SystemExit, match=r"no case of bench\.certifier"):
+        parts("no such case", tmp_path, tmp_path)

@@ -5,11 +5,25 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
 
 import pytest
 
-from bench.mutants_changes import mutants_of
-from bench.mutants_tests import CHECKER, ROOT, Known, files, modules, name_of
+from bench.mutants_changes import Mutant, apart, changed, mutants_of
+from bench.mutants_tests import (
+    CHECKER,
+    ROOT,
+    Result,
+    Results,
+    files,
+    modules,
+    name_of,
+    parsed,
+    quick,
+    with_marks,
+)  # fmt: skip
 
 PLANTED = {name_of(path): path for path in modules()}
 
@@ -38,68 +52,178 @@ def test_a_module_without_code_to_run_gives_none() -> None:
     ],
 )
 def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
-    plain = PLANTED[name].read_text(encoding="utf-8")
+    plain = ast.unparse(parsed(name))
     found = list(mutants_of(PLANTED[name]))
-    assert len({ast.unparse(mutant.tree) for mutant in found}) > 2
+    assert len({mutant.key for mutant in found}) == len(found)
+    assert len({_text(name, mutant) for mutant in found}) > 2
     for mutant in found:
-        assert ast.unparse(ast.parse(plain)) != ast.unparse(mutant.tree)
+        assert _text(name, mutant) != plain
         assert mutant.module == name
         before, after = mutant.change.split(" → ")
         assert before != after or len(before) == 90  # the change itself may be further on
-        if mutant.function is not None:
-            line = plain.splitlines()[mutant.function[1] - 1].strip()
-            assert line.startswith(("def ", "@")), line
-    assert any(mutant.function is not None for mutant in found)
+        if mutant.block is not None:
+            assert mutant.block[0] == name
+            assert mutant.block[1] <= mutant.line or mutant.kind == "refusal"
+    assert any(mutant.block is not None for mutant in found)
 
 
-def test_tests_that_call_a_function_come_by_file_and_quick_ones_first() -> None:
-    f, g, h = ("a.py", 1), ("a.py", 9), ("b.py", 4)
-    known = Known(
-        "",
-        {
-            "one.py::slow": (0.9, frozenset({f, g})),
-            "one.py::quick": (0.1, frozenset({f})),
-            "one.py::other": (0.0, frozenset()),
-            "two.py::only": (0.5, frozenset({g})),
-        },
+def test_every_place_of_a_change_says_that_it_is_executed() -> None:
+    """Otherwise no test would meet the mutant."""
+    for name, path in PLANTED.items():
+        lines = {place for code in _codes(with_marks(name, parsed(name))) for place in _marks(code)}
+        assert {mutant.block for mutant in mutants_of(path)} <= {None, *lines}, name
+
+
+def test_mutants_of_several_statements_are_planted_together_and_those_of_one_are_not() -> None:
+    name = "affine/curves.py"
+    found = list(mutants_of(PLANTED[name]))
+    groups = apart(found)
+    assert sorted(mutant.key for group in groups for mutant in group) == sorted(
+        mutant.key for mutant in found
     )
-    assert known.of(f) == ("one.py::quick", "one.py::slow", "one.py::other")
-    assert known.of(g) == ("two.py::only", "one.py::slow", "one.py::quick", "one.py::other")
-    assert known.of(h) == ()
-    assert set(known.of(None)) == set(known.tests)
-    assert known.limit(["one.py::slow", "two.py::only"]) == 65
+    assert len(groups) > 1
+    first, *_ = groups
+    assert len(first) > 2
+    each = {_text(name, mutant) for mutant in first}
+    assert _text(name, *first) not in each
+    assert changed("affine/tape.py", first) is None
+    for group in groups:
+        assert len({mutant.statement for mutant in group}) == len(group)
+
+
+def test_a_rejection_that_is_left_out_belongs_to_the_tests_that_see_it() -> None:
+    name = "graphs/any_length.py"
+    mutant = next(m for m in mutants_of(PLANTED[name]) if m.kind == "refusal")
+    lines = PLANTED[name].read_text(encoding="utf-8").splitlines()
+    assert mutant.block is not None
+    assert lines[mutant.block[1] - 1].strip().startswith("raise ")
+    assert _text(name, mutant).count("raise ") == ast.unparse(parsed(name)).count("raise ") - 1
+
+
+def _text(name: str, *mutants: Mutant) -> str:
+    tree = changed(name, mutants)
+    assert tree is not None
+    return ast.unparse(tree)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _marks(code: CodeType) -> Iterator[tuple[str, int]]:
+    for constant in code.co_consts:
+        match constant:
+            case (str(module), int(line)):
+                yield module, line
+
+
+f, g, h = ("a.py", 1), ("a.py", 9), ("b.py", 4)
+ONE = Results(
+    {
+        "one.py::slow": Result(0.9, frozenset({f, g})),
+        "one.py::quick": Result(0.1, frozenset({f})),
+        "one.py::other": Result(0.0, frozenset()),
+    }
+)
+TWO = Results({"two.py::only": Result(0.5, frozenset({g}))})
+
+
+def test_tests_that_execute_a_block_come_first_and_quick_ones_before_slow_ones() -> None:
+    assert ONE.meeting({f}) == ["one.py::quick", "one.py::slow", "one.py::other"]
+    assert ONE.meeting({g, h}) == ["one.py::slow", "one.py::quick", "one.py::other"]
+    assert ONE.meeting({h}) == []
+    assert set(ONE.meeting({None})) == set(ONE.tests)
+    assert ONE.only({g}).tests["one.py::slow"].blocks == {g}
+
+
+def test_quick_tests_of_all_files_fill_the_time_and_those_of_one_file_stay_together() -> None:
+    assert quick([ONE, TWO], f, 9) == ["one.py::quick", "one.py::slow"]
+    assert quick([ONE, TWO], g, 9) == ["two.py::only", "one.py::slow"]
+    assert quick([ONE, TWO], g, 0.7) == ["two.py::only"]
+    assert quick([ONE, TWO], h, 9) == []
+    assert quick([ONE, TWO], None, 0.7) == ["one.py::other", "one.py::quick", "two.py::only"]
 
 
 FINDS = """
-import sys
-from bench.mutants import known, outcome, trial
+import pathlib, sys
+import bench.mutants_trials as trials
 from bench.mutants_changes import mutants_of
-from bench.mutants_tests import CHECKER, FIRST, SECOND
+from bench.mutants_tests import CHECKER
+from bench.mutants_trials import Journal, Round, Trial, alone, together, without_defect
 
-found = known("tests/unit/certs/test_recheck_formats.py")
+file = "tests/unit/certs/test_recheck_formats.py"
+journal = Journal(pathlib.Path(sys.argv[1]))
+known = without_defect(file, journal)
 assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
-print(repr(found.failed), len(found.tests) > 0, any(calls for _, calls in found.tests.values()))
-mutants = mutants_of(CHECKER / "numerics" / "formats.py")
-some = [m for m in mutants if m.kind in ("extreme", "sign")][:2]
-print(len(some), {outcome(trial(m, found)).partition("::")[0] for m in some})
-print(repr(outcome(trial(next(mutants_of(CHECKER / "documents" / "hints.py")), found))))
-print(known("tests/unit/certs/test_that_is_not_there.py").failed != "")
-fields = "tests/unit/certs/test_exchanged_fields.py"
-first, second = (set(known(fields, tier).tests) for tier in (FIRST, SECOND))
-print(len(first) > 0, len(second) > 0, first & second)
+print(known.failed, len(known.tests) > 5, any(result.blocks for result in known.tests.values()))
+here = list(mutants_of(CHECKER / "numerics" / "formats.py"))
+some = [mutant for mutant in here if mutant.kind in ("extreme", "sign")][:2]
+elsewhere = next(mutants_of(CHECKER / "documents" / "hints.py"))
+trial = lambda mutant: Trial(mutant, tuple(known.meeting({mutant.block})), 9)
+print(len(some), {alone(trial(mutant), journal).partition("::")[0] for mutant in some})
+print(repr(alone(trial(elsewhere), journal)))
+found = together(Round(file, (*some, elsewhere), known), journal)
+print(set(found) == {mutant.key for mutant in some}, {t in known.tests for t in found.values()})
+trials.forked = None  # what was found out once is not asked again
+assert without_defect(file, journal) == known
+print(together(Round(file, (some[0],), known), journal) == {some[0].key: found[some[0].key]})
 """
 
 
 @pytest.mark.full
-def test_a_defect_is_found_in_a_process_of_its_own() -> None:
-    """One that tests know; one that none of these tests meets; and tests that fail without any."""
-    run = [sys.executable, "-c", FINDS]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+def test_a_defect_is_found_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Alone, among others, and from the journal; one that none of the tests meets is not."""
+    done = _ran(FINDS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "'' True True",
+        "() True True",
         "2 {'tests/unit/certs/test_recheck_formats.py'}",
         "''",
+        "True {True}",
         "True",
-        "True True set()",
     ]
+
+
+FAILS = """
+import pathlib, sys
+import bench.mutants_tests, bench.mutants_trials as trials
+from bench.mutants_changes import mutants_of
+from bench.mutants_tests import CHECKER
+from bench.mutants_trials import Journal, Round, failure, forked, together, without_defect
+
+folder = pathlib.Path(sys.argv[1])
+file = str(folder / "test_small.py")
+journal = Journal(folder / "journal")
+trials.ROOT = folder
+some = [m for m in mutants_of(CHECKER / "numerics" / "formats.py") if m.kind == "sign"][:1]
+text = "import os\\nimport kcdsl_certs.recheck.numerics.formats\\ndef test_it():\\n    {}\\n"
+mark = "import pytest\\npytestmark = pytest.mark.full\\n"
+for what in ("assert 0", "os._exit(3)", "pass"):
+    pathlib.Path(file).write_text(text.format(what))
+    answers = [failure(without_defect(file, journal)) for _ in range(2)]
+    pathlib.Path(file).write_text(mark + text.format(what))
+    print(*(a.rpartition(":")[2] for a in answers), together(Round(file, (*some,), None), journal))
+print(len(list(journal.folder.iterdir())))
+print(failure(forked((), [str(folder / "test_absent.py")])) != "")
+"""
+
+
+@pytest.mark.full
+def test_what_fails_without_a_defect_finds_none_and_is_not_remembered(tmp_path: Path) -> None:
+    done = _ran(FAILS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "test_it test_it {}",
+        "test_it test_it {}",
+        "  {}",
+        "4",
+        "True",
+    ]
+
+
+def _ran(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-c", program, str(folder)]
+    return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
