@@ -5,12 +5,13 @@ radius halved, γ_n without its n, an inflation left out, the larger for the sma
 out. Which mutants a campaign tries is chosen by its seed, from all that the source gives. Tests run
 in processes of their own, on changed text; the files stay as they are.
 
-1. Each file of tests of the first tier runs without a defect, which shows what each test executes.
-2. Each mutant alone meets the quickest tests that execute the changed place, of 20 s together.
-3. The mutants that are left are planted together and meet the other tests of the first tier that
-   execute one of them. A test that fails is tried with each of them alone.
-4. What is then left meets the second tier in the same way: of each file that executes it in the
-   first tier, or has no test there, cases by chance of `--most` seconds.
+1. The tests near the checker, of the first tier, run without a defect; what each executes is noted.
+2. Each mutant alone meets the quickest of them that execute the changed place, of 20 s together.
+3. The mutants that are left are planted together and meet the other tests of the first tier, of
+   those near the checker the ones that execute a changed place. A test that fails is tried with
+   each mutant alone, and without any.
+4. What is then left meets the second tier in the same way: of each file near the checker that
+   executes it in the first tier, or has no test there, cases by chance of `--most` seconds.
 
 A mutant that another one hides in steps 3 and 4 may be printed as not found, but none is printed as
 found that is not. Results are kept in build/mutants: a campaign that was ended goes on where it
@@ -41,7 +42,7 @@ from pathlib import Path
 
 from bench.common import RESULTS, Better, Figure, report
 from bench.mutants_changes import Mutant, mutants_of
-from bench.mutants_tests import ROOT, Results, files, marked, modules, name_of, quick
+from bench.mutants_tests import NEAR, ROOT, SECOND, Results, files, marked, modules, name_of, quick
 from bench.mutants_trials import Journal, Round, Trial, alone, sources, together, without_defect
 
 COUNT, SEED = 100, 1
@@ -116,17 +117,16 @@ class Campaign:
     """By file of tests, what its first tier does without a defect."""
 
     def learn(self) -> None:
-        """Run the first tier without a defect.
+        """Run the first tier near the checker without a defect.
 
         Raises ValueError where a test fails.
         """
-        paths = files()
+        paths = [file for file in files() if file.startswith(NEAR)]
         blocks = {mutant.block for mutant in self.left if mutant.block}
         failed: list[str] = []
         found = self.pool.map(partial(without_defect, journal=self.journal), paths)
         for number, (file, results) in enumerate(zip(paths, found, strict=True), 1):
-            if number % 20 == 0:
-                _progress("tests without a defect", number, len(paths))
+            _progress("files without a defect", number, len(paths))
             failed += results.failed + ((results.ended,) if results.ended else ())
             self.known[file] = results.only(blocks)
         if failed:
@@ -145,20 +145,22 @@ class Campaign:
                 self._found(trial.mutant, test)
 
     def meet_first(self) -> None:
-        """Have the mutants that are left together meet all of the first tier."""
+        """Have the mutants that are left together meet the first tier, near the checker first."""
         rounds = []
         for file, known in self.known.items():
             met = [mutant for mutant in self.left if known.meeting({mutant.block})]
             if met:
                 rounds.append(Round(file, tuple(met), known))
         self._meet(rounds)
+        far = [file for file in files() if file not in self.known]
+        self._meet([Round(file, tuple(self.left)) for file in far if self.left])
 
     def meet_second(self, most: float) -> None:
         """Have the mutants that are left together meet the second tier, `most` seconds a file."""
         blocks = {mutant.block for mutant in self.left}
         self._meet(
             [
-                Round(file, tuple(self.left), None, most)
+                Round(file, tuple(self.left), None, SECOND, most)
                 for file, known in self.known.items()
                 if self.left and (not known.tests or known.meeting(blocks))
             ],
@@ -168,8 +170,7 @@ class Campaign:
     def _meet(self, rounds: Sequence[Round], note: str = "") -> None:
         found = self.pool.map(partial(together, journal=self.journal), rounds)
         for number, by in enumerate(found, 1):
-            if number % 20 == 0:
-                _progress("files that meet what is left", number, len(rounds))
+            _progress("files that meet what is left", number, len(rounds))
             for mutant in [mutant for mutant in self.left if mutant.key in by]:
                 self._found(mutant, note + by[mutant.key])
 
@@ -179,7 +180,8 @@ class Campaign:
 
 
 def _progress(what: str, done: int, of: int) -> None:
-    print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
+    if done % 20 == 0:
+        print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
 
 
 def _folder(options: argparse.Namespace) -> Path:

@@ -24,6 +24,8 @@ CHECKER = ROOT / "certs" / "kcdsl_certs" / "recheck"
 PACKAGE = "kcdsl_certs.recheck"
 FOLDERS = ("tests/unit", "tests/property", "tests/kernels")
 """Where the tests are that may find a defect of the checker."""
+NEAR = ("tests/unit/certs", "tests/property", "tests/kernels")
+"""Folders of tests of the checker itself, which find most defects."""
 FOREIGN = ("tests/unit/lsp", "tests/unit/bench")
 """Folders among them whose tests do not meet the checker, or run campaigns of their own."""
 
@@ -37,14 +39,14 @@ def modules() -> list[Path]:
 
 
 def files() -> list[str]:
-    """Return the files of tests, those of the checker itself first."""
+    """Return the files of tests, in the order of `NEAR`, the others after them."""
     found = {
         str(path.relative_to(ROOT)): path
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("test_*.py")
     }
     own = [name for name in found if not name.startswith(FOREIGN)]
-    return sorted(own, key=lambda name: ("/certs/" not in name, name))
+    return sorted(own, key=lambda name: (*(not name.startswith(near) for near in NEAR), name))
 
 
 def name_of(path: Path) -> str:

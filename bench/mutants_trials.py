@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from bench.mutants_changes import Mutant, apart, changed
-from bench.mutants_tests import FIRST, ROOT, SECOND, Results, run
+from bench.mutants_tests import FIRST, ROOT, Results, run
 from tests.support.files import files_below
 
 SHARED = ("kcdsl", "backends", "certs", "grammar", "examples", "tests")
@@ -112,15 +112,16 @@ def limit(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Mutants that are planted together, and the tests of a file that meet them.
+    """Mutants that are planted together, and the tests of a file and a tier that meet them.
 
-    `known` are the results of the tests without a defect; where there are none, all tests of the
-    second tier meet the mutants, as many as begin in `most` seconds.
+    `known` are the results of the tests without a defect; where there are none, all tests meet the
+    mutants, as many as begin in `most` seconds.
     """
 
     file: str
     mutants: tuple[Mutant, ...]
-    known: Results | None
+    known: Results | None = None
+    tier: str = FIRST
     most: float = math.inf
 
 
@@ -131,8 +132,7 @@ def together(round: Round, journal: Journal) -> dict[str, str]:
     and on none alone says nothing.
     """
     wanted = {mutant.key for mutant in round.mutants}
-    tier = SECOND if round.known is None else FIRST
-    entry = journal.entry("together", tier, round.most, files=[round.file])
+    entry = journal.entry("together", round.tier, round.most, files=[round.file])
     if entry.exists():
         tried, found = pickle.loads(entry.read_bytes())
         if wanted <= tried:
@@ -147,7 +147,7 @@ def together(round: Round, journal: Journal) -> dict[str, str]:
 def _found(round: Round, group: list[Mutant]) -> dict[str, str]:
     found: dict[str, str] = {}
     tests: Sequence[str] = ()
-    options: tuple[str, ...] = ("-m", SECOND)
+    options: tuple[str, ...] = ("-m", round.tier)
     seconds: int = LONGEST
     if round.known is not None:
         tests = round.known.meeting({mutant.block for mutant in group})
