@@ -6,7 +6,7 @@ out. Which mutants a campaign tries is chosen by its seed, from all that the sou
 in processes of their own, on changed text; the files stay as they are.
 
 1. The tests near the checker, of the first tier, run without a defect; what each executes is noted.
-2. Each mutant alone meets the quickest of them that execute the changed place, of 20 s together.
+2. Each mutant alone meets the quickest of them that execute the changed place, of 5 s together.
 3. The mutants that are left are planted together and meet the other tests of the first tier, of
    those near the checker the ones that execute a changed place. A test that fails is tried with
    each mutant alone, and without any.
@@ -35,8 +35,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import (
+    ALL_COMPLETED,
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +54,7 @@ from bench.mutants_trials import Journal, Round, Trial, alone, sources, together
 
 COUNT, SEED = 100, 1
 JOBS, MOST = 2, 30
-QUICK = 20
+QUICK = 5
 """Seconds that quick tests of one mutant take together."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PREPARED = (
@@ -77,6 +84,8 @@ def main() -> int:
     """Try a campaign and print the mutants that no test finds."""
     options = _parser().parse_args()
     os.chdir(ROOT)
+    # Each file of tests is compiled once, not once for every mutant.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(ROOT / "build" / "pycache")
     os.environ |= {"HYPOTHESIS_PROFILE": "unshrunk", **dict.fromkeys(THREADS, "1")}
     for name in PREPARED:
         importlib.import_module(name)
@@ -90,7 +99,8 @@ def main() -> int:
         mutants = [m for m in chosen(10**9, options.seed) if m.name in wanted]
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.jobs, mp_context=fork) as pool:
-        campaign = Campaign(pool, Journal(ROOT / "build" / "mutants" / sources()), mutants)
+        journal = Journal(ROOT / "build" / "mutants" / sources())
+        campaign = Campaign(pool, options.jobs, journal, mutants)
         try:
             campaign.learn()
         except ValueError as error:
@@ -111,6 +121,7 @@ class Campaign:
     """Mutants that are tried, those that are left, and what the first tier executes."""
 
     pool: Executor
+    jobs: int
     journal: Journal
     left: list[Mutant]
     known: dict[str, Results] = field(default_factory=dict)
@@ -151,28 +162,42 @@ class Campaign:
             met = [mutant for mutant in self.left if known.meeting({mutant.block})]
             if met:
                 rounds.append(Round(file, tuple(met), known))
+        rounds.sort(key=lambda r: r.known.seconds(r.known.tests) / len(r.mutants) if r.known else 0)
         self._meet(rounds)
         far = [file for file in files() if file not in self.known]
-        self._meet([Round(file, tuple(self.left)) for file in far if self.left])
+        self._meet([Round(file, tuple(self.left)) for file in far])
 
     def meet_second(self, most: float) -> None:
         """Have the mutants that are left together meet the second tier, `most` seconds a file."""
         blocks = {mutant.block for mutant in self.left}
-        self._meet(
-            [
-                Round(file, tuple(self.left), None, SECOND, most)
-                for file, known in self.known.items()
-                if self.left and (not known.tests or known.meeting(blocks))
-            ],
-            "SECOND TIER ALONE: ",
-        )
+        rounds = [
+            Round(file, tuple(self.left), None, SECOND, most)
+            for file, known in self.known.items()
+            if not known.tests or known.meeting(blocks)
+        ]
+        self._meet(rounds, "SECOND TIER ALONE: ")
 
     def _meet(self, rounds: Sequence[Round], note: str = "") -> None:
-        found = self.pool.map(partial(together, journal=self.journal), rounds)
-        for number, by in enumerate(found, 1):
+        """Have what is left of the mutants of each round meet its tests, some rounds at a time."""
+        running: set[Future[dict[str, str]]] = set()
+        for number, round in enumerate(rounds, 1):
             _progress("files that meet what is left", number, len(rounds))
-            for mutant in [mutant for mutant in self.left if mutant.key in by]:
-                self._found(mutant, note + by[mutant.key])
+            left = tuple(mutant for mutant in round.mutants if mutant in self.left)
+            if left:
+                running.add(self.pool.submit(together, replace(round, mutants=left), self.journal))
+            if len(running) == self.jobs:
+                running = self._ended(running, FIRST_COMPLETED, note)
+        self._ended(running, ALL_COMPLETED, note)
+
+    def _ended(
+        self, running: set[Future[dict[str, str]]], until: str, note: str
+    ) -> set[Future[dict[str, str]]]:
+        """Print what rounds that ended have found; return those that go on."""
+        ended, others = wait(running, return_when=until)
+        by = {key: test for round in ended for key, test in round.result().items()}
+        for mutant in [mutant for mutant in self.left if mutant.key in by]:
+            self._found(mutant, note + by[mutant.key])
+        return others
 
     def _found(self, mutant: Mutant, by: str) -> None:
         self.left = [other for other in self.left if other is not mutant]
