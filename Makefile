@@ -13,6 +13,9 @@ CUDA    := 'import importlib.metadata as m, sys; sys.exit("+cpu" in m.version("t
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 SHELL   := /bin/sh
 
+# Tests start hundreds of processes: without bytecode, each compiles all sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock sbom tools demo demo-minilm test test-fast test-full test-programs test-slow test-gpu coverage matrix lint type layers format \
