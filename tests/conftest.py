@@ -24,6 +24,10 @@ from tests.support.tiers import mark_tiers
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+# jsonschema reads 38 grammars of addresses where it finds this package, which takes 2 s of every
+# worker; no schema of ours has such a format.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 settings.register_profile(
     "kcdsl", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
