@@ -206,7 +206,7 @@ def modelopt() -> Written:
     tensors["int4_awq.weight_scale"] = scale
     spread = scale.repeat_interleave(16, dim=1)  # ModelOpt has no reader of what it packs so
     tensors["int4_awq.expected"] = (w / spread).round().clamp(-8, 7) * spread
-    names = {
+    names: dict[str, dict[str, Any]] = {
         "nvfp4": {"quant_algo": "NVFP4", "group_size": 16},
         "fp8_pc_pt": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "int8_wo": {"quant_algo": "W8A16"},
