@@ -73,6 +73,9 @@ def test_a_block_without_attention_needs_no_tables(tmp_path: Path, follows: Any)
     shorter = sequences.changed(document)
     region(shorter)["longest"] = 1
     assert recheck(proofs.dump(shorter), path).ok
+    too_long = sequences.changed(document)
+    region(too_long)["longest"] = 2**20 + 1
+    assert recheck(proofs.dump(too_long), path).reason == "document/region"
     more = sequences.changed(document)
     region(more)["tables"] = {}
     assert recheck(proofs.dump(more), path).reason == "document/region"

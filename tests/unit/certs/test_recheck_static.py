@@ -42,6 +42,13 @@ def test_a_record_is_read_as_it_stands() -> None:
     assert parsed(GOOD) != parsed({**GOOD, "input_zero_point": {"*": 4, "a": 0}})
 
 
+def test_scales_of_no_linear_are_rejected_where_no_zero_point_misses_them() -> None:
+    symmetric = {"format": "int8", "scale": "static", "input_scale": {"*": [ONE]}}
+    assert parsed(symmetric).static == Static((("*", (1.0,)),), ())
+    with pytest.raises(Rejected, match="numerics"):
+        parsed({**symmetric, "input_scale": {}})
+
+
 @pytest.mark.parametrize(
     "change",
     [
