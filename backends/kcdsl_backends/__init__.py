@@ -30,6 +30,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         rank=20,
         planner="kcdsl_backends.empirical.questions.plan:plan",
         planner_needs=("numpy", "scipy"),
+        looks="kcdsl_backends.empirical.questions.looks:RULES",
         attributor="kcdsl_backends.empirical.attribution.backend:attribute",
     ),
     BackendSpec(

@@ -19,6 +19,7 @@ from kcdsl.diagnostics.codes import NO_BACKEND, NO_DEVICE, WEIGHTS_REGION
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 
 if TYPE_CHECKING:
+    from kcdsl.release.promotion import LookRules
     from kcdsl.route.catalogue import Execution
 
 _DOCTOR = "`kcdsl doctor` says how to install what is missing"
@@ -52,6 +53,14 @@ def planner() -> Any:
     """Return what tells how many units the clauses need."""
     able = [s for s in catalogue() if Fragment.STATISTICAL in s.fragments and s.planner]
     return _first(able, "plans", lambda spec: _absent(spec.planner_needs)).load_planner()
+
+
+def look_rules() -> LookRules:
+    """Return the rules by which counts that grow from look to look are decided."""
+    able = [s for s in catalogue() if Fragment.STATISTICAL in s.fragments and s.looks]
+    spec = _first(able, "decides growing counts", lambda one: _absent(one.planner_needs))
+    rules: LookRules = spec.load_looks()
+    return rules
 
 
 def attributor() -> Any:

@@ -90,6 +90,9 @@ class CheckSettings:
     plain_http: bool = False
     register: PathLike | None = None
     """A path or a URL; by default that of the user's own configuration, if it names one."""
+    promoting: bool = False
+    """Whether `kcdsl promote` checks: evidence that is absent is refused, as `complete` does, and
+    the register, which records the certificates afterwards, is not asked before."""
     expected: Callable[[Expectation], None] | None = None
     """Told what is expected of the certificates, before they are looked at."""
 
@@ -205,7 +208,7 @@ def _checked(
     at_hand = _AtHand(settings, files, expectation, trust, moment, checkpoint, served, in_part)
     reports = [(name, at_hand.report(path, bundle)) for name, path, bundle in found]
     place = settings.register
-    if place is None:
+    if place is None and not settings.promoting:
         place = load_config(contract.base).register_place
     if place is not None:
         bundles = [bundle for _, _, bundle in found]
@@ -272,7 +275,7 @@ class _AtHand:
             evidence=None if settings.signature_only else path.parent,
             data=None if settings.signature_only else partial(input_at_hand, self.files),
             slices=expectation.slices,
-            strict=settings.complete,
+            strict=settings.complete or settings.promoting,
             earlier=None
             if base is None
             else Earlier(path.parent, Path(base), self.checkpoint, settings.recheck),

@@ -288,6 +288,8 @@ REGISTER_BUSY = _declare("KC694", "register busy")
 REGISTER_DAMAGED = _declare("KC695", "register damaged")
 STALE_SLOT = _declare("KC696", "slot changed meanwhile")
 NOT_RECORDED = _declare("KC697", "entry not recorded")
+PROMOTION_EVIDENCE = _declare("KC698", "unusable evidence of a stage")
+PROMOTION_STAGE = _declare("KC699", "stage not entered")
 STORED_PROGRAM = _declare("KC607", "unusable stored program")
 DATA_ABSENT = _declare("KC606", "file not present")
 

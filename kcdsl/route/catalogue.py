@@ -58,7 +58,10 @@ class BackendSpec:
     planner: str = ""
     """"package.module:ATTRIBUTE" of what tells how many units its clauses need; none if empty."""
     planner_needs: tuple[str, ...] = ()
-    """The packages that the planner needs."""
+    """The packages that the planner and the rules of looks need."""
+    looks: str = ""
+    """"package.module:ATTRIBUTE" of the rules by which growing counts are decided; none if
+    empty."""
     attributor: str = ""
     """"package.module:ATTRIBUTE" of what splits a drift among its sources; none if empty."""
     sizer: str = ""
@@ -77,6 +80,10 @@ class BackendSpec:
     def load_planner(self) -> Any:
         """Import and return the planner."""
         return _imported(self.planner)
+
+    def load_looks(self) -> Any:
+        """Import and return the rules by which growing counts are decided."""
+        return _imported(self.looks)
 
     def load_attributor(self) -> Any:
         """Import and return what splits a drift among its sources."""
@@ -104,8 +111,8 @@ def _imported(target: str) -> Any:
 def catalogue() -> tuple[BackendSpec, ...]:
     """Return the backends of every installed distribution (entry-point group `kcdsl.backends`).
 
-    Those of other distributions have no fragments but those of proofs, and neither plan nor
-    attribute.
+    Those of other distributions have no fragments but those of proofs, and neither plan, decide
+    counts nor attribute.
     """
     from importlib.metadata import entry_points
 
@@ -125,7 +132,9 @@ def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:
     if not is_foreign(spec):
         return spec
     fragments = spec.fragments & _PROVABLE
-    return replace(spec, fragments=fragments, planner="", attributor="", sizer="", queries="")
+    return replace(
+        spec, fragments=fragments, planner="", looks="", attributor="", sizer="", queries=""
+    )
 
 
 # --- execution ------------------------------------------------------------------------------------

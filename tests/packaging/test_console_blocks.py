@@ -41,6 +41,7 @@ OWN_TESTS = "kcdsl/diagnostics/pages/"
 
 ELSEWHERE = {
     "docs/reference/ir.md": "tests/packaging/test_ir_page.py",
+    "examples/pipeline/README.md": "tests/examples/test_pipeline.py",
     "grammar/README.md": "tests/unit/grammar/test_reference.py",
 }
 """Pages whose commands another test runs, with the rest of the page."""
@@ -60,6 +61,8 @@ SYNOPSES = {
     "docs/reference/experiments.md": "experiment",
     "docs/reference/evaluate.md": "evaluate",
     "docs/reference/init.md": "init",
+    "docs/reference/gate.md": "gate",
+    "docs/reference/promotion.md": "promote",
     "docs/reference/report.md": "report",
     "docs/reference/verify.md": "verify",
 }

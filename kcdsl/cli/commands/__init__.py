@@ -72,6 +72,13 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "check": CommandEntry(
         "check:CheckCommand", "verify signature, triple, freshness and coverage of a certificate"
     ),
+    "promote": CommandEntry(
+        "promotion:PromoteCommand",
+        "look at the evidence of a stage: advance, hold, freeze or roll back a candidate",
+    ),
+    "gate": CommandEntry(
+        "promotion:GateCommand", "say whether a triple may serve at a stage, also over HTTP"
+    ),
     "transfer": CommandEntry(
         "check:TransferCommand", "carry the results of a certificate over to later weights"
     ),

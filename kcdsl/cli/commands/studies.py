@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import attributor, choose_device, measuring_backend, planner
 from kcdsl.api.contract import read_contract, refuse_foreign_code, results_folder
 from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.options import (
+    KERNELS,
     Device,
     Looks,
     RunsCode,
+    Stage,
     contract_argument,
     count,
     device_option,
+    fingerprints_in,
     gigabytes,
     json_option,
     output_option,
@@ -37,6 +40,7 @@ from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
+    from kcdsl.release.promotion import Period
     from kcdsl.verdict.studies.attribution import Attribution
     from kcdsl.verdict.studies.plan import Plan as Planned
 
@@ -208,6 +212,14 @@ class AggregateCommand(Looks):
     )
     threads: int | None = value("N", "default: all cores", read=count)
     spill: str | None = value("DIR", "where a folder for what does not fit is made, and removed")
+    stage: Stage | None = choice(
+        Stage, "the tables are a window of traffic at this stage, for `kcdsl promote`"
+    )
+    since: str | None = value(
+        "TIME", "when the window began, 2026-11-30T12:00:00Z (with --stage)", name="from"
+    )
+    until: str | None = value("TIME", "when the window ended (with --stage)")
+    kernels: str | None = value("FILE", KERNELS + " (with --stage)")
     sql: bool = switch("print the queries that were run too")
     json: bool = json_option("print the result as JSON")
     output: str | None = output_option("FILE", "write the result as JSON")
@@ -219,6 +231,7 @@ class AggregateCommand(Looks):
 
         path = None if self.contract is None else Path(self.contract)
         program = None if path is None else load_program(path)
+        window = self._window(program, path)
         backend = measuring_backend(*_TABLES)
         with in_contract(path or Path("contract.yaml")), progress_bars() as progress:
             document = backend.aggregate(
@@ -235,7 +248,7 @@ class AggregateCommand(Looks):
                 spill=None if self.spill is None else Path(self.spill),
                 progress=progress,
             )
-        text = json_text(document, allow_nan=False)
+        text = json_text({**document, **window}, allow_nan=False)
         if self.output is not None:
             deliver(text, self.output)
         if self.json:
@@ -247,6 +260,48 @@ class AggregateCommand(Looks):
         if self.output is not None:
             say(f"wrote {self.output}")
         return Exit(document["exit"])
+
+    def _window(self, program: Program | None, path: Path | None) -> dict[str, Any]:
+        """Return what the tables are a window of; nothing without --stage. Raises Refusal."""
+        given = {"from": self.since, "until": self.until, "kernels": self.kernels}
+        if self.stage is None:
+            stray = next((name for name, found in given.items() if found is not None), None)
+            if stray is not None:
+                raise refuse(USAGE, f"--{stray} needs --stage", help="say which stage it is of")
+            return {}
+        if program is None or path is None or self.since is None or self.until is None:
+            raise refuse(
+                USAGE,
+                "--stage needs the contract and the time: --contract, --from and --until",
+                help="a window says of which triple and time its tables are",
+            )
+        if self.slices:
+            raise refuse(USAGE, "a window has all slices", help="leave --slice out")
+        from kcdsl.release.promotion.documents import window_of
+        from kcdsl.release.requirements import build_triple
+        from kcdsl.source.files import in_contract
+
+        with in_contract(path):
+            triple = build_triple(
+                program, path.resolve().parent, fingerprints=fingerprints_in(self.kernels)
+            )
+        return {"window": window_of(triple, self.stage, period(self.since, self.until))}
+
+
+def period(since: str, until: str) -> Period:
+    """Return the time of a window; raises Refusal (KC647)."""
+    from kcdsl.diagnostics.codes import BAD_TIME
+    from kcdsl.release.promotion import Period
+    from kcdsl_certs.encoding.rejected import Rejected
+    from kcdsl_certs.encoding.strict import parse_time
+
+    try:
+        found = Period(parse_time(since), parse_time(until))
+    except Rejected as error:
+        raise refuse(BAD_TIME, f"--from or --until: {error.detail}") from error
+    if found.end <= found.start:
+        raise refuse(BAD_TIME, f"the window ends at {until} and begins at {since}")
+    return found
 
 
 # --- experiment ----------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kcdsl.cli.common.declare import Command, argument, choice, switch, value, values
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import USAGE
 from kcdsl.route.catalogue import ENGINES
 
 if TYPE_CHECKING:
@@ -188,6 +190,21 @@ def register_option(what: str) -> Any:
         " own configuration)"
     )
     return value("URL", help)
+
+
+def register_place(given: str | None) -> str:
+    """Return where the register is: as given, else by the user's own configuration; raises
+    Refusal where neither says."""
+    from kcdsl.source.config import load_config
+
+    found = given if given is not None else load_config(Path()).register_place
+    if found is None:
+        raise refuse(
+            USAGE,
+            "no register is named",
+            help="name it, --register FILE, or `register` in your own configuration",
+        )
+    return found
 
 
 def device_option(default: Device = Device.AUTO) -> Any:

@@ -13,6 +13,7 @@ from kcdsl_certs.encoding.records import (
     COUNT,
     DIGEST,
     FLAG,
+    OBJECT,
     TEXT,
     TIME,
     Codec,
@@ -173,6 +174,9 @@ class Promotion:
     reasons: tuple[PromotionReason, ...] = ()
     certificates: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """Where the candidate is after the decision, as plain data without floats; the register keeps
+    it and reads nothing of it."""
     version: int = 0
     """The version of the slot that the decision made; 0 before it is recorded."""
     number: int = 0
@@ -294,6 +298,7 @@ PROMOTION: Record[Promotion] = Record(
     RecordField("reasons", many(REASON.codec)),
     RecordField("certificates", _DIGESTS),
     RecordField("evidence", _DIGESTS),
+    RecordField("progress", OBJECT, absent={}),
     RecordField("version", COUNT),
 )
 SLOT: Record[Slot] = Record(

@@ -103,7 +103,7 @@ def _joined(
         for file, body in statements.items()
     }
     found = {file: results for file, results in found.items() if results}
-    refuting = {file: r for file, r in found.items() if _refutes(required, r)}
+    refuting = {file: r for file, r in found.items() if refutes(required, r)}
     showing = {file: r for file, r in found.items() if not uncovered(required, r)}
     reason = None
     if refuting:
@@ -128,7 +128,7 @@ def _joined(
     )
 
 
-def _refutes(required: RequiredClause, results: Sequence[CertifiedClause]) -> bool:
+def refutes(required: RequiredClause, results: Sequence[CertifiedClause]) -> bool:
     """Say whether each alternative of the requirement has a comparison that failed."""
     return bool(required.alternatives) and all(
         any(c.is_of(r) and r.verdict is Verdict.FAILED for c in part for r in results)

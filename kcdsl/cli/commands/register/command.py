@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from kcdsl.cli.commands.register.text import plain, print_audit, rows_of, said
 from kcdsl.cli.common import argument, choice, switch, value, values
-from kcdsl.cli.common.options import Trusts, json_option, output_option, register_option, whole
+from kcdsl.cli.common.options import (
+    Trusts,
+    json_option,
+    output_option,
+    register_option,
+    register_place,
+    whole,
+)
 from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_RECORDED, USAGE
@@ -121,21 +128,7 @@ class RegisterCommand(Trusts):
                     f"`kcdsl register {self.action}` has no use for --{name}",
                     help=f"it is for {', '.join(actions)}",
                 )
-        return _RUN[self.action](self, self._place())
-
-    def _place(self) -> str:
-        from kcdsl.source.config import load_config
-
-        found = self.register
-        if found is None:
-            found = load_config(Path()).register_place
-        if found is None:
-            raise refuse(
-                USAGE,
-                "no register is named",
-                help="name it, --register FILE, or `register` in your own configuration",
-            )
-        return found
+        return _RUN[self.action](self, register_place(self.register))
 
 
 def _init(command: RegisterCommand, place: str) -> Exit:

@@ -18,14 +18,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.release.register import Register
 from kcdsl.release.register.events import hash_of
 from kcdsl_certs.encoding.strict import canonical_json
-from kcdsl_certs.signatures import (
-    bundle_bytes,
-    decode,
-    parse_bundle,
-    read_policy,
-    sign,
-    trust,
-)
+from kcdsl_certs.signatures import bundle_bytes, sign
 from kcdsl_certs.statement import Verdict, head_bytes
 from tests.support.postgres import Server
 from tests.support.registers import (
@@ -449,36 +442,3 @@ def test_a_file_that_is_cut_or_is_no_database_is_refused(filled: str) -> None:
     path.write_bytes(b"no database" * 500)
     with pytest.raises(Refusal):
         reasons(filled)
-
-
-# --- roles ----------------------------------------------------------------------------------------
-
-
-def test_a_key_signs_heads_only_where_its_policy_says_so(
-    register: Register, tmp_path: Path
-) -> None:
-    """A policy that names no roles does not let a key of certificates vouch for a register."""
-    (tmp_path / "a.pub").write_bytes(KEY_A.public.pem)
-    found = {}
-    for name, roles in (
-        ("usual", ""),
-        ("head", '"register"'),
-        ("both", '"certificate", "register"'),
-    ):
-        path = tmp_path / f"{name}.toml"
-        stated = f", roles = [{roles}]" if roles else ""
-        path.write_text(f'trusted-keys = [{{path = "a.pub"{stated}}}]\n')
-        rules = trust(read_policy(path)).rules
-        defects = register.check([register.sign_head([KEY_A])], rules).defects
-        found[name] = {defect.reason for defect in defects}
-        if name == "head":
-            with pytest.raises(Refusal, match="key-not-allowed"):
-                recorded(register, certified(triple("one")), rules)
-    assert found == {"usual": {"statement/key-not-allowed"}, "head": set(), "both": set()}
-    named = trust(None, keys=[tmp_path / "a.pub"]).rules
-    assert register.check([register.sign_head([KEY_A])], named).is_sound
-
-
-def test_a_signed_head_follows_its_schema(register: Register, follows: Callable[..., None]) -> None:
-    envelope = decode(parse_bundle(register.sign_head([KEY_A])))
-    follows(json.loads(envelope.payload), "urn:kcdsl:schema:register-head:v0.1")

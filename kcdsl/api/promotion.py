@@ -1,0 +1,308 @@
+"""Promotion of a candidate by evidence, recorded in a register by compare-and-swap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.api.backends import look_rules
+from kcdsl.api.checking import CheckSettings, PathLike
+from kcdsl.api.contract import read_contract
+from kcdsl.api.results import Shows
+from kcdsl.api.stage_evidence import StageEvidence, gather
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import PROMOTION_STAGE
+from kcdsl.exits import Exit
+from kcdsl.release.issue import utc_now
+from kcdsl.release.promotion import (
+    FULL,
+    Candidate,
+    Demand,
+    DocumentKind,
+    Limits,
+    LookRules,
+    NotHere,
+    Outcome,
+    Step,
+    demands_of,
+    enter,
+    step,
+)
+from kcdsl.release.promotion.recorded import candidate_in, deployed_in, standing_of
+from kcdsl_certs.encoding.strict import time_text
+
+if TYPE_CHECKING:
+    from kcdsl.release.register import Promotion, Register, Slot
+    from kcdsl_certs.statement import Triple
+
+EXITS = {
+    Outcome.ADVANCED: Exit.HELD,
+    Outcome.KEPT: Exit.HELD,
+    Outcome.HELD: Exit.INCONCLUSIVE,
+    Outcome.BLOCKED: Exit.VIOLATED,
+    Outcome.FROZEN: Exit.VIOLATED,
+    Outcome.ROLLED_BACK: Exit.VIOLATED,
+}
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromoteSettings:
+    """How a candidate is looked at; `checks` has the options of `kcdsl check`, and each other field
+    is the option of `kcdsl promote` of its name."""
+
+    register: str
+    slot: str
+    stage: str
+    evidence: Sequence[PathLike] = ()
+    contract: str | None = None
+    window: timedelta
+    requests: int
+    dry_run: bool = False
+    checks: CheckSettings = field(default_factory=CheckSettings)
+    clock: Callable[[], datetime] = utc_now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promoted(Shows):
+    """What a look came to; `step` is None where a certificate is not valid."""
+
+    slot: str
+    stage: str
+    triple: str | None = None
+    step: Step | None = None
+    version: int | None = None
+    """The version of the slot after the look."""
+    live: str | None = None
+    """The digest of the triple that is live in the slot after the look."""
+    recorded: bool = False
+    unused: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Reasons why certificates are not valid, by file."""
+
+    @property
+    def exit(self) -> Exit:
+        """Return the exit code of the command."""
+        return Exit.CERTIFICATE_INVALID if self.step is None else EXITS[self.step.outcome]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document `kcdsl.promotion/1`."""
+        found = self.step
+        return {
+            "schema": "kcdsl.promotion/1",
+            "outcome": None if found is None else found.outcome.value,
+            "exit": int(self.exit),
+            "slot": self.slot,
+            "version": self.version,
+            "live": self.live,
+            "triple": self.triple,
+            "stage": self.stage,
+            "candidate": None if found is None else found.candidate.to_json(),
+            "clauses": self.rows(),
+            "lacking": [] if found is None else list(found.lacking),
+            "unused": dict(self.unused),
+            "invalid": {name: list(reasons) for name, reasons in self.invalid.items()},
+            "recorded": self.recorded,
+            "notes": list(self.notes),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each obligation."""
+        return [] if self.step is None else [row.to_json() for row in self.step.rows]
+
+
+def promote(settings: PromoteSettings) -> Promoted:
+    """Look at the evidence of a stage, and record what it makes of the candidate.
+
+    Where another writer was faster, the evidence is looked at again beside what is live now.
+    Raises Refusal for what cannot be read, and for a stage that the candidate is not in.
+    """
+    from kcdsl.release.register import Register, Run, Stale
+
+    contract = read_contract(settings.contract)
+    checks = replace(
+        settings.checks,
+        contract=contract.path,
+        stage=settings.stage,
+        at=time_text(settings.clock()),
+    )
+    evidence = gather(contract, settings.evidence, checks)
+    nothing = Promoted(slot=settings.slot, stage=settings.stage)
+    if evidence.invalid or evidence.expected is None:
+        return replace(nothing, invalid=evidence.invalid)
+    rules = look_rules()
+    demands = demands_of(contract.program, rules)
+    notes: list[str] = []
+    with Register.open(settings.register, clock=settings.clock) as register:
+        triple = _candidate(evidence, register, settings.slot)
+        about = _Promotion(settings, evidence, demands, rules, triple)
+        weak = about.record(register)
+        if weak:
+            return replace(nothing, triple=triple.digest, invalid=weak)
+        for _ in range(_TRIES):
+            slot = register.slot(settings.slot)
+            found, unused = about.look(register, slot)
+            changes = bool(found.counted) or found.outcome is not Outcome.HELD
+            if changes and not settings.dry_run:
+                for report in about.reports:
+                    register.record_run(Run("evaluate", triple.digest, settings.stage, report))
+                try:
+                    decision = about.decision(found, register, slot)
+                    slot = register.promote(settings.slot, slot.version, decision)
+                except Stale as stale:
+                    notes.append(
+                        "the slot changed meanwhile: looked again beside its version "
+                        f"{stale.slot.version}"
+                    )
+                    continue
+            return replace(
+                nothing,
+                triple=triple.digest,
+                step=found,
+                version=slot.version,
+                live=slot.triple,
+                recorded=changes and not settings.dry_run,
+                unused={**unused, **found.unused},
+                notes=tuple(notes),
+            )
+    raise refuse(
+        PROMOTION_STAGE,
+        f"the slot {settings.slot} changed during each of {_TRIES} looks",
+        help="run the command again",
+    )
+
+
+def _candidate(evidence: StageEvidence, register: Register, slot: str) -> Triple:
+    """Return the triple that the evidence is about: that of its certificates, else the one of the
+    slot that is deployed."""
+    assert evidence.expected is not None
+    stated = evidence.triple
+    if stated is not None:
+        return stated
+    return deployed_in(register, slot, evidence.expected.triple, evidence.relaxed_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Promotion:
+    """A look at the evidence of one candidate."""
+
+    settings: PromoteSettings
+    evidence: StageEvidence
+    demands: Sequence[Demand]
+    rules: LookRules
+    triple: Triple
+
+    def record(self, register: Register) -> dict[str, tuple[str, ...]]:
+        """Record certificates and the triple, unless it is a dry run; return why certificates are
+        not in force, by file."""
+        from kcdsl.release.register import Standing
+
+        given = self.evidence.certificates
+        if not self.settings.dry_run:
+            trust = self.evidence.trust
+            if given and trust is not None:
+                register.record_certificates([b for _, b in given.values()], trust.rules)
+            else:
+                register.record_triple(self.triple)
+        weak: dict[str, tuple[str, ...]] = {}
+        for name, (report, _) in given.items():
+            if report.accepted and report.certificate is not None:
+                status = register.status_of(report.certificate, self.settings.clock())
+                new = status.standing is Standing.UNKNOWN and self.settings.dry_run
+                if not status.in_force and not new:
+                    weak[name] = (f"register/{status.standing.name.lower()}", status.detail)
+        return weak
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Return the digests of the reports that are about the candidate."""
+        documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
+        return tuple(d.identity for d in documents if d.kind is DocumentKind.REPORT)
+
+    def look(self, register: Register, slot: Slot) -> tuple[Step, dict[str, str]]:
+        """Return what the evidence makes of the candidate as the slot is now; raises Refusal."""
+        settings, now = self.settings, self.settings.clock().replace(microsecond=0)
+        history = register.promotions(slot=settings.slot, candidate=self.triple.digest)
+        previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
+        if previous is not None:
+            given = [r.certificate for r, _ in self.evidence.certificates.values() if r.certificate]
+            withdrawn, ended = standing_of(previous, register, now, given)
+        digest = self.triple.digest
+        entered = enter(previous, digest, slot.triple, settings.stage, now, withdrawn)
+        if isinstance(entered, NotHere):
+            raise refuse(PROMOTION_STAGE, entered.why, help=entered.way_out)
+        documents, unused = self.evidence.documents(self.demands, self.triple, settings.stage)
+        for run in register.runs(triple=digest, trusted=False):
+            for document in documents:
+                if document.identity == run.report:
+                    unused[document.name] = f"the register does not trust it: {run.reason}"
+        documents = tuple(each for each in documents if each.name not in unused)
+        found = step(
+            entered,
+            self.demands,
+            documents,
+            Limits(settings.window, settings.requests),
+            self.rules,
+            counted={digest for each in history for digest in each.evidence},
+            now=now,
+            ended=ended,
+        )
+        return found, unused
+
+    def decision(self, found: Step, register: Register, slot: Slot) -> Promotion:
+        """Return the decision as the register records it."""
+        from kcdsl.release.register import Promotion, PromotionReason, PromotionState
+        from kcdsl_certs.encoding.reals import real_text
+
+        states = {
+            Outcome.ADVANCED: PromotionState.ADVANCED,
+            Outcome.KEPT: PromotionState.ADVANCED,
+            Outcome.HELD: PromotionState.HELD,
+            Outcome.BLOCKED: PromotionState.BLOCKED,
+            Outcome.FROZEN: PromotionState.FROZEN,
+            Outcome.ROLLED_BACK: PromotionState.ROLLED_BACK,
+        }
+        after, stage = found.candidate, self.settings.stage
+        live = found.outcome is Outcome.ADVANCED and after.stage == FULL
+        new = live and slot.triple != self.triple.digest
+        state = PromotionState.PROMOTED if new else states[found.outcome]
+        reasons = [PromotionReason("stage", text) for text in found.lacking]
+        for row in found.rows:
+            if row.status in ("violated", "open"):
+                numbers = {} if row.n is None else {"beyond": str(row.k), "of": str(row.n)}
+                if row.allowed is not None:
+                    numbers["allowed"] = real_text(row.allowed)
+                reasons.append(PromotionReason(row.clause, row.reason, row.slice, numbers))
+        now = self.settings.clock()
+        return Promotion(
+            slot=slot.name,
+            candidate=self.triple.digest,
+            incumbent=_incumbent(after, found.outcome, register, slot, now),
+            contract=self.triple.contract.digest,
+            stage=FULL if live else stage,
+            state=state,
+            reasons=tuple(reasons),
+            certificates=_in_force(after.signed(stage), register, now),
+            evidence=found.counted,
+            progress=after.to_json(),
+        )
+
+
+def _incumbent(
+    candidate: Candidate, outcome: Outcome, register: Register, slot: Slot, now: datetime
+) -> str | None:
+    """Return the incumbent, and None where the candidate is live and would be rolled back to a
+    triple whose certificates are not in force: the slot is then empty."""
+    earlier = candidate.incumbent
+    if outcome is not Outcome.ROLLED_BACK or slot.triple != candidate.triple or earlier is None:
+        return earlier
+    before = candidate_in(register.promotions(slot=slot.name, candidate=earlier))
+    signed = () if before is None else before.signed(FULL)
+    return earlier if _in_force(signed, register, now) else None
+
+
+def _in_force(signed: Sequence[str], register: Register, now: datetime) -> tuple[str, ...]:
+    return tuple(one for one in signed if register.status_of(one, now).in_force)

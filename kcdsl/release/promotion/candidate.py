@@ -1,0 +1,205 @@
+"""A triple on its way through the stages of a slot, as a value and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from kcdsl.release.promotion.evidence import Period
+from kcdsl.release.promotion.stages import CANARY, FULL, OFFLINE
+from kcdsl_certs.encoding.records import (
+    COUNT,
+    DIGEST,
+    TEXT,
+    TIME,
+    Record,
+    RecordField,
+    by_name,
+    constant,
+    many,
+    member,
+    one_of,
+)
+from kcdsl_certs.statement import STAGES
+
+SCHEMA = "kcdsl.candidate/1"
+
+
+class State(StrEnum):
+    """Where a candidate is within its stage."""
+
+    ACTIVE = "active"
+    BLOCKED = "blocked"
+    FROZEN = "frozen"
+    ROLLED_BACK = "rolled-back"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An obligation that a document shows without counts: the kind of evidence, the identity of the
+    document, and until when it holds; None for as long as the stage lasts."""
+
+    by: str
+    document: str
+    until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StabilityWindow:
+    """What was gathered since the window began: counts (k, n) by obligation, requests by slice, and
+    the time that they cover."""
+
+    since: datetime
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    requests: Mapping[str, int] = field(default_factory=dict)
+    covered: tuple[Period, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A triple on its way through the stages of a slot.
+
+    Args:
+        triple: its digest, sha256 in hex.
+        incumbent: the digest of what was live when it began; None where nothing was.
+        stage: the stage whose evidence is gathered.
+        state: whether it may go on.
+        attempt: how often it began at the first stage.
+        epoch: the number of its present stability window.
+        documents: how many documents with counts it has had at this stage.
+        looks: how many sampled results without counts it has had, by obligation.
+        shown: what documents of this stage show without counts, by obligation.
+        certificates: the identities of the certificates that were accepted, by stage.
+    """
+
+    triple: str
+    incumbent: str | None
+    stage: str
+    state: State
+    attempt: int
+    epoch: int
+    window: StabilityWindow
+    documents: int = 0
+    looks: Mapping[str, int] = field(default_factory=dict)
+    shown: Mapping[str, Shown] = field(default_factory=dict)
+    certificates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def signed(self, stage: str) -> tuple[str, ...]:
+        """Return the certificates that a stage rests on; `full` goes on with those of canary."""
+        own = self.certificates.get(stage, ())
+        return (*self.certificates.get(CANARY, ()), *own) if stage == FULL else own
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data without floats, as a register keeps it."""
+        return _CANDIDATE.write(self)
+
+    @staticmethod
+    def from_json(value: Any) -> Candidate:
+        """Read the record of `to_json`; raises Rejected."""
+        return _CANDIDATE.read(value, "candidate")
+
+
+_PERIOD = Record(Period, RecordField("from", TIME, "start"), RecordField("until", TIME, "end"))
+_COUNTS = Record(
+    lambda beyond, of: (beyond, of),
+    RecordField("beyond", COUNT, get=lambda counts: counts[0]),
+    RecordField("of", COUNT, get=lambda counts: counts[1]),
+)
+_WINDOW = Record(
+    StabilityWindow,
+    RecordField("since", TIME),
+    RecordField("counts", by_name(_COUNTS.codec)),
+    RecordField("requests", by_name(COUNT)),
+    RecordField("covered", many(_PERIOD.codec)),
+)
+_SHOWN = Record(
+    Shown,
+    RecordField("by", TEXT),
+    RecordField("document", DIGEST),
+    RecordField("until", TIME, absent=None),
+)
+_CANDIDATE: Record[Candidate] = Record(
+    lambda schema, **found: Candidate(**found),
+    RecordField("schema", constant(SCHEMA), get=lambda candidate: SCHEMA),
+    RecordField("triple", DIGEST),
+    RecordField("incumbent", DIGEST, absent=None),
+    RecordField("stage", one_of(STAGES)),
+    RecordField("state", member(State)),
+    RecordField("attempt", COUNT),
+    RecordField("epoch", COUNT),
+    RecordField("window", _WINDOW.codec),
+    RecordField("documents", COUNT),
+    RecordField("looks", by_name(COUNT)),
+    RecordField("shown", by_name(_SHOWN.codec)),
+    RecordField("certificates", by_name(many(DIGEST))),
+)
+
+
+# --- entering a stage -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NotHere:
+    """The evidence is of a stage that the candidate is not in."""
+
+    why: str
+    way_out: str
+
+
+def enter(
+    previous: Candidate | None,
+    triple: str,
+    live: str | None,
+    stage: str,
+    now: datetime,
+    withdrawn: Mapping[str, str] = MappingProxyType({}),
+) -> Candidate | NotHere:
+    """Return the candidate as it is before new evidence of a stage.
+
+    `previous` is what is known of this triple in the slot, `live` the triple that is live there,
+    `withdrawn` says, by identity, why certificates count no more. Other weights, kernel builds and
+    contracts are another triple, which begins at the first stage. So does, anew, a candidate that
+    was blocked, frozen or rolled back, one whose incumbent was replaced meanwhile, and one that
+    rests on a certificate which was withdrawn. No stage is left out.
+    """
+    if previous is None:
+        if stage != OFFLINE:
+            return NotHere(
+                f"the triple {triple[:12]} is not in the stage {stage}: it has passed none",
+                f"every triple begins at {OFFLINE}; other weights, kernels or a changed contract "
+                "are another triple",
+            )
+        return Candidate(triple, live, OFFLINE, State.ACTIVE, 1, 1, StabilityWindow(now))
+    stopped = None
+    if previous.state is not State.ACTIVE:
+        stopped = f"is {previous.state} in the stage {previous.stage}"
+    elif live not in (previous.incumbent, triple):
+        stopped = f"has another incumbent: {(live or 'nothing')[:12]} is live now"
+    else:
+        signed = (one for each in previous.certificates.values() for one in each)
+        gone = next((one for one in signed if one in withdrawn), None)
+        if gone is not None:
+            stopped = f"rests on the certificate {gone[:12]}: {withdrawn[gone]}"
+    if stopped is not None:
+        if stage != OFFLINE:
+            return NotHere(f"the triple {triple[:12]} {stopped}", f"it begins anew at {OFFLINE}")
+        return Candidate(
+            triple,
+            previous.incumbent if live == triple else live,
+            OFFLINE,
+            State.ACTIVE,
+            previous.attempt + 1,
+            previous.epoch + 1,
+            StabilityWindow(now),
+            looks=previous.looks,
+        )
+    if stage != previous.stage:
+        return NotHere(
+            f"the triple {triple[:12]} is in the stage {previous.stage}, not in {stage}",
+            f"give evidence of {previous.stage}; no stage is left out or repeated",
+        )
+    return previous

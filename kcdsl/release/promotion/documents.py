@@ -1,0 +1,272 @@
+"""Reading evidence of a stage: reports of `kcdsl evaluate` and windows of `kcdsl aggregate`.
+
+Neither is signed, so a document counts only where all that it says of itself is the candidate: the
+contract, both kernels, the weights. What is about another triple is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import FILE_MISSING, PROMOTION_EVIDENCE
+from kcdsl.release.promotion.evidence import Document, DocumentKind, Period, Result
+from kcdsl.release.promotion.stages import Demand
+from kcdsl.source.files import open_regular
+from kcdsl.verdict.model import WORST_FIRST
+from kcdsl.verdict.report import LARGEST, REPORT_SCHEMA, read_report
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import loose_load, parse_time, time_text
+from kcdsl_certs.statement import Contract, Kernel, Triple, differences, relaxed
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
+
+WINDOW_SCHEMA = "kcdsl.aggregate/2"
+_SHA256 = 64
+
+
+class OtherSubject(Exception):
+    """Raised for a document that is not about the candidate; the text says why."""
+
+
+def window_of(triple: Triple, stage: str, period: Period) -> dict[str, Any]:
+    """Return what a window of traffic says of itself, a field of `kcdsl.aggregate/2`."""
+    return {
+        "stage": stage,
+        "from": time_text(period.start),
+        "until": time_text(period.end),
+        "triple": f"sha256:{triple.digest}",
+        "kernels": {
+            role: dict(kernel.fingerprint)
+            for role, kernel in (("train", triple.train), ("infer", triple.infer))
+        },
+    }
+
+
+def schema_of(path: Path) -> str | None:
+    """Return the schema that a JSON document names; None for one that names none, as a certificate.
+
+    Raises Refusal for what cannot be read.
+    """
+    found = _load(path)[0].get("schema")
+    return found if isinstance(found, str) else None
+
+
+def read_evidence(
+    path: Path,
+    demands: Sequence[Demand],
+    expected: Triple,
+    inputs: Mapping[str, str],
+    stage: str,
+    parts: Iterable[str],
+) -> Document:
+    """Read a report or a window.
+
+    `expected` is the candidate, `inputs` the digests of the data that the contract names, `parts`
+    those of the kernels that may differ. Raises OtherSubject for what is not about the candidate at
+    this stage, and Refusal (KC698) for what is no such document.
+    """
+    document, identity = _load(path)
+    schema = document.get("schema")
+    try:
+        if schema == REPORT_SCHEMA:
+            if read_report(path) != document:
+                raise unusable(path, "it changed while it was read")
+            return _report(path, document, identity, expected, inputs, {*parts, "host"})
+        if schema == WINDOW_SCHEMA:
+            about = (demands, expected, stage, {*parts, "host"})
+            return _window(path, document, identity, *about)
+    except (KeyError, TypeError, ValueError, AttributeError, Rejected) as error:
+        raise unusable(path, f"a field is missing or of another kind: {error}") from error
+    named = "it names no schema" if schema is None else f"its schema is {str(schema)[:60]!a}"
+    raise unusable(path, f"{named}, which is no evidence of a stage")
+
+
+def unusable(path: Path, why: str) -> Refusal:
+    """Return the refusal of evidence (KC698)."""
+    return refuse(
+        PROMOTION_EVIDENCE,
+        f"{path} is no usable evidence: {why}",
+        help="give certificates, report.json of `kcdsl evaluate`, or windows of `kcdsl aggregate "
+        "--stage`",
+    )
+
+
+def _load(path: Path) -> tuple[dict[str, Any], str]:
+    """Return a JSON object and the sha256 of the bytes that it was read from."""
+    try:
+        with open_regular(path) as stream:
+            data = stream.read(LARGEST + 1)
+    except OSError as error:
+        why = error.strerror or "it cannot be read"
+        raise refuse(FILE_MISSING, f"the evidence {path} cannot be read: {why}") from None
+    if len(data) > LARGEST:
+        raise unusable(path, f"it is larger than {LARGEST} bytes")
+    try:
+        document = loose_load(data)
+    except Rejected as error:
+        raise unusable(path, f"it is no JSON: {error.detail}") from None
+    if not isinstance(document, dict):
+        raise unusable(path, "it is no JSON object")
+    return document, hashlib.sha256(data).hexdigest()
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def _report(
+    path: Path,
+    document: Mapping[str, Any],
+    identity: str,
+    expected: Triple,
+    inputs: Mapping[str, str],
+    parts: Iterable[str],
+) -> Document:
+    _refuse_other_triple(_claimed(document, expected, document["kernels"]), expected, parts)
+    if INFER_CHECKPOINT in expected.checkpoint.companions:
+        raise OtherSubject("it does not name the weights that the inference kernel read")
+    weights = document["model"]["sha256"]
+    if weights is None or not _of_checkpoint(str(weights), expected):
+        raise OtherSubject("it is about other weights, or names none")
+    data = {str(file["name"]): str(file["sha256"]) for file in document["data"]}
+    for name, digest in data.items():
+        if inputs.get(name) != digest:
+            raise OtherSubject(f"its data {name} is not that of the contract")
+    looks = document.get("statistics", {}).get("looks", 1)
+    return Document(
+        DocumentKind.REPORT,
+        str(path),
+        identity,
+        frozenset(),
+        _results(document["clauses"]),
+        requests_of=frozenset(data.values()),
+        looks=looks if isinstance(looks, int) else 0,
+    )
+
+
+def _claimed(document: Mapping[str, Any], expected: Triple, kernels: Mapping[str, Any]) -> Triple:
+    """Return the triple that a document says it is about; the checkpoint is compared elsewhere."""
+    named = document["contract"]
+    if not isinstance(named, dict):
+        raise OtherSubject("it was not decided by a contract")
+    contract = Contract(
+        str(named["name"]), str(named["version"]), str(named["digest"]).removeprefix("sha256:")
+    )
+    found = {}
+    for role, kernel in (("train", expected.train), ("infer", expected.infer)):
+        given = kernels[role]
+        fingerprint = given.get("fingerprint", given)
+        if not isinstance(fingerprint, dict):
+            raise TypeError(f"the fingerprint of the {role} kernel")
+        found[role] = Kernel(kernel.name, fingerprint)
+    return replace(expected, train=found["train"], infer=found["infer"], contract=contract)
+
+
+def _refuse_other_triple(claimed: Triple, expected: Triple, parts: Iterable[str]) -> None:
+    found = differences(claimed, relaxed(claimed, expected, parts))
+    if found:
+        raise OtherSubject("; ".join(difference.detail for difference in found))
+
+
+def _of_checkpoint(weights: str, expected: Triple) -> bool:
+    """Say whether the digest by which reports name weights is that of the checkpoint: of one file
+    its sha256, of several the digest of the manifest."""
+    if len(weights) != _SHA256:
+        return False
+    root = hashlib.sha256(bytes.fromhex(weights)).hexdigest()
+    return expected.checkpoint.root_digest == root or expected.checkpoint.digest == weights
+
+
+def _results(rows: Any) -> dict[str, Result]:
+    found: dict[str, Result] = {}
+    for row in rows:
+        name, verdict = row["obligation"], row["verdict"]
+        if not isinstance(name, str) or verdict not in WORST_FIRST or name in found:
+            raise ValueError(f"a clause {name!r} twice, or with an unknown verdict")
+        counted = row["exceedance"] or {"k": None, "n": None}
+        k, n = counted["k"], counted["n"]
+        if not (k is None and n is None) and not (type(k) is int and type(n) is int):
+            raise TypeError(f"the counts of {name}")
+        why = row["reason"]
+        found[name] = Result(
+            verdict, str(row["evidence"]), k, n, why if isinstance(why, str) else _far(row)
+        )
+    return found
+
+
+def _far(row: Mapping[str, Any]) -> str | None:
+    """Return by how much a row is violated; None for one that is not."""
+    from kcdsl.verdict.words import how_far, where
+
+    if row["verdict"] != "violated":
+        return None
+    return ", ".join(filter(None, (how_far(row), where(row))))
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def _window(
+    path: Path,
+    document: Mapping[str, Any],
+    identity: str,
+    demands: Sequence[Demand],
+    expected: Triple,
+    stage: str,
+    parts: Iterable[str],
+) -> Document:
+    window = document.get("window")
+    if window is None:
+        raise unusable(
+            path, "it does not say of which triple, stage and time its tables are (`--stage`)"
+        )
+    claimed = _claimed(document, expected, window["kernels"])
+    if window["triple"] != f"sha256:{claimed.digest}":
+        raise OtherSubject("its traffic was served with other weights, kernels or contract")
+    _refuse_other_triple(claimed, expected, parts)
+    if window["stage"] != stage:
+        raise OtherSubject(f"its traffic is of the stage {window['stage']}")
+    period = Period(_time(window["from"]), _time(window["until"]))
+    if period.end <= period.start:
+        raise OtherSubject("its time ends before it begins")
+    results = _results(document["clauses"])
+    _refuse_partial(results, demands, document["deferred"])
+    tables = frozenset(str(file["sha256"]) for file in document["tables"]["files"])
+    if not tables or not all(len(digest) == _SHA256 for digest in tables):
+        raise ValueError("tables without digests")
+    requests = {str(one["slice"]): one["requests"] for one in document["slices"]}
+    if not all(type(n) is int and n >= 0 for n in requests.values()):
+        raise TypeError("the requests of a slice")
+    return Document(
+        DocumentKind.WINDOW,
+        str(path),
+        identity,
+        tables,
+        results,
+        period=period,
+        requests=requests,
+    )
+
+
+def _time(text: Any) -> datetime:
+    if not isinstance(text, str):
+        raise TypeError("a time")
+    return parse_time(text)
+
+
+def _refuse_partial(
+    results: Mapping[str, Result], demands: Sequence[Demand], deferred: Mapping[str, str]
+) -> None:
+    """Refuse a window in which slices of a decided clause were left out, or a clause unmentioned:
+    what is left out might be what fails."""
+    decided = {demand.clause for demand in demands if demand.obligation in results}
+    for demand in demands:
+        if demand.obligation in results:
+            continue
+        if demand.clause in decided or demand.clause not in deferred:
+            where = f"{demand.clause} on {demand.slice}" if demand.slice else demand.clause
+            raise OtherSubject(f"it leaves {where} out; a window has all slices")

@@ -1,0 +1,129 @@
+"""The gate: may a triple serve at a stage of a slot? Answered from the register alone.
+
+It opens for a candidate that is in the stage, or beyond it, while every certificate that it rests
+on stands. It stays closed for whatever is not recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.exits import Exit
+from kcdsl.release.promotion.candidate import Candidate, State
+from kcdsl.release.promotion.recorded import candidate_in, standing_of
+from kcdsl.release.promotion.stages import FULL, OFFLINE
+from kcdsl_certs.statement import STAGES
+
+if TYPE_CHECKING:
+    from kcdsl.release.register import Register, Slot
+
+
+class Answer(StrEnum):
+    """The answer, by the words of an analysis of Argo Rollouts."""
+
+    SUCCESSFUL = "Successful"
+    FAILED = "Failed"
+    INCONCLUSIVE = "Inconclusive"
+
+
+EXITS = {
+    Answer.SUCCESSFUL: Exit.HELD,
+    Answer.FAILED: Exit.VIOLATED,
+    Answer.INCONCLUSIVE: Exit.INCONCLUSIVE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The answer about a triple at a stage of a slot.
+
+    `known` says whether the register has a decision about the triple there; `state` and `at` are
+    its state and stage.
+    """
+
+    slot: str
+    stage: str
+    triple: str
+    answer: Answer
+    reasons: tuple[str, ...]
+    known: bool = False
+    state: str | None = None
+    at: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether the triple may serve."""
+        return self.answer is Answer.SUCCESSFUL
+
+    @property
+    def exit(self) -> Exit:
+        """Return the exit code of `kcdsl gate`."""
+        return EXITS[self.answer]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document `kcdsl.gate/1`."""
+        return {
+            "schema": "kcdsl.gate/1",
+            "open": self.is_open,
+            "outcome": self.answer.value,
+            "exit": int(self.exit),
+            "slot": self.slot,
+            "stage": self.stage,
+            "triple": f"sha256:{self.triple}",
+            "state": self.state,
+            "at": self.at,
+            "reasons": list(self.reasons),
+        }
+
+
+def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -> Gate:
+    """Answer whether a triple, by its digest, may serve at a stage of a slot."""
+    history = register.promotions(slot=slot, candidate=triple)
+    candidate, live = candidate_in(history), register.slot(slot)
+    if candidate is None:
+        why = "the register has no decision about this triple in this slot"
+        return Gate(slot, stage, triple, Answer.INCONCLUSIVE, (why,))
+    answer, reasons = _judge(register, candidate, live, stage, now)
+    if answer is not Answer.SUCCESSFUL:
+        told = [f"{one.clause}{_on(one.slice)}: {one.detail}" for one in history[-1].reasons]
+        reasons = (*reasons, *told)
+    where = candidate.state.value, candidate.stage
+    return Gate(slot, stage, triple, answer, reasons, True, *where)
+
+
+def _judge(
+    register: Register, candidate: Candidate, live: Slot, stage: str, now: datetime
+) -> tuple[Answer, tuple[str, ...]]:
+    match candidate.state:
+        case State.ROLLED_BACK | State.BLOCKED:
+            return Answer.FAILED, (f"it was {candidate.state} in the stage {candidate.stage}",)
+        case State.FROZEN:
+            return Answer.INCONCLUSIVE, (f"it is frozen in the stage {candidate.stage}",)
+        case State.ACTIVE:
+            pass
+    withdrawn, ended = standing_of(candidate, register, now)
+    if withdrawn:
+        return Answer.FAILED, tuple(f"certificate {one[:12]}: {w}" for one, w in withdrawn.items())
+    if STAGES.index(candidate.stage) < STAGES.index(stage):
+        return Answer.INCONCLUSIVE, (f"it is in the stage {candidate.stage}, before {stage}",)
+    if live.triple not in (candidate.incumbent, candidate.triple):
+        return Answer.INCONCLUSIVE, ("another triple became live since it began",)
+    if stage == FULL and live.triple != candidate.triple:
+        return Answer.INCONCLUSIVE, ("another triple is live in this slot",)
+    if candidate.stage != OFFLINE:
+        passed = candidate.stage if candidate.stage == FULL else _before(candidate.stage)
+        signed = candidate.signed(passed)
+        if all(one in ended for one in signed):
+            return Answer.INCONCLUSIVE, (f"no certificate of the stage {passed} is in force",)
+    return Answer.SUCCESSFUL, (f"it is {candidate.state} in the stage {candidate.stage}",)
+
+
+def _before(stage: str) -> str:
+    return STAGES[STAGES.index(stage) - 1]
+
+
+def _on(slice: str | None) -> str:
+    return "" if slice is None else f" on {slice}"

@@ -1,0 +1,241 @@
+"""One look at evidence: what documents say of each obligation, and how the error is spent.
+
+Counts of units add up over the documents of a stability window, however often somebody looks. An
+error level α is spent like this, so that the chance of a false decision stays below it:
+
+- a rate is shown on the counts of the whole window, at α / (e (e + 1)) in the e-th window of the
+  triple at any stage, restarts and later attempts included: the terms add up to α. Nothing is
+  promoted from `full`, so there each window has α.
+- an alarm is raised on the counts of the whole window at α / (2 m e (e + 1)), and on those of the
+  j-th document alone at α / (2 m j (j + 1)), with m rates: a fault that begins late is seen beside
+  any amount of good traffic before it.
+
+Sampled results without counts, such as means, count as shown only within the looks that their
+document planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from datetime import datetime
+from fractions import Fraction
+
+from kcdsl.release.promotion.candidate import Candidate, Shown
+from kcdsl.release.promotion.evidence import Document, DocumentKind, Result
+from kcdsl.release.promotion.stages import FULL, OFFLINE, Demand, LookRules
+from kcdsl.verdict.records import Record
+from kcdsl_certs.encoding.strict import time_text
+
+SHOWN, VIOLATED, OPEN, NOT_DUE = "shown", "violated", "open", "not-due"
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Record):
+    """What is known of one obligation on one slice, after a look.
+
+    `status` is "shown", "violated", "open", or "not-due" for what the stage does not demand.
+    `k` of `n` units of the window were beyond, `allowed` is the share that may be.
+    """
+
+    clause: str
+    slice: str | None
+    obligation: str
+    family: str
+    level: str
+    requirement: str
+    status: str
+    reason: str
+    k: int | None
+    n: int | None
+    allowed: Fraction | None
+    reaction: str | None
+
+
+@dataclass(slots=True)
+class Look:
+    """Collects what documents say of a candidate."""
+
+    candidate: Candidate
+    demands: Mapping[str, Demand]
+    rules: LookRules
+    error: Fraction
+    counts: dict[str, tuple[int, int]]
+    shown: dict[str, Shown]
+    looks: dict[str, int]
+    documents: int
+    violated: dict[str, str] = field(default_factory=dict)
+    spoiled: dict[str, str] = field(default_factory=dict)
+    noted: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rates(self) -> int:
+        """Return how many obligations alarms share the error among."""
+        return max(1, sum(demand.is_rate for demand in self.demands.values()))
+
+    def take(self, document: Document, repeated: bool) -> None:
+        """Take what a document says of each obligation; what it sampled is left out where it
+        repeats another document."""
+        counting = False
+        for name, result in document.results.items():
+            demand = self.demands[name]
+            if repeated and result.evidence == "sample" and result.verdict != "violated":
+                continue
+            if result.verdict == "invalid_evidence":
+                self.spoiled[name] = f"{document.name}: {result.reason or 'no valid evidence'}"
+            elif self.candidate.stage != OFFLINE and demand.is_rate:
+                counting |= self._rate(document, demand, result, self.documents + 1)
+            else:
+                self._single(document, demand, result)
+        self.documents += counting
+
+    def _rate(self, document: Document, demand: Demand, result: Result, number: int) -> bool:
+        """Take a rate of traffic; say whether it has counts."""
+        name, allowed = demand.obligation, demand.allowed
+        assert allowed is not None
+        if document.kind is not DocumentKind.WINDOW and result.evidence != "sample":
+            # what is proved holds of traffic too; pinned rows may refute, and are no traffic
+            if result.verdict == "violated":
+                self.violated[name] = f"{document.name}: {_beyond(result.k, result.n, allowed)}"
+            elif result.verdict == "held" and result.evidence != "census":
+                self.shown[name] = Shown(result.evidence, document.identity, document.valid_until)
+            return False
+        if result.k is None or not result.n or not 0 <= result.k <= result.n:
+            kept = self.spoiled if document.kind is DocumentKind.WINDOW else self.noted
+            why = result.reason or "it counts no unit"
+            if document.kind is DocumentKind.CERTIFICATE and result.verdict == "held":
+                why = "it has no counts; report.json of the same evaluation has"
+            kept[name] = f"{document.name}: {why}"
+            return False
+        before = self.counts.get(name, (0, 0))
+        k, n = before[0] + result.k, before[1] + result.n
+        self.counts[name] = k, n
+        epoch = self.candidate.epoch
+        whole = self.error / (2 * self.rates * epoch * (epoch + 1))
+        alone = self.error / (2 * self.rates * number * (number + 1))
+        if self.rules.shows_above(result.k, result.n, allowed, alone):
+            self.violated[name] = f"{document.name}: {_beyond(result.k, result.n, allowed)}"
+        elif self.rules.shows_above(k, n, allowed, whole):
+            self.violated[name] = f"over the whole window, {_beyond(k, n, allowed)}"
+        return True
+
+    def _single(self, document: Document, demand: Demand, result: Result) -> None:
+        """Take a result that counts of a window do not decide."""
+        name = demand.obligation
+        signed = document.kind is DocumentKind.CERTIFICATE
+        read_here = signed or (
+            document.kind is DocumentKind.REPORT and self.candidate.stage != OFFLINE
+        )
+        sampled = result.evidence == "sample"
+        if sampled and read_here:
+            self.looks[name] = self.looks.get(name, 0) + 1
+        if result.verdict == "violated" or (demand.allowed == 0 and (result.k or 0) > 0):
+            self.violated[name] = f"{document.name}: {result.reason or _units(result)}"
+        elif result.verdict != "held":
+            self.noted[name] = f"{document.name}: {result.reason or 'not decided'}"
+        elif document.kind is DocumentKind.WINDOW:
+            self.noted[name] = "traffic cannot show it: a certificate or a report must"
+        elif not read_here:
+            self.noted[name] = f"a certificate must show it; {document.name} is not signed"
+        elif sampled and self.looks[name] > document.looks:
+            self.noted[name] = (
+                f"{document.name}: held at one of {document.looks} planned looks, and this is "
+                f"number {self.looks[name]}"
+            )
+        else:
+            self.shown[name] = Shown(result.evidence, document.identity, document.valid_until)
+
+
+def order_of(document: Document) -> tuple[int, str, str]:
+    """Return the place of a document among those of a look."""
+    kinds = list(DocumentKind)
+    end = "" if document.period is None else time_text(document.period.end)
+    return kinds.index(document.kind), end, document.identity
+
+
+def why_unusable(
+    document: Document,
+    candidate: Candidate,
+    demands: Mapping[str, Demand],
+    seen: Set[str],
+    now: datetime,
+) -> str | None:
+    """Return why a document does not count; None where it does."""
+    if document.identity in seen or (document.parts and document.parts <= seen):
+        return "it was counted before"
+    shared = len(document.parts & seen)
+    if shared and document.kind is DocumentKind.WINDOW:
+        return f"{shared} of its {len(document.parts)} tables were counted before"
+    if not document.results:
+        return "it has no results"
+    unknown = sorted(document.results.keys() - demands.keys())
+    if unknown:
+        return f"the contract has no obligation {unknown[0]}"
+    if document.period is None:
+        return None
+    if document.period.end > now:
+        return f"it ends at {time_text(document.period.end)}, which is still to come"
+    if document.period.start < candidate.window.since:
+        begun = time_text(candidate.window.since)
+        return f"it began before the stability window, which began at {begun}"
+    return None
+
+
+def row_of(demand: Demand, candidate: Candidate, look: Look, error: Fraction) -> Row:
+    """Return what is known of an obligation after a look."""
+    name, stage = demand.obligation, candidate.stage
+    k, n = look.counts.get(name, (None, None))
+    status, reason, reacts = OPEN, look.noted.get(name, "there is no evidence"), None
+    if name in look.violated:
+        status, reason = VIOLATED, look.violated[name]
+        reacts = demand.reaction(stage)
+    elif name in look.spoiled:
+        reason = look.spoiled[name]
+    elif name in look.shown:
+        status, reason = SHOWN, f"by {look.shown[name].by}"
+    elif k is not None and n is not None and demand.is_rate:
+        assert demand.allowed is not None
+        reason = _beyond(k, n, demand.allowed)
+        if look.rules.shows_below(k, n, demand.allowed, _error_of(candidate, error)):
+            status = SHOWN
+        else:
+            reason = f"not shown yet: {reason}"
+    if status is OPEN and not demand.is_due(stage):
+        status, reason = NOT_DUE, f"{stage} does not demand it"
+    return Row(
+        demand.clause,
+        demand.slice,
+        name,
+        demand.family.value,
+        demand.level.value,
+        demand.requirement,
+        status,
+        reason,
+        k,
+        n,
+        demand.allowed,
+        None if reacts is None else reacts.value,
+    )
+
+
+def _error_of(candidate: Candidate, error: Fraction) -> Fraction:
+    """Return the error at which the present window shows a rate."""
+    if candidate.stage == FULL:
+        return error
+    return error / (candidate.epoch * (candidate.epoch + 1))
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _beyond(k: int | None, n: int | None, allowed: Fraction) -> str:
+    if k is None or n is None:
+        return f"more than {float(100 * allowed):.6g} % are beyond"
+    share = f"{100 * k / n:.3g} %" if n else "none"
+    return f"{k} of {n} are beyond ({share}), {float(100 * allowed):.6g} % may be"
+
+
+def _units(result: Result) -> str:
+    if result.k is None or result.n is None:
+        return "the requirement does not hold"
+    return f"{result.k} of {result.n} are beyond, none may be"

@@ -1,0 +1,204 @@
+"""The state machine of a candidate: pure functions from a state and evidence to the next state.
+
+A candidate gathers evidence of its stage over a *stability window*. It advances where every clause
+that the stage demands is shown, nothing is violated, and the window is long enough, in time and in
+requests of each slice. Missing, empty or invalid evidence holds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+from fractions import Fraction
+
+from kcdsl.release.promotion.candidate import Candidate, StabilityWindow, State
+from kcdsl.release.promotion.evidence import Document, DocumentKind, duration, merged
+from kcdsl.release.promotion.look import NOT_DUE, SHOWN, Look, Row, order_of, row_of, why_unusable
+from kcdsl.release.promotion.stages import (
+    FULL,
+    OFFLINE,
+    Demand,
+    LookRules,
+    Reaction,
+    following,
+    worst_reaction,
+)
+
+ERROR = Fraction(1, 20)
+
+
+class Outcome(StrEnum):
+    """What a look at the evidence came to."""
+
+    ADVANCED = "advanced"
+    KEPT = "kept"
+    """At the last stage: the window is complete and nothing is violated."""
+    HELD = "held"
+    BLOCKED = "blocked"
+    FROZEN = "frozen"
+    ROLLED_BACK = "rolled-back"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a stability window is, how many requests of each slice it has at least, and the
+    chance of a false decision of each kind."""
+
+    window: timedelta
+    requests: int
+    error: Fraction = ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The candidate after a look, what the look came to, and why.
+
+    `lacking` says what is missing beside clauses, `unused` names the documents that did not count
+    and why, `counted` has the digests of those that did.
+    """
+
+    candidate: Candidate
+    outcome: Outcome
+    rows: tuple[Row, ...]
+    lacking: tuple[str, ...]
+    unused: Mapping[str, str]
+    counted: tuple[str, ...]
+
+
+def step(
+    candidate: Candidate,
+    demands: Sequence[Demand],
+    documents: Iterable[Document],
+    limits: Limits,
+    rules: LookRules,
+    *,
+    counted: Set[str],
+    now: datetime,
+    ended: Set[str] = frozenset(),
+) -> Step:
+    """Return what the evidence makes of an active candidate.
+
+    `counted` are the digests of what earlier looks counted: nothing counts twice. `now` is the
+    time of the look. `ended` are the identities of certificates that are not in force any more.
+    """
+    assert candidate.state is State.ACTIVE
+    by_name = {demand.obligation: demand for demand in demands}
+    seen, unused = set(counted), dict[str, str]()
+    fresh: list[tuple[Document, bool]] = []
+    for document in sorted(documents, key=order_of):
+        why = why_unusable(document, candidate, by_name, seen, now)
+        if why is None:
+            requests = {_in_window(candidate, digest) for digest in document.requests_of}
+            repeated = candidate.stage != OFFLINE and bool(requests & seen)
+            seen |= {document.identity, *document.parts, *requests}
+            fresh.append((document, repeated))
+        else:
+            unused[document.name] = why
+    window = candidate.window
+    look = Look(
+        candidate,
+        by_name,
+        rules,
+        limits.error,
+        dict(window.counts),
+        {
+            name: shown
+            for name, shown in candidate.shown.items()
+            if (shown.until is None or now < shown.until) and shown.document not in ended
+        },
+        dict(candidate.looks),
+        candidate.documents,
+    )
+    served = dict(window.requests)
+    for document, repeated in fresh:
+        look.take(document, repeated)
+        for name, n in document.requests.items():
+            served[name] = served.get(name, 0) + n
+    periods = [document.period for document, _ in fresh if document.period is not None]
+    signed = [d.identity for d, _ in fresh if d.kind is DocumentKind.CERTIFICATE and d.valid]
+    certificates = dict(candidate.certificates)
+    if signed:
+        known = certificates.get(candidate.stage, ())
+        certificates[candidate.stage] = tuple(dict.fromkeys((*known, *signed)))
+    after = replace(
+        candidate,
+        window=StabilityWindow(
+            window.since, look.counts, served, merged((*window.covered, *periods))
+        ),
+        documents=look.documents,
+        looks=look.looks,
+        shown=look.shown,
+        certificates=certificates,
+    )
+    rows = tuple(row_of(demand, after, look, limits.error) for demand in demands)
+    lacking = _lacking(after, demands, limits, ended)
+    outcome, after = _conclude(after, by_name, look, rows, lacking, now)
+    return Step(after, outcome, rows, lacking, unused, tuple(sorted(seen - counted)))
+
+
+def _in_window(candidate: Candidate, digest: str) -> str:
+    """Return the mark of requests that were measured in the present stability window."""
+    mark = f"{candidate.stage} {candidate.epoch} {digest}"
+    return hashlib.sha256(mark.encode("ascii")).hexdigest()
+
+
+def _lacking(
+    candidate: Candidate,
+    demands: Sequence[Demand],
+    limits: Limits,
+    ended: Set[str],
+) -> tuple[str, ...]:
+    """Return what is missing for the next stage beside clauses."""
+    found = []
+    if all(identity in ended for identity in candidate.signed(candidate.stage)):
+        found.append(f"a certificate of the stage {candidate.stage} that is in force")
+    if candidate.stage == OFFLINE:
+        return tuple(found)
+    lasted = duration(candidate.window.covered)
+    if lasted < limits.window:
+        found.append(f"windows over {limits.window}; those that count cover {lasted}")
+    for name in dict.fromkeys(d.slice for d in demands if d.slice and d.is_due(candidate.stage)):
+        there = candidate.window.requests.get(name, 0)
+        if there < limits.requests:
+            found.append(f"{limits.requests} requests of {name}; there are {there}")
+    return tuple(found)
+
+
+def _conclude(
+    candidate: Candidate,
+    demands: Mapping[str, Demand],
+    look: Look,
+    rows: Sequence[Row],
+    lacking: Sequence[str],
+    now: datetime,
+) -> tuple[Outcome, Candidate]:
+    reactions = tuple(demands[name].reaction(candidate.stage) for name in look.violated)
+    if reactions:
+        match worst_reaction(reactions):
+            case Reaction.ROLL_BACK:
+                return Outcome.ROLLED_BACK, replace(candidate, state=State.ROLLED_BACK)
+            case Reaction.FREEZE:
+                return Outcome.FROZEN, replace(candidate, state=State.FROZEN)
+            case Reaction.BLOCK if candidate.stage == OFFLINE:
+                return Outcome.BLOCKED, replace(candidate, state=State.BLOCKED)
+            case Reaction.BLOCK:
+                return Outcome.BLOCKED, _restarted(candidate, now)
+    spoiled = any(demands[name].is_due(candidate.stage) for name in look.spoiled)
+    if spoiled and candidate.stage != OFFLINE:
+        return Outcome.HELD, _restarted(candidate, now)
+    if lacking or not rows or any(row.status not in (SHOWN, NOT_DUE) for row in rows):
+        return Outcome.HELD, candidate
+    if candidate.stage == FULL:
+        return Outcome.KEPT, _restarted(candidate, now)
+    after = following(candidate.stage)
+    kept = candidate.shown if after == FULL else {}
+    entered = replace(candidate, stage=after, window=StabilityWindow(now), documents=0, shown=kept)
+    return Outcome.ADVANCED, entered
+
+
+def _restarted(candidate: Candidate, now: datetime) -> Candidate:
+    """Return the candidate at the beginning of another stability window of its stage."""
+    return replace(candidate, epoch=candidate.epoch + 1, window=StabilityWindow(now))

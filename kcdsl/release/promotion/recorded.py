@@ -1,0 +1,85 @@
+"""What a register says of a candidate: its last state, and the standing of its certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import REGISTER_DAMAGED
+from kcdsl.release.promotion.candidate import Candidate
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.statement import Triple, Verdict, differences, relaxed
+
+if TYPE_CHECKING:
+    from kcdsl.release.register import CertificateStatus, Promotion, Register
+
+
+def candidate_in(history: Sequence[Promotion]) -> Candidate | None:
+    """Return the candidate as its last decision left it; None without a decision.
+
+    Raises Refusal where the record of the candidate is not one that this program wrote.
+    """
+    if not history:
+        return None
+    last = history[-1]
+    try:
+        found = Candidate.from_json(dict(last.progress))
+        if found.triple != last.candidate:
+            raise Rejected("candidate/other", "it is about another triple")
+    except Rejected as error:
+        raise refuse(
+            REGISTER_DAMAGED,
+            f"the decision {last.number} about {last.slot} does not say where its candidate is: "
+            f"{error.detail}",
+            help="`kcdsl promote` records decisions; begin the candidate anew in another slot",
+        ) from error
+    return found
+
+
+def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collection[str]) -> Triple:
+    """Return the triple of a slot that is the deployed one but for the host and these parts of its
+    kernels: it may have been certified on another machine. The deployed one itself where the slot
+    knows none."""
+    known = dict.fromkeys(each.candidate for each in reversed(register.promotions(slot=slot)))
+    for digest in dict.fromkeys((deployed.digest, *known)):
+        triple = register.triple(digest) if digest in known else None
+        if triple is not None and not differences(
+            triple, relaxed(triple, deployed, {*parts, "host"})
+        ):
+            return triple
+    return deployed
+
+
+def why_withdrawn(register: Register, status: CertificateStatus) -> str | None:
+    """Return why nothing may rest on a certificate any more: it is unknown, revoked, or superseded
+    by one that did not pass. None also for one whose time is over."""
+    match status.standing.name:
+        case "REVOKED" | "UNKNOWN":
+            return status.detail
+        case "SUPERSEDED":
+            newer = None if status.by is None else register.certificate(status.by)
+            passed = newer is not None and newer.verdict is Verdict.PASSED
+            return None if passed else status.detail
+        case _:
+            return None
+
+
+def standing_of(
+    candidate: Candidate, register: Register, now: datetime, given: Collection[str] = ()
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Return why certificates of a candidate are withdrawn, by identity, and which are not in
+    force. What a certificate that is `given` now supersedes is not withdrawn by it: the look at the
+    given one decides."""
+    withdrawn: dict[str, str] = {}
+    ended = set()
+    for identity in dict.fromkeys(one for each in candidate.certificates.values() for one in each):
+        status = register.status_of(identity, now)
+        if status.in_force:
+            continue
+        ended.add(identity)
+        why = why_withdrawn(register, status)
+        if why is not None and status.by not in given:
+            withdrawn[identity] = why
+    return withdrawn, frozenset(ended)

@@ -1,0 +1,154 @@
+"""The four stages of a promotion: the clauses that each demands, and its reaction to a violation.
+
+| stage | traffic | demanded |
+|---|---|---|
+| offline-ci | pinned rows | every hard clause; deterministic clauses of the families N, S, O |
+| shadow | mirrored | clauses about traffic: families S and O, and N if soft or sampled |
+| canary | a small live share | every clause, R included |
+| full | all of it | every clause, again and again |
+
+Source: section 7.1 of the paper. A violated clause counts at every stage, demanded or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from typing import Protocol
+
+from kcdsl.ir.escalation import kind
+from kcdsl.ir.obligations import obligations_of, slices_of
+from kcdsl.ir.tables import expand_tables
+from kcdsl.ir.terms import Clause, Family, Level, Program
+from kcdsl_certs.statement import STAGES
+
+OFFLINE, SHADOW, CANARY, FULL = STAGES
+
+
+class Reaction(StrEnum):
+    """What a violated clause does to a promotion, mildest first."""
+
+    BLOCK = "block"
+    """The candidate does not advance."""
+    FREEZE = "freeze"
+    """The candidate stays where it is, and no evidence moves it on."""
+    ROLL_BACK = "roll-back"
+    """The candidate is withdrawn: the slot goes back to what served before."""
+
+
+_ORDER = tuple(Reaction)
+_BY_LEVEL = {Level.L1: Reaction.BLOCK, Level.L2: Reaction.FREEZE, Level.L3: Reaction.ROLL_BACK}
+_BY_ACTION = {
+    kind("freeze"): Reaction.FREEZE,
+    kind("fallback"): Reaction.ROLL_BACK,
+    kind("rollback"): Reaction.ROLL_BACK,
+}
+
+
+def reaction(stage: str, level: Level, action: str) -> Reaction:
+    """Return how a stage reacts to a violated clause of a level with this action.
+
+    Offline, nothing serves that could be rolled back: the candidate is blocked. Later, the level
+    decides, of every family: L1 blocks, L2 freezes, L3 rolls back. The action that the contract
+    gives the clause makes the reaction more severe and never milder.
+    """
+    if stage == OFFLINE:
+        return Reaction.BLOCK
+    return worst_reaction((_BY_LEVEL[level], _BY_ACTION.get(kind(action), Reaction.BLOCK)))
+
+
+def worst_reaction(reactions: tuple[Reaction, ...]) -> Reaction:
+    """Return the most severe of some reactions."""
+    return max(reactions, key=_ORDER.index)
+
+
+def following(stage: str) -> str:
+    """Return the stage after this one; `full` is the last and follows itself."""
+    return STAGES[min(STAGES.index(stage) + 1, len(STAGES) - 1)]
+
+
+# --- demands --------------------------------------------------------------------------------------
+
+
+class LookRules(Protocol):
+    """How a measuring backend decides counts that grow from look to look.
+
+    A backend of the catalogue offers it (`BackendSpec.looks`), because its statistics need packages
+    that this package does not import.
+    """
+
+    def allowed_rate(self, clause: Clause) -> Fraction | None:
+        """Return the share of units that may be beyond; 0 for every unit, None for no unit."""
+
+    def varies(self, clause: Clause, program: Program) -> bool:
+        """Say whether one more run of the same requests would give other values."""
+
+    def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
+        """Say whether k of n show, at this and every other look, a rate of at most `rate`."""
+
+    def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
+        """Say whether k of n show, at this and every other look, a rate above `rate`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One obligation of the contract, with what a promotion needs to know of it.
+
+    `allowed` is the share of units that may be beyond: 0 where every unit is spoken of, None where
+    the obligation speaks of no unit, such as a mean. `repeatable`: the same requests give the same
+    values again, and the clause asks for no sample.
+    """
+
+    obligation: str
+    clause: str
+    slice: str | None
+    family: Family
+    level: Level
+    action: str
+    hard: bool
+    repeatable: bool
+    allowed: Fraction | None
+    requirement: str
+
+    def is_due(self, stage: str) -> bool:
+        """Say whether a stage demands it."""
+        if stage == OFFLINE:
+            return self.hard or (self.repeatable and self.family is not Family.RUNTIME)
+        if stage == SHADOW:
+            about_traffic = not (self.hard and self.repeatable)
+            return self.family in (Family.STATISTICAL, Family.OBSERVABILITY) or (
+                self.family is Family.NUMERICAL and about_traffic
+            )
+        return True
+
+    @property
+    def is_rate(self) -> bool:
+        """Say whether counts of units decide it."""
+        return self.allowed is not None and 0 < self.allowed < 1
+
+    def reaction(self, stage: str) -> Reaction:
+        """Return how a stage reacts where it is violated."""
+        return reaction(stage, self.level, self.action)
+
+
+def demands_of(program: Program, rules: LookRules) -> tuple[Demand, ...]:
+    """Return every obligation of a contract, in its order, tables written out."""
+    expanded = expand_tables(program)
+    return tuple(
+        Demand(
+            obligation=one.id,
+            clause=clause.id,
+            slice=name,
+            family=clause.family,
+            level=clause.level,
+            action=clause.action or program.escalation.action(clause.family, clause.level),
+            hard=clause.budget is None,
+            repeatable=not rules.varies(clause, expanded),
+            allowed=rules.allowed_rate(one.part),
+            requirement=clause.text or clause.id,
+        )
+        for clause in expanded.clauses
+        for name in slices_of(clause)
+        for one in obligations_of(clause, name)
+    )

@@ -1,0 +1,385 @@
+"""The gate: closed for what is not recorded, by exit code and over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, Candidate, State
+from kcdsl.release.promotion.gate import Answer, ask
+from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
+from kcdsl.release.register import Promotion, PromotionReason, PromotionState, Register
+from kcdsl_certs.statement import STAGES, Triple, Verdict
+from tests.support.promotions import at
+from tests.support.registers import NOW, TRUSTED, certified, triple
+
+SLOT = "chat/production"
+LIVE, NEW = triple("live"), triple("new")
+
+
+@pytest.fixture
+def register(tmp_path: Path) -> Iterator[Register]:
+    """Yield a register in which one triple is live."""
+    with Register.open(tmp_path / "r.db", create=True, clock=lambda: NOW) as made:
+        record(made, LIVE, FULL, state=PromotionState.PROMOTED, incumbent=None)
+        yield made
+
+
+def record(
+    register: Register,
+    about: Triple,
+    stage: str,
+    *,
+    state: PromotionState = PromotionState.ADVANCED,
+    incumbent: str | None = LIVE.digest,
+    candidate_state: State = State.ACTIVE,
+    lifetime: timedelta = timedelta(days=30),
+) -> dict[str, str]:
+    """Record certificates of every stage before one, and that a triple is in it now; return their
+    identities by stage."""
+    found = {
+        one: register.record_certificates(
+            [certified(about, stage=one, lifetime=lifetime)], TRUSTED
+        )[0].identity
+        for one in STAGES[: STAGES.index(stage)]
+    }
+    register.record_triple(about)
+    candidate = replace(
+        at(stage),
+        triple=about.digest,
+        incumbent=incumbent,
+        state=candidate_state,
+        certificates={name: (identity,) for name, identity in found.items()},
+    )
+    decide(register, about, candidate, state, stage)
+    return found
+
+
+def decide(
+    register: Register, about: Triple, candidate: Candidate, state: PromotionState, stage: str
+) -> None:
+    slot = register.slot(SLOT)
+    last = list(candidate.certificates.values())[-1] if candidate.certificates else ()
+    decision = Promotion(
+        slot=SLOT,
+        candidate=about.digest,
+        incumbent=candidate.incumbent,
+        contract=about.contract.digest,
+        stage=stage,
+        state=state,
+        reasons=(PromotionReason("N-KL", "60 of 600 are beyond", "long"),),
+        certificates=last if state in (PromotionState.ADVANCED, PromotionState.PROMOTED) else (),
+        progress=candidate.to_json(),
+    )
+    register.promote(SLOT, slot.version, decision)
+
+
+def answer(register: Register, about: Triple, stage: str, now: datetime = NOW) -> Answer:
+    return ask(register, SLOT, stage, about.digest, now).answer
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_recorded_may_not_serve(register: Register, stage: str) -> None:
+    gate = ask(register, SLOT, stage, NEW.digest, NOW)
+    assert gate.answer is Answer.INCONCLUSIVE
+    assert not gate.known
+    assert answer(register, LIVE, stage) is Answer.SUCCESSFUL
+    elsewhere = ask(register, "chat/other", stage, LIVE.digest, NOW)
+    assert elsewhere.answer is Answer.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("asked", STAGES)
+@pytest.mark.parametrize("stage", [SHADOW, CANARY])
+def test_a_candidate_may_serve_up_to_its_stage(register: Register, stage: str, asked: str) -> None:
+    record(register, NEW, stage)
+    may = STAGES.index(asked) <= STAGES.index(stage)
+    assert answer(register, NEW, asked) is (Answer.SUCCESSFUL if may else Answer.INCONCLUSIVE)
+
+
+@pytest.mark.parametrize("asked", STAGES)
+@pytest.mark.parametrize(
+    ("state", "wanted"),
+    [
+        (State.BLOCKED, Answer.FAILED),
+        (State.ROLLED_BACK, Answer.FAILED),
+        (State.FROZEN, Answer.INCONCLUSIVE),
+    ],
+)
+def test_a_stopped_candidate_may_not_serve(
+    register: Register, state: State, wanted: Answer, asked: str
+) -> None:
+    record(register, NEW, CANARY, state=PromotionState.HELD, candidate_state=state)
+    gate = ask(register, SLOT, asked, NEW.digest, NOW)
+    assert gate.answer is wanted
+    assert "N-KL on long: 60 of 600 are beyond" in gate.reasons
+
+
+def test_a_revoked_certificate_of_any_stage_closes_it(register: Register) -> None:
+    for stage in (OFFLINE, SHADOW):
+        about = triple(f"revoked at {stage}")
+        found = record(register, about, CANARY)
+        assert answer(register, about, CANARY) is Answer.SUCCESSFUL
+        register.revoke(found[stage], "wrong data")
+        gate = ask(register, SLOT, CANARY, about.digest, NOW)
+        assert gate.answer is Answer.FAILED
+        assert "wrong data" in gate.reasons[0]
+
+
+def test_a_newer_certificate_that_did_not_pass_closes_it(register: Register) -> None:
+    record(register, NEW, CANARY)
+    failed = certified(NEW, stage=SHADOW, sequence=2, verdict=Verdict.FAILED)
+    register.record_certificates([failed], TRUSTED)
+    assert answer(register, NEW, CANARY) is Answer.FAILED
+
+
+def test_it_closes_when_the_certificate_ends(register: Register) -> None:
+    record(register, NEW, CANARY, lifetime=timedelta(days=2))
+    assert answer(register, NEW, CANARY, NOW + timedelta(days=1, hours=22)) is Answer.SUCCESSFUL
+    assert answer(register, NEW, CANARY, NOW + timedelta(days=2)) is Answer.INCONCLUSIVE
+
+
+def test_another_live_triple_closes_it(register: Register) -> None:
+    record(register, NEW, CANARY)
+    other = triple("other")
+    record(register, other, FULL, state=PromotionState.PROMOTED)
+    assert answer(register, NEW, CANARY) is Answer.INCONCLUSIVE
+    assert answer(register, other, FULL) is Answer.SUCCESSFUL
+    assert answer(register, LIVE, FULL) is Answer.INCONCLUSIVE
+
+
+def test_a_decision_without_a_candidate_is_no_answer(register: Register) -> None:
+    slot = register.slot(SLOT)
+    register.record_triple(NEW)
+    register.promote(
+        SLOT,
+        slot.version,
+        Promotion(SLOT, NEW.digest, LIVE.digest, NEW.contract.digest, CANARY, PromotionState.HELD),
+    )
+    with pytest.raises(Refusal):
+        ask(register, SLOT, CANARY, NEW.digest, NOW)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_exit_codes_of_the_command(
+    register: Register, tmp_path: Path, cli: Callable[..., Any], follows: Callable[..., None]
+) -> None:
+    record(register, NEW, CANARY, state=PromotionState.HELD, candidate_state=State.ROLLED_BACK)
+    frozen = triple("frozen")
+    record(register, frozen, CANARY, state=PromotionState.HELD, candidate_state=State.FROZEN)
+    wanted = {NEW.digest: 1, frozen.digest: 3, "0" * 64: 3}
+    words = ("gate", "--register", tmp_path / "r.db", "--slot", SLOT, "--stage", "canary")
+    for digest, code in wanted.items():
+        ran = cli(*words, "--triple", f"sha256:{digest}", "--json")
+        document = json.loads(ran.stdout)
+        follows(document)
+        assert (ran.code, document["exit"], document["open"]) == (code, code, False)
+    plain = cli(*words, "--triple", NEW.digest)
+    assert plain.stdout.splitlines()[-1] == f"closed: sha256:{NEW.digest[:12]} at canary in {SLOT}"
+    assert cli(*words, "--triple", "short").code == 2
+    assert (
+        cli("gate", "--register", tmp_path / "none.db", *words[3:], "--triple", "0" * 64).code == 2
+    )
+    for word in ("nowhere", "127.0.0.1:99999", ":"):
+        assert cli("gate", "--register", tmp_path / "r.db", "--serve", word).code == 2
+
+
+# --- HTTP -----------------------------------------------------------------------------------------
+
+
+Ask = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@contextmanager
+def serving(register: Any, usual: Mapping[str, str] | None = None) -> Iterator[GateServer]:
+    """Serve in a thread of this process."""
+    server = GateServer(("127.0.0.1", 0), register, lambda: NOW, usual or {})
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def place(server: GateServer) -> tuple[str, int]:
+    """Return where a server listens."""
+    host, port = server.server_address[:2]
+    return str(host), int(port)
+
+
+def send(
+    server: GateServer, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, dict[str, Any]]:
+    """Return status and document of a request."""
+    with closing(http.client.HTTPConnection(*place(server), timeout=30)) as client:
+        client.request(method, path, body, headers)
+        reply = client.getresponse()
+        assert reply.getheader("Content-Type") == "application/json"
+        return reply.status, json.loads(reply.read())
+
+
+def query(path: str, about: Triple | str = NEW, stage: str = CANARY, slot: str = SLOT) -> str:
+    digest = about if isinstance(about, str) else f"sha256:{about.digest}"
+    return f"{path}?slot={slot}&stage={stage}&triple={digest}"
+
+
+def flagger(**metadata: Any) -> bytes:
+    """Return the body that Flagger sends."""
+    document = {
+        "name": "chat", "namespace": "serving", "phase": "Progressing", "checksum": "85d557f47b",
+        "metadata": metadata,
+    }  # fmt: skip
+    return json.dumps(document).encode()
+
+
+def test_it_answers_by_the_status_and_by_the_document(
+    register: Register, follows: Callable[..., None]
+) -> None:
+    stopped, frozen = triple("stopped"), triple("frozen")
+    record(register, NEW, CANARY)
+    record(register, stopped, CANARY, state=PromotionState.HELD, candidate_state=State.ROLLED_BACK)
+    record(register, frozen, CANARY, state=PromotionState.HELD, candidate_state=State.FROZEN)
+    with serving(register) as server:
+        for about, gate, analysis, rollback, outcome in (
+            (NEW, 200, 200, 409, "Successful"),
+            (stopped, 403, 200, 200, "Failed"),
+            (frozen, 409, 200, 409, "Inconclusive"),
+            ("0" * 64, 404, 404, 404, "Inconclusive"),
+        ):
+            digest = about if isinstance(about, str) else about.digest
+            body = flagger(slot=SLOT, stage=CANARY, triple=digest)
+            for status, method, path, sent in (
+                (gate, "GET", query("/gate", about), None),
+                (gate, "POST", "/gate", body),
+                (gate, "POST", query("/gate", about), flagger()),
+                (analysis, "GET", query("/analysis", about), None),
+                (rollback, "POST", "/rollback", body),
+            ):
+                found, document = send(server, method, path, sent)
+                follows(document)
+                assert (found, document["outcome"]) == (status, outcome), (method, path)
+                assert document["open"] is (outcome == "Successful")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/", None, 404),
+        ("GET", "/gate/", None, 404),
+        ("GET", "/gate", None, 400),
+        ("GET", "/gate?slot=a&stage=canary", None, 400),
+        ("GET", query("/gate", stage="soon"), None, 400),
+        ("GET", query("/gate", about="short"), None, 400),
+        ("GET", query("/gate") + "&triple=" + "0" * 64, None, 400),
+        ("GET", query("/gate") + "&x=1" * 20, None, 400),
+        ("GET", query("/gate", slot="BAD%20SLOT"), None, 503),
+        ("GET", query("/gate", slot="%ff"), None, 400),
+        ("GET", "/rollback", None, 405),
+        ("POST", query("/analysis"), b"{}", 405),
+        ("POST", query("/gate"), b"no json", 400),
+        ("POST", query("/gate"), b"[]", 400),
+        ("POST", query("/gate"), b'{"metadata": 3}', 400),
+        ("POST", query("/gate"), flagger(triple="0" * 64), 400),
+        ("POST", "/gate", flagger(slot=SLOT, stage=CANARY, triple=["0"]), 400),
+        ("POST", query("/gate"), b" " * (LARGEST_BODY + 1), 413),
+        ("PUT", query("/gate"), b"{}", 501),
+        ("DELETE", query("/gate"), None, 501),
+    ],
+)
+def test_bad_questions_are_never_answered_with_yes(
+    register: Register, method: str, path: str, body: bytes | None, status: int
+) -> None:
+    record(register, NEW, CANARY)
+    with serving(register) as server:
+        with closing(http.client.HTTPConnection(*place(server), timeout=30)) as client:
+            client.request(method, path, body)
+            try:
+                reply = client.getresponse()
+            except ConnectionError:
+                assert status == 413  # closed before all of the body was sent
+                return
+            text = reply.read().decode()
+        assert reply.status == status
+        assert "Traceback" not in text
+        assert "/r.db" not in text
+
+
+def test_a_register_that_cannot_answer_is_no_yes() -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("secret at /srv/register")
+
+    with serving(Broken()) as server:
+        for path in (query("/gate"), query("/analysis"), "/health"):
+            status, document = send(server, "GET", path)
+            assert status == 500
+            assert document["open"] is False
+            assert "secret" not in json.dumps(document)
+
+
+def test_a_server_for_one_slot_needs_less_in_the_question(register: Register) -> None:
+    record(register, NEW, CANARY)
+    with serving(register, {"slot": SLOT, "stage": CANARY}) as server:
+        assert send(server, "GET", f"/gate?triple={NEW.digest}")[0] == 200
+        assert send(server, "GET", f"/gate?triple={NEW.digest}&stage=full")[0] == 409
+        with closing(http.client.HTTPConnection(*place(server), timeout=30)) as client:
+            client.request("GET", "/health")
+            reply = client.getresponse()
+            assert (reply.status, reply.read()) == (204, b"")
+
+
+def test_a_silent_client_does_not_keep_others_out(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(register, NEW, CANARY)
+    with serving(register) as server:
+        silent = [socket.create_connection(place(server)) for _ in range(5)]
+        try:
+            for one in silent:
+                one.sendall(b"GET /gate HTTP/1.1\r\nX: ")
+            assert send(server, "GET", query("/gate"))[0] == 200
+        finally:
+            for one in silent:
+                one.close()
+
+
+def test_more_connections_than_are_served_are_closed(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kcdsl.release.promotion.gate_server.MOST_AT_A_TIME", 2)
+    with serving(register) as server:
+        silent = [socket.create_connection(place(server)) for _ in range(2)]
+        try:
+            for one in silent:
+                one.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            for _ in range(200):
+                with socket.create_connection(place(server)) as more:
+                    more.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                    try:
+                        if more.recv(10) == b"":
+                            break
+                    except ConnectionError:
+                        break
+            else:
+                pytest.fail("every connection was served")
+        finally:
+            for one in silent:
+                one.close()

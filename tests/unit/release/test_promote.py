@@ -1,0 +1,574 @@
+"""`promote` on real files: certificates are checked, windows counted, decisions recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.release.promotion import Outcome, State
+from kcdsl.release.register import PromotionState, Register
+from kcdsl_certs.statement import Verdict
+from tests.support.promotion_scenes import HOUR, SLOT, Pipeline, edited
+
+STAGES = ("offline-ci", "shadow", "canary")
+NOON, ONE = "2026-11-30T12:00:00Z", "2026-11-30T13:00:00Z"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """Return a scene in which the triple is in the stage canary, with traffic that fits."""
+    pipeline = Pipeline.of(tmp_path_factory.mktemp("made"))
+    pipeline.until("canary")
+    return pipeline
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    """Return a scene in which nothing was decided."""
+    return Pipeline.of(tmp_path)
+
+
+@pytest.fixture
+def in_canary(made: Pipeline, tmp_path: Path) -> Pipeline:
+    """Return a scene of this test in which the triple is in the stage canary."""
+    return made.copy(tmp_path / "canary")
+
+
+def refusal_of(call: Callable[[], Any]) -> Any:
+    with pytest.raises(Refusal) as caught:
+        call()
+    return caught.value.diagnostics[0]
+
+
+# --- the way --------------------------------------------------------------------------------------
+
+
+def test_a_triple_goes_through_the_stages_and_serves(
+    pipeline: Pipeline, follows: Callable[..., None]
+) -> None:
+    seen = []
+    for stage in STAGES:
+        found = pipeline.pass_stage(stage)
+        follows(found.to_json())
+        seen.append((found.step.outcome, found.step.candidate.stage, found.live is not None))
+    assert seen == [
+        (Outcome.ADVANCED, "shadow", False),
+        (Outcome.ADVANCED, "canary", False),
+        (Outcome.ADVANCED, "full", True),
+    ]
+    kept = pipeline.promote("full", pipeline.certificate("full"), pipeline.traffic("full"))
+    assert kept.step.outcome is Outcome.KEPT, (kept.step.rows, kept.step.lacking)
+    with pipeline.register() as register:
+        slot = register.slot(SLOT)
+        assert slot.triple == found.triple
+        states = [one.state for one in register.promotions(slot=SLOT)]
+    assert states == [
+        PromotionState.ADVANCED,
+        PromotionState.ADVANCED,
+        PromotionState.PROMOTED,
+        PromotionState.ADVANCED,
+    ]
+
+
+@pytest.mark.full
+def test_another_triple_begins_at_the_first_stage(in_canary: Pipeline) -> None:
+    in_canary.change_weights(1.0, 3.0)
+    problem = refusal_of(lambda: in_canary.promote("canary", in_canary.certificate("canary")))
+    assert problem.code is codes.PROMOTION_STAGE
+    assert "has passed none" in problem.message
+
+
+@pytest.mark.full
+def test_a_changed_contract_is_another_triple(pipeline: Pipeline) -> None:
+    pipeline.until("shadow")
+    text = pipeline.contract.read_text(encoding="utf-8")
+    pipeline.contract.write_text(text.replace("<= 0.02", "<= 0.03"), encoding="utf-8")
+    found = lambda: pipeline.promote("shadow", pipeline.certificate("shadow"))  # noqa: E731
+    assert refusal_of(found).code is codes.PROMOTION_STAGE
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_windows_add_up_over_looks(in_canary: Pipeline) -> None:
+    signed = in_canary.certificate("canary")
+    first = in_canary.promote("canary", signed, in_canary.traffic("canary", n=200))
+    assert first.step.outcome is Outcome.HELD
+    second = in_canary.promote("canary", in_canary.traffic("canary", n=200))
+    assert second.step.outcome is Outcome.HELD
+    assert second.step.candidate.window.counts["N-KL/all/0"] == (0, 400)
+    third = in_canary.promote("canary", in_canary.traffic("canary", n=200))
+    assert third.step.outcome is Outcome.ADVANCED, third.step.rows
+
+
+@pytest.mark.full
+def test_a_window_counts_once_whatever_it_is_called(in_canary: Pipeline) -> None:
+    start = in_canary.now
+    window = in_canary.traffic("canary", n=200)
+    in_canary.promote("canary", in_canary.certificate("canary"), window)
+    copy = edited(window, environment__seed=1)
+    again = in_canary.promote("canary", window, copy)
+    assert again.step.outcome is Outcome.HELD
+    assert again.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+    assert set(again.unused.values()) == {"it was counted before"}
+    assert not again.recorded
+    (table,) = in_canary.folder.glob(f"traffic-{in_canary.made - 1}.parquet")
+    other = in_canary.traffic("canary", n=200)
+    more = in_canary.folder / f"traffic-{in_canary.made}.parquet"
+    joined = in_canary.aggregate("canary", [table, more], start, in_canary.now)
+    assert joined == other
+    mixed = in_canary.promote("canary", joined)
+    assert "1 of its 2 tables were counted before" in mixed.unused[str(joined)]
+
+
+def test_a_planted_regression_rolls_back_freezes_or_blocks_by_its_level(tmp_path: Path) -> None:
+    for level, outcome, state in (
+        ("L1", Outcome.BLOCKED, State.ACTIVE),
+        ("L2", Outcome.FROZEN, State.FROZEN),
+        ("L3", Outcome.ROLLED_BACK, State.ROLLED_BACK),
+    ):
+        folder = tmp_path / level
+        folder.mkdir()
+        pipeline = Pipeline.of(folder)
+        old = "N-KL: {require: p99(kl) <= 0.02, slices: [all, long], level: L2}"
+        text = pipeline.contract.read_text(encoding="utf-8")
+        assert old in text
+        pipeline.contract.write_text(text.replace(old, old.replace("L2", level)), encoding="utf-8")
+        pipeline.until("canary")
+        bad = pipeline.promote("canary", pipeline.traffic("canary", beyond=60))
+        assert bad.step.outcome is outcome
+        assert bad.exit == 1
+        assert bad.step.candidate.state is state
+        rows = {(r.clause, r.slice): r for r in bad.step.rows}
+        assert "60 of 600 are beyond (10 %), 1 % may be" in rows["N-KL", "all"].reason
+        with pipeline.register() as register:
+            decision = register.promotions(slot=SLOT)[-1]
+        named = {(one.clause, one.slice): one.numbers for one in decision.reasons}
+        numbers = {"beyond": "60", "of": "600", "allowed": "0.01"}
+        assert named["N-KL", "all"] == numbers
+        assert named["N-KL", "long"] == numbers
+
+
+@pytest.mark.full
+def test_a_live_triple_is_rolled_back_to_the_one_before(pipeline: Pipeline) -> None:
+    pipeline.until("full")
+    with pipeline.register() as register:
+        first = register.slot(SLOT).triple
+    pipeline.change_weights(1.0, 3.0)
+    pipeline.until("full")
+    with pipeline.register() as register:
+        second = register.slot(SLOT).triple
+    assert first != second
+    text = pipeline.contract.read_text(encoding="utf-8")
+    assert "N-BOTH: {require: mean(kl) <= 0.01" in text
+    pipeline.now += timedelta(minutes=1)
+    broken = [
+        replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2)) if c.id == "O-TRACE" else c
+        for c in pipeline.results()
+    ]
+    failing = pipeline.certificate("full", broken)
+    back = pipeline.promote("full", failing)
+    assert back.step.outcome is Outcome.ROLLED_BACK, back.step.rows
+    assert back.live == first
+    with pipeline.register() as register:
+        assert register.slot(SLOT).triple == first
+        assert register.promotions(slot=SLOT)[-1].incumbent == first
+
+
+@pytest.mark.full
+def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_slot(
+    pipeline: Pipeline,
+) -> None:
+    pipeline.until("full")
+    with pipeline.register() as register:
+        first = register.slot(SLOT)
+        for identity in first.certificates:
+            register.revoke(identity, "the key was lost")
+    pipeline.change_weights(1.0, 3.0)
+    pipeline.until("full")
+    pipeline.now += timedelta(minutes=1)
+    broken = [
+        replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2)) if c.id == "O-TRACE" else c
+        for c in pipeline.results()
+    ]
+    back = pipeline.promote("full", pipeline.certificate("full", broken))
+    assert back.step.outcome is Outcome.ROLLED_BACK
+    assert back.live is None
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"window__stage": "shadow"}, "is of the stage shadow"),
+        ({"window__triple": f"sha256:{'0' * 64}"}, "with other weights, kernels or contract"),
+        ({"contract__digest": f"sha256:{'0' * 64}"}, "with other weights, kernels or contract"),
+        ({"contract": None}, "was not decided by a contract"),
+        ({"window__until": "2026-11-30T12:00:00Z"}, "ends before it begins"),
+        ({"window__until": "2036-11-30T12:00:00Z"}, "still to come"),
+        ({"window__from": "2026-11-01T12:00:00Z"}, "began before"),
+        ({"deferred": {}}, "leaves N-ATTN-0 on all out"),
+        ({"clauses": []}, "leaves N-KL on all out"),
+    ],
+)
+def test_a_window_that_does_not_fit_does_not_count(
+    in_canary: Pipeline, fields: dict[str, Any], why: str
+) -> None:
+    signed, window = in_canary.certificate("canary"), in_canary.traffic("canary")
+    found = in_canary.promote("canary", signed, edited(window, **fields))
+    assert found.step.outcome is Outcome.HELD
+    (told,) = found.unused.values()
+    assert why in told
+    assert found.step.candidate.window.counts == {"R-LAT/all/0": (12, 600)}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window": {}},
+        {"window__from": "yesterday"},
+        {"window__kernels": {"train": 3, "infer": 4}},
+        {"tables": {"files": []}},
+        {"tables": {"files": [{"sha256": "short"}]}},
+        {"slices": [{"slice": "all", "requests": -1}]},
+        {"slices": [{"slice": "all", "requests": True}]},
+        {"clauses": [{}]},
+        {"clauses": "none"},
+        {"schema": "kcdsl.aggregate/1"},
+    ],
+)
+def test_a_malformed_window_is_refused(in_canary: Pipeline, fields: dict[str, Any]) -> None:
+    bad = edited(in_canary.traffic("canary"), **fields)
+    problem = refusal_of(lambda: in_canary.promote("canary", bad))
+    assert problem.code is codes.PROMOTION_EVIDENCE
+    assert str(bad) in problem.message
+    assert problem.help
+
+
+def test_an_aggregate_without_its_time_is_no_window(in_canary: Pipeline) -> None:
+    document = json.loads(in_canary.traffic("canary").read_text(encoding="utf-8"))
+    del document["window"]
+    plain = in_canary.folder / "plain.json"
+    plain.write_text(json.dumps(document), encoding="utf-8")
+    problem = refusal_of(lambda: in_canary.promote("canary", plain))
+    assert problem.code is codes.PROMOTION_EVIDENCE
+
+
+@pytest.mark.full
+def test_nan_and_missing_values_in_traffic_hold(in_canary: Pipeline) -> None:
+    signed = in_canary.certificate("canary")
+    missing = in_canary.traffic("canary", columns={"kl": [None] + [0.001] * 599})
+    found = in_canary.promote("canary", signed, missing)
+    assert found.step.outcome is Outcome.HELD
+    assert found.step.candidate.epoch == 2
+    good = in_canary.promote("canary", in_canary.traffic("canary"))
+    assert good.step.outcome is Outcome.HELD  # 600 do not show 1 % in a second window
+    nan = in_canary.traffic("canary", columns={"kl": [float("nan")] * 60 + [0.001] * 540})
+    assert in_canary.promote("canary", nan).step.outcome is Outcome.FROZEN
+
+
+# --- certificates ---------------------------------------------------------------------------------
+
+
+def test_a_certificate_that_states_a_failure_blocks_with_the_clause_and_its_slices(
+    pipeline: Pipeline,
+) -> None:
+    broken = [
+        replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2))
+        if (c.id, c.slice) == ("N-KL", "long")
+        else c
+        for c in pipeline.results()
+    ]
+    found = pipeline.promote("offline-ci", pipeline.certificate("offline-ci", broken))
+    assert found.step.outcome is Outcome.BLOCKED
+    rows = {(row.clause, row.slice): row for row in found.step.rows}
+    assert rows["N-KL", "long"].status == "violated"
+    assert "0.5 instead of <= 0.02" in rows["N-KL", "long"].reason
+    assert rows["N-KL", "all"].status == "open"
+    with pipeline.register() as register:
+        assert register.promotions(slot=SLOT)[-1].state is PromotionState.BLOCKED
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", ["stage", "key", "expired", "weights", "evidence", "damaged"])
+def test_a_certificate_that_is_not_valid_promotes_nothing(pipeline: Pipeline, how: str) -> None:
+    signed = pipeline.certificate("shadow" if how == "stage" else "offline-ci")
+    match how:
+        case "key":
+            text = signed.read_text(encoding="utf-8")
+            (pipeline.folder / "release.key.pub").unlink()
+            (pipeline.folder / "release.key").unlink()
+            from tests.support.commands import run_here
+
+            assert run_here("keygen", "-o", "release.key", cwd=pipeline.folder).code == 0
+            assert text
+        case "expired":
+            pipeline.now += timedelta(days=31)
+        case "weights":
+            pipeline.change_weights(5.0)
+        case "evidence":
+            (signed.parent / "report.json").unlink()
+        case "damaged":
+            signed.write_bytes(signed.read_bytes()[:-20])
+        case _:
+            pass
+    found = pipeline.promote("offline-ci", signed) if how != "damaged" else None
+    if found is None:
+        problem = refusal_of(lambda: pipeline.promote("offline-ci", signed))
+        assert problem.code is codes.PROMOTION_EVIDENCE
+    else:
+        assert found.exit == 4
+        assert found.invalid[str(signed)]
+    with pipeline.register() as register:
+        assert register.promotions(slot=SLOT) == ()
+
+
+def test_a_key_promotes_only_the_stages_that_the_policy_gives_it(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    from kcdsl.api.checking import CheckSettings
+
+    policy = tmp_path / "policy.toml"
+    for stages, exit in (('["shadow", "canary"]', 4), ('["offline-ci"]', 0)):
+        policy.write_text(
+            f'[[keys]]\npath = "{pipeline.folder}/release.key.pub"\nstages = {stages}\n',
+            encoding="utf-8",
+        )
+        signed = pipeline.certificate("offline-ci")
+        found = pipeline.promote("offline-ci", signed, checks=CheckSettings(policy=str(policy)))
+        assert found.exit == exit, found.invalid
+        if exit == 4:
+            assert found.invalid[str(signed)] == ("stage/key-not-allowed",)
+
+
+@pytest.mark.full
+def test_an_older_certificate_after_a_failed_one_is_not_valid(pipeline: Pipeline) -> None:
+    good = pipeline.certificate("offline-ci")
+    pipeline.now += timedelta(minutes=1)
+    broken = [
+        replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2)) if c.id == "O-TRACE" else c
+        for c in pipeline.results()
+    ]
+    assert pipeline.promote("offline-ci", pipeline.certificate("offline-ci", broken)).exit == 1
+    found = pipeline.promote("offline-ci", good)
+    assert found.exit == 4
+    assert found.invalid[str(good)][0] == "register/superseded"
+
+
+@pytest.mark.full
+def test_a_revoked_certificate_stops_its_candidate(pipeline: Pipeline) -> None:
+    pipeline.until("shadow")
+    with pipeline.register() as register:
+        (identity,) = register.promotions(slot=SLOT)[-1].certificates
+        register.revoke(identity, "wrong data")
+    problem = refusal_of(lambda: pipeline.promote("shadow", pipeline.certificate("shadow")))
+    assert problem.code is codes.PROMOTION_STAGE
+    assert "wrong data" in problem.message
+    pipeline.now += timedelta(minutes=1)
+    assert pipeline.promote("offline-ci", pipeline.certificate("offline-ci")).exit == 0
+
+
+@pytest.mark.full
+def test_certificates_of_two_triples_are_refused(pipeline: Pipeline) -> None:
+    pipeline.until("offline-ci")
+    one = pipeline.certificate("offline-ci")
+    pipeline.change_weights(7.0)
+    two = pipeline.certificate("offline-ci")
+    found = pipeline.promote("offline-ci", one, two)
+    assert found.exit == 4  # the first is about other weights
+
+
+# --- the register ---------------------------------------------------------------------------------
+
+
+def test_a_dry_run_records_nothing(pipeline: Pipeline) -> None:
+    signed = pipeline.certificate("offline-ci")
+    found = pipeline.promote("offline-ci", signed, dry_run=True)
+    assert (found.step.outcome, found.recorded) == (Outcome.ADVANCED, False)
+    with pipeline.register() as register:
+        assert register.promotions(slot=SLOT) == ()
+        assert register.certificates() == ()
+        assert register.slot(SLOT).version == 0
+
+
+def test_without_evidence_nothing_is_recorded(pipeline: Pipeline) -> None:
+    found = pipeline.promote("offline-ci")
+    assert (found.exit, found.recorded) == (3, False)
+    assert found.step.lacking == ("a certificate of the stage offline-ci that is in force",)
+
+
+def test_a_slot_that_changed_meanwhile_is_looked_at_again(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = pipeline.certificate("offline-ci")
+    real, calls = Register.promote, []
+
+    def slower(self: Register, slot: str, version: int, decision: Any) -> Any:
+        calls.append(version)
+        if len(calls) == 1:
+            other = replace(decision, state=PromotionState.HELD, progress=decision.progress)
+            real(self, slot, version, replace(other, evidence=()))
+        return real(self, slot, version, decision)
+
+    monkeypatch.setattr(Register, "promote", slower)
+    with pytest.raises(Refusal) as caught:
+        pipeline.promote("offline-ci", signed)
+    assert caught.value.diagnostics[0].code is codes.PROMOTION_STAGE
+    assert calls == [0]
+
+
+@pytest.mark.full
+def test_another_candidate_that_was_faster_lets_the_evidence_be_looked_at_again(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = pipeline.certificate("offline-ci")
+    real, calls = Register.promote, []
+
+    def slower(self: Register, slot: str, version: int, decision: Any) -> Any:
+        calls.append(version)
+        if len(calls) == 1:
+            from tests.support.registers import triple
+
+            other = triple()
+            self.record_triple(other)
+            held = replace(
+                decision,
+                state=PromotionState.HELD,
+                candidate=other.digest,
+                contract=other.contract.digest,
+                certificates=(),
+                evidence=(),
+                progress={},
+            )
+            real(self, slot, version, held)
+        return real(self, slot, version, decision)
+
+    monkeypatch.setattr(Register, "promote", slower)
+    found = pipeline.promote("offline-ci", signed)
+    assert found.step.outcome is Outcome.ADVANCED
+    assert calls == [0, 1]
+    assert found.version == 2
+    assert "looked again beside its version 1" in found.notes[0]
+
+
+@pytest.mark.full
+def test_a_report_whose_run_is_not_trusted_does_not_count(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report is recorded as a run, and left out once the run is marked."""
+    import kcdsl.api.stage_evidence as gathering
+    from kcdsl.release.promotion import Document, DocumentKind, Result
+    from tests.support.promotions import digest
+
+    report = pipeline.folder / "report.json"
+    report.write_text('{"schema": "kcdsl.report/2"}', encoding="utf-8")
+    broken = {"O-TRACE/all/0": Result("violated", "census", reason="no seed")}
+    stand_in = Document(DocumentKind.REPORT, str(report), digest("report"), frozenset(), broken)
+    monkeypatch.setattr(gathering, "read_evidence", lambda *about: stand_in)
+    blocked = pipeline.promote("offline-ci", report)
+    assert blocked.step.outcome is Outcome.BLOCKED
+    with pipeline.register() as register:
+        (run,) = register.runs()
+        assert (run.report, run.trusted) == (digest("report"), True)
+        register.mark_run(run.identity, trusted=False, reason="a shared machine")
+    held = pipeline.promote("offline-ci", report)
+    assert held.step.outcome is Outcome.HELD
+    assert held.unused == {str(report): "the register does not trust it: a shared machine"}
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_answers(
+    pipeline: Pipeline, cli: Callable[..., Any], follows: Callable[..., None]
+) -> None:
+    from kcdsl.release.issue import utc_now
+
+    pipeline.now = utc_now() - timedelta(seconds=1)
+    signed = pipeline.certificate("offline-ci")
+    words = ("--register", "register.db", "--slot", SLOT, "--key", "release.key.pub")
+    held = cli("promote", "--stage", "offline-ci", *words, cwd=pipeline.folder)
+    assert held.code == 3
+    assert "lacking: a certificate of the stage offline-ci" in held.stdout
+    dry = cli("promote", signed, "--stage", "offline-ci", "--dry-run", "--json", *words,
+              cwd=pipeline.folder)  # fmt: skip
+    document = json.loads(dry.stdout)
+    follows(document)
+    assert (dry.code, document["outcome"], document["recorded"]) == (0, "advanced", False)
+    done = cli("promote", signed, "--stage", "offline-ci", *words, cwd=pipeline.folder)
+    assert done.code == 0, done.stderr
+    assert f"advanced: offline-ci -> shadow, sha256:{document['triple'][:12]}" in done.stdout
+    wrong = cli("promote", signed, "--stage", "canary", *words, cwd=pipeline.folder)
+    assert wrong.code == 4
+    skipped = cli("promote", "--stage", "canary", *words, cwd=pipeline.folder)
+    assert skipped.code == 2
+    assert "error[KC699]" in skipped.stderr
+    assert "in the stage shadow, not in canary" in skipped.stderr
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--slot", SLOT, "--stage", "canary"),
+        ("--register", "register.db", "--stage", "canary"),
+        ("--register", "register.db", "--slot", SLOT),
+        ("--register", "none.db", "--slot", SLOT, "--stage", "canary"),
+        ("--register", "register.db", "--slot", "BAD SLOT", "--stage", "canary"),
+        ("--register", "register.db", "--slot", SLOT, "--stage", "canary", "--window", "soon"),
+        ("nothing.json", "--register", "register.db", "--slot", SLOT, "--stage", "canary"),
+        ("contract.yaml", "--register", "register.db", "--slot", SLOT, "--stage", "canary"),
+    ],
+)
+def test_bad_input_is_refused(
+    pipeline: Pipeline, cli: Callable[..., Any], words: tuple[str, ...]
+) -> None:
+    ran = cli("promote", *words, "--key", "release.key.pub", cwd=pipeline.folder)
+    assert ran.code == 2
+    assert ran.stdout == ""
+    assert "Traceback" not in ran.stderr
+    assert ran.stderr
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--from", NOON), "--from needs --stage"),
+        (("--stage", "canary"), "--contract, --from and --until"),
+        (("--stage", "canary", "--from", "noon", "--until", NOON), "noon"),
+        (
+            ("--stage", "canary", "--from", NOON, "--until", NOON),
+            "the window ends at",
+        ),
+        (
+            ("--stage", "canary", "--from", NOON, "--until", ONE, "--slice", "all"),
+            "all slices",
+        ),
+    ],
+)  # fmt: skip
+def test_a_window_says_all_that_it_must(
+    pipeline: Pipeline, cli: Callable[..., Any], words: tuple[str, ...], told: str
+) -> None:
+    pipeline.traffic("canary", n=3)
+    table = f"traffic-{pipeline.made}.parquet"
+    ran = cli("aggregate", table, "--contract", "contract.yaml", *words, cwd=pipeline.folder)
+    assert ran.code == 2
+    assert told in " ".join(ran.stderr.split())
+
+
+def test_a_window_follows_its_schema(pipeline: Pipeline, follows: Callable[..., None]) -> None:
+    document = json.loads(pipeline.traffic("canary", n=3).read_text(encoding="utf-8"))
+    follows(document)
+    assert document["window"]["stage"] == "canary"
+    assert timedelta(hours=1) == HOUR
