@@ -1,4 +1,4 @@
-"""The workflow of examples/github, read by actionlint."""
+"""The workflows of the examples, read by actionlint."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def lint(repository: Path, folder: Path, text: str) -> tuple[int, str]:
         [program], cwd=folder, capture_output=True, encoding="utf-8", timeout=120, check=False
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def test_the_workflow_of_a_promotion_has_no_finding(repository: Path, tmp_path: Path) -> None:
+    place = repository / "examples" / "pipeline" / "deploy" / "promote.yml"
+    code, printed = lint(repository, tmp_path, place.read_text(encoding="utf-8"))
+    assert code == 0, printed
 
 
 def test_the_workflow_has_no_finding(repository: Path, tmp_path: Path) -> None:
