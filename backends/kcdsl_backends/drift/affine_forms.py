@@ -220,7 +220,9 @@ def _stored(run: KernelRun, output: str, spare: Tensor | None = None) -> Box:
     each = unit_functionals(entry.shape, low.device, by_row=entry.by_row, size=size)
     for i, start, stop, functionals in each:
         less = None if spare is None else spare[i].reshape(-1)[start:stop]
-        found = run.tape.bound(run.computed[output], functionals, formed=formed, spare=less)
+        found = run.tape.bound(
+            *(run.computed[output], functionals, run.tape.last_floor), formed=formed, spare=less
+        )
         between = found.with_region(run.tape.radius)
         low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
     read = entry if formed is None else formed

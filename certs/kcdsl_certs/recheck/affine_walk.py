@@ -265,14 +265,14 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
         entry, reference = before.entry, before.reference
     around = box.widen(box.exact(reference), form.reach if entry is None else entry.reach)
     lo, hi = around.lo.copy(), around.hi.copy()
-    step = min(_WIDEST, _room(at))
+    step, floor = min(_WIDEST, _room(at)), at.tape.last_floor
     for first in range(0, form.shape[-1], step):
         count = min(step, form.shape[-1] - first)
         for row in np.ndindex(*form.shape[:-1]):
             where = (*row, slice(first, first + count))
             functionals = units(form.shape, row, first, count)
             less = None if spare is None else spare[where]
-            found = at.tape.bound(form.place, functionals, formed=entry, spare=less)
+            found = at.tape.bound(form.place, functionals, floor, formed=entry, spare=less)
             wide = found.around(at.tape.region)
             ends = box.widen(box.add(box.exact(reference[where]), box.exact(found.centre)), wide)
             lo[where], hi[where] = np.maximum(lo[where], ends.lo), np.minimum(hi[where], ends.hi)

@@ -341,6 +341,21 @@ def longest(matrix: Tensor, functionals: Tensor) -> float:
     return (size + lost) * MORE
 
 
+def stretch(functionals: Tensor) -> float:
+    """Bound the largest singular value of functionals [B, n]."""
+    few = functionals.shape[0] <= functionals.shape[1]
+    products = functionals @ functionals.T if few else functionals.T @ functionals
+    trace = float(functionals.square().sum()) * MORE
+    return math.sqrt(largest_eigenvalue(products, trace)) * MORE
+
+
+def product_of(functionals: Tensor) -> Tensor:
+    """Return A Aᵀ of functionals A [B, n], with what float64 may have lost on the diagonal."""
+    products = functionals @ functionals.T
+    lost = 4 * gamma(functionals.shape[1] + 8) * float(functionals.square().sum())
+    return products + lost * torch.eye(len(products), dtype=products.dtype).to(products)
+
+
 def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
     """Return what aᵀ P a may be off by: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj."""
     size = functionals.abs() @ matrix.diagonal().clamp_min(0).sqrt()

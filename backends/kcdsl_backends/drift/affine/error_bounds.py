@@ -21,11 +21,12 @@ from kcdsl_backends.drift.affine.adjoint import (
     largest_eigenvalue,
     longest,
     meet,
+    quadratic,
     whole,
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
-from kcdsl_backends.drift.affine.tape import INPUT, Tape, TapeEntry
+from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
 from kcdsl_backends.process import refuse_late
 
@@ -42,7 +43,8 @@ class _Gram:
     With columns b_j of the symbols, |Σ b_j ξ_j|² <= (Σ d_j) λ for any d > 0, where λ is the largest
     eigenvalue of Σ b_j b_jᵀ/d_j; d_j = |b_j| here. `middle` [B] is added to the functionals,
     `loose` [B] bounds further parts one by one, `further` the norm of others; ellipsoids of the
-    functionals of others stand in `parts`.
+    functionals of others stand in `parts`. `single` [B] bounds all parts but the middle
+    functional by functional, where an ellipsoid is looked for.
     """
 
     products: Tensor
@@ -51,12 +53,14 @@ class _Gram:
     trace: float = 0.0
     further: float = 0.0
     parts: list[Tensor] = field(default_factory=list)
+    single: Tensor | None = None
 
     @staticmethod
-    def of(values: Tensor) -> _Gram:
+    def of(values: Tensor, *, surround: bool) -> _Gram:
         count = values.shape[0]
         zero = values.new_zeros(count)
-        return _Gram(values.new_zeros(count, count), zero, zero.clone())
+        single = zero.clone() if surround else None
+        return _Gram(values.new_zeros(count, count), zero, zero.clone(), single=single)
 
     def add(self, functional: Adjoint, radius: Tensor) -> None:
         """Take in a symbol for every element."""
@@ -72,6 +76,8 @@ class _Gram:
         sizes = columns.norm(dim=0)
         self.products.addmm_(columns / sizes.clamp_min(2.0**-900), columns.T)
         self.trace += float(sizes.sum())
+        if self.single is not None:
+            self.single += columns.abs().sum(-1) * SAFE
 
     def rows(self, functional: Adjoint, bound: RowBound) -> None:
         """Take in all that an entry is off by, whose rows have a bound: a symbol for each element
@@ -88,16 +94,27 @@ class _Gram:
         if entry.apart is not None:
             self.add(functional, entry.apart.radius)
             self.further += entry.apart.rest.together(functional)
+            self._beyond(entry.apart.rest, functional)
         elif entry.radius is not None:
             self.add(functional, entry.radius)
 
-    def beside(self, functional: Adjoint, entry: TapeEntry) -> None:
+    def _beyond(self, part: Nonlinear, functional: Adjoint) -> None:
+        """Take in what is bounded functional by functional."""
+        if self.single is not None:
+            low, high = part.between(functional)
+            self.single += torch.maximum(-low, high)
+
+    def beside(self, functional: Adjoint, entry: TapeEntry, *, surround: bool) -> None:
         """Take in what an entry adds, without its radius."""
         if entry.centre is not None:
             self.middle = self.middle + functional.against(entry.centre)
             self.loose += 2.0**-30 * functional.magnitude(entry.centre.abs())
-        if entry.nonlinear is not None:
+        if entry.nonlinear is not None and surround and entry.nonlinear.around is not None:
+            self.parts += entry.nonlinear.around(functional)
+        elif entry.nonlinear is not None:
             self.further += entry.nonlinear.together(functional)
+        if entry.nonlinear is not None:
+            self._beyond(entry.nonlinear, functional)
         self.loose += ROUNDED * functional.magnitude(entry.widest)
 
     def merge(self, below: _Gram, factor: float) -> None:
@@ -118,6 +135,9 @@ class _Gram:
                 self.add(part, entry.error_bound)
                 continue
             matrix = entry.ellipsoids[row][columns, columns]
+            if self.single is not None:
+                by_box = part.magnitude(entry.error_bound)
+                self.single += torch.minimum(quadratic(matrix, part.values.flatten(1)), by_box)
             if surround:
                 self.parts.append(image(matrix, part.values.flatten(1)))
             else:
@@ -129,7 +149,16 @@ class _Gram:
 
     def norm(self) -> float:
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
+        for part in self.parts:
+            size = float(part.diagonal().sum()) * (1 + 2.0**-30)
+            together += math.sqrt(largest_eigenvalue(part, size))
         return (together + self.rest) * (1 + 2.0**-30)
+
+    @property
+    def elements(self) -> Tensor:
+        """Return bounds [B] of the functionals one by one."""
+        assert self.single is not None
+        return (self.single + self.middle.abs() + self.loose) * SAFE * SAFE
 
     def ellipsoid(self) -> Tensor:
         """Return an ellipsoid [B, B] around the functionals."""
@@ -157,7 +186,7 @@ def _reverse(
 ) -> _Gram:
     """Take functionals back to the input, or to the floor, where ellipsoids bound them. For an
     ellipsoid around them, `surround`; else wide functionals of one entry are compressed."""
-    gram = _Gram.of(values)
+    gram = _Gram.of(values, surround=surround)
     while pending:
         refuse_late()
         index = max(pending)
@@ -173,7 +202,7 @@ def _reverse(
             gram.rows(functional, entry.rows.rows)
             continue
         adjoints, amplified = entry.vjp(functional), entry.amplified
-        gram.beside(functional, entry)
+        gram.beside(functional, entry, surround=surround)
         alone = not pending and len(adjoints) == 1
         wide = alone and adjoints[0][1].values[0].numel() < values.shape[0]
         if wide and not surround:
@@ -195,6 +224,8 @@ def _reverse(
                     gram.merge(below, factor)
                 else:
                     gram.parts.append(below.ellipsoid() * (1 + factor) ** 2 * (1 + 2.0**-40))
+                    assert gram.single is not None
+                    gram.single += below.elements * (1 + factor)
                 break
             gram.loose += functional.magnitude(amplified.loose) * SAFE
         meet(pending, adjoints)
@@ -307,11 +338,21 @@ def tighten_error(
     """Lower the error bound of an entry that an operation reads by reverse passes, in the rows
     [..., 1] where `needed` says of an error bound that it is not good enough yet."""
     tape = run.tape
+    if _lowered(run, tape.entries[index].name):
+        return
     for floor in tape.floors:
         rows = needed(tape.entries[index].error_bound)
         if not run.passing(node, index, "reach", rows, floor):
             return
         tape.tighten(index, elements(tape, index, rows, floor))
+
+
+def _lowered(run: KernelRun, name: str) -> bool:
+    """Say whether the error bounds of a result were found by passes before a cast, of itself or of
+    what it is a function of element by element."""
+    while name in run.nodes and run.nodes[name].op in ("silu", "gelu", "tanh"):
+        name = run.nodes[name].inputs[0]
+    return name in run.lowered
 
 
 def deviations(
@@ -408,15 +449,20 @@ def _norms(
     return found
 
 
-def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> None:
+def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> tuple[Tensor, Tensor]:
     """Find ellipsoids around the errors of the rows [..., 1] needed, by reverse passes that stop at
-    `floor` (see `Tape.bound`)."""
-    shape = tape.entries[index].shape
-    unit = torch.eye(shape[-1], dtype=torch.float64, device=needed.device)
-    found = {
-        row: gram_ellipsoid(tape, index, on_row(unit, row, shape), floor) for row in _chosen(needed)
-    }
+    `floor` (see `Tape.bound`); return bounds of elements and of the norms of these rows, infinite
+    in others."""
+    entry = tape.entries[index]
+    unit = torch.eye(entry.shape[-1], dtype=torch.float64, device=needed.device)
+    single, found = torch.full_like(entry.error_bound, torch.inf), {}
+    lengths = torch.full_like(entry.error_bound[..., :1], torch.inf)
+    for row in _chosen(needed):
+        pending = {index: on_row(unit, row, entry.shape)}
+        gram = _reverse(tape, pending, unit, floor, surround=True)
+        found[row], single[row], lengths[row] = gram.ellipsoid(), gram.elements, gram.norm()
     tape.surround(index, found)
+    return single, lengths
 
 
 def _chosen(needed: Tensor) -> Iterator[Row]:

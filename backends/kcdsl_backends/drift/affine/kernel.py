@@ -143,6 +143,8 @@ class KernelRun:
     stands in `private`, and entries are without it."""
     private: dict[str, Private] = field(default_factory=dict)
     readings: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    lowered: set[str] = field(default_factory=set)
+    """Results whose error bounds were found by passes before their casts."""
 
     @property
     def negligible(self) -> float:

@@ -12,6 +12,12 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics.formats import Format
 from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.before_casts import (
+    lowered,
+    of_one_reading,
+    read_alone,
+    surrounded,
+)
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together, beyond, on_grid
 from kcdsl_backends.drift.affine.error_bounds import elements, norms
 from kcdsl_backends.drift.affine.independent import Roundings
@@ -102,7 +108,7 @@ def round_result(
         result = replace(result, shared=_more(result.shared, early.of_known + early.of_error))
     if accumulates:
         refuse_unbounded_sums(node.name, internal, inner)
-    entry = _formed(run, node, result, internal)
+    entry = lowered(run, node, _formed(run, node, result, internal))
     error_bound = entry.error_bound
     unit, faint = kernel.unit(form), kernel.faint(form)
     off, before = unit * ((result.reference.abs() + error_bound) * SAFE), entry.size
@@ -110,7 +116,7 @@ def round_result(
         reference, own, parts = result.reference, off + faint, entry.roundings
         final, worst = node.name == run.graph.output, run.tape.chance is None
         split = worst and not final and not kernel.casts.toward_zero
-        apart = _apart(run, node, result, form) if split else None
+        apart = _apart(run, node, result, form, entry) if split else None
         if kernel.casts.toward_zero:
             reference, own = halved(entry, own * SAFE)
             parts = None if parts is None else parts.beside(own)
@@ -125,6 +131,7 @@ def round_result(
             before=entry if final and worst else None,
             apart=apart,
             shared=_more(entry.shared, own),
+            carried=None if entry.carried is None else (entry.carried + own) * SAFE,
         )
     elif form.precision < max(24, inner.precision):
         if tight:
@@ -160,7 +167,11 @@ def _privately(
         own = own + early.of_known + early.of_error
     if result.again is not None:
         own = own + result.again
-    entry = _formed(run, node, result, common)
+    index = run.computed[node.name] = run.tape.add(_formed(run, node, result, common))
+    lengths = surrounded(run, node, index)
+    if lengths is not None:
+        lengths = (lengths + inside.norm(dim=-1, keepdim=True)) * SAFE
+    entry = run.tape.entries[index]
     error_bound = (entry.error_bound + own) * SAFE
     size = (result.reference.abs() + error_bound) * SAFE
     unit, faint = kernel.unit(form), kernel.faint(form)
@@ -168,7 +179,9 @@ def _privately(
     apart = None
     final = node.name == run.graph.output
     if run.tape.chance is None and not kernel.casts.toward_zero and not final:
-        apart = _apart(run, node, formed, form)
+        if read_alone(run, node):
+            each = of_one_reading(entry, _formed(run, node, formed, formed.internal), inside)
+            apart = _apart(run, node, formed, form, each, lengths)
         if apart is not None:  # what is the same in all readings stands in the entry
             radius = (apart.radius - result.internal).clamp_min(0) + inside
             if result.again is not None:
@@ -181,8 +194,7 @@ def _privately(
     if kernel.casts.toward_zero:
         whole, form = _cut_off(size, size, form, inner)
     refuse_overflow(node.name, whole, form)
-    run.computed[node.name] = run.tape.add(entry)
-    return run.computed[node.name]
+    return index
 
 
 def _cut_off(size: Tensor, before: Tensor, form: Format, inner: Format) -> tuple[Tensor, Format]:
@@ -221,14 +233,24 @@ def _more(shared: Shared | None, own: Tensor) -> Shared | None:
     return None if shared is None else replace(shared, rest=(shared.rest + own) * SAFE)
 
 
-def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitError | None:
+def _apart(
+    run: KernelRun,
+    node: Node,
+    result: Result,
+    form: Format,
+    lower: TapeEntry,
+    lengths: Tensor | None = None,
+) -> SplitError | None:
     """Take what free casts make of errors apart, where these are no small part of the result.
 
     A cast of w = w̃ + e adds at most u|w̃| + u|e|. The first part is known element by element; the
-    sum of |e| over a row of n is at most √n times its norm, for which a pass is made.
+    sum of |e| over a row of n is at most √n times its norm, for which a pass is made unless these
+    `lengths` [..., 1] are known. `lower` is an entry whose error bounds hold for e as well.
     """
     early = result.early or Early.none(result.internal)
     entry = _formed(run, node, result, result.internal)
+    less = torch.minimum(entry.error_bound, lower.error_bound)
+    entry = replace(entry, error_bound=less, carried=entry.error_bound)
     whole = entry.error_bound.sum(-1, keepdim=True) * SAFE
     size = result.reference.abs().sum(-1, keepdim=True)
     cast = run.rounding.unit(form)
@@ -236,10 +258,12 @@ def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> SplitErr
     needed = (whole > 0) & (min(share, run.grain) * whole >= run.negligible * size)
     place = run.tape.add(entry)
     total, floor = whole, run.tape.near
-    if node.op in SUMMED and run.passing(node, place, "norm", needed, floor):
-        columns = entry.shape[-1]
+    columns = entry.shape[-1]
+    asked = lengths is None and node.op in SUMMED
+    if asked and run.passing(node, place, "norm", needed, floor):
         unit = torch.eye(columns, dtype=torch.float64, device=whole.device)
         lengths = norms(run.tape, place, unit, needed, floor)
+    if lengths is not None:
         total = torch.minimum(whole, lengths * math.sqrt(columns) * SAFE)
     run.tape.entries.pop()
     if not bool((total < whole).any()):

@@ -42,11 +42,13 @@ class Nonlinear:
     """A part of o_n that is known functional by functional only.
 
     `between` bounds what it adds to functionals, [B] from below and above; `norm` bounds the
-    Euclidean norm of what it adds to all of them, if that is less than the norm of those bounds.
+    Euclidean norm of what it adds to all of them, if that is less than the norm of those bounds;
+    `around` returns ellipsoids [B, B] of which members add up to it, if they say more.
     """
 
     between: Callable[[Adjoint], tuple[Tensor, Tensor]]
     norm: Callable[[Adjoint], float] | None = None
+    around: Callable[[Adjoint], list[Tensor]] | None = None
 
     def together(self, adjoint: Adjoint) -> float:
         """Bound the Euclidean norm of what is added to the functionals."""
@@ -57,10 +59,11 @@ class Nonlinear:
 
     def where(self, keep: Tensor) -> Nonlinear:
         """Return the same part of keep∘o_n."""
-        norm = self.norm
+        norm, around = self.norm, self.around
         return Nonlinear(
             lambda a: self.between(a.times(keep)),
             None if norm is None else lambda a: norm(a.times(keep)),
+            None if around is None else lambda a: around(a.times(keep)),
         )
 
 
@@ -234,6 +237,8 @@ class Tape:
     entries: list[TapeEntry] = field(default_factory=list)
     cut: int = INPUT
     chance: Chance | None = None
+    settled: int | None = None
+    """The last entry with ellipsoids from before a cast: passes to the input find little more."""
 
     def add(self, entry: TapeEntry) -> int:
         self.entries.append(entry)
@@ -242,7 +247,15 @@ class Tape:
     @property
     def floors(self) -> tuple[int, ...]:
         """Return where reverse passes may stop, the cheapest first."""
+        if self.cut == self.settled:
+            return (self.cut,)
         return (INPUT,) if self.cut == INPUT or self.chance else (self.cut, INPUT)
+
+    @property
+    def last_floor(self) -> int:
+        """Return where passes of the stored output stop: at a point, at a cut of Rule 2.12."""
+        wide = bool(self.radius.any())
+        return INPUT if wide or self.cut != self.settled else self.cut
 
     @property
     def near(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.adjoint import Adjoint, product_of, stretch
 from kcdsl_backends.drift.affine.cases import Cases, choices, of_product, split
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
@@ -186,7 +186,33 @@ def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
         total = total * SAFE
         return -total, total
 
-    return Nonlinear(between)
+    lengths: list[Tensor] = []
+
+    def each_row(a: Adjoint) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the functionals of every row [B, heads, d], and the norms [heads] of what the
+        remainder is in each head."""
+        if not lengths:
+            each = values.lengths + values.own.norm(dim=-1) * SAFE
+            lengths.append((moved @ each[..., None])[..., 0] * SAFE)
+        (first, last), (row, end), _ = a.window
+        for t in range(row, end):
+            yield a.values[:, :, t - row], lengths[0][first:last, t]
+
+    def norm(a: Adjoint) -> float:
+        total = 0.0
+        for part, sizes in each_row(a):
+            by_head = sum(stretch(part[:, h]) * float(size) for h, size in enumerate(sizes))
+            total += min(by_head, stretch(part.flatten(1)) * float(sizes.norm()) * SAFE)
+        low, high = between(a)
+        return min(total, float(torch.maximum(-low, high).norm())) * SAFE
+
+    def around(a: Adjoint) -> list[Tensor]:
+        return [
+            product_of(part.flatten(1)) * (float(sizes.square().sum()) * SAFE)
+            for part, sizes in each_row(a)
+        ]
+
+    return Nonlinear(between, norm, around)
 
 
 _POSITIONS = 256

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
-from kcdsl_certs.recheck.affine.ellipsoids import largest, longest, moved, rows_of, sum_of
+from kcdsl_certs.recheck.affine.ellipsoids import (
+    extent_along,
+    largest,
+    longest,
+    moved,
+    rows_of,
+    sum_of,
+)
 from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
 from kcdsl_certs.recheck.affine.many_rows import RowReach
 from kcdsl_certs.recheck.affine.tape import Tape, TapeEntry
@@ -44,11 +51,26 @@ def ellipsoid(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Float
 
     What arrives at `floor` or before is bounded by the ellipsoids and reaches there.
     """
+    return surrounded(tape, place, functionals, floor).shape
+
+
+@dataclass(frozen=True, slots=True)
+class Surrounded:
+    """What one pass says of functionals [B]: an ellipsoid [B, B] around them, the size of each, and
+    the norm of all."""
+
+    shape: Floats
+    each: Floats
+    norm: float
+
+
+def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surrounded:
+    """Return what one pass says of functionals of the error of an entry; see `ellipsoid`."""
     return _surrounded(tape, {place: functionals}, functionals.batch, floor)
 
 
-def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Floats:
-    found, parts = _Length(count), [np.zeros((count, count))]
+def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Surrounded:
+    found, parts = _Length(count, single=np.zeros(count)), [np.zeros((count, count))]
     while pending:
         place = max(pending)
         adjoint = pending.pop(place)
@@ -65,7 +87,7 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             _of_rows(entry.rows, adjoint, found)
             continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
-        _beside(entry, adjoint, kept, found)
+        _beside(entry, adjoint, kept, found, parts)
         _each(entry, adjoint, found)
         pulled = list(_pulled(entry, kept))
         if entry.share is not None:
@@ -73,15 +95,18 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             if row and not pending and len(pulled) == 1:
                 ratio = float(entry.share.ratio[kept.window[:-1]].max())
                 below = _surrounded(tape, dict(pulled), count, floor)
-                parts.append(below * ((1 + ratio) ** 2 * _MORE))
+                parts.append(below.shape * ((1 + ratio) ** 2 * _MORE))
+                found.alone(below.each * (1 + ratio))
                 break
             found.each = found.each + kept.sizes(entry.share.otherwise)
         for operand, part in pulled:
             pending[operand] = merged(pending[operand], part) if operand in pending else part
     if found.gram is not None:
         parts.append(found.gram * found.trace)
+    norms = [math.sqrt(largest(p, float(np.trace(p)) * _MORE)) for p in parts]
+    norm = (sum(norms) + found.rest) * _MORE
     parts.append(np.eye(count) * found.rest**2)
-    return sum_of(parts)
+    return Surrounded(sum_of(parts), found.sizes, norm)
 
 
 def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats]) -> None:
@@ -90,7 +115,9 @@ def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Flo
         if row in entry.ellipsoids:
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)
-            parts.append(moved(entry.ellipsoids[row][columns, columns], values))
+            shape = entry.ellipsoids[row][columns, columns]
+            parts.append(moved(shape, values))
+            found.alone(np.minimum(part.sizes(entry.nearest), extent_along(shape, values)))
         else:
             found.symbols(part, entry.nearest)
 
@@ -110,13 +137,15 @@ class _Length:
     """What a reverse pass of several functionals has met.
 
     The vector of functionals is `centre` + Σ b_j ξ_j + (up to `each`, one by one) + (up to `more`,
-    as a norm), with |ξ_j| ≤ 1; `gram` = Σ b_j b_jᵀ/|b_j|, `trace` = Σ |b_j|.
+    as a norm), with |ξ_j| ≤ 1; `gram` = Σ b_j b_jᵀ/|b_j|, `trace` = Σ |b_j|. `single`, where it is
+    wanted, bounds all but centre and `each` functional by functional.
     """
 
     count: int
     more: float = 0.0
     trace: float = 0.0
     gram: Floats | None = None
+    single: Floats | None = None
     centre: Floats = field(init=False)
     each: Floats = field(init=False)
 
@@ -138,12 +167,24 @@ class _Length:
             symbols = math.sqrt(self.trace * largest(self.gram, self.trace))
         return (symbols + self.rest) * _MORE
 
+    @property
+    def sizes(self) -> Floats:
+        """Return a bound of the size of each functional."""
+        assert self.single is not None
+        return (self.single + np.abs(self.centre) + self.each) * _MORE + _LOST
+
+    def alone(self, sizes: Floats) -> None:
+        """Add what functionals are at most, one by one."""
+        if self.single is not None:
+            self.single = self.single + sizes
+
     def symbols(self, adjoint: Adjoint, radius: Floats) -> None:
         """Add one symbol for each element of an entry."""
         self.columns((adjoint.values * radius[adjoint.window]).reshape(self.count, -1))
 
     def columns(self, columns: Floats) -> None:
         """Add one symbol for each column."""
+        self.alone(np.abs(columns).sum(axis=1))
         sizes = np.linalg.norm(columns, axis=0)
         some = sizes > _LOST
         self.more += _LOST * sizes.size
@@ -232,18 +273,32 @@ def _each(entry: TapeEntry, adjoint: Adjoint, found: _Length) -> None:
     if entry.apart is not None:
         found.symbols(adjoint, entry.apart.radius)
         found.more += entry.apart.rest.together(adjoint)
+        if found.single is not None:
+            found.alone(entry.apart.rest.one_by_one(adjoint))
     elif entry.radius is not None:
         found.symbols(adjoint, entry.radius)
 
 
-def _beside(entry: TapeEntry, adjoint: Adjoint, kept: Adjoint, found: _Length) -> None:
-    """Add what an entry contributes that is not one symbol for each element."""
+def _beside(
+    entry: TapeEntry,
+    adjoint: Adjoint,
+    kept: Adjoint,
+    found: _Length,
+    parts: list[Floats] | None = None,
+) -> None:
+    """Add what an entry contributes that is not one symbol for each element; ellipsoids to `parts`,
+    where these are wanted."""
     found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
     if entry.centre is not None:
         found.centre = found.centre + kept.sums(entry.centre)
         found.each = found.each + 2.0**-30 * kept.sizes(np.abs(entry.centre))
     for curve in entry.curved:
-        found.more += curve.together(kept)
+        if parts is not None:
+            found.alone(curve.one_by_one(kept))
+        if parts is not None and curve.around is not None:
+            parts += curve.around(kept)
+        else:
+            found.more += curve.together(kept)
 
 
 def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:

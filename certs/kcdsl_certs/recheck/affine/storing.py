@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.affine import cases
+from kcdsl_certs.recheck.affine import before_casts, cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
 from kcdsl_certs.recheck.affine.curves import Remainder
@@ -23,7 +23,6 @@ from kcdsl_certs.recheck.affine.tape import (
     Shared,
     TapeEntry,
 )
-from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, Bools, Floats, raised
@@ -124,6 +123,11 @@ def settle_form(
     bare, formed = formed, formed.cast_early
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
+    loose, passed = deviation, None
+    if rounds and sums:
+        passed = before_casts.passed(walk, node, _unstored(walk, formed))
+    if passed is not None:
+        deviation = np.minimum(deviation, passed)
     radius, split = raised(formed.radius) + TINY, _split(walk, formed)
     kept, reach, steps, together, uncast, apart = None, deviation, None, None, None, None
     kernel, largest = walk.kernel, np.full(reference.shape, np.inf)
@@ -141,7 +145,7 @@ def settle_form(
         else:
             split = split and split.with_cast(kernel, unit, eta)
             if sums and walk.tape.budget is None:
-                apart = _apart(walk, bare, form, node.name)
+                apart = _apart(walk, bare, form, node.name, lower=passed)
         radius, reach = raised(radius + cast), raised(deviation + cast)
         beside = None if beside is None else raised(beside + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
@@ -215,6 +219,8 @@ def settle_form(
         averaged=averaged,
         shared=shared,
     )
+    if passed is not None:  # adjoints round as what was not found by passes
+        entry = replace(entry, reach=raised(loose + reach), near=reach)
     found = None if steps is None else steps.cases
     place = walk.tape.add(entry)
     return Form(reference, reach, place, steps=steps, uncast=uncast, cases=found)
@@ -248,6 +254,20 @@ def _several(
         own, whole = own + formed.own, raised(whole + formed.own)
     common = replace(formed, radius=bare, early=None, within=None, shared=shared)
     _finite(reference, whole)
+    reach = common.deviation
+    if formed.within is not None:
+        reach = np.minimum(reach, formed.within)
+    entry, norms = replace(_unstored(walk, common), reach=reach), None
+    place = walk.tape.add(entry)
+    around = None
+    if rounds and sums:
+        around = before_casts.surround(walk, node, place, reference.shape)
+    if around is not None:
+        each, norms = around
+        reach = np.minimum(reach, each)
+        walk.tape.sharpen(place, reach)
+        whole = np.minimum(whole, raised(reach + own))
+        norms = raised(norms + np.linalg.norm(inside, axis=-1, keepdims=True) * (1 + 2.0**-40))
     u, eta = kernel.off(form)
     cast, largest = np.zeros(reference.shape), np.full(reference.shape, np.inf)
     if rounds:
@@ -256,9 +276,6 @@ def _several(
             largest = _largest_cut(reference, whole, form, inner)
             cast = np.minimum(cast, raised(np.abs(reference) + whole))
     own = raised(own + cast) + TINY
-    reach = common.deviation
-    if formed.within is not None:
-        reach = np.minimum(reach, formed.within)
     if formed.sure is not None:
         own, reach = np.where(formed.sure, 0.0, own), np.where(formed.sure, 0.0, reach)
     size = np.minimum(raised(np.abs(reference) + whole + cast), largest)
@@ -267,35 +284,46 @@ def _several(
     _finite(reference, size, most=_LARGEST)
     apart = None
     if rounds and sums and walk.tape.budget is None and not kernel.inward:
-        apart = _apart(walk, formed, form, node.name)
+        lower = None if around is None else raised(reach + inside)
+        apart = _apart(walk, formed, form, node.name, lower=lower, norms=norms)
     if apart is not None:
         radius = np.maximum(apart.radius - formed.radius, 0.0) + inside
         if formed.own is not None:
             radius = radius + (1 + 2 * u) * (1 + u) * formed.own
         apart = replace(apart, radius=raised(radius + 2.0**-50 * formed.radius) + TINY)
     walk.versions[node.name] = Version(own, apart)
-    entry = replace(_unstored(walk, common), reach=reach)
-    return Form(reference, reach, walk.tape.add(entry))
+    return Form(reference, reach, place)
 
 
-def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
+def _apart(
+    walk: Walk,
+    formed: Formed,
+    form: Format,
+    name: str,
+    lower: Floats | None = None,
+    norms: Floats | None = None,
+) -> Apart | None:
     """Return what a free cast makes of the reference, and of the error by its sums over rows.
 
-    The magnitudes of n numbers sum to at most √n times their norm.
+    The magnitudes of n numbers sum to at most √n times their norm. `lower` bounds the elements of
+    the error, and `norms` [..., 1] the norms of its rows, where they are known.
     """
     shape = formed.reference.shape
-    deep, near = (walk.passes.of(Pass(name, name, "norm", to), shape) for to in ("input", "cut"))
-    if walk.passes.rows is None or not walk.tape.cut:
-        deep, near = deep | near, np.zeros_like(near)
+    deep, near = before_casts.asked(walk, name, "norm", shape)
     asked = deep | near
-    if name == walk.scene.block.output or not asked.any():
+    if norms is not None:
+        asked = np.zeros_like(asked)
+    elif not asked.any():
         return None
     early, known = 0.0, np.zeros(())
     if formed.early is not None:
         early, known = formed.early.u, formed.early.known
     entry = _unstored(walk, formed)
-    whole = raised(entry.reach.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
+    reach = entry.reach if lower is None else np.minimum(entry.reach, lower)
+    whole = raised(reach.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
     total = whole.copy()
+    if norms is not None:
+        total = np.minimum(total, raised(np.sqrt(float(shape[-1])) * norms))
     for row in rows(asked):
         floor, whole_row = 0 if deep[row].any() else walk.tape.cut, units(shape, row, 0, shape[-1])
         norm = length(walk.tape, len(walk.tape.entries), whole_row, entry, floor)
@@ -304,7 +332,7 @@ def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
         return None
     u, eta = walk.kernel.off(form)
     more = early + u * (1 + early)
-    cap = raised(more * entry.reach)
+    cap = raised(more * reach)
     cast = u * (np.abs(formed.reference) + known) + eta
     radius = raised(formed.radius + known + cast) + TINY
     return Apart(radius, Remainder(-cap, cap, raised(more * total)).curve)

@@ -26,11 +26,18 @@ class NonlinearPart:
     """A part of o_n that is known functional by functional only.
 
     `between` returns the least and the largest value of functionals of it, [B] each; `length`,
-    where given, bounds the Euclidean norm of these values together.
+    where given, bounds the Euclidean norm of these values together, and `around` returns ellipsoids
+    [B, B] of which members sum to them.
     """
 
     between: Callable[[Adjoint], tuple[Floats, Floats]]
     length: Callable[[Adjoint], float] | None = None
+    around: Callable[[Adjoint], list[Floats]] | None = None
+
+    def one_by_one(self, adjoint: Adjoint) -> Floats:
+        """Return bounds of the sizes of functionals [B] of this part."""
+        low, high = self.between(adjoint)
+        return np.maximum(-low, high)
 
     def together(self, adjoint: Adjoint) -> float:
         """Return a bound of the Euclidean norm of all functionals of this part."""
@@ -175,6 +182,7 @@ class Tape:
     region: Floats | None
     entries: list[TapeEntry] = field(default_factory=list)
     cut: int = 0
+    settled: int = 0  # the last entry with ellipsoids from before a free cast (Rule 2.12)
     budget: Budget | None = None  # bounds hold but for a share of all runs; None: in the worst case
     _still: list[bool] = field(default_factory=list)
     _terms: int = 64
@@ -217,6 +225,12 @@ class Tape:
     def floors(self) -> tuple[int, ...]:
         """Return where reverse passes may stop, one after the other."""
         return (self.cut, 0) if self.cut else (0,)
+
+    @property
+    def last_floor(self) -> int:
+        """Return where passes of the stored output stop: at a point, at a cut of Rule 2.12."""
+        point = self.region is None or not bool(self.region.any())
+        return self.cut if point and self.cut == self.settled else 0
 
     def sharpen(self, place: int, reach: Floats) -> None:
         """Keep a smaller bound of the error of an entry, for passes that stop there."""

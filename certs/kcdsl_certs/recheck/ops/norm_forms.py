@@ -248,7 +248,8 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
     cut = walk.tape.cut
     needed = walk.chosen(node, name, "ellipsoid", cut)
     if needed.any() and x.place:
-        reverse_passes.surround(walk, x.place, x.shape, needed, cut)
+        if not walk.tape.entries[x.place].ellipsoids:  # else from before the cast of the input
+            reverse_passes.surround(walk, x.place, x.shape, needed, cut)
         found = _within(walk, x, centred)
         if not centred:
             x = reverse_passes.kept(walk, name, np.minimum(x.reach, found))

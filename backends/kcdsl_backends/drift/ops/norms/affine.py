@@ -198,14 +198,18 @@ def _moved(
     early = ~(mean <= math.sqrt(run.negligible) * EARLY)
     if c.numel() * n > LARGEST or tape.chance is not None:
         early = torch.zeros_like(early)
+    known = torch.zeros_like(early)  # rows with an ellipsoid from before the cast of the input
+    for row in tape.entries[index].ellipsoids:
+        known[row] = True
     if run.passing(node, index, "ellipsoid", early, tape.cut) and index != run.plain:
-        surround_rows(tape, index, early, tape.cut)
+        if not bool(known.any()):
+            surround_rows(tape, index, early, tape.cut)
         found = _within(tape, index, centred=centred)
         if not centred:
             tape.tighten(index, found)
         error_bound, mean = lowered(found, early)
     square = _square(tape, index, error_bound, centred=centred)
-    needed = ~(square <= run.negligible * v)
+    needed = ~(square <= run.negligible * v) & ~known
     if run.passing(node, index, "deviations" if centred else "reach", needed):
         if centred:
             found = deviations(tape, index, torch.full_like(c, 1 / n), needed, apart=True)
@@ -216,7 +220,7 @@ def _moved(
         square = _square(tape, index, error_bound, centred=centred)
     if not bool((mean < FARTHEST).all()):
         raise NoBound(node.name, _TOO_FAR)
-    needed = ~(mean <= SMALL)
+    needed = ~(mean <= SMALL) & ~known
     if run.passing(node, index, "norm", needed):
         unit = torch.eye(n, dtype=torch.float64, device=c.device)
         together = norms(tape, index, unit - 1 / n if centred else unit, needed)

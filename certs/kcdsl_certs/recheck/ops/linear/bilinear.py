@@ -6,7 +6,7 @@ Their errors are those of a linear's input, and little beside: that is known row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,7 +211,38 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
             found = found + np.minimum(linear.sum(-1), plain.sum(-1)).sum(-1)
         return -found * slack, found * slack
 
-    return NonlinearPart(between)
+    known: list[Floats] = []
+
+    def by_row(adjoint: Adjoint) -> Iterator[tuple[Floats, Floats]]:
+        """Yield functionals [B, heads, d] of each row, and norms [heads] of Σ_j e_p,j e_v,j."""
+        if not known:
+            moved = np.stack([_norms(v, h) for h in range(len(v.weight))])
+            own = raised(np.sqrt((v.rest**2).sum(axis=-1)))
+            known.append(product_raised(p, raised(moved + own)[..., None])[..., 0])
+        heads, rows, _ = adjoint.window
+        for k, t in enumerate(range(rows.start, rows.stop)):
+            yield adjoint.values[:, :, k], known[0][heads, t]
+
+    def length(adjoint: Adjoint) -> float:
+        total = 0.0
+        for alpha, sizes in by_row(adjoint):
+            apart = sum(norm_of(alpha[:, k], float(size)) for k, size in enumerate(sizes))
+            both = math.sqrt(float((sizes**2).sum())) * (1 + 2.0**-40)
+            total += min(apart, norm_of(alpha.reshape(len(alpha), -1), both))
+        low, high = between(adjoint)
+        alone = float(np.linalg.norm(np.maximum(-low, high)))
+        return min(total, alone) * (1 + 2.0**-40)
+
+    def around(adjoint: Adjoint) -> list[Floats]:
+        found = []
+        for alpha, sizes in by_row(adjoint):
+            flat = alpha.reshape(len(alpha), -1)
+            lost = 4 * gamma(flat.shape[1] + 8, UNIT) * float((flat**2).sum())
+            square = flat @ flat.T + lost * np.eye(len(flat))
+            found.append(square * (float((sizes**2).sum()) * (1 + 2.0**-40)))
+        return found
+
+    return NonlinearPart(between, length, around)
 
 
 @dataclass(frozen=True, slots=True)

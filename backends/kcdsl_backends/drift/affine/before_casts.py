@@ -1,0 +1,86 @@
+"""What reverse passes say of a sum before a free cast of it, which is sized by that (Rule 2.12)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine.error_bounds import elements, surround_rows
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.tape import TapeEntry
+from kcdsl_backends.drift.boxes import SAFE
+from kcdsl_backends.drift.boxes.rounding import ONCE, reads_twice
+
+LARGEST = 2**29
+"""Numbers in the ellipsoids of a tensor; where there would be more, none are found."""
+
+
+def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
+    """Return the entry of a result, which is not on the tape, before a free cast: that of a linear
+    with error bounds from reverse passes, in rows where these exceed the result itself."""
+    needed = _loose(run, node, entry)
+    if node.op != "linear" or not bool(needed.any()):
+        return entry
+    place, floor = run.tape.add(entry), run.tape.near
+    if run.passing(node, place, "reach", needed, floor):
+        run.tape.tighten(place, elements(run.tape, place, needed, floor))
+        run.lowered.add(node.name)
+    return run.tape.entries.pop()
+
+
+def surrounded(run: KernelRun, node: Node, index: int) -> Tensor | None:
+    """Find ellipsoids around what the readings of a result have in common, where its error exceeds
+    it and it leads to a norm; return bounds of the norms of rows [..., 1].
+
+    One pass gives ellipsoid, norm and elements. Later passes may stop there.
+    """
+    tape, entry = run.tape, run.tape.entries[index]
+    loose = bool(_loose(run, node, entry).any())
+    numbers = entry.reference.numel() * entry.shape[-1]
+    if not loose or not _leads_to_norm(run, node) or numbers > LARGEST:
+        return None
+    everywhere, floor = torch.ones_like(entry.error_bound[..., :1], dtype=torch.bool), tape.near
+    if not run.passing(node, index, "ellipsoid", everywhere, floor):
+        return None
+    single, lengths = surround_rows(tape, index, everywhere, floor)
+    tape.tighten(index, single)
+    tape.cut = tape.settled = index
+    return lengths
+
+
+def read_alone(run: KernelRun, node: Node) -> bool:
+    """Say whether some reader of a result has one reading of it, an entry of its own."""
+    return node.name == run.graph.output or any(
+        name == node.name
+        and (reader.op in ONCE or reader.name not in run.several)
+        and not (position == 0 and reads_twice(reader))
+        for reader in run.graph.nodes
+        for position, name in enumerate(reader.inputs)
+    )
+
+
+def of_one_reading(common: TapeEntry, formed: TapeEntry, inside: Tensor) -> TapeEntry:
+    """Return the entry of one reading as it was formed, with what is known of what all readings
+    have in common; `inside` bounds what it adds to that."""
+    if common.carried is None:
+        return formed
+    less = torch.minimum(formed.error_bound, (common.error_bound + inside) * SAFE)
+    return replace(formed, error_bound=less, carried=formed.widest)
+
+
+def _loose(run: KernelRun, node: Node, entry: TapeEntry) -> Tensor:
+    """Return the rows [..., 1] of a sum whose error bounds exceed it: then passes cost less than
+    what a cast would make of these bounds."""
+    error, size = (x.sum(-1, keepdim=True) for x in (entry.error_bound, entry.reference.abs()))
+    worst, final = run.tape.chance is None, node.name == run.graph.output
+    summed = node.op in ("linear", "add", "sub")
+    return (error > size) & (run.rounding.free and worst and summed and not final)
+
+
+def _leads_to_norm(run: KernelRun, node: Node) -> bool:
+    """Say whether a result is read by norms, and sums with others, alone."""
+    readers = {reader.op for reader in run.graph.nodes if node.name in reader.inputs}
+    return bool(readers) and readers <= {"rms_norm", "layer_norm", "add", "sub"}

@@ -1,0 +1,71 @@
+"""What reverse passes say of a result before a free cast of it, which is sized by that (Rules 2.2
+and 2.12): those that a node asks of itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import units
+from kcdsl_certs.recheck.affine.form import Walk
+from kcdsl_certs.recheck.affine.reverse_passes import room, rows, surrounded
+from kcdsl_certs.recheck.affine.tape import TapeEntry
+from kcdsl_certs.recheck.documents.document import Pass
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.interval.box import Bools, Floats
+
+
+def asked(walk: Walk, name: str, kind: str, shape: tuple[int, ...]) -> tuple[Bools, Bools]:
+    """Return for which rows [..., 1] a node asks passes of itself: down to the input, and to the
+    cut; those of the output are none."""
+    deep, near = (walk.passes.of(Pass(name, name, kind, to), shape) for to in ("input", "cut"))
+    if walk.passes.rows is None or not walk.tape.cut:
+        deep, near = deep | near, np.zeros_like(near)
+    if name == walk.scene.block.output:
+        deep, near = np.zeros_like(deep), np.zeros_like(near)
+    return deep, near
+
+
+def _named(walk: Walk, node: Node) -> bool:
+    """Say whether passes may be named for the result of a node; without names, none is made."""
+    worst = walk.passes.rows is not None and walk.tape.budget is None
+    return worst and not walk.kernel.stepped and node.op in ("linear", "add", "sub")
+
+
+def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
+    """Return bounds of the error of a linear's result, of which `entry` is not on the tape, by unit
+    functionals; None where it asks none, infinite in rows of which it asks none."""
+    shape = entry.reach.shape
+    deep, near = asked(walk, node.name, "reach", shape)
+    needed = deep | near
+    if not _named(walk, node) or node.op != "linear" or not needed.any():
+        return None
+    found, above, step = np.full(shape, np.inf), len(walk.tape.entries), room(walk)
+    for row in rows(needed):
+        floor = 0 if deep[row].any() else walk.tape.cut
+        for first in range(0, shape[-1], step):
+            count = min(step, shape[-1] - first)
+            functionals = units(shape, row, first, count)
+            bound = walk.tape.bound(above, functionals, floor, formed=entry)
+            columns: tuple[int | slice, ...] = (*row, slice(first, first + count))
+            found[columns] = bound.magnitude(walk.tape.region)
+    return found
+
+
+def surround(
+    walk: Walk, node: Node, place: int, shape: tuple[int, ...]
+) -> tuple[Floats, Floats] | None:
+    """Find the ellipsoids that a node asks of what its readings have in common, and make it the
+    cut; return bounds of the elements, and of the norms of rows [..., 1], from the same passes."""
+    deep, near = asked(walk, node.name, "ellipsoid", shape)
+    needed = deep | near
+    if not _named(walk, node) or not needed.any():
+        return None
+    each, norms = np.full(shape, np.inf), np.full((*shape[:-1], 1), np.inf)
+    ellipsoids = {}
+    for row in rows(needed):
+        floor = 0 if deep[row].any() else walk.tape.cut
+        found = surrounded(walk.tape, place, units(shape, row, 0, shape[-1]), floor)
+        ellipsoids[row], each[row], norms[row] = found.shape, found.each, found.norm
+    walk.tape.surround(place, ellipsoids)
+    walk.tape.cut = walk.tape.settled = place
+    return each, norms

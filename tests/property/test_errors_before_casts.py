@@ -1,0 +1,187 @@
+"""Passes before free casts (Rule 2.12): runs stay inside, and both programs find the same.
+
+A residual whose worst cases exceed it leads to a norm: box by box its casts would be larger than
+what any run meets, and the norm would have no bound.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.drift.affine import before_casts
+from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
+from kcdsl_certs.recheck.affine.form import Form, Walk
+from kcdsl_certs.recheck.affine_walk import Pair, pair
+from kcdsl_certs.recheck.derivation import Derivation
+from kcdsl_certs.recheck.documents.document import parse
+from kcdsl_certs.recheck.interval.tensors import read
+from tests.support import kernels, proofs
+from tests.support.prover import block, parameters
+
+Floats = np.ndarray
+N = proofs.numerics
+KERNELS = {
+    "any": N("bfloat16", "any"),
+    "any, float16": N("float16", "any"),
+    "toward zero": N("bfloat16", "any_toward_zero"),
+    "any direction": N("bfloat16", "any_direction"),
+}
+TRAIN = N("float32", "any")
+ROWS, WIDTH, INNER = 2, 32, 128
+RADII = {"point": 0.0, "ball": 2.0**-4}
+MODES = ("random", "signs", "up", "down")
+
+
+def drawn(radius: float) -> tuple[Any, Floats, str]:
+    """Return a block that multiplies twice, adds, takes the norm and multiplies again; a centre;
+    and the name of the second product. At a point that is next to nothing, and what was rounded
+    before exceeds it."""
+    rng = np.random.default_rng(3)
+    x = np.rint(rng.standard_normal((ROWS, WIDTH)) * 2**6) / 2**6
+    one = rng.standard_normal((INNER, WIDTH)) / WIDTH**0.5
+    two = rng.standard_normal((WIDTH, INNER)) / INNER**0.5
+    if not radius:
+        known = x @ one.T
+        two = two - 0.99 * (two @ np.linalg.pinv(known)) @ known
+    graph = proofs.Graph((ROWS, WIDTH))
+    state = graph.add("input", [], (ROWS, WIDTH))
+    inner = graph.add("linear", [state, graph.param("one", one)], (ROWS, INNER))
+    outer = graph.add("linear", [inner, graph.param("two", two)], (ROWS, WIDTH))
+    total = graph.add("add", [state, outer], (ROWS, WIDTH))
+    gain = graph.param("gain", 1 + 0.1 * rng.standard_normal(WIDTH))
+    norm = graph.add("rms_norm", [total, gain], (ROWS, WIDTH), eps=1e-5)
+    last = rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5
+    third = graph.add("linear", [norm, graph.param("three", last)], (ROWS, WIDTH))
+    graph.add("add", [total, third], (ROWS, WIDTH))
+    return graph, x, outer
+
+
+def forms_of(graph: Any, record: Any, x: Floats, radius: float) -> AffineForms:
+    """Return the prover's forms."""
+    sides = parameters(graph, TRAIN), parameters(graph, record)
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    return affine_forms(block(graph), *sides, torch.from_numpy(x), spread)
+
+
+def derived(
+    folder: Path, graph: Any, record: Any, x: Floats, radius: float, passes: Any = None
+) -> Pair:
+    """Return what the checker derives with the passes that are named."""
+    path = folder / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    document = proofs.document(graph, TRAIN, record, sha256, x, radius)
+    if passes is not None:
+        document["cases"][0].update(domain="affine", passes=passes)
+    proof = parse(proofs.dump(document))
+    with np.errstate(all="ignore"):
+        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        return pair(scene, proof.cases[0].passes)
+
+
+def asked_of_itself(run: KernelRun) -> set[tuple[str, str]]:
+    """Return what nodes asked of themselves before their casts."""
+    return {(at, kind) for at, of, kind, _ in run.passes.rows if at == of and kind != "norm"}
+
+
+def mistaken(run: KernelRun, walk: Walk, values: dict[str, Floats]) -> list[str]:
+    """Return the nodes at which a run leaves what a program says of a reading."""
+    found = []
+    for name, value in values.items():
+        if name in run.computed and name != run.graph.output:
+            entry, private = run.tape.entries[run.computed[name]], run.private.get(name)
+            own = 0.0 if private is None else private.error_bound.numpy()
+            if (np.abs(value - entry.reference.numpy()) > entry.error_bound.numpy() + own).any():
+                found.append(f"prover, {name}")
+            form, version = walk.forms[name], walk.versions.get(name)
+            assert isinstance(form, Form)
+            other = 0.0 if version is None else version.own
+            if (np.abs(value - form.reference) > form.reach + other).any():
+                found.append(f"checker, {name}")
+    return found
+
+
+def simulated(walk: Walk, record: Any, graph: Any, x: Floats, rounded: Any) -> dict[str, Floats]:
+    """Return all values of a run of the kernel of a walk."""
+    known = walk.scene.parameters
+    return kernels.simulate(
+        graph,
+        kernels.Run(record, *rounded),
+        x,
+        lambda key: known.plain(key, walk.kernel),
+        lambda key: known.linear(key, walk.kernel),
+    )
+
+
+@pytest.mark.parametrize("kind", RADII)
+@pytest.mark.parametrize("name", KERNELS)
+def test_runs_stay_inside_of_what_both_find(tmp_path: Path, name: str, kind: str) -> None:
+    record, radius = KERNELS[name], RADII[kind]
+    graph, centre, outer = drawn(radius)
+    forms = forms_of(graph, record, centre, radius)
+    assert (outer, "ellipsoid") in asked_of_itself(forms.infer)
+    both = derived(tmp_path, graph, record, centre, radius, forms.passes)
+    found, most = both.output(), forms.box().mag().numpy()
+    assert (np.maximum(-found.lo, found.hi) <= most * (1 + 2.0**-10)).all()
+    for name_of, index in forms.infer.computed.items():
+        mine, other = forms.infer.tape.entries[index], both.infer.forms[name_of]
+        assert isinstance(other, Form)
+        if name_of != graph.output:
+            rough = mine.error_bound.numpy()
+            np.testing.assert_allclose(other.reach, rough, rtol=2.0**-6, atol=1e-12)
+    rng = np.random.default_rng(5)
+    farthest = np.zeros(most.shape)
+    slopes = np.sign(graph.tensors["two"] @ graph.tensors["one"])
+    for trial in range(24):
+        x = centre + radius * rng.choice([-1.0, 1.0], centre.shape)
+        if trial < 12:  # an element of the second product as far off as it can be
+            x = centre + radius * slopes[trial]
+        rounded = rng, MODES[trial % 4]
+        train = simulated(both.train, TRAIN, graph, x, rounded)
+        infer = simulated(both.infer, record, graph, x, rounded)
+        assert not mistaken(forms.infer, both.infer, infer)
+        farthest = np.maximum(farthest, np.abs(infer[graph.output] - train[graph.output]))
+    assert (farthest <= most).all()
+    assert (farthest > 2.0**-8 * most).any()  # the bounds are of the size of what runs meet
+
+
+def test_passes_bound_less_than_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, centre, outer = drawn(0.0)
+    record = KERNELS["any"]
+    forms = forms_of(graph, record, centre, 0.0)
+    named = derived(tmp_path, graph, record, centre, 0.0, forms.passes)
+    unnamed = {side: [p for p in made if p["at"] != p["of"]] for side, made in forms.passes.items()}
+    plain = derived(tmp_path, graph, record, centre, 0.0, unnamed)
+    monkeypatch.setattr(before_casts, "LARGEST", 0)
+    other = forms_of(graph, record, centre, 0.0)
+    assert (outer, "ellipsoid") not in asked_of_itself(other.infer)
+    for at, small, large in (
+        ("prover", private(forms.infer, outer), private(other.infer, outer)),
+        ("checker", named.infer.versions[outer].own, plain.infer.versions[outer].own),
+    ):
+        assert (small < 0.9 * large).all(), at
+
+
+def private(run: KernelRun, name: str) -> Floats:
+    """Return what each reading adds by itself."""
+    return run.private[name].error_bound.numpy()
+
+
+def test_a_pass_that_a_node_may_not_ask_of_itself_is_not_made(tmp_path: Path) -> None:
+    graph, centre, _ = drawn(0.0)
+    record = KERNELS["any"]
+    norm = next(node["name"] for node in graph.nodes if node["op"] == "rms_norm")
+    rows = {"stop": "input", "rows": [0, ROWS]}
+    asked = [
+        {"at": name, "of": name, "kind": kind, **rows}
+        for name in (norm, graph.output)
+        for kind in ("reach", "ellipsoid")
+    ]
+    walk = derived(tmp_path, graph, record, centre, 0.0, {"train": [], "infer": asked}).infer
+    assert walk.tape.settled == 0
+    assert not any(entry.ellipsoids for entry in walk.tape.entries)

@@ -1,0 +1,98 @@
+"""Norms of the bilinear remainder of a context product (Rule 4.3): what probabilities and values
+may be off by stays inside, and one case attains the bound in both programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.drift.ops.attention import _second_order
+from kcdsl_backends.drift.ops.bilinear import Heads
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.ops.linear.bilinear import Straight, context_curve
+
+Floats = np.ndarray
+HEADS, ROWS, KEYS, WIDTH, INPUTS, COUNT = 2, 2, 3, 3, 4, 5
+Found = tuple[float, list[Floats]]
+
+
+def _prover(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: Floats) -> Found:
+    """Return the norm and the ellipsoids of functionals α [B, heads, 1, d] of row 1."""
+    kept, rest, bound = (torch.from_numpy(part) for part in (weight, own, reach))
+    part = _second_order(torch.from_numpy(moved), Heads(kept, rest, bound, 0))
+    shape = (HEADS, ROWS, WIDTH)
+    window = ((0, HEADS), (1, 2), (0, WIDTH))
+    functionals = ProverAdjoint(torch.from_numpy(alpha), window, shape)
+    assert part.norm is not None
+    assert part.around is not None
+    return part.norm(functionals), [shape.numpy() for shape in part.around(functionals)]
+
+
+def _checker(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: Floats) -> Found:
+    """Return the same of the checker."""
+    rows: list[list[tuple[int, ...]]] = [[(j,) for j in range(KEYS)]] * HEADS
+    values = Straight(weight, np.stack([reach] * HEADS), own, "x", rows, {})
+    sizes = np.abs(weight) @ reach.T  # [heads, d, keys]
+    curve = context_curve(moved, values, moved @ (sizes.swapaxes(-1, -2) + own))
+    functionals = Adjoint(alpha, (0, 1, 0))
+    assert curve.length is not None
+    assert curve.around is not None
+    return curve.length(functionals), curve.around(functionals)
+
+
+PROGRAMS: dict[str, Callable[..., Found]] = {"prover": _prover, "checker": _checker}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_remainders_stay_inside(program: str) -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        moved, reach = rng.random((HEADS, ROWS, KEYS)), rng.random((KEYS, INPUTS)) ** 4
+        weight, own = rng.standard_normal((HEADS, WIDTH, INPUTS)), rng.random((HEADS, KEYS, WIDTH))
+        alpha = (
+            rng.standard_normal((COUNT, HEADS, 1, WIDTH))
+            * np.exp2(rng.uniform(-6, 6, COUNT))[:, None, None, None]
+        )
+        norm, (shape,) = PROGRAMS[program](alpha, moved, weight, reach, own / 8)
+        flat = alpha.reshape(COUNT, -1)
+        for _ in range(40):
+            e_x = reach * rng.choice([-1.0, 1.0], reach.shape)
+            e_v = e_x @ weight.swapaxes(-1, -2) + own / 8 * rng.choice([-1.0, 1.0], own.shape)
+            e_p = moved[:, 1] * rng.choice([-1.0, 1.0], (HEADS, KEYS))
+            error = flat @ np.einsum("hj,hjd->hd", e_p, e_v).reshape(-1)
+            assert np.linalg.norm(error) <= norm
+            sizes = np.sqrt(np.diagonal(shape))
+            assert (np.abs(error) <= sizes).all()
+            inner = np.linalg.solve(shape + 1e-12 * np.trace(shape) * np.eye(COUNT), error)
+            assert error @ inner <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_one_case_attains_the_norm(program: str) -> None:
+    rng = np.random.default_rng(1)
+    moved = rng.random((HEADS, ROWS, KEYS))
+    reach, own = np.full((KEYS, INPUTS), 0.25), np.zeros((HEADS, KEYS, WIDTH))
+    ways = rng.standard_normal((HEADS, WIDTH))
+    signs = rng.choice([-1.0, 1.0], (HEADS, INPUTS))
+    weight = ways[..., None] * signs[:, None]
+    norm, _ = PROGRAMS[program](ways[None, :, None], moved, weight, reach, own)
+    # every key is off along the signs of a head, as far as it can be: one head after the other
+    most = [moved[h, 1].sum() * 0.25 * INPUTS * float(ways[h] @ ways[h]) for h in range(HEADS)]
+    assert norm <= sum(most) * (1 + 1e-6)
+    one = most[0] + abs(float(signs[0] @ signs[1])) / INPUTS * most[1]
+    assert norm >= one * (1 - 1e-9)
+
+
+def test_both_programs_find_the_same() -> None:
+    rng = np.random.default_rng(2)
+    moved, reach = rng.random((HEADS, ROWS, KEYS)), rng.random((KEYS, INPUTS))
+    weight = rng.standard_normal((HEADS, WIDTH, INPUTS))
+    own = rng.random((HEADS, KEYS, WIDTH)) / 8
+    alpha = rng.standard_normal((COUNT, HEADS, 1, WIDTH))
+    one, two = (program(alpha, moved, weight, reach, own) for program in PROGRAMS.values())
+    assert two[0] == pytest.approx(one[0], rel=2.0**-12)
+    np.testing.assert_allclose(two[1][0], one[1][0], rtol=2.0**-12)
