@@ -40,15 +40,14 @@ MODES = ("random", "signs", "up", "down")
 
 def drawn(radius: float) -> tuple[Any, Floats, str]:
     """Return a block that multiplies twice, adds, takes the norm and multiplies again; a centre;
-    and the name of the second product. At a point that is next to nothing, and what was rounded
-    before exceeds it."""
+    and the name of the second product. There that is next to nothing, and what was rounded before
+    exceeds it."""
     rng = np.random.default_rng(3)
     x = np.rint(rng.standard_normal((ROWS, WIDTH)) * 2**6) / 2**6
     one = rng.standard_normal((INNER, WIDTH)) / WIDTH**0.5
     two = rng.standard_normal((WIDTH, INNER)) / INNER**0.5
-    if not radius:
-        known = x @ one.T
-        two = two - 0.99 * (two @ np.linalg.pinv(known)) @ known
+    known, share = x @ one.T, 0.9 if radius else 0.999
+    two = two - share * (two @ np.linalg.pinv(known)) @ known
     graph = proofs.Graph((ROWS, WIDTH))
     state = graph.add("input", [], (ROWS, WIDTH))
     inner = graph.add("linear", [state, graph.param("one", one)], (ROWS, INNER))

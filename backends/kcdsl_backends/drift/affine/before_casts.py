@@ -16,13 +16,17 @@ from kcdsl_backends.drift.boxes.rounding import ONCE, reads_twice
 
 LARGEST = 2**29
 """Numbers in the ellipsoids of a tensor; where there would be more, none are found."""
+FAR = 8.0
+"""How many times a linear's result its error bounds are, from where on boxes say too little."""
 
 
 def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
     """Return the entry of a result, which is not on the tape, before a free cast: that of a linear
-    with error bounds from reverse passes, in rows where these exceed the result itself."""
+    with error bounds from reverse passes that stop at ellipsoids from before another cast, in rows
+    where these bounds exceed the result itself."""
     needed = _loose(run, node, entry)
-    if node.op != "linear" or not bool(needed.any()):
+    stops = run.tape.cut == run.tape.settled
+    if node.op != "linear" or not stops or not bool(needed.any()):
         return entry
     place, floor = run.tape.add(entry), run.tape.near
     if run.passing(node, place, "reach", needed, floor):
@@ -32,13 +36,15 @@ def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
 
 
 def surrounded(run: KernelRun, node: Node, index: int) -> Tensor | None:
-    """Find ellipsoids around what the readings of a result have in common, where its error exceeds
-    it and it leads to a norm; return bounds of the norms of rows [..., 1].
+    """Find ellipsoids around what the readings of a result have in common, where its error bounds
+    are far beyond it and it leads to a norm; return bounds of the norms of rows [..., 1].
 
     One pass gives ellipsoid, norm and elements. Later passes may stop there.
     """
     tape, entry = run.tape, run.tape.entries[index]
-    loose = bool(_loose(run, node, entry).any())
+    follows = any(run.computed.get(name) == tape.settled for name in node.inputs)
+    times = 1.0 if follows else FAR
+    loose = (follows or node.op == "linear") and bool(_loose(run, node, entry, times).any())
     numbers = entry.reference.numel() * entry.shape[-1]
     if not loose or not _leads_to_norm(run, node) or numbers > LARGEST:
         return None
@@ -71,13 +77,12 @@ def of_one_reading(common: TapeEntry, formed: TapeEntry, inside: Tensor) -> Tape
     return replace(formed, error_bound=less, carried=formed.widest)
 
 
-def _loose(run: KernelRun, node: Node, entry: TapeEntry) -> Tensor:
-    """Return the rows [..., 1] of a sum whose error bounds exceed it: then passes cost less than
-    what a cast would make of these bounds."""
+def _loose(run: KernelRun, node: Node, entry: TapeEntry, times: float = 1.0) -> Tensor:
+    """Return the rows [..., 1] of a sum whose error bounds exceed it so many times."""
     error, size = (x.sum(-1, keepdim=True) for x in (entry.error_bound, entry.reference.abs()))
     worst, final = run.tape.chance is None, node.name == run.graph.output
     summed = node.op in ("linear", "add", "sub")
-    return (error > size) & (run.rounding.free and worst and summed and not final)
+    return (error > times * size) & (run.rounding.free and worst and summed and not final)
 
 
 def _leads_to_norm(run: KernelRun, node: Node) -> bool:
