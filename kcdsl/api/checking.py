@@ -166,7 +166,7 @@ def _checked(
         _refuse_without_numpy()
     names = [os.fspath(name) for name in certificates]
     local = {name: read_certificate(Path(name)) for name in names if not name.startswith(OCI)}
-    moment = _moment(settings.at)
+    moment = moment_of(settings.at)
     contract = read_contract(None if settings.contract is None else os.fspath(settings.contract))
     keys = tuple(os.fspath(path) for path in settings.key)
     revoked = tuple(os.fspath(path) for path in settings.revocations)
@@ -318,7 +318,8 @@ def read_certificate(path: Path) -> bytes:
         ) from error
 
 
-def _moment(text: str | None) -> datetime:
+def moment_of(text: str | None) -> datetime:
+    """Return the time that `--at` names, by default now; raises Refusal for what is no time."""
     from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.encoding.strict import parse_time
 

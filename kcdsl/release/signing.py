@@ -217,14 +217,7 @@ def trusted(
     The configuration of the contract's `folder` can only refuse more: accepted findings.
     """
     try:
-        source, chosen = _policy(policy)
-        found = trust(
-            chosen,
-            source,
-            keys=[Path(name) for name in keys],
-            threshold=threshold,
-            revocations=[Path(name) for name in revocations],
-        )
+        found = _trust(_policy(policy), keys, threshold, revocations)
     except Rejected as error:
         raise _refused(error) from error
     if not load_config(folder).refuse_suppressions:
@@ -238,6 +231,36 @@ def has_policy() -> bool:
     """Say whether the environment or the user's configuration names a policy."""
     own = user_folder()
     return POLICY_VARIABLE in os.environ or (own is not None and os.path.lexists(own / POLICY_FILE))
+
+
+def trusted_if_any(
+    policy: str | None, keys: Sequence[str], threshold: int | None, revocations: Sequence[str]
+) -> Trust | None:
+    """Return what a reader of certificates goes by, from the places of `trusted` but for a
+    contract; None where nobody is trusted: no policy, no key. Raises Refusal like `trusted`."""
+    try:
+        chosen = _policy(policy)
+        if chosen[1] is None and not keys and threshold is None and not revocations:
+            return None
+        return _trust(chosen, keys, threshold, revocations)
+    except Rejected as error:
+        raise _refused(error) from error
+
+
+def _trust(
+    chosen: tuple[str | None, Policy | None],
+    keys: Sequence[str],
+    threshold: int | None,
+    revocations: Sequence[str],
+) -> Trust:
+    source, policy = chosen
+    return trust(
+        policy,
+        source,
+        keys=[Path(name) for name in keys],
+        threshold=threshold,
+        revocations=[Path(name) for name in revocations],
+    )
 
 
 def _policy(given: str | None) -> tuple[str | None, Policy | None]:

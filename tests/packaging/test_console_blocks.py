@@ -64,6 +64,7 @@ SYNOPSES = {
     "docs/reference/gate.md": "gate",
     "docs/reference/promotion.md": "promote",
     "docs/reference/report.md": "report",
+    "docs/reference/show.md": "show",
     "docs/reference/verify.md": "verify",
 }
 """Pages whose block ```text is the synopsis of a command."""
@@ -374,6 +375,10 @@ def _own_module(repository: Path, folder: Path) -> Path:
     return folder
 
 
+def _vectors(repository: Path, folder: Path) -> Path:
+    return shutil.copytree(repository / "certs" / "vectors", folder / "vectors")
+
+
 @contextmanager
 def _served(name: str, folder: Path) -> Iterator[Callable[[str], str]]:
     """Serve the model of a folder for a page about servers; yield what puts its address in place
@@ -403,6 +408,7 @@ FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "docs/reference/counterexamples.md": _example("tiny_lm"),
     "docs/reference/experiments.md": _example("tiny_lm"),
     "docs/reference/register.md": _example("tiny_lm"),
+    "docs/reference/show.md": _vectors,
     "docs/reference/traces.md": _example("tiny_lm"),
     "examples/tiny_lm/README.md": _example("tiny_lm"),
     "examples/own_metric/README.md": _example("own_metric"),

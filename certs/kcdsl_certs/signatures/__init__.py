@@ -17,6 +17,7 @@ from kcdsl_certs.signatures.envelope import (
 from kcdsl_certs.signatures.keys import (
     Algorithm,
     PublicKey,
+    Rules,
     SigningKey,
     TrustedKey,
     TrustPolicy,
@@ -29,7 +30,7 @@ from kcdsl_certs.signatures.policy import Policy, Trust, load_key, read_policy, 
 
 __all__ = [
     "LARGEST_BUNDLE", "MOST_SIGNATURES", "PAYLOAD_TYPE", "Algorithm", "Envelope", "Policy",
-    "PublicKey", "Signature", "SigningKey", "Trust", "TrustPolicy", "TrustedKey",
+    "PublicKey", "Rules", "Signature", "SigningKey", "Trust", "TrustPolicy", "TrustedKey",
     "bundle_bytes", "decode", "envelope_bytes", "generate", "load_key", "load_private",
     "load_public", "pae", "parse_bundle", "read_policy", "sign", "signers", "trust", "unique_keys",
 ]  # fmt: skip

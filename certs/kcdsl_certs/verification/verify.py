@@ -11,7 +11,7 @@ from pathlib import Path
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import time_text
-from kcdsl_certs.signatures import TrustPolicy
+from kcdsl_certs.signatures import Rules, TrustPolicy
 from kcdsl_certs.statement import (
     PREDICATE_TYPE,
     TRANSFER_TYPE,
@@ -48,7 +48,7 @@ Clock = Callable[[], datetime]
 
 
 @dataclass(slots=True)
-class _State(Signed):
+class State(Signed):
     """What the steps learn, in order; a step reads only what an earlier one established.
 
     A statement has either a predicate, that of a certificate, or a transfer.
@@ -90,13 +90,13 @@ def verify(
     counted again. What is missing of all that is said and, with `strict`, refused.
     `earlier` is what a weights transfer is compared with; without it none is accepted.
     """
-    log, state = Log(), _State()
+    log, state = Log(), State()
     try:
         moment = clock()
     except Exception as error:
         return refused("validity", Rejected("clock/failed", str(error)))
     try:
-        _authenticate(log, state, bundle, trusted, moment)
+        read_signed(log, state, bundle, trusted, moment)
     except Stop:
         return Report(log.finish())
     assert state.envelope is not None
@@ -124,11 +124,11 @@ def verify(
         expected_triple = _as_far_as_asked(transfer, expected_triple, trusted)
         log.run("subject", lambda: _subject(state, expected_triple))
         log.run("components", lambda: _components(transfer, expected_triple, None, trusted))
-        log.run("validity", lambda: _validity(transfer, moment, trusted))
-        log.run("sequence", lambda: _sequence(transfer, payload, minimum_sequence, trusted))
+        log.run("validity", lambda: check_validity(transfer, moment, trusted))
+        log.run("sequence", lambda: check_sequence(transfer, payload, minimum_sequence, trusted))
         log.run("contract", lambda: _contract(transfer, expected_triple, trusted))
         found = compare(log, transfer, expected_triple, earlier, base, required, partial)
-        log.run("stage", lambda: _stage(state, stage, trusted.threshold))
+        log.run("stage", lambda: check_stage(state, stage, trusted.threshold))
         names = tuple(k.name for k in state.signed_by)
         checks = log.finish(TRANSFER_STEPS)
         return Report(
@@ -148,11 +148,11 @@ def verify(
         "components",
         lambda: _components(predicate, expected_triple, expected_inputs, trusted, data, strict),
     )
-    log.run("validity", lambda: _validity(predicate, moment, trusted))
-    log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, trusted))
+    log.run("validity", lambda: check_validity(predicate, moment, trusted))
+    log.run("sequence", lambda: check_sequence(predicate, payload, minimum_sequence, trusted))
     log.run("contract", lambda: _contract(predicate, expected_triple, trusted))
     log.run("clauses", lambda: _clauses(state, required, partial))
-    log.run("stage", lambda: _stage(state, stage, trusted.threshold))
+    log.run("stage", lambda: check_stage(state, stage, trusted.threshold))
     log.run("proofs", lambda: _proofs(predicate, proofs, signature_only))
     beside = None if evidence is None else EvidenceFiles(evidence)
     log.run("evidence", lambda: check_evidence(predicate, beside, strict))
@@ -167,10 +167,13 @@ def verify(
     )
 
 
-def _authenticate(
-    log: Log, state: _State, bundle: bytes, trusted: TrustPolicy, moment: datetime
+def read_signed(
+    log: Log, state: State, bundle: bytes, trusted: TrustPolicy, moment: datetime
 ) -> None:
-    """Run steps 1 to 7; nothing of the payload is read before its signature verified."""
+    """Run steps 1 to 7; nothing of the payload is read before its signature verified.
+
+    Raises Stop at the first that fails.
+    """
     authenticate(log, state, bundle, trusted, moment)
 
     def statement_type() -> str:
@@ -180,7 +183,7 @@ def _authenticate(
     log.run("statement-type", statement_type, stop=True)
 
 
-def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
+def _statement_type(state: State, statement: Statement, threshold: int) -> str:
     refuse_other_type(statement)
     kind = statement.predicate_type
     state.signed_by = allowed(state.signed_by, kind, threshold)
@@ -193,7 +196,7 @@ def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
     return kind
 
 
-def _subject(state: _State, expected: Triple) -> str:
+def _subject(state: State, expected: Triple) -> str:
     assert state.statement is not None
     body = state.predicate or state.transfer
     assert body is not None
@@ -232,12 +235,17 @@ def _components(
     data: Data | None = None,
     strict: bool = False,
 ) -> str:
-    for role, kernel in (("train", predicate.triple.train), ("infer", predicate.triple.infer)):
+    refuse_unstated(predicate.triple, trusted)
+    return check_components(predicate, expected, expected_inputs, data, strict)
+
+
+def refuse_unstated(triple: Triple, trusted: Rules) -> None:
+    """Raise Rejected where a kernel does not state a part that the policy demands."""
+    for role, kernel in (("train", triple.train), ("infer", triple.infer)):
         missing = sorted(p for p in trusted.required_parts if not states(kernel, p))
         if missing:
             detail = f"the {role} kernel does not say its {', '.join(missing)}"
             raise Rejected("triple/kernel-part-missing", detail)
-    return check_components(predicate, expected, expected_inputs, data, strict)
 
 
 def check_components(
@@ -293,7 +301,8 @@ def _others(stated: Mapping[str, str], expected: Mapping[str, str], data: Data |
     return absent
 
 
-def _validity(predicate: Predicate | Transfer, moment: datetime, trusted: TrustPolicy) -> str:
+def check_validity(predicate: Predicate | Transfer, moment: datetime, trusted: Rules) -> str:
+    """Compare the window of a statement with the time and the policy; raises Rejected."""
     if moment.tzinfo is None:
         raise Rejected("time/no-zone", "the clock does not know its zone")
     if predicate.valid_until <= predicate.issued_at:
@@ -314,9 +323,10 @@ def _validity(predicate: Predicate | Transfer, moment: datetime, trusted: TrustP
     return f"until {time_text(predicate.valid_until)}"
 
 
-def _sequence(
-    predicate: Predicate | Transfer, payload: bytes, minimum: int | None, trusted: TrustPolicy
+def check_sequence(
+    predicate: Predicate | Transfer, payload: bytes, minimum: int | None, trusted: Rules
 ) -> str:
+    """Refuse what was revoked or comes before `minimum`; raises NotRun where there is none."""
     if certificate_id(payload) in trusted.revoked_certificates:
         raise Rejected("sequence/revoked", "this certificate was revoked")
     if minimum is None:
@@ -331,7 +341,14 @@ def _contract(predicate: Predicate | Transfer, expected: Triple, trusted: TrustP
         found = differences(predicate.triple, expected)
         detail = next(d.detail for d in found if d.reason == "triple/contract-mismatch")
         raise Rejected("triple/contract-mismatch", detail)
-    name = f"{expected.contract.id} {expected.contract.version}"
+    return check_suppressions(predicate, trusted)
+
+
+def check_suppressions(predicate: Predicate | Transfer, trusted: Rules) -> str:
+    """Name the contract and the findings about it that were accepted; raises Rejected where the
+    policy accepts none."""
+    contract = predicate.triple.contract
+    name = f"{contract.id} {contract.version}"
     if isinstance(predicate, Transfer) or not predicate.suppressions:
         return name  # what a transfer goes by is the earlier certificate
     accepted = "; ".join(f"{item.code}: {item.reason}" for item in predicate.suppressions)
@@ -340,14 +357,16 @@ def _contract(predicate: Predicate | Transfer, expected: Triple, trusted: TrustP
     return f"{name}, with accepted findings: {accepted}"
 
 
-def _clauses(state: _State, required: tuple[RequiredClause, ...], partial: bool) -> str:
+def _clauses(state: State, required: tuple[RequiredClause, ...], partial: bool) -> str:
     assert state.predicate is not None
     assert state.stated is not None
     detail, state.outside = check_clauses(state.predicate, state.stated, required, partial=partial)
     return detail
 
 
-def _stage(state: _State, stage: str | None, threshold: int) -> str:
+def check_stage(state: State, stage: str | None, threshold: int) -> str:
+    """Compare the stage with what the signers may sign and what is asked for; raises Rejected or
+    NotRun."""
     body = state.predicate or state.transfer
     assert body is not None
     stated = body.stage

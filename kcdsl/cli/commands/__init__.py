@@ -89,6 +89,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "sign": CommandEntry(
         "signing:SignCommand", "show and sign the statement of a certificate; no contract is run"
     ),
+    "show": CommandEntry(
+        "signing:ShowCommand", "show a certificate for people, in the terminal or as a page"
+    ),
     "companions": CommandEntry(
         "signing:CompanionsCommand",
         "state valid certificates about an OCI image, in forms that other verifiers take",

@@ -1,4 +1,5 @@
-"""`kcdsl keygen`, `sign`, `companions` and `attach`: make keys, sign statements, hand them on.
+"""`kcdsl keygen`, `sign`, `show`, `companions` and `attach`: make keys, sign statements, read and
+hand on certificates.
 
 These commands run and import nothing of the contract of a statement.
 """
@@ -14,8 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
-from kcdsl.cli.common.options import KERNELS, PLAIN_HTTP, Stage, Trusts, output_option
-from kcdsl.cli.common.output import say
+from kcdsl.cli.common.options import (
+    KERNELS,
+    PLAIN_HTTP,
+    Stage,
+    Trusts,
+    json_option,
+    output_option,
+)
+from kcdsl.cli.common.output import deliver, print_json, say
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import CANNOT_SIGN, INPUT_OUTPUT, USAGE
 from kcdsl.diagnostics.render.terminal import one_line
@@ -226,6 +234,45 @@ def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
             yield item.id if item.slice is None else f"{item.id} [{item.slice}]", "goes over"
     for text in body.assumptions:
         yield "assumes", text
+
+
+# --- show -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowCommand(Trusts):
+    """Show a certificate for people: claims, evidence, signers, and what a check would say."""
+
+    certificate: str = argument("CERT", "a certificate or a weights transfer, of anybody")
+    stage: Stage | None = choice(Stage, "the stage that is asked for")
+    at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
+    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
+    json: bool = json_option()
+
+    def run(self) -> Exit:
+        """Show it: 0 signed by keys that are trusted here, 3 no key was there to verify with, 4 a
+        check would refuse it. Files beside it are not looked at, so 0 is no pass."""
+        from kcdsl.api.checking import moment_of, read_certificate
+        from kcdsl.release.signing import trusted_if_any
+        from kcdsl.verdict.studies.reading import reading_of
+        from kcdsl_certs.verification.inspection import inspect
+
+        bundle, moment = read_certificate(Path(self.certificate)), moment_of(self.at)
+        trust = trusted_if_any(self.policy, self.key, self.threshold, self.revocations)
+        seen = inspect(bundle, trust, moment, stage=self.stage)
+        reading = reading_of(self.certificate, seen, trust, moment)
+        if self.html is not None:
+            from kcdsl.verdict.html.certificate import certificate_page
+
+            deliver(certificate_page(reading), self.html)
+            say(f"wrote {self.html}")
+        if self.json:
+            print_json(reading.to_json())
+        elif self.html is None:
+            from kcdsl.verdict.text.certificates import print_reading
+
+            print_reading(reading, sys.stdout)
+        return reading.exit
 
 
 # --- companions -----------------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""A page of facts, tables and lists under one headline: certificates, comparisons, fleets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kcdsl.verdict.html.page import rendered
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a table: its text, more of it in small letters, and the colour of a verdict."""
+
+    text: str
+    small: str = ""
+    colour: str = ""
+    number: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One section: names with values, a table, and lines; `matrix` sets the cells apart."""
+
+    title: str
+    lead: str = ""
+    pairs: Sequence[tuple[str, str]] = ()
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[Cell]] = ()
+    lines: Sequence[str] = ()
+    matrix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A page. `colour` is the name of a verdict, which `sign` says without colour."""
+
+    title: str
+    headline: str
+    colour: str
+    sign: str
+    parts: Sequence[Part]
+    about: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    foot: str = ""
+
+
+def document_page(sheet: Sheet) -> str:
+    """Return the page; every text in it is escaped, and nothing in it controls a terminal."""
+    return rendered("document.html.j2", sheet=sheet) + "\n"

@@ -1,0 +1,450 @@
+"""One certificate as people read it: the document of `kcdsl show`.
+
+Plain frozen data, JSON with the schema "kcdsl.show/1" (`show.schema.json`) and nothing heavy. The
+certificate is foreign: nothing in it is run, and no name in it is trusted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from kcdsl.exits import Exit
+from kcdsl.verdict.quantities import scale, stated, told
+from kcdsl.verdict.records import Record
+from kcdsl_certs.encoding.reals import real_text
+from kcdsl_certs.encoding.strict import time_text
+from kcdsl_certs.signatures import Trust
+from kcdsl_certs.statement import (
+    LOWER,
+    CertifiedClause,
+    Evidence,
+    Kernel,
+    Predicate,
+    Transfer,
+    numerics_digest,
+)
+from kcdsl_certs.verification.inspection import Inspection, SeenSignature
+
+SHOW_SCHEMA = "kcdsl.show/1"
+_UNVERIFIED = "SIGNATURE NOT VERIFIED: anybody may have written this; name a key or a policy"
+_AUTHENTIC = {True: "verified", False: "refused", None: "not_verified"}
+_EVIDENCE = {
+    Evidence.PROOF: "proof",
+    Evidence.PROOF_REAL: "proof in real arithmetic",
+    Evidence.PROBABILISTIC: "proof for independent roundings",
+    Evidence.CENSUS: "census",
+    Evidence.SAMPLE: "sample",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult(Record):
+    """One result: what is claimed, for which inputs and weights, and what it rests on.
+
+    `tau`, `value`, `budget`, `weights` and `confidence` are exact texts in the base unit `unit`.
+    `attained` is the value of a concrete run, and `tightness` the factor between it and the bound,
+    at least 1; None where there is no such run or the bound is of a margin or leaves roundings to
+    chance. `low` and `high` are the confidence limits of a sample.
+    """
+
+    obligation: str
+    clause: str
+    slice: str | None
+    claim: str
+    quantity: str
+    op: str
+    tau: str
+    unit: str
+    region: str | None
+    weights: str | None
+    verdict: str
+    evidence: str
+    method: str
+    bound: float | None
+    attained: float | None
+    tightness: float | None
+    value: str | None
+    low: float | None
+    high: float | None
+    n: int | None
+    counted: str | None
+    exceed: int | None
+    budget: str | None
+    confidence: str | None
+    implied_by: str | None
+    proof: str | None
+    assumptions: tuple[str, ...]
+    scope: str | None
+    reason: str | None
+
+    @property
+    def rests_on(self) -> str:
+        """Return the evidence in words: its kind, how much of it, and how sure it is."""
+        words = [_EVIDENCE[Evidence(self.evidence)]]
+        if self.implied_by is not None:
+            words = [f"follows from {self.implied_by}"]
+        if self.n is not None:
+            cases = "case" if self.n == 1 else "cases"
+            counted = cases if self.counted == "region" else self.counted or "units"
+            words.append(f"{self.n} {counted}")
+        if self.value is not None and self.decisive != self.number("value"):
+            words.append(f"value {self.number('value')}")
+        if self.exceed is not None:
+            words.append(f"{self.exceed} beyond")
+        if self.confidence is not None:
+            words.append(f"confidence {_in_unit(Fraction(self.confidence), '%')}")
+        return ", ".join(words)
+
+    def number(self, name: str) -> str:
+        """Return a number of this result beside its limit, in the unit of that."""
+        found = getattr(self, name)
+        if isinstance(found, str):
+            found = _nearest(Fraction(found))
+        limit = _nearest(Fraction(self.tau))
+        return told(found, limit, scale(self.unit, limit))
+
+    @property
+    def decisive(self) -> str:
+        """Return the number that decides: the certified bound, of a sample its confidence limit,
+        else the measured value."""
+        limit = "low" if self.op in LOWER else "high"
+        for name in ("bound", limit, "value"):
+            if getattr(self, name) is not None:
+                return self.number(name)
+        return self.number("value")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKernel(Record):
+    """One kernel: its name, a hint, and what its fingerprint says of numerics and machine."""
+
+    name: str
+    digest: str
+    numerics_digest: str | None
+    fingerprint: Mapping[str, Any]
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """Return the specification of its numerics, by the path of each field."""
+        return dict(flat(self.fingerprint.get("numerics")))
+
+    @property
+    def build(self) -> dict[str, str]:
+        """Return the rest of the fingerprint: program, device, software, machine, switches."""
+        rest = {k: v for k, v in self.fingerprint.items() if k not in ("numerics", "schema")}
+        return dict(flat(rest))
+
+
+def flat(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the innermost values of a document as text, each with its path."""
+    if isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield from flat(value[name], f"{place}.{name}" if place else str(name))
+    elif isinstance(value, list):
+        yield place, ", ".join(map(str, value)) or "none"
+    elif value is not None:
+        yield place, str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSignature(Record):
+    """One signature: the key that it names (a hint), the trusted key that made it, and why it does
+    not count; `trusted` says that it counts."""
+
+    derived: ClassVar[tuple[str, ...]] = ("trusted",)
+
+    keyid: str | None
+    key: str | None
+    sha256: str | None
+    stages: tuple[str, ...] | None
+    problem: str
+
+    @property
+    def trusted(self) -> bool:
+        """Say whether the signature counts under the policy."""
+        return self.key is not None and not self.problem
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Record):
+    """When a certificate is valid, and how that is at the moment of the reading."""
+
+    issued_at: str
+    valid_until: str
+    state: str
+    days_left: int | None
+
+    @classmethod
+    def of(cls, issued: datetime, until: datetime, moment: datetime) -> Window:
+        """Return the window at a moment."""
+        state, left = "in force", (until - moment).days
+        if until <= issued:
+            state = "empty"
+        elif moment < issued:
+            state = "not yet valid"
+        elif moment >= until:
+            state = "expired"
+        return cls(
+            time_text(issued), time_text(until), state, left if state == "in force" else None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Content(Record):
+    """What a certificate, or a weights transfer, states."""
+
+    kind: str
+    subject: str | None
+    contract: Mapping[str, str | None]
+    checkpoint: Mapping[str, Any]
+    kernels: Mapping[str, ReadKernel]
+    stage: str
+    validity: Window
+    sequence: int
+    supersedes: str | None
+    evaluator: Mapping[str, str]
+    verdict: str | None
+    complete: bool | None
+    covers: tuple[str, ...]
+    results: tuple[ReadResult, ...]
+    assumptions: tuple[str, ...]
+    non_claims: tuple[str, ...]
+    inputs: Mapping[str, str]
+    files: tuple[Mapping[str, str], ...]
+    suppressions: tuple[Mapping[str, str], ...]
+    earlier: Mapping[str, str] | None
+    carried: tuple[Mapping[str, Any], ...]
+    left: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Record):
+    """A certificate as people read it, and what the steps of a check say that need it alone.
+
+    `content` is None where nothing of it can be read. `signed` is `verified`, `refused` or
+    `not_verified`, the last where nobody is trusted.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ("exit",)
+
+    file: str
+    moment: str
+    identity: str | None
+    signed: str
+    trust: Mapping[str, Any] | None
+    signatures: tuple[ReadSignature, ...]
+    content: Content | None
+    steps: tuple[Mapping[str, str], ...]
+
+    @property
+    def refusals(self) -> tuple[Mapping[str, str], ...]:
+        """Return the steps that failed."""
+        return tuple(step for step in self.steps if step["outcome"] == "failed")
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Return the names of the steps that were not run."""
+        return tuple(step["name"] for step in self.steps if step["outcome"] == "not_run")
+
+    @property
+    def exit(self) -> Exit:
+        """Return the status of the process; 0 is no pass, since steps are left out."""
+        if self.refusals:
+            return Exit.CERTIFICATE_INVALID
+        return Exit.HELD if self.signed == "verified" else Exit.INCONCLUSIVE
+
+    @property
+    def headline(self) -> tuple[str, str]:
+        """Return a colour word and the sentence about signatures that comes before all else."""
+        why = self.refusals[0] if self.refusals else None
+        if self.signed == "verified":
+            names = ", ".join(s.key or "" for s in self.signatures if s.trusted)
+            words = f"Signature verified: signed by {names}, trusted here"
+            if why is None:
+                return "held", words
+            return "violated", f"{words}; but not accepted: {why['detail']} ({why['reason']})"
+        if why is not None:
+            words = f"NOT ACCEPTED: {why['detail']} ({why['reason']})"
+            if self.content is None or self.signed == "refused":
+                return "violated", words
+            return "violated", f"{words}. {_UNVERIFIED}"
+        return "inconclusive", _UNVERIFIED
+
+    @property
+    def gate(self) -> tuple[str, str]:
+        """Return a colour word and what a check would say, as far as that is known."""
+        if self.refusals:
+            reasons = ", ".join(dict.fromkeys(step["reason"] for step in self.refusals))
+            return "violated", f"`kcdsl check` refuses it: {reasons}"
+        rest = ", ".join(self.left_out)
+        return "inconclusive", f"nothing speaks against it so far; not run: {rest}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document "kcdsl.show/1"."""
+        return {"schema": SHOW_SCHEMA, **Record.to_json(self)}
+
+
+def reading_of(file: str, inspection: Inspection, trust: Trust | None, moment: datetime) -> Reading:
+    """Return a certificate as people read it."""
+    body = inspection.body
+    return Reading(
+        file=file,
+        moment=time_text(moment.replace(microsecond=0)),
+        identity=inspection.identity,
+        signed=_AUTHENTIC[inspection.authentic],
+        trust=None if trust is None else trust.to_json(),
+        signatures=tuple(map(_signature, inspection.signatures)),
+        content=None if body is None else _content(body, inspection, moment),
+        steps=tuple(check.to_json() for check in inspection.checks),
+    )
+
+
+def _signature(seen: SeenSignature) -> ReadSignature:
+    key = seen.key
+    if key is None:
+        return ReadSignature(seen.keyid, None, None, None, seen.problem)
+    stages = None if key.stages is None else tuple(sorted(key.stages))
+    return ReadSignature(seen.keyid, key.name, key.key.fingerprint, stages, seen.problem)
+
+
+def _content(body: Predicate | Transfer, inspection: Inspection, moment: datetime) -> Content:
+    triple, statement = body.triple, inspection.statement
+    own = body if isinstance(body, Predicate) else None
+    over = body if isinstance(body, Transfer) else None
+    contract = triple.contract
+    subjects = () if statement is None else statement.subjects
+    return Content(
+        kind="certificate" if own else "weights transfer",
+        subject=subjects[0] if len(subjects) == 1 else None,
+        contract={
+            "id": contract.id,
+            "version": contract.version,
+            "digest": contract.digest,
+            "source": None if own is None else own.contract_source,
+        },
+        checkpoint={
+            "name": triple.checkpoint.name,
+            "digest": triple.checkpoint.digest,
+            "rootDigest": triple.checkpoint.root_digest,
+            "companions": dict(triple.checkpoint.companions),
+        },
+        kernels={"train": _kernel(triple.train), "infer": _kernel(triple.infer)},
+        stage=body.stage,
+        validity=Window.of(body.issued_at, body.valid_until, moment),
+        sequence=body.sequence,
+        supersedes=None if own is None else own.supersedes,
+        evaluator={"id": body.evaluator.id, "version": body.evaluator.version},
+        verdict=None if inspection.stated is None else str(inspection.stated),
+        complete=None if own is None else own.scope.complete,
+        covers=() if own is None else tuple(_label(*pair) for pair in own.scope.covers),
+        results=() if own is None else tuple(map(_result, own.clauses)),
+        assumptions=body.assumptions if own is None else own.every_assumption,
+        non_claims=body.non_claims,
+        inputs={} if own is None else {item.name: item.sha256 for item in own.inputs},
+        files=()
+        if own is None
+        else tuple({"role": f.role, "path": f.path, "sha256": f.sha256} for f in own.evidence),
+        suppressions=()
+        if own is None
+        else tuple({"code": item.code, "reason": item.reason} for item in own.suppressions),
+        earlier=None if over is None else {"path": over.path, "digest": over.base},
+        carried=() if over is None else tuple(item.to_json() for item in over.carried),
+        left=() if over is None else tuple(item.to_json() for item in over.left),
+    )
+
+
+def _kernel(kernel: Kernel) -> ReadKernel:
+    return ReadKernel(kernel.name, kernel.digest, numerics_digest(kernel), kernel.fingerprint)
+
+
+def _label(clause: str, slice: str | None) -> str:
+    return clause if slice is None else f"{clause} [{slice}]"
+
+
+def _result(clause: CertifiedClause) -> ReadResult:
+    proof, lower = clause.evidence.is_proof, clause.op in LOWER
+    attained = (clause.high if lower else clause.low) if proof else None
+    return ReadResult(
+        obligation=clause.obligation,
+        clause=clause.id,
+        slice=clause.slice,
+        claim=_claim(clause),
+        quantity=str(clause.quantity),
+        op=clause.op,
+        tau=real_text(clause.tau),
+        unit=clause.unit,
+        region=None if clause.region is None else str(clause.region),
+        weights=_exact(clause.weights),
+        verdict=str(clause.verdict),
+        evidence=str(clause.evidence),
+        method=clause.method,
+        bound=clause.bound,
+        attained=attained,
+        tightness=_tightness(clause, attained),
+        value=_exact(clause.value),
+        low=None if proof else clause.low,
+        high=None if proof else clause.high,
+        n=clause.n,
+        counted=clause.counted,
+        exceed=clause.exceed,
+        budget=_exact(clause.budget),
+        confidence=None if clause.alpha is None else real_text(1 - clause.alpha),
+        implied_by=clause.implied_by,
+        proof=None if clause.proof is None else clause.proof.path,
+        assumptions=clause.assumptions,
+        scope=clause.scope,
+        reason=clause.reason,
+    )
+
+
+def _exact(value: Fraction | None) -> str | None:
+    return None if value is None else real_text(value)
+
+
+def _tightness(clause: CertifiedClause, attained: float | None) -> float | None:
+    """Return bound / attained, or its inverse for a bound from below.
+
+    An attack chooses roundings, so it says nothing of bounds that leave these to chance; of a
+    margin the bound is a sign, not a size.
+    """
+    chance = clause.evidence is Evidence.PROBABILISTIC
+    if attained is None or clause.bound is None or chance or clause.quantity.kind == "margin":
+        return None
+    above, below = clause.bound, attained
+    if clause.op in LOWER:
+        above, below = attained, clause.bound
+    return above / below if below > 0 else None
+
+
+def _claim(clause: CertifiedClause) -> str:
+    """Return the claim as a sentence of the language: for which inputs, what, in what limit."""
+    text = f"{clause.quantity} {clause.op} {_in_unit(clause.tau, clause.unit)}"
+    if clause.region is not None:
+        text = f"for every x in {clause.region}: {text}"
+    elif clause.slice is not None:
+        text += f" on {clause.slice}"
+    if clause.weights is not None:
+        text += f", for all weights within {real_text(clause.weights)} of each"
+    if not clause.is_hard:
+        assert clause.budget is not None
+        text += f", up to {_in_unit(clause.budget, '%')} of {clause.counted or 'units'} beyond"
+    return text
+
+
+def _nearest(exact: Fraction) -> float:
+    """Return the nearest double, infinite where there is none: a foreign number has any size."""
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+def _in_unit(exact: Fraction, unit: str) -> str:
+    """Return a number as its author stated it; one that no double is near, as it stands there."""
+    near = _nearest(exact)
+    return stated(near, scale(unit, near)) if math.isfinite(near) else real_text(exact)

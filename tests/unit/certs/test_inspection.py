@@ -1,0 +1,144 @@
+"""A certificate read alone says nothing better of it than a check does."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl_certs.encoding.strict import parse_time
+from kcdsl_certs.signatures import Trust, read_policy, trust
+from kcdsl_certs.statement import Predicate
+from kcdsl_certs.verification.inspection import NEEDS_ARTEFACTS, NO_KEY, inspect
+from kcdsl_certs.verification.report import STEPS
+
+VECTORS = Path("certs/vectors")
+INDEX = json.loads((VECTORS / "index.json").read_text())["vectors"]
+NOW = datetime(2026, 12, 1, tzinfo=UTC)
+ALONE = (*STEPS[:7], "validity")
+"""The steps that need nothing but the certificate, the policy and the time."""
+
+
+def trusting(*names: str, threshold: int | None = None, revocations: Sequence[str] = ()) -> Trust:
+    """Return what trusts these keys of the vectors."""
+    files = [VECTORS / name for name in revocations]
+    keys = [VECTORS / name for name in names]
+    return trust(None, keys=keys, threshold=threshold, revocations=files)
+
+
+def seen(vector: dict[str, Any]) -> Any:
+    """Return what is read of a vector under its options."""
+    options = vector["options"]
+    revocations = options.get("revocations", ())
+    found = trusting(*options["keys"], threshold=options.get("threshold"), revocations=revocations)
+    moment = parse_time(options["at"])
+    bundle = (VECTORS / vector["file"]).read_bytes()
+    return inspect(bundle, found, moment, stage=options.get("stage"))
+
+
+@pytest.mark.parametrize("vector", INDEX, ids=lambda vector: vector["file"])
+def test_what_a_check_refuses_is_refused_here_or_left_out(vector: dict[str, Any]) -> None:
+    found = seen(vector)
+    reasons = {check.reason for check in found.refusals}
+    if vector["expect"] == "valid":
+        assert reasons == set()
+        assert found.authentic is True
+        return
+    open_or_failed = {check.name for check in (*found.refusals, *found.left_out)}
+    assert vector["step"] in open_or_failed
+    if vector["step"] in ALONE:
+        assert vector["reason"] in reasons
+    if vector["step"] in STEPS[:7]:
+        assert found.authentic is False
+
+
+def test_some_vectors_fail_in_each_step_that_needs_nothing_else() -> None:
+    steps = {v["step"] for v in INDEX if v["expect"] != "valid"}
+    assert {"bundle", "encoding", "signatures", "threshold", "payload", "validity"} <= steps
+    contradicting = [v for v in INDEX if v["step"] == "clauses" and seen(v).refusals]
+    assert len(contradicting) > 10
+
+
+def test_without_keys_the_content_is_read_and_called_unverified() -> None:
+    found = inspect((VECTORS / "valid.cert.json").read_bytes(), None, NOW)
+    assert found.authentic is None
+    assert isinstance(found.body, Predicate)
+    assert found.body.triple.contract.id == "vectors"
+    reasons = {check.name: check.reason for check in found.left_out}
+    assert reasons["signatures"] == reasons["threshold"] == reasons["stage"] == NO_KEY
+    assert reasons["components"] == NEEDS_ARTEFACTS
+    assert [s.problem for s in found.signatures] == ["not verified"]
+    late = inspect(
+        (VECTORS / "expired.cert.json").read_bytes(), None, datetime(2030, 1, 1, tzinfo=UTC)
+    )
+    assert [check.reason for check in late.refusals] == ["validity/expired"]
+
+
+def test_another_key_is_told_from_a_changed_payload_and_from_a_revoked_key() -> None:
+    bundle = (VECTORS / "valid.cert.json").read_bytes()
+    other = inspect(bundle, trusting("b.pub"), NOW)
+    assert other.authentic is False
+    assert isinstance(other.body, Predicate)
+    assert other.signatures[0].key is None
+    assert "made by no trusted key" in other.signatures[0].problem
+    assert {c.reason for c in other.left_out} == {"step/earlier-failed"}
+    bundle = (VECTORS / "revoked-key.cert.json").read_bytes()
+    revoked = inspect(bundle, trusting("b.pub", revocations=["revoked-key.toml"]), NOW)
+    assert revoked.authentic is False
+    assert revoked.signatures[0].problem == "the key was revoked"
+
+
+def test_a_key_that_may_not_sign_the_stage_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "a.pub"
+    key.write_bytes((VECTORS / "a.pub").read_bytes())
+    policy = tmp_path / "policy.toml"
+    policy.write_text('trusted-keys = [{path = "a.pub", stages = ["canary"]}]\n')
+    found = inspect((VECTORS / "valid.cert.json").read_bytes(), trust(read_policy(policy)), NOW)
+    assert [check.reason for check in found.refusals] == ["stage/key-not-allowed"]
+
+
+def test_a_demanded_part_of_the_kernels_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "a.pub").write_bytes((VECTORS / "a.pub").read_bytes())
+    policy = tmp_path / "policy.toml"
+    policy.write_text('trusted-keys = ["a.pub"]\nrequired-kernel-parts = ["gpu"]\n')
+    found = inspect((VECTORS / "valid.cert.json").read_bytes(), trust(read_policy(policy)), NOW)
+    assert [check.reason for check in found.refusals] == ["triple/kernel-part-missing"]
+
+
+def test_another_stage_than_the_one_asked_for_is_refused_with_and_without_keys() -> None:
+    bundle = (VECTORS / "valid.cert.json").read_bytes()
+    for known in (None, trusting("a.pub")):
+        found = inspect(bundle, known, NOW, stage="full")
+        assert [check.reason for check in found.refusals] == ["stage/mismatch"]
+
+
+def test_a_stated_failure_is_refused() -> None:
+    vector = next(v for v in INDEX if v["file"] == "failed.cert.json")
+    assert "clause/not-passed" in {check.reason for check in seen(vector).refusals}
+
+
+def test_damaged_bytes_give_a_reading_and_never_an_exception() -> None:
+    whole = (VECTORS / "valid.cert.json").read_bytes()
+    payload = json.loads(whole)["dsseEnvelope"]["payload"]
+    text = base64.b64decode(payload)
+    for place in range(0, len(text), 97):
+        for changed in (
+            text[:place],
+            text[:place] + b"\xff" + text[place + 1 :],
+            text[:place] + b"1e9" + text[place + 1 :],
+        ):
+            made = json.loads(whole)
+            made["dsseEnvelope"]["payload"] = base64.b64encode(changed).decode()
+            bundle = json.dumps(made).encode()
+            for known in (None, trusting("a.pub")):
+                found = inspect(bundle, known, NOW)
+                assert found.authentic is not True
+                assert found.body is None or found.statement is not None
+                assert "internal/error" not in {check.reason for check in found.refusals}
+    for place in range(0, len(whole), 211):
+        assert inspect(whole[:place], None, NOW).authentic is False
