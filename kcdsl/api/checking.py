@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from kcdsl.model.files import Artefacts
+    from kcdsl.verdict.studies.certificate_difference import CertificateDifference
     from kcdsl_certs.signatures import Trust
     from kcdsl_certs.statement import Expectation
     from kcdsl_certs.verification.report import Combined, Report
@@ -292,6 +293,42 @@ def _pulled(
     own = Path(tempfile.mkdtemp(dir=folder))
     pulled = pull(registry, own, trust.rules.keys)
     return [(each.name, each.path, read_certificate(each.path)) for each in pulled]
+
+
+def are_certificates(*paths: Path) -> bool:
+    """Say whether files are certificates, by how they begin; refuse some beside other files."""
+    from kcdsl.source.files import read_bytes
+
+    found = [b'"dsseEnvelope"' in read_bytes(path, 4096) for path in paths]
+    if any(found) and not all(found):
+        raise refuse(
+            USAGE,
+            "a certificate is compared with another certificate",
+            help="name two contracts, or two certificates",
+        )
+    return all(found)
+
+
+def differing(old: Path, new: Path) -> CertificateDifference:
+    """Return how one certificate differs from another, under the policy of the user; raises Refusal
+    for what is none or cannot be read."""
+    from kcdsl.release.signing import trusted_if_any
+    from kcdsl.verdict.studies.certificate_difference import compare_certificates
+    from kcdsl.verdict.studies.reading import reading_of
+    from kcdsl_certs.statement import Predicate
+    from kcdsl_certs.verification.inspection import inspect
+
+    trust, moment = trusted_if_any(None, (), None, ()), datetime.now(UTC)
+    found = []
+    for path in (old, new):
+        seen = inspect(read_certificate(path), trust, moment)
+        if not isinstance(seen.body, Predicate):
+            why = "it is a weights transfer"
+            if seen.body is None:
+                why = "; ".join(f"{c.detail} ({c.reason})" for c in seen.refusals)
+            raise refuse(FILE_MISSING, f"{path} cannot be compared: {why}")
+        found.append((reading_of(str(path), seen, trust, moment), seen))
+    return compare_certificates(found[0], found[1])
 
 
 def _refuse_without_numpy() -> None:

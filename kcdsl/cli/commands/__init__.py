@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "compile:FmtCommand", "write contracts in the house layout; comments and meaning stay"
     ),
     "diff": CommandEntry(
-        "compile:DiffCommand", "say whether a contract became stricter or weaker, clause by clause"
+        "compile:DiffCommand", "say whether a contract, or what a certificate states, became weaker"
     ),
     "explain": CommandEntry(
         "explain:ExplainCommand",

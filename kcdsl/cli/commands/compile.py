@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kcdsl.api.backends import solver_backend
 from kcdsl.api.contract import contracts_in, find_contract
@@ -25,6 +26,9 @@ from kcdsl.route.router import Route, route
 from kcdsl.source.config import load_config
 from kcdsl.source.files import decode_source, read_source
 from kcdsl.source.writing import write_bytes
+
+if TYPE_CHECKING:
+    from kcdsl.verdict.studies.difference import Relation
 
 _ONNX_USAGE = "kcdsl compile --emit onnx --block attn_0 -o attn_0.onnx"
 QUESTION_MS = 2000
@@ -325,19 +329,44 @@ class DiffForm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffCommand(Command):
-    """Say whether a contract became stricter or weaker, clause by clause."""
+    """Say whether a contract, or what a certificate states, became stricter or weaker."""
 
-    old: str = argument("OLD", "the contract as it was, or what --emit ir wrote")
-    new: str = argument("NEW", "the contract as it is to be, or the like")
+    old: str = argument("OLD", "the contract as it was, or what --emit ir wrote; or a certificate")
+    new: str = argument("NEW", "the contract as it is to be, or the like; or a certificate")
     format: DiffForm = choice(DiffForm, "form of the result", DiffForm.FULL)
     output: str | None = output_option("FILE", "write the result to a file")
     timeout: float = value("SECONDS", "how long z3 may take for all questions", 60.0, read=seconds)
 
     def run(self) -> Exit:
-        """Print how the new contract differs; exit code 1 if it may accept what the old one
-        refuses, 3 if that is open."""
+        """Print how the new one differs; exit code 1 if it may accept what the old one refuses, or
+        states less, 3 if that is open."""
+        from kcdsl.api.checking import are_certificates
+        from kcdsl.verdict.studies.difference import Relation
+
+        files = [Path(name) for name in (self.old, self.new)]
+        whole = all(path.is_file() for path in files) and are_certificates(*files)
+        relation, text = self._certificates(*files) if whole else self._contracts()
+        deliver(text, self.output)
+        if relation.is_finding:
+            return Exit.VIOLATED
+        return Exit.INCONCLUSIVE if relation is Relation.UNDECIDED else Exit.HELD
+
+    def _certificates(self, old: Path, new: Path) -> tuple[Relation, str]:
+        from kcdsl.api.checking import differing
+        from kcdsl.verdict.studies.certificate_difference import (
+            CertificateDifference,
+            full,
+            markdown,
+        )
+
+        found = differing(old, new)
+        dumps = CertificateDifference.dumps
+        forms = {DiffForm.FULL: full, DiffForm.JSON: dumps, DiffForm.MARKDOWN: markdown}
+        return found.relation, forms[self.format](found)
+
+    def _contracts(self) -> tuple[Relation, str]:
         from kcdsl.cli.common.output import progress_bars
-        from kcdsl.verdict.studies.difference import Difference, Relation, full, markdown
+        from kcdsl.verdict.studies.difference import Difference, full, markdown
 
         old, new = _program(self.old), _program(self.new)
         backend = solver_backend("kcdsl diff")
@@ -345,10 +374,7 @@ class DiffCommand(Command):
         with progress_bars() as report:
             found: Difference = backend.difference(old, new, question, total, report)
         forms = {DiffForm.FULL: full, DiffForm.JSON: Difference.dumps, DiffForm.MARKDOWN: markdown}
-        deliver(forms[self.format](found), self.output)
-        if found.relation.is_finding:
-            return Exit.VIOLATED
-        return Exit.INCONCLUSIVE if found.relation is Relation.UNDECIDED else Exit.HELD
+        return found.relation, forms[self.format](found)
 
 
 def _program(given: str) -> Program:

@@ -207,7 +207,7 @@ def full(found: Difference) -> str:
     lines.append(f"{found.relation}: {_MEANING[found.relation]}")
     lines.append(_counts(found))
     if found.changes:
-        lines += ["", "around the clauses", *_changes(found.changes)]
+        lines += ["", "around the clauses", *change_lines(found.changes)]
     for clause in found.clauses:
         if _is_shown(clause):
             lines += ["", f"{_head(clause)}", *_body(clause)]
@@ -219,10 +219,10 @@ def markdown(found: Difference) -> str:
     lines = [f"**{found.relation}**: {_MEANING[found.relation]}. {_counts(found)}.", ""]
     lines += ["| clause | relation | what differs |", "|---|---|---|"]
     for change in found.changes:
-        lines.append(_row(f"({change.name})", change.relation, [_arrow(change)]))
+        lines.append(review_row(f"({change.name})", change.relation, [arrow(change)]))
     for clause in found.clauses:
         if _is_shown(clause):
-            lines.append(_row(_title(clause), clause.relation, list(_cells(clause))))
+            lines.append(review_row(_title(clause), clause.relation, list(_cells(clause))))
     lines += ["", f"OLD: {found.old}  ", f"NEW: {found.new}"]
     return "\n".join(lines) + "\n"
 
@@ -255,7 +255,7 @@ def _head(clause: ClauseDifference) -> str:
 def _body(clause: ClauseDifference) -> Iterator[str]:
     if clause.status in (ClauseStatus.ADDED, ClauseStatus.REMOVED):
         yield f"  require  {clause.new or clause.old}"
-    yield from _changes(clause.changes)
+    yield from change_lines(clause.changes)
     for line in _remarks(clause):
         yield f"  {line}"
 
@@ -275,7 +275,8 @@ def _remarks(clause: ClauseDifference) -> Iterator[str]:
         yield f"  because {reason}" if equal else f"though {reason}"
 
 
-def _changes(changes: tuple[Change, ...]) -> list[str]:
+def change_lines(changes: tuple[Change, ...]) -> list[str]:
+    """Return changes as lines of text, one or two for each."""
     width = max((len(change.name) for change in changes), default=0)
     lines = []
     for change in changes:
@@ -284,11 +285,12 @@ def _changes(changes: tuple[Change, ...]) -> list[str]:
             lines.append(f"  {change.name.ljust(width)}  {change.old}")
             lines.append(f"  {''.ljust(width)}  -> {change.new}{relation}")
         else:
-            lines.append(f"  {change.name.ljust(width)}  {_arrow(change)}{relation}")
+            lines.append(f"  {change.name.ljust(width)}  {arrow(change)}{relation}")
     return lines
 
 
-def _arrow(change: Change) -> str:
+def arrow(change: Change) -> str:
+    """Return both sides of a change."""
     return f"{change.old} -> {change.new}"
 
 
@@ -319,10 +321,11 @@ def _cells(clause: ClauseDifference) -> Iterator[str]:
     if clause.status in (ClauseStatus.ADDED, ClauseStatus.REMOVED):
         yield f"{clause.status}: `{clause.new or clause.old}`"
     for change in clause.changes:
-        yield f"{change.name}: {_arrow(change)}"
+        yield f"{change.name}: {arrow(change)}"
     yield from (line.strip() for line in _remarks(clause))
 
 
-def _row(title: str, relation: Relation | None, cells: list[str]) -> str:
+def review_row(title: str, relation: Relation | None, cells: list[str]) -> str:
+    """Return a row of a table in Markdown."""
     inside = "<br>".join(cell.replace("|", "\\|").replace("<=", "&lt;=") for cell in cells)
     return f"| {title} | {relation or ''} | {inside} |"

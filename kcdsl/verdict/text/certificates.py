@@ -76,7 +76,9 @@ def _content(reading: Reading, content: Content) -> Iterator[RenderableType]:
     ):
         lines = [f"- {' '.join(text.split())}" for text in texts]
         if lines:
-            yield from ("", Text(title, "italic"), *map(Text, lines))
+            yield ""
+            yield Text(title, "italic")
+            yield from map(Text, lines)
     files = [(f["role"], f["path"], f["sha256"][:16]) for f in content.files]
     files += [("proof", r.proof, "") for r in content.results if r.proof is not None]
     files += [("input", name, digest[:16]) for name, digest in content.inputs.items()]
