@@ -19,6 +19,7 @@ from bench.common import Better, Figure, report
 from bench.coverage_shares import shares_held
 from kcdsl.ir.terms import Abs, Metric, Statistic
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.questions.baselines import prediction
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, confidence_over
 from kcdsl_backends.empirical.statistics.rates import CLOPPER_PEARSON, limit_ranks, most_exceedances
@@ -166,6 +167,17 @@ def thresholds(runs: int) -> tuple[float, float]:
     return float((naive < true).mean()), float((drawn[:, n - allowed - 1] < true).mean())
 
 
+def band_misses(level: Level, earlier: int, runs: int) -> float:
+    """Return how often the next value of a law lies outside the band of earlier ones."""
+    generator = np.random.default_rng(earlier)
+    outside = 0
+    for _ in range(runs):
+        *known, value = level(generator, earlier + 1).tolist()
+        low, high = prediction(known, float(ONE_LOOK.error))
+        outside += not low <= value <= high
+    return outside / runs
+
+
 def figures(runs: int = 1000) -> list[Figure]:
     """Return every figure, from `runs` runs of the slow simulations."""
     error = float(ONE_LOOK.error)
@@ -182,6 +194,11 @@ def figures(runs: int = 1000) -> list[Figure]:
     for q, n in ((Fraction(9, 10), 120), (Fraction(99, 100), 500)):
         miss = percentile_misses(n, q, 20_000, ONE_LOOK)
         add(f"false pass: p{q * 100}", miss, error + 0.005, f"{n} requests, 20000 runs")
+    for name, level in LEVELS.items():
+        for n in (8, 20, 50):
+            limit = error + 0.01 if name == "normal" else None
+            missed = band_misses(level, n, 10 * runs)
+            add(f"outside its band: {name}, {n} runs", missed, limit, f"{10 * runs} bands")
     two_sided = Confidence(Fraction(1, 40))
     for name, n in (("normal", 40), ("normal", 100), ("exponential", 100)):
         low, high = mean_misses(LEVELS[name], n, runs, two_sided)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,26 @@ class EmpiricalBackend:
         """Return what a trace holds; raises Refusal for what cannot be relied upon."""
         return read_trace(path)
 
-    def compare(self, incumbent: Path, candidate: Path) -> RunComparison:
-        """Compare the traces of two evaluations on the same requests, unit by unit.
+    def compare(
+        self,
+        incumbent: Path,
+        candidate: Path,
+        history: Mapping[str, Mapping[str, Any]],
+        references: Mapping[str, Mapping[str, Any]],
+        untrusted: Mapping[str, str],
+    ) -> RunComparison:
+        """Compare the traces of two evaluations on the same requests, unit by unit, beside reports
+        of earlier runs and of reference builds.
 
         Raises Refusal (KC630 to KC632) for what cannot be relied upon, and for other requests.
         """
-        return compare_runs(read_trace(incumbent).evidence, read_trace(candidate).evidence)
+        return compare_runs(
+            read_trace(incumbent).evidence,
+            read_trace(candidate).evidence,
+            history=history,
+            references=references,
+            untrusted=untrusted,
+        )
 
     def under(self, program: Program, base: Path, trace: Trace) -> EvidenceTable:
         """Return the evidence of a trace for a changed contract in the folder `base`.

@@ -23,6 +23,7 @@ from kcdsl.cli.common.options import (
     fingerprints_in,
     json_option,
     output_option,
+    register_option,
 )
 from kcdsl.cli.common.output import (
     REPORT_FORMATS,
@@ -35,6 +36,7 @@ from kcdsl.cli.common.output import (
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
+from kcdsl.verdict.model import EXITS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -113,24 +115,79 @@ class CompareCommand(Command):
 
     incumbent: str = argument("INCUMBENT", "trace.parquet of the evaluation of what is in use")
     candidate: str = argument("CANDIDATE", "trace.parquet of the evaluation of what may replace it")
+    history: tuple[str, ...] = values(
+        "REPORT", "report.json of an earlier run, repeatable: bands of its values"
+    )
+    reference: tuple[str, ...] = values(
+        "REPORT",
+        "report.json of two reference builds on the candidate's checkpoint, repeatable: the noise"
+        " floors, below which no threshold counts",
+    )
+    untrusted: tuple[str, ...] = values(
+        "REPORT", "leave out this report, by its content; repeatable"
+    )
+    register: str | None = register_option("that says which runs are not trusted")
+    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
     json: bool = json_option("print the comparison as JSON")
 
     def run(self) -> Exit:
-        """Compare: 0 nothing was shown to be worse, 1 something was, 3 nothing could be compared or
-        evidence is invalid; nothing is run."""
+        """Compare: 0 nothing was shown to be worse, 1 something was or lies outside its band on the
+        side that harms, 3 nothing could be compared or evidence is invalid; nothing is run."""
+        from kcdsl.verdict.report import read_report, unusable
+
         backend = measuring_backend("pyarrow")
-        found: RunComparison = backend.compare(Path(self.incumbent), Path(self.candidate))
+        read = {
+            name: read_report(Path(name))
+            for name in dict.fromkeys((*self.history, *self.reference, *self.untrusted))
+        }
+        try:
+            found: RunComparison = backend.compare(
+                Path(self.incumbent),
+                Path(self.candidate),
+                {name: read[name] for name in dict.fromkeys(self.history)},
+                {name: read[name] for name in dict.fromkeys(self.reference)},
+                self._untrusted(read),
+            )
+        except _malformed() as error:
+            if not read:
+                raise
+            why = str(error) or type(error).__name__
+            raise unusable(Path(next(iter(read))), f"it or another report: {why}") from None
+        if self.html is not None:
+            from kcdsl.verdict.html.comparison import comparison_page
+
+            deliver(comparison_page(found), self.html)
+            say(f"wrote {self.html}")
         if self.json:
             print_json(found.to_json())
-        else:
-            from kcdsl.verdict.text.studies import print_comparison
+        elif self.html is None:
+            from kcdsl.verdict.text.comparison import print_comparison
 
             print_comparison(found, sys.stdout)
-        if found.regressed:
-            return Exit.VIOLATED
-        invalid = any("invalid_evidence" in row.verdicts for row in found.rows)
-        compared = any(row.change != "not_compared" for row in found.rows)
-        return Exit.HELD if compared and not invalid else Exit.INCONCLUSIVE
+        return EXITS[found.verdict]
+
+    def _untrusted(self, read: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Return which reports are left out: those that are named so, and those whose run a
+        register does not trust."""
+        import hashlib
+
+        from kcdsl.source.config import load_config
+        from kcdsl.source.files import read_bytes
+
+        named = [read[name] for name in self.untrusted]
+        found = {name: "named by --untrusted" for name, one in read.items() if one in named}
+        place = load_config(Path()).register_place if self.register is None else self.register
+        if place is None or not read:
+            return found
+        from kcdsl.release.register import Register
+
+        with Register.open(place) as register:
+            bad = {run.report: run.reason for run in register.runs() if not run.trusted}
+        for name in read:
+            digest = hashlib.sha256(read_bytes(Path(name))).hexdigest()
+            if digest in bad:
+                found.setdefault(name, f"its run is not trusted: {bad[digest]}")
+        return found
 
 
 # --- status --------------------------------------------------------------------------------------

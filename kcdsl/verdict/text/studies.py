@@ -21,7 +21,6 @@ from kcdsl.verdict.studies.experiment import (
     not_run,
     not_shown,
 )
-from kcdsl.verdict.studies.pairing import PairedRow, RunComparison
 from kcdsl.verdict.studies.plan import Plan, PlanRow
 from kcdsl.verdict.text.console import folded, heading, print_on, short, table
 from kcdsl.verdict.text.report import clause_table, conclusion, reasons
@@ -270,64 +269,3 @@ def _able(rows: tuple[PlanRow, ...]) -> Text:
 
 def _count(value: int | None) -> str:
     return UNREACHED if value is None else str(value)
-
-
-# --- comparisons ----------------------------------------------------------------------------------
-
-_CHANGES = {
-    "regressed": ("✗ worse", "red"),
-    "improved": ("✓ better", "green"),
-    "unchanged": ("= same", "dim"),
-    "undecided": ("? not shown", "yellow"),
-    "not_compared": ("– not compared", "magenta"),
-}
-_MOST_DIFFERENCES = 12
-
-
-def print_comparison(found: RunComparison, stream: TextIO) -> None:
-    """Print the comparison; colours only where the stream is a terminal."""
-    parts: list[RenderableType] = [heading(found.contract), _changes_table(found.rows)]
-    parts += [
-        Text(f"not compared: {row.clause} {row.slice}: {row.reason}", style="dim")
-        for row in found.rows
-        if row.change == "not_compared"
-    ]
-    parts += [Text(f"differs: {name}") for name in found.changed[:_MOST_DIFFERENCES]]
-    if len(found.changed) > _MOST_DIFFERENCES:
-        parts.append(Text(f"and {len(found.changed) - _MOST_DIFFERENCES} more, in --json"))
-    parts += [_worse(row) for row in found.regressed]
-    if not found.regressed:
-        parts.append(Text("nothing was shown to be worse", style="bold"))
-    print_on(stream, *parts)
-
-
-def _changes_table(rows: Sequence[PairedRow]) -> Table:
-    return table(
-        (
-            *(short("clause", 15), folded("slice", 12), ">incumbent", ">candidate", ">units"),
-            *(">worse", ">better", ">difference", ">95 % limits", Column("", no_wrap=True)),
-        ),
-        (
-            (
-                *(row.clause, row.slice, _value(row.incumbent), _value(row.candidate)),
-                *(str(row.n or "–"), _count(row.worse), _count(row.better), _value(row.delta)),
-                "–" if row.low is None else f"{_value(row.low)} … {_value(row.high)}",
-                Text(*_CHANGES[row.change]),
-            )
-            for row in rows
-        ),
-    )
-
-
-def _value(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
-
-
-def _worse(row: PairedRow) -> Text:
-    found = Text.assemble((f"worse: {row.clause} {row.slice}", "bold red"), f" ({row.level}): ")
-    if row.worse is None:
-        return found.append(f"mean {_value(row.incumbent)} → {_value(row.candidate)}")
-    return found.append(
-        f"{row.worse} of {row.n} {row.counted} kept the threshold before and do not now, "
-        f"{row.better} the other way"
-    )

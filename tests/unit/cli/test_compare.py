@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kcdsl.verdict.model import InvalidEvidence
+from kcdsl.ir.terms import Metric, Statistic
+from kcdsl.verdict.model import Held, InvalidEvidence
+from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.decide.report import conclude
-from kcdsl_backends.empirical.questions import pairs
+from kcdsl_backends.empirical.questions import baselines, pairs
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from tests.support.commands import run_here
 from tests.support.small_models import DECODER, write_model
 
@@ -34,6 +38,10 @@ clauses:
   BOTH: {require: p99(kl) <= 2 * p50(kl) + 1, slices: [all], level: L1}
   FAILED: {require: failure_rate <= 0.5, slices: [all], level: L3}
 """
+_ROW = ClauseResult(
+    "A", "numerical", "L1", "all", "mean(kl) <= 1", "mean(kl)", "nat", "<=", 1.0, None, None, 12,
+    "requests", 1.0, Held(), "census", 0.95, obligation="A/all/0",
+)  # fmt: skip
 SCHEMA = json.loads(Path("kcdsl/verdict/compare.schema.json").read_text())
 
 
@@ -54,8 +62,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def _compare(cli: Any, one: Path, two: Path, code: int) -> dict[str, Any]:
-    ran = cli("compare", one, two, "--json")
+def _compare(cli: Any, one: Path, two: Path, code: int, *more: Any) -> dict[str, Any]:
+    ran = cli("compare", one, two, "--json", *more)
     assert ran.code == code, ran.stdout + ran.stderr
     document = json.loads(ran.stdout)
     jsonschema.validate(document, SCHEMA)
@@ -111,6 +119,229 @@ def test_other_requests_are_refused(cli: Any, traces: dict[str, Path]) -> None:
     assert ran.code == 2
     assert "error[KC632]" in ran.stderr
     assert cli("compare", traces["fine"], folder / "config.json").code == 2
+
+
+def test_pass_rates_stand_beside_the_values_with_limits(cli: Any, traces: dict[str, Path]) -> None:
+    document = _compare(cli, traces["fine"], traces["coarse"], 1)
+    row = next(r for r in document["rows"] if r["obligation"] == "KL/all/0")
+    before, after = row["rates"]
+    assert (before["kept"], before["n"], before["rate"]) == (12, 12, 1.0)
+    assert (after["kept"], after["rate"]) == (0, 0.0)
+    limits = stats.binomtest(12, 12, alternative="greater").proportion_ci(0.95, method="exact")
+    assert before["low"] == pytest.approx(limits.low, rel=1e-6)
+    assert before["high"] == 1.0
+
+
+def test_what_the_clauses_do_not_name_is_compared_without_a_verdict(
+    cli: Any, traces: dict[str, Path]
+) -> None:
+    document = _compare(cli, traces["fine"], traces["coarse"], 1)
+    found = {(m["metric"], m["slice"]): m for m in document["measures"]}
+    top = found["top1_overlap", "all"]
+    assert (top["kind"], top["n"], top["better"]) == ("quality", 12, "higher")
+    assert top["low"] <= top["delta"] <= top["high"]
+    assert top["delta"] == pytest.approx(top["candidate"] - top["incumbent"])
+
+
+# --- earlier runs and reference builds ------------------------------------------------------------
+
+
+def report(folder: Path, source: Path, name: str, change: Any = lambda document: None) -> Path:
+    """Write a changed copy of the report beside a trace."""
+    document = json.loads(source.with_name("report.json").read_text())
+    document["notes"] = [*document["notes"], name]
+    change(document)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def value_of(number: float) -> Any:
+    """Return a change that sets the value of every row of KL and MEAN, and takes it of others."""
+
+    def change(document: dict[str, Any]) -> None:
+        for row in document["clauses"]:
+            known = number if row["clause"] in ("KL", "MEAN") else None
+            row["value"] = row["low"] = row["high"] = known
+
+    return change
+
+
+def options(name: str, files: list[Path]) -> list[Any]:
+    return [word for file in files for word in (name, file)]
+
+
+def test_a_band_needs_runs_and_then_names_the_side_that_harms(
+    cli: Any, traces: dict[str, Path], tmp_path: Path
+) -> None:
+    fine, coarse = traces["fine"], traces["coarse"]
+    values = [1e-13 * (1 + i / 100) for i in range(8)]
+    files = [report(tmp_path, fine, f"run{i}", value_of(v)) for i, v in enumerate(values)]
+    few = _compare(cli, coarse, coarse, 0, *options("--history", files[:7]))
+    assert {row["band"]["state"] for row in few["rows"]} == {"inactive"}
+    assert few["history"] == 7
+    document = _compare(cli, coarse, coarse, 1, *options("--history", files))
+    row = next(r for r in document["rows"] if r["obligation"] == "MEAN/all/0")
+    band = row["band"]
+    assert (band["runs"], band["state"], band["harmful"]) == (8, "above", True)
+    active = [r for r in document["rows"] if r["band"]["state"] != "inactive"]
+    half = float(stats.t.ppf(1 - 0.025 / len(active), 7)) * np.std(values, ddof=1)
+    half *= np.sqrt(9 / 8)
+    assert band["high"] == pytest.approx(np.mean(values) + half)
+    assert band["low"] == pytest.approx(np.mean(values) - half)
+    shown = cli("compare", coarse, coarse, *options("--history", files))
+    assert "beyond its band: MEAN all" in shown.stdout
+    high = [report(tmp_path, fine, f"high{i}", value_of(1.0 + v)) for i, v in enumerate(values)]
+    good = _compare(cli, coarse, coarse, 0, *options("--history", high))
+    row = next(r for r in good["rows"] if r["obligation"] == "MEAN/all/0")
+    assert (row["band"]["state"], row["band"]["harmful"]) == ("below", False)
+
+
+def test_what_is_not_comparable_or_trusted_is_left_out(
+    cli: Any, traces: dict[str, Path], tmp_path: Path
+) -> None:
+    fine, coarse = traces["fine"], traces["coarse"]
+
+    def other_data(document: dict[str, Any]) -> None:
+        document["data"][0]["sha256"] = "0" * 64
+
+    files = {
+        "good": report(tmp_path, fine, "good"),
+        "other": report(tmp_path, fine, "other", other_data),
+        "bad": report(tmp_path, fine, "bad"),
+        "own": coarse.with_name("report.json"),
+    }
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(files["good"].read_bytes())
+    named = [*files.values(), copy]
+    document = _compare(
+        cli, coarse, coarse, 0, *options("--history", named), "--untrusted", files["bad"]
+    )
+    assert document["history"] == 1
+    why = {Path(name).stem: reason for name, reason in document["unused"].items()}
+    assert why["other"] == "it is about other data"
+    assert why["bad"] == "named by --untrusted"
+    assert why["report"] == why["copy"]
+    assert "named twice" in why["copy"]
+
+
+def test_a_run_that_a_register_does_not_trust_is_left_out(
+    cli: Any, traces: dict[str, Path], tmp_path: Path
+) -> None:
+    from kcdsl.release.register import Register, Run
+
+    coarse = traces["coarse"]
+    files = [report(tmp_path, traces["fine"], f"run{i}") for i in range(2)]
+    place = tmp_path / "register.db"
+    with Register.open(place, create=True) as register:
+        base = Path("certs/vectors/valid.cert.json").read_bytes()
+        from kcdsl_certs.encoding.strict import strict_load
+        from kcdsl_certs.signatures import decode, parse_bundle
+        from kcdsl_certs.statement import parse_predicate, parse_statement
+
+        payload = decode(parse_bundle(base)).payload
+        statement = parse_statement(strict_load(payload, 10**7))
+        triple = register.record_triple(parse_predicate(statement.predicate)[0].triple)
+        for file in files:
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            run = register.record_run(Run("evaluate", triple, "offline-ci", digest))
+        register.mark_run(run.identity, trusted=False, reason="the machine was hot")
+    document = _compare(
+        cli, coarse, coarse, 0, *options("--history", files), "--register", str(place)
+    )
+    assert document["history"] == 1
+    assert list(document["unused"].values()) == ["its run is not trusted: the machine was hot"]
+
+
+def test_times_of_another_machine_have_no_part_in_a_band() -> None:
+    row = replace(_ROW, family="runtime")
+    here = {"kernels": {"infer": {"fingerprint": {"hardware": {"processor": "a"}}}}}
+    there = {"kernels": {"infer": {"fingerprint": {"hardware": {"processor": "b"}}}}}
+    clause = {"obligation": row.obligation, "requirement": row.requirement, "value": 1.0}
+    documents = [{**where, "clauses": [clause]} for where in (here, there) for _ in range(8)]
+    (band,) = baselines.bands([row], here, documents, 0.05).values()
+    assert band.runs == 8
+    numbers = [float("nan"), None, True, "1", float("inf")]
+    documents += [{**here, "clauses": [{**clause, "value": v}]} for v in numbers]
+    documents += [{**here, "clauses": [{**clause, "verdict": "invalid_evidence"}]}]
+    documents += [{**here, "clauses": [{**clause, "requirement": "other"}]}]
+    (band,) = baselines.bands([row], here, documents, 0.05).values()
+    assert (band.runs, band.low, band.high, band.state) == (8, 1.0, 1.0, "inside")
+    (other,) = baselines.bands([replace(row, value=1.0000001)], here, documents, 0.05).values()
+    assert (other.state, other.harmful) == ("above", True)
+
+
+def test_no_threshold_counts_below_what_reference_builds_differ_by(
+    cli: Any, traces: dict[str, Path], tmp_path: Path
+) -> None:
+    fine, coarse = traces["fine"], traces["coarse"]
+    wide = report(tmp_path, fine, "wide", value_of(10.0))
+
+    def other_model(document: dict[str, Any]) -> None:
+        value_of(10.0)(document)
+        document["model"]["sha256"] = "0" * 64
+
+    elsewhere = report(tmp_path, fine, "elsewhere", other_model)
+    document = _compare(cli, fine, coarse, 1, "--reference", elsewhere)
+    assert "another checkpoint" in next(iter(document["unused"].values()))
+    document = _compare(cli, fine, coarse, 0, "--reference", wide)
+    rows = {row["obligation"]: row for row in document["rows"]}
+    row = rows["KL/all/0"]
+    assert row["floor"] == {"value": 10.0, "builds": row["floor"]["builds"], "above": True}
+    assert (row["change"], row["worse"], row["compared_at"]) == ("unchanged", 0, 10.0)
+    mean = rows["MEAN/all/0"]
+    assert (mean["change"], mean["floor"]["above"]) == ("within_noise", True)
+    shown = cli("compare", fine, coarse, "--reference", wide).stdout
+    assert "below the noise floor: KL all asks <=" in " ".join(shown.split())
+    narrow = report(tmp_path, fine, "narrow", value_of(1e-30))
+    document = _compare(cli, fine, coarse, 1, "--reference", narrow)
+    rows = {row["obligation"]: row for row in document["rows"]}
+    assert rows["KL/all/0"]["change"] == "regressed"
+    assert rows["KL/all/0"]["compared_at"] == 1e-7
+
+
+def test_a_sampled_reference_counts_with_its_limit() -> None:
+    base = {"obligation": "A/all/0", "metric": "mean(kl)", "op": "<=", "unit": "nat"}
+    sampled = {**base, "value": 1.0, "high": 2.0, "evidence": "sample"}
+    row = replace(_ROW, metric="mean(kl)", threshold=1.5)
+    (floor,) = baselines.floors([row], [{"clauses": [sampled]}]).values()
+    assert (floor.value, floor.above) == (2.0, True)
+    census = {**sampled, "evidence": "census"}
+    (floor,) = baselines.floors([row], [{"clauses": [census]}]).values()
+    assert (floor.value, floor.above) == (1.0, False)
+    invalid = [{**sampled, "verdict": "invalid_evidence"}, {**sampled, "value": None}]
+    assert baselines.floors([row], [{"clauses": invalid}]) == {}
+
+
+def test_a_report_of_another_shape_is_refused(
+    cli: Any, traces: dict[str, Path], tmp_path: Path
+) -> None:
+    def spoil(document: dict[str, Any]) -> None:
+        document["data"] = ["x"]
+
+    bad = report(tmp_path, traces["fine"], "bad", spoil)
+    ran = cli("compare", traces["fine"], traces["fine"], "--history", bad)
+    assert (ran.code, "error[KC674]" in ran.stderr) == (2, True)
+    (tmp_path / "none.json").write_text("{}")
+    assert cli("compare", *[traces["fine"]] * 2, "--history", tmp_path / "none.json").code == 2
+
+
+def test_the_page_says_what_the_terminal_says(
+    cli: Any, traces: dict[str, Path], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    wide = report(tmp_path, traces["fine"], "wide", value_of(10.0))
+    ran = cli("compare", traces["fine"], traces["coarse"], "--html", page)
+    assert (ran.code, ran.stdout) == (1, "")
+    text = page.read_text()
+    assert "The candidate is worse" in text
+    assert "Worse: KL all (L2): 12 of 12 requests kept the threshold before" in text
+    assert "Quality and reward" in text
+    assert "<script" not in text
+    cli("compare", traces["fine"], traces["coarse"], "--reference", wide, "--html", page)
+    text = page.read_text()
+    assert "Nothing was shown to be worse" in text
+    assert "within the noise" in text
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -175,3 +406,30 @@ def test_invalid_evidence_is_not_compared(
     document = _compare(cli, traces["fine"], traces["fine"], 3)
     (row,) = [row for row in document["rows"] if "invalid_evidence" in row["verdicts"]]
     assert (row["change"], row["reason"]) == ("not_compared", "invalid evidence: stale")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("runs", [8, 20])
+def test_the_next_run_of_a_normal_law_is_rarely_outside_its_band(runs: int) -> None:
+    rng, outside = np.random.default_rng(runs), 0
+    for _ in range(2000):
+        *earlier, value = rng.normal(1, 0.1, runs + 1)
+        low, high = baselines.prediction(earlier, 0.05)
+        outside += not low <= value <= high
+    assert 0.035 < outside / 2000 < 0.065
+
+
+def test_timed_runs_of_one_request_count_as_one_request() -> None:
+    def timed(seconds: float) -> SliceData:
+        runs = [
+            SamplingUnit(f"p{i}", 4, {"latency": np.array([seconds + i / 10 + r / 1000])})
+            for r in range(5)
+            for i in range(20)
+        ]
+        return SliceData("all", (), tuple(runs))
+
+    term = Statistic("mean", Metric("latency"))
+    found = pairs._of_means(term, timed(1.0), timed(1.1), upward=False)
+    assert found.n == 20
+    assert found.delta == pytest.approx(0.1)
+    assert found.harm < 1e-5

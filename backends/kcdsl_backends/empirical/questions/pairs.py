@@ -22,14 +22,15 @@ from kcdsl.diagnostics.codes import NOT_IN_TRACE
 from kcdsl.ir.obligations import HOLDS, Obligation, obligations_of
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.tables import expand_tables
-from kcdsl.ir.terms import Abs, Program, Statistic, Term
+from kcdsl.ir.terms import Abs, Metric, Program, Statistic, Term
 from kcdsl.verdict.model import InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.result import reason as verdict_reason
-from kcdsl.verdict.studies.pairing import PairedRow, RunComparison
+from kcdsl.verdict.studies.pairing import Floor, MeasureDelta, PairedRow, PassRate, RunComparison
 from kcdsl_backends.empirical.decide.report import conclude, slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, units_of, worst_of_units
+from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, check_values, holm
 from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, SliceData
 from kcdsl_backends.empirical.table.requirements import (
@@ -42,6 +43,7 @@ from kcdsl_backends.empirical.table.requirements import (
 
 ERROR = 0.05
 FEWEST = 2
+_KINDS: Mapping[str, Any] = {"statistical": "quality", "runtime": "cost"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,34 @@ class _Change:
     use: float
     worse: int | None = None
     better: int | None = None
+    compared_at: float | None = None
 
 
-def compare_runs(incumbent: EvidenceTable, candidate: EvidenceTable) -> RunComparison:
+def compare_runs(
+    incumbent: EvidenceTable,
+    candidate: EvidenceTable,
+    *,
+    history: Mapping[str, Document] | None = None,
+    references: Mapping[str, Document] | None = None,
+    untrusted: Mapping[str, str] | None = None,
+) -> RunComparison:
     """Compare what was measured of an incumbent and of a candidate.
 
-    Raises Refusal (KC632) where the runs are not about the same requests, or not of one model at
-    one temperature.
+    `history` are reports of earlier runs, `references` those of reference builds, by file;
+    `untrusted` names files of them that are left out, with the reason. Raises Refusal (KC632) where
+    the runs are not about the same requests, or not of one model at one temperature.
     """
     _refuse_others(incumbent, candidate)
-    sides = [(slice_data(each), _results(conclude(each))) for each in (incumbent, candidate)]
+    reports = [conclude(each) for each in (incumbent, candidate)]
+    sides = [
+        (slice_data(each), _results(report))
+        for each, report in zip((incumbent, candidate), reports, strict=True)
+    ]
+    own = reports[1].to_json()
+    baselines = usable(own, history or {}, references or {}, untrusted or {})
+    decided = reports[1].clauses
+    banded = bands(decided, own, baselines.history, ERROR)
+    floored = floors(decided, baselines.references)
     earlier = {o.id: o for o in _obligations(incumbent)}
     found: list[tuple[PairedRow, _Change | None]] = []
     for obligation in _obligations(candidate):
@@ -73,6 +93,9 @@ def compare_runs(incumbent: EvidenceTable, candidate: EvidenceTable) -> RunCompa
         if rows[1] is None:
             continue
         row = _row(obligation, rows[0], rows[1])
+        row = replace(
+            row, floor=floored.get(obligation.id), band=banded[obligation.id] if history else None
+        )
         invalid = [side for side in rows if side and isinstance(side.verdict, InvalidEvidence)]
         if invalid:
             reason = f"invalid evidence: {verdict_reason(invalid[-1].verdict)}"
@@ -85,7 +108,7 @@ def compare_runs(incumbent: EvidenceTable, candidate: EvidenceTable) -> RunCompa
             continue
         data = [slices[obligation.slice or ""] for slices, _ in sides]
         try:
-            found.append((row, _changed(obligation, data[0], data[1])))
+            found.append((row, _changed(obligation, data[0], data[1], row.floor)))
         except NotMeasurable as error:
             found.append((replace(row, reason=str(error)), None))
     return RunComparison(
@@ -93,6 +116,10 @@ def compare_runs(incumbent: EvidenceTable, candidate: EvidenceTable) -> RunCompa
         tuple(_differences(incumbent, candidate)),
         ERROR,
         _judged(found),
+        tuple(_measures(sides[0][0], sides[1][0])),
+        len(baselines.history),
+        len(baselines.references),
+        baselines.unused or {},
     )
 
 
@@ -143,16 +170,35 @@ def _row(obligation: Obligation, one: ClauseResult | None, two: ClauseResult) ->
         unit=two.unit,
         counted=two.counted,
         verdicts=("" if one is None else verdict_name(one.verdict), verdict_name(two.verdict)),
+        family=two.family,
+        op=two.op,
+        threshold=two.threshold,
+        rates=(None if one is None else _rate(one), _rate(two)),
         incumbent=None if one is None else one.value,
         candidate=two.value,
     )
 
 
+def _rate(row: ClauseResult) -> PassRate | None:
+    """Return the share of units that keep the threshold, from those that exceed it."""
+    counted = row.exceedance
+    if counted is None or not counted.n:
+        return None
+    low = None if counted.high is None else 1 - counted.high
+    high = None if counted.low is None else 1 - counted.low
+    return PassRate(counted.n - counted.k, counted.n, counted.of, low, high)
+
+
 # --- one row --------------------------------------------------------------------------------------
 
 
-def _changed(obligation: Obligation, one: SliceData, two: SliceData) -> _Change:
-    """Compare the units of both runs; raises NotMeasurable where that cannot be done."""
+def _changed(
+    obligation: Obligation, one: SliceData, two: SliceData, floor: Floor | None
+) -> _Change:
+    """Compare the units of both runs; raises NotMeasurable where that cannot be done.
+
+    Units are compared with the threshold, or with the noise floor where the threshold is stricter.
+    """
     part = obligation.part
     found = threshold(part.require)
     if found is None:
@@ -168,11 +214,13 @@ def _changed(obligation: Obligation, one: SliceData, two: SliceData) -> _Change:
     if part.budget is not None and part.budget.unit == "windows":
         raise NotMeasurable("its units are windows of requests")
     side: Side = "upper" if op in ("<=", "<") else "lower"
+    if floor is not None and floor.above:
+        tau, op = Fraction(floor.value), {"<": "<=", ">": ">="}.get(op, op)
     shares = []
     for data, order in zip((one, two), _orders(term.of, one, two), strict=True):
         worst = check_values(worst_of_units(term.of, data, side), term_text(term.of))[order]
         shares.append(np.array([HOLDS[op](Fraction(value), tau) for value in worst.tolist()]))
-    return _of_shares(*shares)
+    return replace(_of_shares(*shares), compared_at=float(tau))
 
 
 def _orders(term: Term, one: SliceData, two: SliceData) -> tuple[list[int], list[int]]:
@@ -207,16 +255,7 @@ def _of_shares(before: Any, after: Any) -> _Change:
 
 def _of_means(term: Term, one: SliceData, two: SliceData, *, upward: bool) -> _Change:
     """Compare ratios of sums over requests, by the residuals of each request in both runs."""
-    inner = term.of if isinstance(term, Abs) else term
-    if not isinstance(inner, Statistic):
-        raise NotMeasurable("it is no mean")
-    values, residuals = [], []
-    for data, order in zip((one, two), _orders(inner.of, one, two), strict=True):
-        sums, sizes = token_sums(inner.of, data)
-        value, residual = _linear(sums[order], sizes[order])
-        sign = -1.0 if isinstance(term, Abs) and value < 0 else 1.0
-        values.append(sign * value)
-        residuals.append(sign * residual)
+    values, residuals = _means(term, one, two)
     away, n = residuals[1] - residuals[0], residuals[0].size
     delta = values[1] - values[0]
     if n < FEWEST:
@@ -230,6 +269,25 @@ def _of_means(term: Term, one: SliceData, two: SliceData, *, upward: bool) -> _C
     falls = float(stats.t.cdf(delta / spread, n - 1))
     harm, use = (falls, 1 - falls) if upward else (1 - falls, falls)
     return _Change(n, delta, delta - half, delta + half, harm, use)
+
+
+def _means(term: Term, one: SliceData, two: SliceData) -> tuple[list[float], list[Array]]:
+    """Return the means of both runs, and how much each request moves them; the timed runs of a
+    request count as one."""
+    inner = term.of if isinstance(term, Abs) else term
+    if not isinstance(inner, Statistic):
+        raise NotMeasurable("it is no mean")
+    values, residuals = [], []
+    for data, order in zip((one, two), _orders(inner.of, one, two), strict=True):
+        sums, sizes = token_sums(inner.of, data)
+        keys = np.array([unit.key for unit in units_of(inner.of, data)])[order]
+        first = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+        sums, sizes = (np.add.reduceat(found[order], first) for found in (sums, sizes))
+        value, residual = _linear(sums, sizes)
+        sign = -1.0 if isinstance(term, Abs) and value < 0 else 1.0
+        values.append(sign * value)
+        residuals.append(sign * residual)
+    return values, residuals
 
 
 def _linear(sums: Array, sizes: Array) -> tuple[float, Array]:
@@ -257,6 +315,8 @@ def _judged(found: Sequence[tuple[PairedRow, _Change | None]]) -> tuple[PairedRo
         same = change.delta == 0.0 and change.low == change.high == 0.0
         verdict: Any = "unchanged" if same else "undecided"
         verdict = "regressed" if place in worse else "improved" if place in better else verdict
+        if verdict == "regressed" and within(row.candidate, row.floor, row.op):
+            verdict = "within_noise"
         place += 1
         rows.append(
             replace(
@@ -269,9 +329,46 @@ def _judged(found: Sequence[tuple[PairedRow, _Change | None]]) -> tuple[PairedRo
                 low=change.low,
                 high=change.high,
                 error=min(change.harm, change.use),
+                compared_at=change.compared_at,
             )
         )
     return tuple(rows)
+
+
+def _measures(
+    incumbent: Mapping[str, SliceData], candidate: Mapping[str, SliceData]
+) -> Iterator[MeasureDelta]:
+    """Yield the means of quality, reward and runtime cost that both runs measured everywhere."""
+    for name, two in candidate.items():
+        one = incumbent.get(name)
+        if one is None or one.reduced is not None or two.reduced is not None:
+            continue
+        for metric, definition in two.measures.items():
+            kind = _KINDS.get(str(definition.family))
+            if kind is None or definition.kind != "pointwise" or metric == "failure_rate":
+                continue
+            term = Statistic("mean", Metric(metric))
+            upward = definition.better == "higher"
+            try:
+                found, (values, _) = (
+                    _of_means(term, one, two, upward=upward),
+                    _means(term, one, two),
+                )
+            except NotMeasurable:
+                continue
+            yield MeasureDelta(
+                kind,
+                metric,
+                name,
+                str(definition.dimension),
+                definition.better,
+                found.n,
+                values[0],
+                values[1],
+                found.delta,
+                found.low,
+                found.high,
+            )
 
 
 def _beyond(chances: Sequence[float]) -> frozenset[int]:
