@@ -60,6 +60,7 @@ SYNOPSES = {
     "docs/reference/compare.md": "compare",
     "docs/reference/experiments.md": "experiment",
     "docs/reference/evaluate.md": "evaluate",
+    "docs/reference/fleet.md": "fleet",
     "docs/reference/init.md": "init",
     "docs/reference/gate.md": "gate",
     "docs/reference/promotion.md": "promote",

@@ -79,6 +79,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "gate": CommandEntry(
         "promotion:GateCommand", "say whether a triple may serve at a stage, also over HTTP"
     ),
+    "fleet": CommandEntry(
+        "check:FleetCommand", "say which kernels agree pairwise under one contract"
+    ),
     "transfer": CommandEntry(
         "check:TransferCommand", "carry the results of a certificate over to later weights"
     ),

@@ -1,4 +1,5 @@
-"""`kcdsl check` and `kcdsl transfer`: verify certificates; carry results over to later weights."""
+"""`kcdsl check`, `fleet` and `transfer`: verify certificates, join those of many kernels, carry
+results over to later weights."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import formal_backend
 from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
-from kcdsl.cli.common import argument, choice, switch, value
+from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.options import (
     KERNELS,
     PLAIN_HTTP,
@@ -165,6 +166,51 @@ def _table(report: Report, name: str) -> Table:
             Text(check.detail),
         )
     return table
+
+
+# --- fleet ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetCommand(Trusts):
+    """Say which kernels of a fleet agree under a contract, from certificates of pairs of them."""
+
+    certificates: tuple[str, ...] = argument(
+        "CERT", "certificates, each of one kernel as training and one as inference kernel", "+"
+    )
+    contracts: tuple[str, ...] = values(
+        "CONTRACT",
+        "a contract of the fleet, repeatable: they differ in their kernels alone (default: the one"
+        " here)",
+        name="contract",
+    )
+    at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
+    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
+    json: bool = json_option()
+
+    def run(self) -> Exit:
+        """Compare: 0 all kernels agree, 1 two of them disagree, 3 a pair is not decided."""
+        from kcdsl.api.checking import moment_of
+        from kcdsl.api.fleet import fleet_of
+        from kcdsl.verdict.studies.fleet import Fleet
+
+        moment = moment_of(self.at)
+        contracts = [read_contract(name) for name in self.contracts or (None,)]
+        trust = self.trust_for(contracts[0].base)
+        files = [Path(name) for name in self.certificates]
+        found: Fleet = fleet_of(contracts, files, trust, moment)
+        if self.html is not None:
+            from kcdsl.verdict.html.fleet import fleet_page
+
+            deliver(fleet_page(found), self.html)
+            print(one_line(f"wrote {self.html}"), file=sys.stderr)
+        if self.json:
+            print_json(found.to_json())
+        elif self.html is None:
+            from kcdsl.verdict.text.fleet import print_fleet
+
+            print_fleet(found, sys.stdout)
+        return found.exit
 
 
 # --- transfer -------------------------------------------------------------------------------------

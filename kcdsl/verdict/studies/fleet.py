@@ -1,0 +1,193 @@
+"""A contract over a family of kernels: pairwise agreement and its classes (`kcdsl fleet`).
+
+Plain frozen data, JSON with the schema "kcdsl.fleet/1" (`fleet.schema.json`) and nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from kcdsl.exits import Exit
+from kcdsl.verdict.records import Record
+from kcdsl.verdict.studies.convergence import Convergence
+
+FLEET_SCHEMA = "kcdsl.fleet/1"
+MOST_KERNELS = 24
+"""How many kernels a fleet may have: there are up to 3^(n/3) largest sets that agree."""
+Agreement = Literal["agree", "disagree", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetKernel(Record):
+    """One kernel: a letter for the matrix, its name, a hint, and the digest of its fingerprint."""
+
+    label: str
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Direction(Record):
+    """One kernel as inference kernel beside another as training kernel: the verdict of the whole
+    contract, what it rests on, and the first clauses that do not hold."""
+
+    train: str
+    infer: str
+    verdict: str
+    certificates: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, train: str, infer: str, found: Convergence | None, identities: Sequence[str]
+    ) -> Direction:
+        """Return a direction; nothing was decided about it where `found` is None."""
+        if found is None:
+            return cls(train, infer, "inconclusive", (), ("no certificate is about it",))
+        reasons = tuple(_reason(row) for row in found.rows if row.verdict != "held")
+        return cls(train, infer, found.verdict, tuple(identities), reasons)
+
+
+def _reason(row: Any) -> str:
+    where = row.clause if row.slice is None else f"{row.clause} on {row.slice}"
+    why = f": {row.reason}" if row.reason else ""
+    return f"{where} is {row.verdict}{why}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPair(Record):
+    """Two kernels by their labels. They agree where the contract holds in both directions, and
+    disagree where it is violated in one."""
+
+    derived: ClassVar[tuple[str, ...]] = ("agreement",)
+
+    one: str
+    two: str
+    directions: tuple[Direction, Direction]
+
+    @property
+    def agreement(self) -> Agreement:
+        """Return whether they agree; open where a direction is not decided and none violated."""
+        verdicts = {direction.verdict for direction in self.directions}
+        if verdicts == {"held"}:
+            return "agree"
+        return "disagree" if "violated" in verdicts else "open"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelClass(Record):
+    """A largest set of kernels of which every two agree, with the certificates that say so."""
+
+    members: tuple[str, ...]
+    digests: tuple[str, ...]
+    certificates: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet(Record):
+    """All kernels, the agreement of every two, and the classes. `unused` names certificates that
+    count for nothing, and why."""
+
+    derived: ClassVar[tuple[str, ...]] = ("classes", "exit")
+
+    contract: Mapping[str, str]
+    checkpoint: str
+    kernels: tuple[FleetKernel, ...]
+    pairs: tuple[KernelPair, ...]
+    unused: Mapping[str, str]
+
+    @property
+    def classes(self) -> tuple[KernelClass, ...]:
+        """Return the largest sets of kernels that agree pairwise (maximal cliques).
+
+        Agreement within limits is not transitive, so a kernel may be in several. Every pair in a
+        class was decided by itself; nothing is concluded from a third kernel.
+        """
+        labels = [kernel.label for kernel in self.kernels]
+        neighbours: dict[str, set[str]] = {label: set() for label in labels}
+        for pair in self.pairs:
+            if pair.agreement == "agree":
+                neighbours[pair.one].add(pair.two)
+                neighbours[pair.two].add(pair.one)
+        found = sorted(_cliques(set(), set(labels), set(), neighbours), key=_largest_first)
+        return tuple(self._class(members) for members in found)
+
+    def _class(self, members: tuple[str, ...]) -> KernelClass:
+        digests = {kernel.label: kernel.digest for kernel in self.kernels}
+        used = [
+            identity
+            for pair in self.pairs
+            if {pair.one, pair.two} <= set(members)
+            for direction in pair.directions
+            for identity in direction.certificates
+        ]
+        return KernelClass(members, tuple(digests[m] for m in members), tuple(dict.fromkeys(used)))
+
+    def pair(self, one: str, two: str) -> KernelPair:
+        """Return the pair of two labels, in either order."""
+        return next(pair for pair in self.pairs if {pair.one, pair.two} == {one, two})
+
+    @property
+    def exit(self) -> Exit:
+        """Return 0 where all kernels agree, 1 where any two disagree, else 3."""
+        states = {pair.agreement for pair in self.pairs}
+        if "disagree" in states:
+            return Exit.VIOLATED
+        return Exit.HELD if states == {"agree"} else Exit.INCONCLUSIVE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document "kcdsl.fleet/1"."""
+        return {"schema": FLEET_SCHEMA, **Record.to_json(self)}
+
+
+def _cliques(
+    clique: set[str], candidates: set[str], done: set[str], neighbours: Mapping[str, set[str]]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the maximal cliques (Bron and Kerbosch 1973, with a pivot)."""
+    if not candidates and not done:
+        yield tuple(sorted(clique, key=_place))
+        return
+    pivot = max(candidates | done, key=lambda label: (len(neighbours[label] & candidates), label))
+    for label in sorted(candidates - neighbours[pivot], key=_place):
+        near = neighbours[label]
+        yield from _cliques(clique | {label}, candidates & near, done & near, neighbours)
+        candidates = candidates - {label}
+        done = done | {label}
+
+
+def _place(label: str) -> int:
+    return int(label[1:])
+
+
+def _largest_first(members: tuple[str, ...]) -> tuple[int, tuple[int, ...]]:
+    return -len(members), tuple(map(_place, members))
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+_MOST_REASONS = 3
+NOTE = (
+    "every pair of a class was decided in both directions; agreement is not transitive, so a"
+    " kernel may be in several classes"
+)
+UNCHECKED = (
+    "signed results were read; proofs and evidence were not looked at: `kcdsl check` does for each "
+    "certificate"
+)
+
+
+def reasons(found: Fleet) -> list[str]:
+    """Return why pairs do not agree, each direction by itself."""
+    lines = []
+    for pair in found.pairs:
+        for direction in pair.directions:
+            if direction.verdict == "held":
+                continue
+            shown = "; ".join(direction.reasons[:_MOST_REASONS])
+            if len(direction.reasons) > _MOST_REASONS:
+                shown += f"; and {len(direction.reasons) - _MOST_REASONS} more"
+            lines.append(f"{direction.infer} against {direction.train}: {shown}")
+    return lines

@@ -1,0 +1,259 @@
+"""`kcdsl fleet`: which kernels agree pairwise under one contract, and the classes they form."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.release.issue import issue
+from kcdsl.release.results import proof_reference
+from kcdsl.verdict.studies.fleet import Direction, Fleet, FleetKernel, KernelPair
+from kcdsl_certs.signatures import Algorithm, SigningKey, generate
+from kcdsl_certs.statement import Verdict
+from tests.support.release_scenes import CONTRACT, NOW, evidence_of, results, stand_in, tiny
+
+TRAIN = "{run: torch.eager, numerics: {preset: torch-eager, compute: %s}}"
+KERNELS = {"a": "float32", "b": "bfloat16", "c": "float16"}
+AT = ("--at", "2026-12-01T00:00:00Z")
+
+
+def text_of(train: str, infer: str, contract: str = CONTRACT) -> str:
+    """Return the contract of a pair of kernels."""
+    head, _, rest = contract.partition("kernels:\n")
+    tail = rest[rest.index("data:") :]
+    sides = f"  train: {TRAIN % KERNELS[train]}\n  infer: {TRAIN % KERNELS[infer]}\n"
+    return f"{head}kernels:\n{sides}{tail}"
+
+
+class Scene:
+    """A folder with the contracts of pairs, and certificates of them."""
+
+    def __init__(self, folder: Path) -> None:
+        tiny(folder)
+        self.folder, self.key = folder, generate(Algorithm.ED25519)
+        (folder / "key.pub").write_bytes(self.key.public.pem)
+        self.contracts: list[Path] = []
+        self.certificates: list[Path] = []
+
+    def pair(
+        self,
+        train: str,
+        infer: str,
+        spoil: Any = None,
+        key: SigningKey | None = None,
+        text: str = "",
+    ) -> Path:
+        """Issue a certificate of a pair; `spoil` changes its results."""
+        name = f"{train}{infer}"
+        contract = self.folder / f"{name}.kc.yaml"
+        contract.write_text(text or text_of(train, infer))
+        program = load_program(contract)
+        proof = stand_in(program, self.folder)
+        found = results(program, self.folder, proof_reference("N-ATTN-0", proof))
+        if spoil is not None:
+            found = spoil(found)
+        bundle = issue(
+            program=program,
+            base=self.folder,
+            clauses=found,
+            keys=[key or self.key],
+            clock=lambda: NOW,
+            evidence=evidence_of(program, self.folder / "out", found[1:]),
+        )
+        path = self.folder / f"{name}-{len(self.certificates)}.cert.json"
+        path.write_bytes(bundle)
+        if contract not in self.contracts:
+            self.contracts.append(contract)
+        self.certificates.append(path)
+        return path
+
+    def words(self, *certificates: Path) -> list[Any]:
+        """Return the words of the command."""
+        found: list[Any] = ["fleet", *(certificates or self.certificates), *AT]
+        for contract in self.contracts:
+            found += ["--contract", contract]
+        return [*found, "--key", self.folder / "key.pub"]
+
+
+def failed(found: list[Any]) -> list[Any]:
+    """Return results of which the one of p99(kl) failed."""
+    return [
+        replace(c, verdict=Verdict.FAILED, value=1, exceed=1) if c.id == "N-KL" else c
+        for c in found
+    ]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Scene:
+    """Return an empty scene."""
+    return Scene(tmp_path)
+
+
+@pytest.fixture
+def ask(cli: Any, follows: Any) -> Callable[..., Any]:
+    """Return a function that runs the command: exit code, document and what the terminal shows."""
+
+    def run(words: list[Any], code: int) -> tuple[dict[str, Any], str]:
+        ran = cli(*words, "--json")
+        assert ran.code == code, ran.stdout + ran.stderr
+        document = json.loads(ran.stdout)
+        follows(document, "kcdsl.fleet/1")
+        return document, cli(*words).stdout
+
+    return run
+
+
+def states(document: dict[str, Any]) -> dict[str, str]:
+    return {pair["one"] + pair["two"]: pair["agreement"] for pair in document["pairs"]}
+
+
+def test_kernels_that_agree_in_both_directions_are_one_class(made: Scene, ask: Any) -> None:
+    for one, two in itertools.permutations("abc", 2):
+        made.pair(one, two)
+    document, shown = ask(made.words(), 0)
+    assert set(states(document).values()) == {"agree"}
+    (only,) = document["classes"]
+    assert only["members"] == ["K1", "K2", "K3"]
+    assert len(set(only["certificates"])) == 6
+    assert len(set(only["digests"])) == 3
+    assert "class 1: K1, K2, K3 (6 certificates)" in shown
+
+
+def test_a_disagreeing_pair_parts_the_fleet_and_one_kernel_may_be_in_two_classes(
+    made: Scene, ask: Any
+) -> None:
+    for one, two in itertools.permutations("abc", 2):
+        made.pair(one, two, failed if {one, two} == {"b", "c"} else None)
+    document, shown = ask(made.words(), 1)
+    assert states(document) == {"K1K2": "agree", "K1K3": "agree", "K2K3": "disagree"}
+    assert [c["members"] for c in document["classes"]] == [["K1", "K2"], ["K1", "K3"]]
+    assert "K3 against K2: N-KL on all is violated" in shown
+
+
+def test_nothing_is_concluded_from_a_third_kernel_or_from_one_direction(
+    made: Scene, ask: Any
+) -> None:
+    for one, two in (("a", "b"), ("b", "a"), ("b", "c"), ("c", "b"), ("a", "c")):
+        made.pair(one, two)
+    document, shown = ask(made.words(), 3)
+    assert states(document) == {"K1K2": "agree", "K2K3": "agree", "K1K3": "open"}
+    assert [c["members"] for c in document["classes"]] == [["K1", "K2"], ["K2", "K3"]]
+    assert "no certificate is about it" in shown
+
+
+def test_a_part_of_the_contract_does_not_decide_a_pair(made: Scene, ask: Any) -> None:
+    made.pair("a", "b", lambda found: [c for c in found if c.id != "R-LAT"])
+    made.pair("b", "a")
+    document, shown = ask(made.words(), 3)
+    assert states(document) == {"K1K2": "open"}
+    assert "R-LAT on all is inconclusive" in shown
+    assert [c["members"] for c in document["classes"]] == [["K1"], ["K2"]]
+
+
+def test_a_failed_and_a_passed_certificate_of_one_pair_disagree(made: Scene, ask: Any) -> None:
+    made.pair("a", "b", failed)
+    made.pair("a", "b")
+    made.pair("b", "a")
+    document, _ = ask(made.words(), 1)
+    assert states(document) == {"K1K2": "disagree"}
+
+
+def test_what_does_not_count_is_named(made: Scene, ask: Any, cli: Any) -> None:
+    good = made.pair("a", "b")
+    made.pair("b", "a")
+    foreign = made.pair("a", "c", key=generate(Algorithm.ED25519))
+    copy = good.with_name("copy.cert.json")
+    copy.write_bytes(good.read_bytes())
+    loose = text_of("a", "c").replace("<= 0.02", "<= 0.03")
+    lax = made.pair("a", "c", text=loose)
+    made.contracts = made.contracts[:2]
+    document, _ = ask(made.words(*made.certificates, copy), 0)
+    why = {Path(file).name: reason for file, reason in document["unused"].items()}
+    assert set(why) == {foreign.name, copy.name, lax.name}
+    assert "signature/none-trusted" in why[foreign.name]
+    assert why[copy.name] == "it is named twice"
+    assert why[lax.name].startswith("it is about another contract")
+    ran = cli(*made.words(foreign))
+    assert (ran.code, "signature/none-trusted" in ran.stderr) == (2, True)
+    late = made.words(good)
+    late[late.index(AT[1])] = "2030-01-01T00:00:00Z"
+    ran = cli(*late)
+    assert (ran.code, "validity/expired" in ran.stderr) == (2, True)
+
+
+def test_contracts_that_differ_in_more_than_kernels_are_refused(made: Scene, cli: Any) -> None:
+    made.pair("a", "b")
+    made.pair("b", "a", text=text_of("b", "a").replace("<= 0.02", "<= 0.03"))
+    ran = cli(*made.words())
+    assert ran.code == 2
+    assert "differs from" in ran.stderr
+    assert "in more than its kernels" in ran.stderr
+
+
+def test_other_weights_are_another_fleet(made: Scene, cli: Any) -> None:
+    made.pair("a", "b")
+    (made.folder / "model.safetensors").write_bytes(
+        (made.folder / "model.safetensors").read_bytes()[:-4] + b"\0\0\0\x41"
+    )
+    made.pair("b", "a")
+    ran = cli(*made.words())
+    assert (ran.code, "2 checkpoints" in ran.stderr) == (2, True)
+
+
+def test_the_page_shows_the_matrix(made: Scene, cli: Any, tmp_path: Path) -> None:
+    made.pair("a", "b")
+    made.pair("b", "a", failed)
+    page = tmp_path / "fleet.html"
+    ran = cli(*made.words(), "--html", page)
+    assert (ran.code, ran.stdout) == (1, "")
+    text = page.read_text()
+    assert "Some kernels disagree" in text
+    assert "✗ disagree" in text
+    assert "<script" not in text
+
+
+# --- classes --------------------------------------------------------------------------------------
+
+
+def fleet(n: int, edges: set[frozenset[int]]) -> Fleet:
+    """Return a fleet of n kernels whose pairs agree along these edges."""
+    kernels = tuple(FleetKernel(f"K{i}", f"k{i}", str(i)) for i in range(1, n + 1))
+
+    def direction(one: int, two: int) -> Direction:
+        verdict = "held" if frozenset((one, two)) in edges else "violated"
+        return Direction(f"K{one}", f"K{two}", verdict, (f"{one}{two}",), ())
+
+    pairs = tuple(
+        KernelPair(f"K{i}", f"K{j}", (direction(i, j), direction(j, i)))
+        for i, j in itertools.combinations(range(1, n + 1), 2)
+    )
+    return Fleet({"name": "x", "version": "1"}, "0", kernels, pairs, {})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_classes_are_the_largest_sets_that_agree_pairwise(seed: int) -> None:
+    import random
+
+    chance, n = random.Random(seed), 7
+    every = [frozenset(pair) for pair in itertools.combinations(range(1, n + 1), 2)]
+    edges = {pair for pair in every if chance.random() < 0.5}
+    sets = [
+        frozenset(members)
+        for size in range(1, n + 1)
+        for members in itertools.combinations(range(1, n + 1), size)
+        if all(frozenset(p) in edges for p in itertools.combinations(members, 2))
+    ]
+    largest = {s for s in sets if not any(s < other for other in sets)}
+    found = fleet(n, edges).classes
+    assert {frozenset(int(m[1:]) for m in c.members) for c in found} == largest
+    assert len(found) == len(largest)
+    for one in found:
+        size = len(one.members)
+        assert len(one.certificates) == size * (size - 1)
