@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +15,29 @@ from kcdsl.diagnostics.codes import USAGE
 
 if TYPE_CHECKING:
     from kcdsl.api.contract import Contract
-    from kcdsl.verdict.studies.fleet import Direction, Fleet
+    from kcdsl.ir.terms import Program
+    from kcdsl.verdict.studies.fleet import CheckedClass, Direction, Fleet
     from kcdsl_certs.signatures import Trust
     from kcdsl_certs.statement import Kernel, Predicate, RequiredClause
+    from kcdsl_certs.statement import KernelClass as SignedClass
 
 _NOT_PASSED = "clause/not-passed"
 """The one refusal that is a result: a pair that does not keep the contract was certified so."""
 
 
+@dataclass(frozen=True, slots=True)
+class FleetReading:
+    """A fleet, what its contracts ask, and the certificates that count, by identity."""
+
+    fleet: Fleet
+    program: Program
+    required: tuple[RequiredClause, ...]
+    bodies: Mapping[str, Predicate]
+
+
 def fleet_of(
     contracts: Sequence[Contract], certificates: Sequence[Path], trust: Trust, moment: datetime
-) -> Fleet:
+) -> FleetReading:
     """Return the agreement of every two kernels that certificates speak of; raises Refusal.
 
     The contracts differ in their kernels alone. A certificate counts if trusted keys signed it, it
@@ -32,37 +45,49 @@ def fleet_of(
     of the clauses.
     """
     from kcdsl.release.requirements import required_clauses
-    from kcdsl.verdict.studies.convergence import join
-    from kcdsl.verdict.studies.fleet import MOST_KERNELS, Direction, Fleet, FleetKernel, KernelPair
 
     known = _alike(contracts)
-    contract = contracts[0]
-    program = contract.program
-    required = required_clauses(program, contract.base)
-    used: dict[Path, tuple[str, Predicate]] = {}
+    program = contracts[0].program
+    required = required_clauses(program, contracts[0].base)
+    bodies: dict[str, Predicate] = {}
     unused: dict[str, str] = {}
     for path in dict.fromkeys(certificates):
         found = _read(path, known, required, trust, moment)
         if isinstance(found, str):
             unused[str(path)] = found
-        elif any(found[0] == identity for identity, _ in used.values()):
+        elif found[0] in bodies:
             unused[str(path)] = "it is named twice"
         else:
-            used[path] = found
-    if not used:
+            bodies[found[0]] = found[1]
+    if not bodies:
         why = "; ".join(f"{file}: {reason}" for file, reason in unused.items())
         raise refuse(USAGE, f"no certificate is of use: {why}")
-    checkpoints = {
-        body.triple.manifest()["checkpoint"]["digest"]["sha256"] for _, body in used.values()
-    }
-    companions = {str(sorted(b.triple.checkpoint.companions.items())) for _, b in used.values()}
-    if len(checkpoints) != 1 or len(companions) != 1:
+    weights = [body.triple.checkpoint for body in bodies.values()]
+    different = {(one.digest, tuple(sorted(one.companions.items()))) for one in weights}
+    if len(different) != 1:
         raise refuse(
             USAGE,
-            f"the certificates are about {len(checkpoints)} checkpoints",
+            f"the certificates are about {len(different)} checkpoints",
             help="a fleet serves one checkpoint: name certificates of one",
         )
-    kernels = _kernels([body for _, body in used.values()])
+    fleet = _joined(program, required, bodies, unused)
+    return FleetReading(fleet, program, required, bodies)
+
+
+def _joined(
+    program: Program,
+    required: Sequence[RequiredClause],
+    bodies: Mapping[str, Predicate],
+    unused: Mapping[str, str],
+) -> Fleet:
+    """Return the fleet that certificates of one checkpoint speak of, by identity."""
+    from kcdsl.verdict.studies.convergence import join
+    from kcdsl.verdict.studies.fleet import MOST_KERNELS, Direction, Fleet, FleetKernel, KernelPair
+
+    kernels: dict[str, Kernel] = {}
+    for body in bodies.values():
+        for kernel in (body.triple.train, body.triple.infer):
+            kernels.setdefault(kernel.digest, kernel)
     if len(kernels) > MOST_KERNELS:
         raise refuse(
             USAGE, f"{len(kernels)} kernels are named; at most {MOST_KERNELS} are compared"
@@ -72,25 +97,22 @@ def fleet_of(
 
     def direction(train: str, infer: str) -> Direction:
         group = {
-            str(path): (identity, body)
-            for path, (identity, body) in used.items()
+            identity: body
+            for identity, body in bodies.items()
             if (body.triple.train.digest, body.triple.infer.digest) == (train, infer)
         }
-        bodies = {name: body for name, (_, body) in group.items()}
-        joined = join(program, about, required, bodies, {}) if bodies else None
-        identities = [identity for identity, _ in group.values()]
-        return Direction.of(labels[train], labels[infer], joined, identities)
+        found = join(program, about, required, group, {}) if group else None
+        return Direction.of(labels[train], labels[infer], found, tuple(group))
 
-    digests = list(kernels)
     pairs = tuple(
         KernelPair(labels[one], labels[two], (direction(one, two), direction(two, one)))
-        for place, one in enumerate(digests)
-        for two in digests[place + 1 :]
+        for one, two in combinations(kernels, 2)
     )
     named = tuple(
         FleetKernel(labels[digest], kernel.name, digest) for digest, kernel in kernels.items()
     )
-    return Fleet(about, checkpoints.pop(), named, pairs, unused)
+    checkpoint = next(iter(bodies.values())).triple.checkpoint.digest
+    return Fleet(about, checkpoint, named, pairs, unused)
 
 
 def _alike(contracts: Sequence[Contract]) -> frozenset[str]:
@@ -107,15 +129,6 @@ def _alike(contracts: Sequence[Contract]) -> frozenset[str]:
                 help="the contracts of a fleet share everything else, for example by a library",
             )
     return frozenset(digest(each.program).removeprefix("sha256:") for each in contracts)
-
-
-def _kernels(bodies: Sequence[Predicate]) -> Mapping[str, Kernel]:
-    """Return the kernels by digest, in the order in which they are named."""
-    found: dict[str, Kernel] = {}
-    for body in bodies:
-        for kernel in (body.triple.train, body.triple.infer):
-            found.setdefault(kernel.digest, kernel)
-    return found
 
 
 def _read(
@@ -151,3 +164,98 @@ def _read(
     except Rejected as error:
         return f"{error.detail} ({error.reason})"
     return seen.identity, body
+
+
+# --- certificates of classes ----------------------------------------------------------------------
+
+
+def class_statements(reading: FleetReading, moment: datetime) -> list[SignedClass]:
+    """Return what may be signed about each class of at least two kernels; raises Refusal where its
+    certificates are of several stages.
+
+    It is valid as long as every certificate behind it.
+    """
+    from kcdsl_certs.statement import ClassMember
+    from kcdsl_certs.statement import KernelClass as SignedClass
+
+    names = {kernel.digest: kernel.name for kernel in reading.fleet.kernels}
+    found = []
+    for one in reading.fleet.classes:
+        if len(one.members) < 2:
+            continue
+        bodies = [reading.bodies[identity] for identity in one.certificates]
+        stages = {body.stage for body in bodies}
+        if len(stages) != 1:
+            raise refuse(
+                USAGE,
+                f"the certificates of a class are of {len(stages)} stages",
+                help="name certificates of one stage",
+            )
+        found.append(
+            SignedClass(
+                reading.fleet.checkpoint,
+                tuple(sorted({body.triple.contract.digest for body in bodies})),
+                tuple(ClassMember(names[digest], digest) for digest in sorted(one.digests)),
+                tuple(sorted(one.certificates)),
+                stages.pop(),
+                moment.replace(microsecond=0),
+                min(body.valid_until for body in bodies),
+            )
+        )
+    return found
+
+
+def checked_class(
+    path: Path, reading: FleetReading, trust: Trust, moment: datetime
+) -> CheckedClass:
+    """Check the certificate of a class: trusted keys signed it, and the fleet shows it again."""
+    from kcdsl.verdict.studies.fleet import CheckedClass
+    from kcdsl_certs.encoding.rejected import Rejected
+    from kcdsl_certs.statement import KERNEL_CLASS_TYPE, certificate_id, parse_class
+    from kcdsl_certs.verification.authentication import authentic
+
+    members: tuple[str, ...] = ()
+    try:
+        bundle = read_certificate(path)
+        signed = authentic(bundle, trust.rules, moment, (KERNEL_CLASS_TYPE,))
+        found = parse_class(signed.statement)
+        members = tuple(member.digest for member in found.members)
+        if certificate_id(signed.payload) in trust.rules.revoked_certificates:
+            raise Rejected("sequence/revoked", "this certificate was revoked")
+        _derive(found, reading, moment)
+    except Rejected as error:
+        return CheckedClass(str(path), members, error.reason, error.detail)
+    return CheckedClass(str(path), members)
+
+
+def _derive(found: SignedClass, reading: FleetReading, moment: datetime) -> None:
+    """Raise Rejected unless the certificates that are here show all that a class states."""
+    from kcdsl_certs.encoding.rejected import Rejected
+
+    if not found.issued_at <= moment < found.valid_until:
+        raise Rejected("validity/outside", "it is not valid at this time")
+    fleet = reading.fleet
+    if found.checkpoint != fleet.checkpoint:
+        raise Rejected("class/checkpoint", "it is about other weights")
+    absent = [identity for identity in found.certificates if identity not in reading.bodies]
+    if absent:
+        raise Rejected("class/certificate-missing", f"{absent[0]} is not among the certificates")
+    bodies = [reading.bodies[identity] for identity in found.certificates]
+    behind = dict(zip(found.certificates, bodies, strict=True))
+    own = _joined(reading.program, reading.required, behind, {})
+    members = {member.digest for member in found.members}
+    if {kernel.digest for kernel in own.kernels} != members:
+        raise Rejected("class/members", "its certificates are about other kernels")
+    if any(pair.agreement != "agree" for pair in own.pairs):
+        raise Rejected("class/pair-not-shown", "its certificates do not show every pair")
+    labels = {kernel.label for kernel in fleet.kernels if kernel.digest in members}
+    refuted = [p for p in fleet.pairs if {p.one, p.two} <= labels and p.agreement == "disagree"]
+    if refuted:
+        pair = f"{refuted[0].one} and {refuted[0].two}"
+        raise Rejected("class/pair-refuted", f"another certificate says that {pair} disagree")
+    if found.contracts != tuple(sorted({body.triple.contract.digest for body in bodies})):
+        raise Rejected("class/contracts", "it names other contracts than its certificates")
+    if {body.stage for body in bodies} != {found.stage}:
+        raise Rejected("class/stage", "its certificates are of another stage")
+    if found.valid_until > min(body.valid_until for body in bodies):
+        raise Rejected("class/validity", "it is valid longer than a certificate behind it")

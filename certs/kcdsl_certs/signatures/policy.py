@@ -29,6 +29,7 @@ from kcdsl_certs.signatures.keys import (
     load_public,
 )
 from kcdsl_certs.statement import (
+    KERNEL_CLASS_TYPE,
     PARTS,
     PREDICATE_TYPE,
     REGISTER_HEAD_TYPE,
@@ -40,9 +41,11 @@ ROLES = {
     "certificate": PREDICATE_TYPE,
     "transfer": TRANSFER_TYPE,
     "register": REGISTER_HEAD_TYPE,
+    "class": KERNEL_CLASS_TYPE,
 }
 _USUAL = ("certificate", "transfer")
-"""The roles of a key whose policy names none: a head is signed by a key that is meant for it."""
+"""The roles of a key whose policy names none: heads and classes are signed by keys that are meant
+for them."""
 _LARGEST = 4 * 1024 * 1024
 _LARGEST_KEY = 64 * 1024
 _REVOKED = ("revoked-certificates", "revoked-keys")

@@ -31,6 +31,13 @@ from kcdsl_certs.statement.clauses import (
     Verdict,
     holds,
 )
+from kcdsl_certs.statement.kernel_class import (
+    KERNEL_CLASS_TYPE,
+    ClassMember,
+    KernelClass,
+    class_bytes,
+    parse_class,
+)
 from kcdsl_certs.statement.manifest import Manifest, build_manifest, files_of
 from kcdsl_certs.statement.quantities import Quantity, Region
 from kcdsl_certs.statement.register_head import (
@@ -81,15 +88,16 @@ from kcdsl_certs.statement.verdicts import (
 )
 
 __all__ = [
-    "ATTACK", "IMPLIED", "LARGEST_ALPHA", "LARGEST_PAYLOAD", "LEAST_ALPHA", "LOWER", "MEASURED",
-    "NEEDED", "OPERATORS", "PARTS", "PREDICATE_TYPE", "REGISTER_HEAD_TYPE", "ROLES", "STAGES",
-    "STATEMENT_TYPE", "TRANSFER_TYPE", "UPPER", "WIDEST", "AcceptedFinding", "Carried",
-    "CertifiedClause", "ChainTerms", "Checkpoint", "Comparison", "Contract", "Evaluator",
-    "Evidence", "EvidenceFile", "Expectation", "Input", "Kernel", "Left", "Manifest", "Predicate",
-    "ProofReference", "Quantity", "Region", "RegisterHead", "RequiredClause", "Scope",
-    "SliceSource", "Statement", "Transfer", "Triple", "Verdict", "admissible", "build_manifest",
-    "carried_over", "certificate_id", "certifies", "check_verdict", "differences", "files_of",
-    "head_bytes", "holds", "lower_tail", "numerics_digest", "overall", "parse_head",
-    "parse_predicate", "parse_statement", "parse_transfer", "payload_bytes", "relaxed", "states",
-    "states_machine", "transfer_bytes", "uncovered",
+    "ATTACK", "IMPLIED", "KERNEL_CLASS_TYPE", "LARGEST_ALPHA", "LARGEST_PAYLOAD", "LEAST_ALPHA",
+    "LOWER", "MEASURED", "NEEDED", "OPERATORS", "PARTS", "PREDICATE_TYPE", "REGISTER_HEAD_TYPE",
+    "ROLES", "STAGES", "STATEMENT_TYPE", "TRANSFER_TYPE", "UPPER", "WIDEST", "AcceptedFinding",
+    "Carried", "CertifiedClause", "ChainTerms", "Checkpoint", "ClassMember", "Comparison",
+    "Contract", "Evaluator", "Evidence", "EvidenceFile", "Expectation", "Input", "Kernel",
+    "KernelClass", "Left", "Manifest", "Predicate", "ProofReference", "Quantity", "Region",
+    "RegisterHead", "RequiredClause", "Scope", "SliceSource", "Statement", "Transfer", "Triple",
+    "Verdict", "admissible", "build_manifest", "carried_over", "certificate_id", "certifies",
+    "check_verdict", "class_bytes", "differences", "files_of", "head_bytes", "holds",
+    "lower_tail", "numerics_digest", "overall", "parse_class", "parse_head", "parse_predicate",
+    "parse_statement", "parse_transfer", "payload_bytes", "relaxed", "states", "states_machine",
+    "transfer_bytes", "uncovered",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ _HEADLINES = {
     0: ("held", "All kernels agree"),
     1: ("violated", "Some kernels disagree"),
     3: ("inconclusive", "Some pairs are not decided"),
+    4: ("violated", "The certificate of a class is not valid"),
 }
 
 
@@ -44,6 +45,8 @@ def fleet_page(found: Fleet) -> str:
         ),
     ]
     parts += [Part("Why pairs do not agree", lines=lines)] if lines else []
+    signed = [f"{c.file}: {c.detail or 'accepted'}" for c in found.checked]
+    parts += [Part("Certificates of classes", lines=signed)] if signed else []
     parts += [Part("Not used", lines=unused)] if unused else []
     parts.append(
         Part("Identity", pairs=[(k.label, f"{k.name} sha256:{k.digest}") for k in found.kernels])

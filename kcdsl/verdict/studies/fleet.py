@@ -86,6 +86,23 @@ class KernelClass(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckedClass(Record):
+    """A certificate of a class, and why it is not accepted; empty where it is."""
+
+    derived: ClassVar[tuple[str, ...]] = ("accepted",)
+
+    file: str
+    members: tuple[str, ...]
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        """Say whether trusted keys signed it, and the certificates of its pairs show it."""
+        return not self.reason
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet(Record):
     """All kernels, the agreement of every two, and the classes. `unused` names certificates that
     count for nothing, and why."""
@@ -97,6 +114,7 @@ class Fleet(Record):
     kernels: tuple[FleetKernel, ...]
     pairs: tuple[KernelPair, ...]
     unused: Mapping[str, str]
+    checked: tuple[CheckedClass, ...] = ()
 
     @property
     def classes(self) -> tuple[KernelClass, ...]:
@@ -131,7 +149,10 @@ class Fleet(Record):
 
     @property
     def exit(self) -> Exit:
-        """Return 0 where all kernels agree, 1 where any two disagree, else 3."""
+        """Return 4 where a class is not accepted; else 0 where all kernels agree, 1 where any two
+        disagree, and 3 otherwise."""
+        if not all(one.accepted for one in self.checked):
+            return Exit.CERTIFICATE_INVALID
         states = {pair.agreement for pair in self.pairs}
         if "disagree" in states:
             return Exit.VIOLATED

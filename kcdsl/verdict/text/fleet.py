@@ -31,6 +31,10 @@ def print_fleet(found: Fleet, stream: TextIO) -> None:
         print_on(stream, Text(f"class {number}: {', '.join(one.members)}{used}"))
     for line in reasons(found):
         print_on(stream, Text(line))
+    for done in found.checked:
+        words = "accepted" if done.accepted else f"not accepted: {done.detail} ({done.reason})"
+        style = "bold green" if done.accepted else "bold red"
+        print_on(stream, Text.assemble(f"{done.file}: ", (words, style)))
     for file, why in found.unused.items():
         print_on(stream, Text(f"not used: {file}: {why}"))
     print_on(stream, Text(NOTE, "dim"), Text(UNCHECKED, "dim"))

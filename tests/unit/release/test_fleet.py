@@ -257,3 +257,119 @@ def test_classes_are_the_largest_sets_that_agree_pairwise(seed: int) -> None:
     for one in found:
         size = len(one.members)
         assert len(one.certificates) == size * (size - 1)
+
+
+# --- certificates of classes ----------------------------------------------------------------------
+
+
+def signed_class(made: Scene, cli: Any) -> Path:
+    """Return the certificate of the class of two kernels, signed by a key of its own."""
+    made.pair("a", "b")
+    made.pair("b", "a")
+    assert cli("keygen", "-o", made.folder / "class.key").code == 0
+    ran = cli(*made.words(), "--sign", made.folder / "class.key", "-o", made.folder / "classes")
+    assert ran.code == 0, ran.stderr
+    (found,) = (made.folder / "classes").iterdir()
+    return found
+
+
+def policy(made: Scene, *roles: str) -> list[Any]:
+    """Return the words for a policy in which the key of classes has these roles."""
+    text = f'{{path = "class.key.pub", roles = {json.dumps(list(roles))}}}' if roles else ""
+    path = made.folder / "policy.toml"
+    path.write_text(f'trusted-keys = ["key.pub", {text or chr(34) + "class.key.pub" + chr(34)}]\n')
+    return ["--policy", path]
+
+
+def bare(made: Scene, *certificates: Path) -> list[Any]:
+    return made.words(*certificates)[:-2]
+
+
+def test_a_class_is_signed_and_derived_again(
+    made: Scene, ask: Any, cli: Any, schemas: dict[str, Any]
+) -> None:
+    import base64
+
+    import jsonschema
+
+    file = signed_class(made, cli)
+    document, shown = ask([*bare(made), *policy(made, "class"), "--class", file], 0)
+    (checked,) = document["checked"]
+    assert checked["accepted"] is True
+    assert len(checked["members"]) == 2
+    assert "accepted" in shown
+    bundle = json.loads(file.read_bytes())
+    payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    schema = json.loads(Path("certs/kcdsl_certs/kernel-class.schema.json").read_text())
+    jsonschema.validate(payload, schema)
+    assert payload["predicate"]["validUntil"] == "2027-02-28T12:00:00Z"
+
+
+def test_a_class_whose_key_or_certificates_do_not_carry_it_is_refused(
+    made: Scene, ask: Any, cli: Any
+) -> None:
+    file = signed_class(made, cli)
+    first, second = made.certificates
+
+    def reason(words: list[Any]) -> str:
+        document, _ = ask([*words, "--class", file], 4)
+        return str(document["checked"][0]["reason"])
+
+    assert reason([*bare(made), *policy(made)]) == "statement/key-not-allowed"
+    assert reason(made.words()) == "signature/none-trusted"
+    allowed = policy(made, "class")
+    assert reason([*bare(made, first), *allowed]) == "class/certificate-missing"
+    late = [*bare(made), *allowed]
+    late[late.index(AT[1])] = "2026-11-30T12:00:00Z"
+    assert reason(late) == "validity/outside"
+    refuting = made.pair("a", "b", failed)
+    assert reason([*bare(made, first, second, refuting), *allowed]) == "class/pair-refuted"
+
+
+def test_a_class_that_states_more_than_its_certificates_is_refused(
+    made: Scene, ask: Any, cli: Any
+) -> None:
+    from kcdsl_certs.encoding.strict import strict_load
+    from kcdsl_certs.signatures import bundle_bytes, decode, load_private, parse_bundle, sign
+    from kcdsl_certs.statement import ClassMember, class_bytes, parse_class, parse_statement
+
+    file = signed_class(made, cli)
+    for one, two in (("a", "c"), ("c", "a")):
+        made.pair(one, two)
+    key = load_private((made.folder / "class.key").read_bytes())
+    statement = parse_statement(strict_load(decode(parse_bundle(file.read_bytes())).payload, 10**6))
+    honest = parse_class(statement)
+    document, _ = ask(made.words(), 3)
+    third = next(k for k in document["kernels"] if k["label"] == "K3")
+    everybody = sorted(
+        c for pair in document["pairs"] for d in pair["directions"] for c in d["certificates"]
+    )
+    members = tuple(
+        sorted((*honest.members, ClassMember("c", third["digest"])), key=lambda m: m.digest)
+    )
+    contracts = tuple(sorted(document_contracts(made)))
+    forged = {
+        "class/members": replace(honest, members=members),
+        "class/pair-not-shown": replace(
+            honest, members=members, certificates=tuple(everybody), contracts=contracts
+        ),
+        "class/contracts": replace(honest, contracts=contracts),
+        "class/checkpoint": replace(honest, checkpoint="0" * 64),
+        "class/stage": replace(honest, stage="full"),
+        "class/validity": replace(
+            honest, valid_until=honest.valid_until.replace(year=honest.valid_until.year + 1)
+        ),
+        "class/malformed": replace(honest, members=honest.members[:1]),
+    }
+    for reason, statement_of in forged.items():
+        bundle = bundle_bytes(sign(class_bytes(statement_of), [key]), key.public.hint)
+        file.write_bytes(bundle)
+        words = [*bare(made), *policy(made, "class"), "--class", file]
+        document, _ = ask(words, 4)
+        assert document["checked"][0]["reason"] == reason
+
+
+def document_contracts(made: Scene) -> list[str]:
+    from kcdsl.ir.canonical import digest
+
+    return [digest(load_program(path)) for path in made.contracts]
