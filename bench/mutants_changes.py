@@ -109,8 +109,8 @@ def _around(
     bodies = list(statements(node))
     for body in bodies:
         own = body[0].lineno if inside and not isinstance(node, ast.ClassDef) else block
-        for child in body:
-            yield from _around(child, own, statement, inside=inside)
+        for each in body:
+            yield from _around(each, own, statement, inside=inside)
     within = {id(child) for body in bodies for child in body}
     for child in ast.iter_child_nodes(node):
         if id(child) not in within:

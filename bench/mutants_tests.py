@@ -259,8 +259,8 @@ def run(
 
     sys.meta_path.insert(0, Sources(code, {"_executed_": executed.add}))
     recorder = Recorder(executed, {test: k for k, test in enumerate(tests)}, most, started)
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *options, *paths], plugins=[recorder])
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *options, *paths], plugins=[recorder])
     right = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if code not in right and not recorder.failed and recorder.most >= 0:
-        recorder.failed[f"exit {code}"] = None
+    if status not in right and not recorder.failed and recorder.most >= 0:
+        recorder.failed[f"exit {status}"] = None
     return Results(recorder.tests, tuple(recorder.failed))
