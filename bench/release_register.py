@@ -32,7 +32,7 @@ from bench.common import Better, Figure, report
 from kcdsl.diagnostics import Refusal
 from kcdsl.release.register import Certificate, Register, StatementKind
 from kcdsl.release.register.appending import head_in
-from kcdsl.release.register.database import Database, Location
+from kcdsl.release.register.database import Location, RegisterDatabase
 from kcdsl.release.register.events import SCHEMA as EVENT_SCHEMA
 from kcdsl.release.register.events import EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import text_of
@@ -91,7 +91,7 @@ def recording(place: str) -> float:
 def stock(place: str, count: int) -> list[str]:
     """Fill a new register with certificates; returns some of their identities."""
     Register.open(place, create=True, clock=clock).close()
-    database, some = Database(Location.of(place), create=False), []
+    database, some = RegisterDatabase(Location.of(place), create=False), []
     for first in range(0, count // PER_TRIPLE, _PORTION):
         with database.writing() as connection:
             last = head_in(connection)

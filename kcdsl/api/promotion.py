@@ -18,14 +18,14 @@ from kcdsl.exits import Exit
 from kcdsl.release.issue import utc_now
 from kcdsl.release.promotion import (
     FULL,
-    Candidate,
     Demand,
     DocumentKind,
-    Limits,
     LookRules,
     NotHere,
-    Outcome,
-    Step,
+    PromotionLimits,
+    PromotionOutcome,
+    PromotionStep,
+    StagedCandidate,
     demands_of,
     enter,
     step,
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from kcdsl_certs.statement import Triple
 
 EXITS = {
-    Outcome.ADVANCED: Exit.HELD,
-    Outcome.KEPT: Exit.HELD,
-    Outcome.HELD: Exit.INCONCLUSIVE,
-    Outcome.BLOCKED: Exit.VIOLATED,
-    Outcome.FROZEN: Exit.VIOLATED,
-    Outcome.ROLLED_BACK: Exit.VIOLATED,
+    PromotionOutcome.ADVANCED: Exit.HELD,
+    PromotionOutcome.KEPT: Exit.HELD,
+    PromotionOutcome.HELD: Exit.INCONCLUSIVE,
+    PromotionOutcome.BLOCKED: Exit.VIOLATED,
+    PromotionOutcome.FROZEN: Exit.VIOLATED,
+    PromotionOutcome.ROLLED_BACK: Exit.VIOLATED,
 }
 _TRIES = 5
 
@@ -72,7 +72,7 @@ class Promoted(Shows):
     slot: str
     stage: str
     triple: str | None = None
-    step: Step | None = None
+    step: PromotionStep | None = None
     version: int | None = None
     """The version of the slot after the look."""
     live: str | None = None
@@ -145,7 +145,7 @@ def promote(settings: PromoteSettings) -> Promoted:
         for _ in range(_TRIES):
             slot = register.slot(settings.slot)
             found, unused = about.look(register, slot)
-            changes = bool(found.counted) or found.outcome is not Outcome.HELD
+            changes = bool(found.counted) or found.outcome is not PromotionOutcome.HELD
             if changes and not settings.dry_run:
                 for report in about.reports:
                     register.record_run(Run("evaluate", triple.digest, settings.stage, report))
@@ -222,7 +222,7 @@ class _Promotion:
         documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
         return tuple(d.identity for d in documents if d.kind is DocumentKind.REPORT)
 
-    def look(self, register: Register, slot: Slot) -> tuple[Step, dict[str, str]]:
+    def look(self, register: Register, slot: Slot) -> tuple[PromotionStep, dict[str, str]]:
         """Return what the evidence makes of the candidate as the slot is now; raises Refusal."""
         settings, now = self.settings, self.settings.clock().replace(microsecond=0)
         history = register.promotions(slot=settings.slot, candidate=self.triple.digest)
@@ -244,7 +244,7 @@ class _Promotion:
             entered,
             self.demands,
             documents,
-            Limits(settings.window, settings.requests),
+            PromotionLimits(settings.window, settings.requests),
             self.rules,
             counted={digest for each in history for digest in each.evidence},
             now=now,
@@ -252,21 +252,21 @@ class _Promotion:
         )
         return found, unused
 
-    def decision(self, found: Step, register: Register, slot: Slot) -> Promotion:
+    def decision(self, found: PromotionStep, register: Register, slot: Slot) -> Promotion:
         """Return the decision as the register records it."""
         from kcdsl.release.register import Promotion, PromotionReason, PromotionState
         from kcdsl_certs.encoding.reals import real_text
 
         states = {
-            Outcome.ADVANCED: PromotionState.ADVANCED,
-            Outcome.KEPT: PromotionState.ADVANCED,
-            Outcome.HELD: PromotionState.HELD,
-            Outcome.BLOCKED: PromotionState.BLOCKED,
-            Outcome.FROZEN: PromotionState.FROZEN,
-            Outcome.ROLLED_BACK: PromotionState.ROLLED_BACK,
+            PromotionOutcome.ADVANCED: PromotionState.ADVANCED,
+            PromotionOutcome.KEPT: PromotionState.ADVANCED,
+            PromotionOutcome.HELD: PromotionState.HELD,
+            PromotionOutcome.BLOCKED: PromotionState.BLOCKED,
+            PromotionOutcome.FROZEN: PromotionState.FROZEN,
+            PromotionOutcome.ROLLED_BACK: PromotionState.ROLLED_BACK,
         }
         after, stage = found.candidate, self.settings.stage
-        live = found.outcome is Outcome.ADVANCED and after.stage == FULL
+        live = found.outcome is PromotionOutcome.ADVANCED and after.stage == FULL
         new = live and slot.triple != self.triple.digest
         state = PromotionState.PROMOTED if new else states[found.outcome]
         reasons = [PromotionReason("stage", text) for text in found.lacking]
@@ -292,12 +292,20 @@ class _Promotion:
 
 
 def _incumbent(
-    candidate: Candidate, outcome: Outcome, register: Register, slot: Slot, now: datetime
+    candidate: StagedCandidate,
+    outcome: PromotionOutcome,
+    register: Register,
+    slot: Slot,
+    now: datetime,
 ) -> str | None:
     """Return the incumbent, and None where the candidate is live and would be rolled back to a
     triple whose certificates are not in force: the slot is then empty."""
     earlier = candidate.incumbent
-    if outcome is not Outcome.ROLLED_BACK or slot.triple != candidate.triple or earlier is None:
+    if (
+        outcome is not PromotionOutcome.ROLLED_BACK
+        or slot.triple != candidate.triple
+        or earlier is None
+    ):
         return earlier
     before = candidate_in(register.promotions(slot=slot.name, candidate=earlier))
     signed = () if before is None else before.signed(FULL)

@@ -12,7 +12,7 @@ from kcdsl.api.checking import CheckSettings, PathLike, check_certificates, read
 from kcdsl.api.contract import Contract
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import PROMOTION_EVIDENCE
-from kcdsl.release.promotion import Demand, Document
+from kcdsl.release.promotion import Demand, EvidenceDocument
 from kcdsl.release.promotion.certificates import document_of, states_failure
 from kcdsl.release.promotion.documents import OtherSubject, read_evidence, schema_of
 
@@ -67,7 +67,7 @@ class StageEvidence:
 
     def documents(
         self, demands: Sequence[Demand], candidate: Triple, stage: str
-    ) -> tuple[tuple[Document, ...], dict[str, str]]:
+    ) -> tuple[tuple[EvidenceDocument, ...], dict[str, str]]:
         """Return what is about a candidate, and why other files are not; raises Refusal for what is
         no evidence."""
         assert self.expected is not None

@@ -13,15 +13,15 @@ from kcdsl.ir.terms import Family, Level
 from kcdsl.release.promotion import (
     FULL,
     OFFLINE,
-    Candidate,
     Demand,
-    Document,
     DocumentKind,
-    Limits,
-    Outcome,
+    EvidenceDocument,
+    ObligationResult,
     Period,
-    Result,
-    Step,
+    PromotionLimits,
+    PromotionOutcome,
+    PromotionStep,
+    StagedCandidate,
     enter,
     step,
 )
@@ -30,7 +30,7 @@ from kcdsl_certs.statement import STAGES
 
 START = datetime(2026, 11, 30, 12, tzinfo=UTC)
 HOUR = timedelta(hours=1)
-LIMITS = Limits(HOUR, 100)
+LIMITS = PromotionLimits(HOUR, 100)
 TRIPLE, LIVE = "a" * 64, "b" * 64
 PERCENT = Fraction(1, 100)
 
@@ -67,10 +67,14 @@ def demand(
 
 
 def certificate(
-    name: str, results: Mapping[str, Result], *, valid: bool = True, until: datetime | None = None
-) -> Document:
+    name: str,
+    results: Mapping[str, ObligationResult],
+    *,
+    valid: bool = True,
+    until: datetime | None = None,
+) -> EvidenceDocument:
     """Return a certificate with these results by obligation."""
-    return Document(
+    return EvidenceDocument(
         DocumentKind.CERTIFICATE,
         name,
         digest(name),
@@ -84,15 +88,15 @@ def certificate(
 
 def window(
     name: str,
-    results: Mapping[str, Result],
+    results: Mapping[str, ObligationResult],
     *,
     start: datetime = START,
     lasts: timedelta = HOUR,
     requests: int = 1000,
     slices: Iterable[str] = ("all",),
-) -> Document:
+) -> EvidenceDocument:
     """Return a window of traffic with its own table."""
-    return Document(
+    return EvidenceDocument(
         DocumentKind.WINDOW,
         name,
         digest(f"file {name}"),
@@ -103,31 +107,31 @@ def window(
     )
 
 
-def counts(k: int, n: int, evidence: str = "sample") -> Result:
+def counts(k: int, n: int, evidence: str = "sample") -> ObligationResult:
     """Return a result of counts, with the verdict that k/n has by itself."""
-    return Result("violated" if k > n * PERCENT else "held", evidence, k, n)
+    return ObligationResult("violated" if k > n * PERCENT else "held", evidence, k, n)
 
 
-HELD = Result("held", "census")
+HELD = ObligationResult("held", "census")
 
 
-def at(stage: str, **changes: Any) -> Candidate:
+def at(stage: str, **changes: Any) -> StagedCandidate:
     """Return an active candidate that has just entered a stage."""
     found = enter(None, TRIPLE, LIVE, OFFLINE, START)
-    assert isinstance(found, Candidate)
+    assert isinstance(found, StagedCandidate)
     earlier = {one: (digest(one),) for one in STAGES[: STAGES.index(stage)]}
     return replace(found, **{"stage": stage, "certificates": earlier, **changes})
 
 
 def look(
-    candidate: Candidate,
+    candidate: StagedCandidate,
     demands: Iterable[Demand],
-    *documents: Document,
-    limits: Limits = LIMITS,
+    *documents: EvidenceDocument,
+    limits: PromotionLimits = LIMITS,
     counted: Iterable[str] = (),
     now: datetime = START + 2 * HOUR,
     **more: Any,
-) -> Step:
+) -> PromotionStep:
     """Return the step of a candidate."""
     return step(
         candidate,
@@ -141,7 +145,7 @@ def look(
     )
 
 
-def passing(stage: str, demands: Iterable[Demand], n: int = 2000) -> tuple[Document, ...]:
+def passing(stage: str, demands: Iterable[Demand], n: int = 2000) -> tuple[EvidenceDocument, ...]:
     """Return evidence that passes a stage."""
     demands = tuple(demands)
     shown = certificate(f"certificate of {stage}", {d.obligation: HELD for d in demands})
@@ -152,4 +156,6 @@ def passing(stage: str, demands: Iterable[Demand], n: int = 2000) -> tuple[Docum
     return shown, window(f"window of {stage}", traffic, requests=n, slices=slices)
 
 
-ADVANCES = {stage: Outcome.KEPT if stage == FULL else Outcome.ADVANCED for stage in STAGES}
+ADVANCES = {
+    stage: PromotionOutcome.KEPT if stage == FULL else PromotionOutcome.ADVANCED for stage in STAGES
+}

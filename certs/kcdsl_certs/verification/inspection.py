@@ -41,7 +41,7 @@ from kcdsl_certs.verification.coverage import check_results, refuse_stray
 from kcdsl_certs.verification.proofs import StepOutcome
 from kcdsl_certs.verification.report import STEPS, TRANSFER_STEPS, Check, Log, NotRun, Stop
 from kcdsl_certs.verification.verify import (
-    State,
+    CheckState,
     check_evidence,
     check_sequence,
     check_stage,
@@ -103,7 +103,7 @@ def inspect(
 
     Without `trust` no signature is verified, and the other steps are run on what is stated.
     """
-    log, state = Log(), State()
+    log, state = Log(), CheckState()
     if trust is not None:
         with suppress(Stop):
             read_signed(log, state, bundle, trust.rules, moment)
@@ -128,7 +128,7 @@ def inspect(
     )
 
 
-def _read_unverified(log: Log, state: State, bundle: bytes) -> bool:
+def _read_unverified(log: Log, state: CheckState, bundle: bytes) -> bool:
     """Run steps 1 to 7 but for the signatures; say whether all of the others are ok."""
 
     def parse() -> str:
@@ -174,7 +174,7 @@ def _read_unverified(log: Log, state: State, bundle: bytes) -> bool:
 
 def _examine(
     log: Log,
-    state: State,
+    state: CheckState,
     body: Predicate | Transfer,
     rules: Rules,
     moment: datetime,
@@ -249,7 +249,7 @@ def _with_rest(log: Log, steps: tuple[str, ...], *, stopped: bool) -> tuple[Chec
     return tuple(done.get(n, Check(n, StepOutcome.NOT_RUN, reason)) for n in steps)
 
 
-def _opened(bundle: bytes, state: State) -> tuple[Envelope | None, Statement | None]:
+def _opened(bundle: bytes, state: CheckState) -> tuple[Envelope | None, Statement | None]:
     """Return envelope and statement, as far as they can be read whoever signed them."""
     envelope, statement = state.envelope, state.statement
     with suppress(Rejected):
@@ -261,7 +261,7 @@ def _opened(bundle: bytes, state: State) -> tuple[Envelope | None, Statement | N
 
 
 def _content(
-    statement: Statement | None, state: State
+    statement: Statement | None, state: CheckState
 ) -> tuple[Predicate | Transfer | None, Verdict | None]:
     """Return the body, whoever signed it, and the verdict that it states."""
     body = state.predicate or state.transfer

@@ -48,7 +48,7 @@ Clock = Callable[[], datetime]
 
 
 @dataclass(slots=True)
-class State(Signed):
+class CheckState(Signed):
     """What the steps learn, in order; a step reads only what an earlier one established.
 
     A statement has either a predicate, that of a certificate, or a transfer.
@@ -90,7 +90,7 @@ def verify(
     counted again. What is missing of all that is said and, with `strict`, refused.
     `earlier` is what a weights transfer is compared with; without it none is accepted.
     """
-    log, state = Log(), State()
+    log, state = Log(), CheckState()
     try:
         moment = clock()
     except Exception as error:
@@ -168,7 +168,7 @@ def verify(
 
 
 def read_signed(
-    log: Log, state: State, bundle: bytes, trusted: TrustPolicy, moment: datetime
+    log: Log, state: CheckState, bundle: bytes, trusted: TrustPolicy, moment: datetime
 ) -> None:
     """Run steps 1 to 7; nothing of the payload is read before its signature verified.
 
@@ -183,7 +183,7 @@ def read_signed(
     log.run("statement-type", statement_type, stop=True)
 
 
-def _statement_type(state: State, statement: Statement, threshold: int) -> str:
+def _statement_type(state: CheckState, statement: Statement, threshold: int) -> str:
     refuse_other_type(statement)
     kind = statement.predicate_type
     state.signed_by = allowed(state.signed_by, kind, threshold)
@@ -196,7 +196,7 @@ def _statement_type(state: State, statement: Statement, threshold: int) -> str:
     return kind
 
 
-def _subject(state: State, expected: Triple) -> str:
+def _subject(state: CheckState, expected: Triple) -> str:
     assert state.statement is not None
     body = state.predicate or state.transfer
     assert body is not None
@@ -357,14 +357,14 @@ def check_suppressions(predicate: Predicate | Transfer, trusted: Rules) -> str:
     return f"{name}, with accepted findings: {accepted}"
 
 
-def _clauses(state: State, required: tuple[RequiredClause, ...], partial: bool) -> str:
+def _clauses(state: CheckState, required: tuple[RequiredClause, ...], partial: bool) -> str:
     assert state.predicate is not None
     assert state.stated is not None
     detail, state.outside = check_clauses(state.predicate, state.stated, required, partial=partial)
     return detail
 
 
-def check_stage(state: State, stage: str | None, threshold: int) -> str:
+def check_stage(state: CheckState, stage: str | None, threshold: int) -> str:
     """Compare the stage with what the signers may sign and what is asked for; raises Rejected or
     NotRun."""
     body = state.predicate or state.transfer

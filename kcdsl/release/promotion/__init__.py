@@ -4,10 +4,21 @@ Pure functions of values; the clock is given. `kcdsl.api.promotion` reads the ev
 state in a register.
 """
 
-from kcdsl.release.promotion.candidate import Candidate, NotHere, State, enter
-from kcdsl.release.promotion.evidence import Document, DocumentKind, Period, Result
-from kcdsl.release.promotion.look import NOT_DUE, OPEN, SHOWN, VIOLATED, Row
-from kcdsl.release.promotion.machine import ERROR, Limits, Outcome, Step, step
+from kcdsl.release.promotion.candidate import CandidateState, NotHere, StagedCandidate, enter
+from kcdsl.release.promotion.evidence import (
+    DocumentKind,
+    EvidenceDocument,
+    ObligationResult,
+    Period,
+)
+from kcdsl.release.promotion.look import NOT_DUE, OPEN, SHOWN, VIOLATED, LookRow
+from kcdsl.release.promotion.machine import (
+    ERROR,
+    PromotionLimits,
+    PromotionOutcome,
+    PromotionStep,
+    step,
+)
 from kcdsl.release.promotion.stages import (
     CANARY,
     FULL,
@@ -21,8 +32,31 @@ from kcdsl.release.promotion.stages import (
 )
 
 __all__ = [
-    "CANARY", "ERROR", "FULL", "NOT_DUE", "OFFLINE", "OPEN", "SHADOW", "SHOWN", "VIOLATED",
-    "Candidate", "Demand", "Document", "DocumentKind", "Limits", "LookRules", "NotHere", "Outcome",
-    "Period", "Reaction", "Result", "Row", "State", "Step", "demands_of", "enter", "reaction",
+    "CANARY",
+    "ERROR",
+    "FULL",
+    "NOT_DUE",
+    "OFFLINE",
+    "OPEN",
+    "SHADOW",
+    "SHOWN",
+    "VIOLATED",
+    "CandidateState",
+    "Demand",
+    "DocumentKind",
+    "EvidenceDocument",
+    "LookRow",
+    "LookRules",
+    "NotHere",
+    "ObligationResult",
+    "Period",
+    "PromotionLimits",
+    "PromotionOutcome",
+    "PromotionStep",
+    "Reaction",
+    "StagedCandidate",
+    "demands_of",
+    "enter",
+    "reaction",
     "step",
 ]  # fmt: skip

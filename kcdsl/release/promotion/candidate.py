@@ -29,7 +29,7 @@ from kcdsl_certs.statement import STAGES
 SCHEMA = "kcdsl.candidate/1"
 
 
-class State(StrEnum):
+class CandidateState(StrEnum):
     """Where a candidate is within its stage."""
 
     ACTIVE = "active"
@@ -39,7 +39,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownObligation:
     """An obligation that a document shows without counts: the kind of evidence, the identity of the
     document, and until when it holds; None for as long as the stage lasts."""
 
@@ -60,7 +60,7 @@ class StabilityWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class StagedCandidate:
     """A triple on its way through the stages of a slot.
 
     Args:
@@ -79,13 +79,13 @@ class Candidate:
     triple: str
     incumbent: str | None
     stage: str
-    state: State
+    state: CandidateState
     attempt: int
     epoch: int
     window: StabilityWindow
     documents: int = 0
     looks: Mapping[str, int] = field(default_factory=dict)
-    shown: Mapping[str, Shown] = field(default_factory=dict)
+    shown: Mapping[str, ShownObligation] = field(default_factory=dict)
     certificates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def signed(self, stage: str) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Candidate:
         return _CANDIDATE.write(self)
 
     @staticmethod
-    def from_json(value: Any) -> Candidate:
+    def from_json(value: Any) -> StagedCandidate:
         """Read the record of `to_json`; raises Rejected."""
         return _CANDIDATE.read(value, "candidate")
 
@@ -117,18 +117,18 @@ _WINDOW = Record(
     RecordField("covered", many(_PERIOD.codec)),
 )
 _SHOWN = Record(
-    Shown,
+    ShownObligation,
     RecordField("by", TEXT),
     RecordField("document", DIGEST),
     RecordField("until", TIME, absent=None),
 )
-_CANDIDATE: Record[Candidate] = Record(
-    lambda schema, **found: Candidate(**found),
+_CANDIDATE: Record[StagedCandidate] = Record(
+    lambda schema, **found: StagedCandidate(**found),
     RecordField("schema", constant(SCHEMA), get=lambda candidate: SCHEMA),
     RecordField("triple", DIGEST),
     RecordField("incumbent", DIGEST, absent=None),
     RecordField("stage", one_of(STAGES)),
-    RecordField("state", member(State)),
+    RecordField("state", member(CandidateState)),
     RecordField("attempt", COUNT),
     RecordField("epoch", COUNT),
     RecordField("window", _WINDOW.codec),
@@ -151,13 +151,13 @@ class NotHere:
 
 
 def enter(
-    previous: Candidate | None,
+    previous: StagedCandidate | None,
     triple: str,
     live: str | None,
     stage: str,
     now: datetime,
     withdrawn: Mapping[str, str] = MappingProxyType({}),
-) -> Candidate | NotHere:
+) -> StagedCandidate | NotHere:
     """Return the candidate as it is before new evidence of a stage.
 
     `previous` is what is known of this triple in the slot, `live` the triple that is live there,
@@ -173,9 +173,11 @@ def enter(
                 f"every triple begins at {OFFLINE}; other weights, kernels or a changed contract "
                 "are another triple",
             )
-        return Candidate(triple, live, OFFLINE, State.ACTIVE, 1, 1, StabilityWindow(now))
+        return StagedCandidate(
+            triple, live, OFFLINE, CandidateState.ACTIVE, 1, 1, StabilityWindow(now)
+        )
     stopped = None
-    if previous.state is not State.ACTIVE:
+    if previous.state is not CandidateState.ACTIVE:
         stopped = f"is {previous.state} in the stage {previous.stage}"
     elif live not in (previous.incumbent, triple):
         stopped = f"has another incumbent: {(live or 'nothing')[:12]} is live now"
@@ -187,11 +189,11 @@ def enter(
     if stopped is not None:
         if stage != OFFLINE:
             return NotHere(f"the triple {triple[:12]} {stopped}", f"it begins anew at {OFFLINE}")
-        return Candidate(
+        return StagedCandidate(
             triple,
             previous.incumbent if live == triple else live,
             OFFLINE,
-            State.ACTIVE,
+            CandidateState.ACTIVE,
             previous.attempt + 1,
             previous.epoch + 1,
             StabilityWindow(now),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kcdsl.release.promotion.evidence import Document, DocumentKind, Result
+from kcdsl.release.promotion.evidence import DocumentKind, EvidenceDocument, ObligationResult
 from kcdsl.release.promotion.stages import Demand
 from kcdsl.verdict.studies.convergence import refutes
 from kcdsl_certs.encoding.reals import real_text
@@ -24,13 +24,13 @@ def states_failure(report: Report) -> bool:
 
 def document_of(
     name: str, report: Report, demands: Sequence[Demand], expected: Expectation
-) -> Document:
+) -> EvidenceDocument:
     """Return the document of a certificate that is valid, or that states a failure."""
     predicate, identity = report.predicate, report.certificate
     assert predicate is not None
     assert identity is not None
     required = {(one.id, one.slice): one for one in expected.clauses}
-    results: dict[str, Result] = {}
+    results: dict[str, ObligationResult] = {}
     for demand in demands:
         key = (demand.clause, demand.slice)
         own = tuple(c for c in predicate.clauses if (c.id, c.slice) == key)
@@ -38,7 +38,7 @@ def document_of(
             violated = refutes(required[key], own)
             results[demand.obligation] = _result(demand, own, report.accepted, violated)
     data: Mapping[str, str] = expected.inputs
-    return Document(
+    return EvidenceDocument(
         DocumentKind.CERTIFICATE,
         name,
         identity,
@@ -52,7 +52,7 @@ def document_of(
 
 def _result(
     demand: Demand, own: Sequence[CertifiedClause], accepted: bool, violated: bool
-) -> Result:
+) -> ObligationResult:
     """Return the result of an obligation from those of its clause on its slice, of which the
     weakest kind of evidence counts."""
     order = list(Evidence)
@@ -61,11 +61,13 @@ def _result(
     k, n = (counted[0].exceed, counted[0].n) if len(counted) == 1 else (None, None)
     if violated:
         failed = [c for c in own if c.verdict is Verdict.FAILED]
-        return Result("violated", kind.value, k, n, "; ".join(map(_far, failed)))
+        return ObligationResult("violated", kind.value, k, n, "; ".join(map(_far, failed)))
     if accepted:
-        return Result("held", kind.value, k, n)
+        return ObligationResult("held", kind.value, k, n)
     reasons = dict.fromkeys(c.reason for c in own if c.reason)
-    return Result("inconclusive", kind.value, k, n, "; ".join(reasons) or "it did not pass")
+    return ObligationResult(
+        "inconclusive", kind.value, k, n, "; ".join(reasons) or "it did not pass"
+    )
 
 
 def _far(clause: CertifiedClause) -> str:

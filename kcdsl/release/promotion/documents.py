@@ -15,7 +15,12 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import FILE_MISSING, PROMOTION_EVIDENCE
-from kcdsl.release.promotion.evidence import Document, DocumentKind, Period, Result
+from kcdsl.release.promotion.evidence import (
+    DocumentKind,
+    EvidenceDocument,
+    ObligationResult,
+    Period,
+)
 from kcdsl.release.promotion.stages import Demand
 from kcdsl.source.files import open_regular
 from kcdsl.verdict.model import WORST_FIRST
@@ -63,7 +68,7 @@ def read_evidence(
     inputs: Mapping[str, str],
     stage: str,
     parts: Iterable[str],
-) -> Document:
+) -> EvidenceDocument:
     """Read a report or a window.
 
     `expected` is the candidate, `inputs` the digests of the data that the contract names, `parts`
@@ -125,7 +130,7 @@ def _report(
     expected: Triple,
     inputs: Mapping[str, str],
     parts: Iterable[str],
-) -> Document:
+) -> EvidenceDocument:
     _refuse_other_triple(_claimed(document, expected, document["kernels"]), expected, parts)
     if INFER_CHECKPOINT in expected.checkpoint.companions:
         raise OtherSubject("it does not name the weights that the inference kernel read")
@@ -137,7 +142,7 @@ def _report(
         if inputs.get(name) != digest:
             raise OtherSubject(f"its data {name} is not that of the contract")
     looks = document.get("statistics", {}).get("looks", 1)
-    return Document(
+    return EvidenceDocument(
         DocumentKind.REPORT,
         str(path),
         identity,
@@ -181,8 +186,8 @@ def _of_checkpoint(weights: str, expected: Triple) -> bool:
     return expected.checkpoint.root_digest == root or expected.checkpoint.digest == weights
 
 
-def _results(rows: Any) -> dict[str, Result]:
-    found: dict[str, Result] = {}
+def _results(rows: Any) -> dict[str, ObligationResult]:
+    found: dict[str, ObligationResult] = {}
     for row in rows:
         name, verdict = row["obligation"], row["verdict"]
         if not isinstance(name, str) or verdict not in WORST_FIRST or name in found:
@@ -192,7 +197,7 @@ def _results(rows: Any) -> dict[str, Result]:
         if not (k is None and n is None) and not (type(k) is int and type(n) is int):
             raise TypeError(f"the counts of {name}")
         why = row["reason"]
-        found[name] = Result(
+        found[name] = ObligationResult(
             verdict, str(row["evidence"]), k, n, why if isinstance(why, str) else _far(row)
         )
     return found
@@ -218,7 +223,7 @@ def _window(
     expected: Triple,
     stage: str,
     parts: Iterable[str],
-) -> Document:
+) -> EvidenceDocument:
     window = document.get("window")
     if window is None:
         raise unusable(
@@ -241,7 +246,7 @@ def _window(
     requests = {str(one["slice"]): one["requests"] for one in document["slices"]}
     if not all(type(n) is int and n >= 0 for n in requests.values()):
         raise TypeError("the requests of a slice")
-    return Document(
+    return EvidenceDocument(
         DocumentKind.WINDOW,
         str(path),
         identity,
@@ -259,7 +264,7 @@ def _time(text: Any) -> datetime:
 
 
 def _refuse_partial(
-    results: Mapping[str, Result], demands: Sequence[Demand], deferred: Mapping[str, str]
+    results: Mapping[str, ObligationResult], demands: Sequence[Demand], deferred: Mapping[str, str]
 ) -> None:
     """Refuse a window in which slices of a decided clause were left out, or a clause unmentioned:
     what is left out might be what fails."""

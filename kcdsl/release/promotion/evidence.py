@@ -18,7 +18,7 @@ class DocumentKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ObligationResult:
     """What a document says of one obligation.
 
     `verdict` is one of those of `kcdsl.verdict.model`; `evidence` the kind it rests on, such as
@@ -41,7 +41,7 @@ class Period:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class EvidenceDocument:
     """A document that was read and is about the candidate.
 
     Args:
@@ -64,7 +64,7 @@ class Document:
     name: str
     identity: str
     parts: frozenset[str]
-    results: Mapping[str, Result]
+    results: Mapping[str, ObligationResult]
     requests_of: frozenset[str] = frozenset()
     looks: int = 1
     period: Period | None = None

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.exits import Exit
-from kcdsl.release.promotion.candidate import Candidate, State
+from kcdsl.release.promotion.candidate import CandidateState, StagedCandidate
 from kcdsl.release.promotion.recorded import candidate_in, standing_of
 from kcdsl.release.promotion.stages import FULL, OFFLINE
 from kcdsl_certs.statement import STAGES
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kcdsl.release.register import Register, Slot
 
 
-class Answer(StrEnum):
+class GateAnswer(StrEnum):
     """The answer, by the words of an analysis of Argo Rollouts."""
 
     SUCCESSFUL = "Successful"
@@ -30,9 +30,9 @@ class Answer(StrEnum):
 
 
 EXITS = {
-    Answer.SUCCESSFUL: Exit.HELD,
-    Answer.FAILED: Exit.VIOLATED,
-    Answer.INCONCLUSIVE: Exit.INCONCLUSIVE,
+    GateAnswer.SUCCESSFUL: Exit.HELD,
+    GateAnswer.FAILED: Exit.VIOLATED,
+    GateAnswer.INCONCLUSIVE: Exit.INCONCLUSIVE,
 }
 
 
@@ -47,7 +47,7 @@ class Gate:
     slot: str
     stage: str
     triple: str
-    answer: Answer
+    answer: GateAnswer
     reasons: tuple[str, ...]
     known: bool = False
     state: str | None = None
@@ -56,7 +56,7 @@ class Gate:
     @property
     def is_open(self) -> bool:
         """Say whether the triple may serve."""
-        return self.answer is Answer.SUCCESSFUL
+        return self.answer is GateAnswer.SUCCESSFUL
 
     @property
     def exit(self) -> Exit:
@@ -85,9 +85,9 @@ def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -
     candidate, live = candidate_in(history), register.slot(slot)
     if candidate is None:
         why = "the register has no decision about this triple in this slot"
-        return Gate(slot, stage, triple, Answer.INCONCLUSIVE, (why,))
+        return Gate(slot, stage, triple, GateAnswer.INCONCLUSIVE, (why,))
     answer, reasons = _judge(register, candidate, live, stage, now)
-    if answer is not Answer.SUCCESSFUL:
+    if answer is not GateAnswer.SUCCESSFUL:
         told = [f"{one.clause}{_on(one.slice)}: {one.detail}" for one in history[-1].reasons]
         reasons = (*reasons, *told)
     where = candidate.state.value, candidate.stage
@@ -95,30 +95,32 @@ def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -
 
 
 def _judge(
-    register: Register, candidate: Candidate, live: Slot, stage: str, now: datetime
-) -> tuple[Answer, tuple[str, ...]]:
+    register: Register, candidate: StagedCandidate, live: Slot, stage: str, now: datetime
+) -> tuple[GateAnswer, tuple[str, ...]]:
     match candidate.state:
-        case State.ROLLED_BACK | State.BLOCKED:
-            return Answer.FAILED, (f"it was {candidate.state} in the stage {candidate.stage}",)
-        case State.FROZEN:
-            return Answer.INCONCLUSIVE, (f"it is frozen in the stage {candidate.stage}",)
-        case State.ACTIVE:
+        case CandidateState.ROLLED_BACK | CandidateState.BLOCKED:
+            return GateAnswer.FAILED, (f"it was {candidate.state} in the stage {candidate.stage}",)
+        case CandidateState.FROZEN:
+            return GateAnswer.INCONCLUSIVE, (f"it is frozen in the stage {candidate.stage}",)
+        case CandidateState.ACTIVE:
             pass
     withdrawn, ended = standing_of(candidate, register, now)
     if withdrawn:
-        return Answer.FAILED, tuple(f"certificate {one[:12]}: {w}" for one, w in withdrawn.items())
+        return GateAnswer.FAILED, tuple(
+            f"certificate {one[:12]}: {w}" for one, w in withdrawn.items()
+        )
     if STAGES.index(candidate.stage) < STAGES.index(stage):
-        return Answer.INCONCLUSIVE, (f"it is in the stage {candidate.stage}, before {stage}",)
+        return GateAnswer.INCONCLUSIVE, (f"it is in the stage {candidate.stage}, before {stage}",)
     if live.triple not in (candidate.incumbent, candidate.triple):
-        return Answer.INCONCLUSIVE, ("another triple became live since it began",)
+        return GateAnswer.INCONCLUSIVE, ("another triple became live since it began",)
     if stage == FULL and live.triple != candidate.triple:
-        return Answer.INCONCLUSIVE, ("another triple is live in this slot",)
+        return GateAnswer.INCONCLUSIVE, ("another triple is live in this slot",)
     if candidate.stage != OFFLINE:
         passed = candidate.stage if candidate.stage == FULL else _before(candidate.stage)
         signed = candidate.signed(passed)
         if all(one in ended for one in signed):
-            return Answer.INCONCLUSIVE, (f"no certificate of the stage {passed} is in force",)
-    return Answer.SUCCESSFUL, (f"it is {candidate.state} in the stage {candidate.stage}",)
+            return GateAnswer.INCONCLUSIVE, (f"no certificate of the stage {passed} is in force",)
+    return GateAnswer.SUCCESSFUL, (f"it is {candidate.state} in the stage {candidate.stage}",)
 
 
 def _before(stage: str) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.release.promotion.gate import Answer, Gate, ask
+from kcdsl.release.promotion.gate import Gate, GateAnswer, ask
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import loose_load
 from kcdsl_certs.statement import STAGES
@@ -40,9 +40,9 @@ MOST_AT_A_TIME = 32
 _NAMES = ("slot", "stage", "triple")
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})", re.ASCII)
 _STATUS = {
-    Answer.SUCCESSFUL: HTTPStatus.OK,
-    Answer.FAILED: HTTPStatus.FORBIDDEN,
-    Answer.INCONCLUSIVE: HTTPStatus.CONFLICT,
+    GateAnswer.SUCCESSFUL: HTTPStatus.OK,
+    GateAnswer.FAILED: HTTPStatus.FORBIDDEN,
+    GateAnswer.INCONCLUSIVE: HTTPStatus.CONFLICT,
 }
 _PATHS = {
     "/gate": ("GET", "POST"),
@@ -213,7 +213,7 @@ def _status(path: str, gate: Gate) -> HTTPStatus:
     if path == "/analysis":
         return HTTPStatus.OK
     if path == "/rollback":
-        return HTTPStatus.OK if gate.answer is Answer.FAILED else HTTPStatus.CONFLICT
+        return HTTPStatus.OK if gate.answer is GateAnswer.FAILED else HTTPStatus.CONFLICT
     return _STATUS[gate.answer]
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from fractions import Fraction
 
-from kcdsl.release.promotion.candidate import Candidate, Shown
-from kcdsl.release.promotion.evidence import Document, DocumentKind, Result
+from kcdsl.release.promotion.candidate import ShownObligation, StagedCandidate
+from kcdsl.release.promotion.evidence import DocumentKind, EvidenceDocument, ObligationResult
 from kcdsl.release.promotion.stages import FULL, OFFLINE, Demand, LookRules
 from kcdsl.verdict.records import Record
 from kcdsl_certs.encoding.strict import time_text
@@ -31,7 +31,7 @@ SHOWN, VIOLATED, OPEN, NOT_DUE = "shown", "violated", "open", "not-due"
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Record):
+class LookRow(Record):
     """What is known of one obligation on one slice, after a look.
 
     `status` is "shown", "violated", "open", or "not-due" for what the stage does not demand.
@@ -56,12 +56,12 @@ class Row(Record):
 class Look:
     """Collects what documents say of a candidate."""
 
-    candidate: Candidate
+    candidate: StagedCandidate
     demands: Mapping[str, Demand]
     rules: LookRules
     error: Fraction
     counts: dict[str, tuple[int, int]]
-    shown: dict[str, Shown]
+    shown: dict[str, ShownObligation]
     looks: dict[str, int]
     documents: int
     violated: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Look:
         """Return how many obligations alarms share the error among."""
         return max(1, sum(demand.is_rate for demand in self.demands.values()))
 
-    def take(self, document: Document, repeated: bool) -> None:
+    def take(self, document: EvidenceDocument, repeated: bool) -> None:
         """Take what a document says of each obligation; what it sampled is left out where it
         repeats another document."""
         counting = False
@@ -89,7 +89,9 @@ class Look:
                 self._single(document, demand, result)
         self.documents += counting
 
-    def _rate(self, document: Document, demand: Demand, result: Result, number: int) -> bool:
+    def _rate(
+        self, document: EvidenceDocument, demand: Demand, result: ObligationResult, number: int
+    ) -> bool:
         """Take a rate of traffic; say whether it has counts."""
         name, allowed = demand.obligation, demand.allowed
         assert allowed is not None
@@ -98,7 +100,9 @@ class Look:
             if result.verdict == "violated":
                 self.violated[name] = f"{document.name}: {_beyond(result.k, result.n, allowed)}"
             elif result.verdict == "held" and result.evidence != "census":
-                self.shown[name] = Shown(result.evidence, document.identity, document.valid_until)
+                self.shown[name] = ShownObligation(
+                    result.evidence, document.identity, document.valid_until
+                )
             return False
         if result.k is None or not result.n or not 0 <= result.k <= result.n:
             kept = self.spoiled if document.kind is DocumentKind.WINDOW else self.noted
@@ -119,7 +123,7 @@ class Look:
             self.violated[name] = f"over the whole window, {_beyond(k, n, allowed)}"
         return True
 
-    def _single(self, document: Document, demand: Demand, result: Result) -> None:
+    def _single(self, document: EvidenceDocument, demand: Demand, result: ObligationResult) -> None:
         """Take a result that counts of a window do not decide."""
         name = demand.obligation
         signed = document.kind is DocumentKind.CERTIFICATE
@@ -143,10 +147,12 @@ class Look:
                 f"number {self.looks[name]}"
             )
         else:
-            self.shown[name] = Shown(result.evidence, document.identity, document.valid_until)
+            self.shown[name] = ShownObligation(
+                result.evidence, document.identity, document.valid_until
+            )
 
 
-def order_of(document: Document) -> tuple[int, str, str]:
+def order_of(document: EvidenceDocument) -> tuple[int, str, str]:
     """Return the place of a document among those of a look."""
     kinds = list(DocumentKind)
     end = "" if document.period is None else time_text(document.period.end)
@@ -154,8 +160,8 @@ def order_of(document: Document) -> tuple[int, str, str]:
 
 
 def why_unusable(
-    document: Document,
-    candidate: Candidate,
+    document: EvidenceDocument,
+    candidate: StagedCandidate,
     demands: Mapping[str, Demand],
     seen: Set[str],
     now: datetime,
@@ -181,7 +187,7 @@ def why_unusable(
     return None
 
 
-def row_of(demand: Demand, candidate: Candidate, look: Look, error: Fraction) -> Row:
+def row_of(demand: Demand, candidate: StagedCandidate, look: Look, error: Fraction) -> LookRow:
     """Return what is known of an obligation after a look."""
     name, stage = demand.obligation, candidate.stage
     k, n = look.counts.get(name, (None, None))
@@ -202,7 +208,7 @@ def row_of(demand: Demand, candidate: Candidate, look: Look, error: Fraction) ->
             reason = f"not shown yet: {reason}"
     if status is OPEN and not demand.is_due(stage):
         status, reason = NOT_DUE, f"{stage} does not demand it"
-    return Row(
+    return LookRow(
         demand.clause,
         demand.slice,
         name,
@@ -218,7 +224,7 @@ def row_of(demand: Demand, candidate: Candidate, look: Look, error: Fraction) ->
     )
 
 
-def _error_of(candidate: Candidate, error: Fraction) -> Fraction:
+def _error_of(candidate: StagedCandidate, error: Fraction) -> Fraction:
     """Return the error at which the present window shows a rate."""
     if candidate.stage == FULL:
         return error
@@ -235,7 +241,7 @@ def _beyond(k: int | None, n: int | None, allowed: Fraction) -> str:
     return f"{k} of {n} are beyond ({share}), {float(100 * allowed):.6g} % may be"
 
 
-def _units(result: Result) -> str:
+def _units(result: ObligationResult) -> str:
     if result.k is None or result.n is None:
         return "the requirement does not hold"
     return f"{result.k} of {result.n} are beyond, none may be"

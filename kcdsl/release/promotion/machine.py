@@ -14,9 +14,17 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from fractions import Fraction
 
-from kcdsl.release.promotion.candidate import Candidate, StabilityWindow, State
-from kcdsl.release.promotion.evidence import Document, DocumentKind, duration, merged
-from kcdsl.release.promotion.look import NOT_DUE, SHOWN, Look, Row, order_of, row_of, why_unusable
+from kcdsl.release.promotion.candidate import CandidateState, StabilityWindow, StagedCandidate
+from kcdsl.release.promotion.evidence import DocumentKind, EvidenceDocument, duration, merged
+from kcdsl.release.promotion.look import (
+    NOT_DUE,
+    SHOWN,
+    Look,
+    LookRow,
+    order_of,
+    row_of,
+    why_unusable,
+)
 from kcdsl.release.promotion.stages import (
     FULL,
     OFFLINE,
@@ -30,7 +38,7 @@ from kcdsl.release.promotion.stages import (
 ERROR = Fraction(1, 20)
 
 
-class Outcome(StrEnum):
+class PromotionOutcome(StrEnum):
     """What a look at the evidence came to."""
 
     ADVANCED = "advanced"
@@ -43,7 +51,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PromotionLimits:
     """How long a stability window is, how many requests of each slice it has at least, and the
     chance of a false decision of each kind."""
 
@@ -53,41 +61,41 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PromotionStep:
     """The candidate after a look, what the look came to, and why.
 
     `lacking` says what is missing beside clauses, `unused` names the documents that did not count
     and why, `counted` has the digests of those that did.
     """
 
-    candidate: Candidate
-    outcome: Outcome
-    rows: tuple[Row, ...]
+    candidate: StagedCandidate
+    outcome: PromotionOutcome
+    rows: tuple[LookRow, ...]
     lacking: tuple[str, ...]
     unused: Mapping[str, str]
     counted: tuple[str, ...]
 
 
 def step(
-    candidate: Candidate,
+    candidate: StagedCandidate,
     demands: Sequence[Demand],
-    documents: Iterable[Document],
-    limits: Limits,
+    documents: Iterable[EvidenceDocument],
+    limits: PromotionLimits,
     rules: LookRules,
     *,
     counted: Set[str],
     now: datetime,
     ended: Set[str] = frozenset(),
-) -> Step:
+) -> PromotionStep:
     """Return what the evidence makes of an active candidate.
 
     `counted` are the digests of what earlier looks counted: nothing counts twice. `now` is the
     time of the look. `ended` are the identities of certificates that are not in force any more.
     """
-    assert candidate.state is State.ACTIVE
+    assert candidate.state is CandidateState.ACTIVE
     by_name = {demand.obligation: demand for demand in demands}
     seen, unused = set(counted), dict[str, str]()
-    fresh: list[tuple[Document, bool]] = []
+    fresh: list[tuple[EvidenceDocument, bool]] = []
     for document in sorted(documents, key=order_of):
         why = why_unusable(document, candidate, by_name, seen, now)
         if why is None:
@@ -136,19 +144,19 @@ def step(
     rows = tuple(row_of(demand, after, look, limits.error) for demand in demands)
     lacking = _lacking(after, demands, limits, ended)
     outcome, after = _conclude(after, by_name, look, rows, lacking, now)
-    return Step(after, outcome, rows, lacking, unused, tuple(sorted(seen - counted)))
+    return PromotionStep(after, outcome, rows, lacking, unused, tuple(sorted(seen - counted)))
 
 
-def _in_window(candidate: Candidate, digest: str) -> str:
+def _in_window(candidate: StagedCandidate, digest: str) -> str:
     """Return the mark of requests that were measured in the present stability window."""
     mark = f"{candidate.stage} {candidate.epoch} {digest}"
     return hashlib.sha256(mark.encode("ascii")).hexdigest()
 
 
 def _lacking(
-    candidate: Candidate,
+    candidate: StagedCandidate,
     demands: Sequence[Demand],
-    limits: Limits,
+    limits: PromotionLimits,
     ended: Set[str],
 ) -> tuple[str, ...]:
     """Return what is missing for the next stage beside clauses."""
@@ -168,37 +176,39 @@ def _lacking(
 
 
 def _conclude(
-    candidate: Candidate,
+    candidate: StagedCandidate,
     demands: Mapping[str, Demand],
     look: Look,
-    rows: Sequence[Row],
+    rows: Sequence[LookRow],
     lacking: Sequence[str],
     now: datetime,
-) -> tuple[Outcome, Candidate]:
+) -> tuple[PromotionOutcome, StagedCandidate]:
     reactions = tuple(demands[name].reaction(candidate.stage) for name in look.violated)
     if reactions:
         match worst_reaction(reactions):
             case Reaction.ROLL_BACK:
-                return Outcome.ROLLED_BACK, replace(candidate, state=State.ROLLED_BACK)
+                return PromotionOutcome.ROLLED_BACK, replace(
+                    candidate, state=CandidateState.ROLLED_BACK
+                )
             case Reaction.FREEZE:
-                return Outcome.FROZEN, replace(candidate, state=State.FROZEN)
+                return PromotionOutcome.FROZEN, replace(candidate, state=CandidateState.FROZEN)
             case Reaction.BLOCK if candidate.stage == OFFLINE:
-                return Outcome.BLOCKED, replace(candidate, state=State.BLOCKED)
+                return PromotionOutcome.BLOCKED, replace(candidate, state=CandidateState.BLOCKED)
             case Reaction.BLOCK:
-                return Outcome.BLOCKED, _restarted(candidate, now)
+                return PromotionOutcome.BLOCKED, _restarted(candidate, now)
     spoiled = any(demands[name].is_due(candidate.stage) for name in look.spoiled)
     if spoiled and candidate.stage != OFFLINE:
-        return Outcome.HELD, _restarted(candidate, now)
+        return PromotionOutcome.HELD, _restarted(candidate, now)
     if lacking or not rows or any(row.status not in (SHOWN, NOT_DUE) for row in rows):
-        return Outcome.HELD, candidate
+        return PromotionOutcome.HELD, candidate
     if candidate.stage == FULL:
-        return Outcome.KEPT, _restarted(candidate, now)
+        return PromotionOutcome.KEPT, _restarted(candidate, now)
     after = following(candidate.stage)
     kept = candidate.shown if after == FULL else {}
     entered = replace(candidate, stage=after, window=StabilityWindow(now), documents=0, shown=kept)
-    return Outcome.ADVANCED, entered
+    return PromotionOutcome.ADVANCED, entered
 
 
-def _restarted(candidate: Candidate, now: datetime) -> Candidate:
+def _restarted(candidate: StagedCandidate, now: datetime) -> StagedCandidate:
     """Return the candidate at the beginning of another stability window of its stage."""
     return replace(candidate, epoch=candidate.epoch + 1, window=StabilityWindow(now))

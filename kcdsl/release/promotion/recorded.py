@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import REGISTER_DAMAGED
-from kcdsl.release.promotion.candidate import Candidate
+from kcdsl.release.promotion.candidate import StagedCandidate
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import Triple, Verdict, differences, relaxed
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kcdsl.release.register import CertificateStatus, Promotion, Register
 
 
-def candidate_in(history: Sequence[Promotion]) -> Candidate | None:
+def candidate_in(history: Sequence[Promotion]) -> StagedCandidate | None:
     """Return the candidate as its last decision left it; None without a decision.
 
     Raises Refusal where the record of the candidate is not one that this program wrote.
@@ -25,7 +25,7 @@ def candidate_in(history: Sequence[Promotion]) -> Candidate | None:
         return None
     last = history[-1]
     try:
-        found = Candidate.from_json(dict(last.progress))
+        found = StagedCandidate.from_json(dict(last.progress))
         if found.triple != last.candidate:
             raise Rejected("candidate/other", "it is about another triple")
     except Rejected as error:
@@ -67,7 +67,7 @@ def why_withdrawn(register: Register, status: CertificateStatus) -> str | None:
 
 
 def standing_of(
-    candidate: Candidate, register: Register, now: datetime, given: Collection[str] = ()
+    candidate: StagedCandidate, register: Register, now: datetime, given: Collection[str] = ()
 ) -> tuple[dict[str, str], frozenset[str]]:
     """Return why certificates of a candidate are withdrawn, by identity, and which are not in
     force. What a certificate that is `given` now supersedes is not withdrawn by it: the look at the

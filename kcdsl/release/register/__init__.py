@@ -4,7 +4,7 @@ Events are appended and never changed; each holds the hash of the one before. Ev
 read follows from them. `Register.open` opens one, in a file of SQLite or in PostgreSQL.
 """
 
-from kcdsl.release.register.audit import Audit, Defect
+from kcdsl.release.register.audit import Audit, AuditDefect
 from kcdsl.release.register.events import Event, EventKind
 from kcdsl.release.register.records import (
     Certificate,
@@ -22,7 +22,21 @@ from kcdsl.release.register.records import (
 from kcdsl.release.register.store import Register, Stale
 
 __all__ = [
-    "Audit", "Certificate", "CertificateStatus", "Defect", "Event", "EventKind", "Promotion",
-    "PromotionReason", "PromotionState", "Register", "Revocation", "Revoked", "Run", "Slot",
-    "Stale", "Standing", "StatementKind",
+    "Audit",
+    "AuditDefect",
+    "Certificate",
+    "CertificateStatus",
+    "Event",
+    "EventKind",
+    "Promotion",
+    "PromotionReason",
+    "PromotionState",
+    "Register",
+    "Revocation",
+    "Revoked",
+    "Run",
+    "Slot",
+    "Stale",
+    "Standing",
+    "StatementKind",
 ]  # fmt: skip

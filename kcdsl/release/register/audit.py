@@ -38,7 +38,7 @@ _BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Defect:
+class AuditDefect:
     """One thing that is wrong: a stable reason, and the number of the event that it is about."""
 
     reason: str
@@ -62,7 +62,7 @@ class Audit:
     certificates: int
     unverified: int
     heads: tuple[RegisterHead, ...]
-    defects: tuple[Defect, ...]
+    defects: tuple[AuditDefect, ...]
 
     @property
     def is_sound(self) -> bool:
@@ -96,7 +96,7 @@ def head_json(found: RegisterHead) -> dict[str, Any]:
 class _Found:
     """What is learnt on the way along the chain."""
 
-    defects: list[Defect] = field(default_factory=list)
+    defects: list[AuditDefect] = field(default_factory=list)
     hashes: dict[int, str] = field(default_factory=dict)
     """The hashes at the numbers of signed heads, by number."""
     last: RegisterHead | None = None
@@ -108,7 +108,7 @@ class _Found:
 
     def add(self, reason: str, detail: str, number: int | None = None) -> None:
         if len(self.defects) < MOST_DEFECTS:
-            self.defects.append(Defect(reason, detail, number))
+            self.defects.append(AuditDefect(reason, detail, number))
 
 
 def audit(

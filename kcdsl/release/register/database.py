@@ -84,7 +84,7 @@ def _no_register(kind: str) -> Refusal:
     )
 
 
-class Database:
+class RegisterDatabase:
     """Connections to one register."""
 
     def __init__(self, location: Location, *, create: bool, wait: float = WAIT) -> None:

@@ -18,7 +18,7 @@ from kcdsl.release.issue import utc_now
 from kcdsl.release.register import queries
 from kcdsl.release.register.appending import Chain, begin, head_in
 from kcdsl.release.register.audit import Audit, audit
-from kcdsl.release.register.database import WAIT, Database, Location, revision_of, upgrade
+from kcdsl.release.register.database import WAIT, Location, RegisterDatabase, revision_of, upgrade
 from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import MARK, slot_after, slot_in
 from kcdsl.release.register.recording import (
@@ -74,7 +74,7 @@ class Register:
     transaction, and returns when it is on the disk. Use it as a context manager.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], datetime]) -> None:
+    def __init__(self, database: RegisterDatabase, clock: Callable[[], datetime]) -> None:
         self._database = database
         self._clock = clock
 
@@ -93,7 +93,7 @@ class Register:
         writers are waited for. Raises Refusal where there is none, or one
         with tables of another version.
         """
-        database = Database(Location.of(place), create=create, wait=wait)
+        database = RegisterDatabase(Location.of(place), create=create, wait=wait)
         try:
             if create:
                 _make(database, clock())
@@ -110,7 +110,7 @@ class Register:
         Returns the revisions before and after. Raises Refusal where there is no register, or a
         newer one.
         """
-        database = Database(Location.of(place), create=False)
+        database = RegisterDatabase(Location.of(place), create=False)
         try:
             database.refuse_other_revision(older=True)
             with database.defining() as connection:
@@ -373,7 +373,7 @@ def _not_recorded(error: Rejected, help: str | None = None) -> Refusal:
     return refuse(NOT_RECORDED, f"not recorded: {error.detail} ({error.reason})", help=help)
 
 
-def _make(database: Database, moment: datetime) -> None:
+def _make(database: RegisterDatabase, moment: datetime) -> None:
     """Make tables and the first event where there are none, in one transaction."""
     if database.revision() is not None:
         return

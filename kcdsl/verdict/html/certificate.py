@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kcdsl.verdict.html.document import Cell, Part, Sheet, document_page
+from kcdsl.verdict.html.document import Part, Sheet, SheetCell, document_page
 from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.studies.reading import Content, Reading, ReadResult
@@ -58,9 +58,9 @@ def _gate(reading: Reading) -> Part:
     _, words = reading.gate
     rows = [
         [
-            Cell(step["name"]),
-            Cell(step["outcome"].replace("_", " "), colour=_OUTCOMES[step["outcome"]]),
-            Cell(step["detail"], step["reason"]),
+            SheetCell(step["name"]),
+            SheetCell(step["outcome"].replace("_", " "), colour=_OUTCOMES[step["outcome"]]),
+            SheetCell(step["detail"], step["reason"]),
         ]
         for step in reading.steps
     ]
@@ -71,9 +71,11 @@ def _gate(reading: Reading) -> Part:
 def _signatures(reading: Reading) -> Part | None:
     rows = [
         [
-            Cell(s.keyid or UNREACHED),
-            Cell(s.key or UNREACHED, s.sha256 or ""),
-            Cell("counts", colour="held") if s.trusted else Cell(s.problem, colour="inconclusive"),
+            SheetCell(s.keyid or UNREACHED),
+            SheetCell(s.key or UNREACHED, s.sha256 or ""),
+            SheetCell("counts", colour="held")
+            if s.trusted
+            else SheetCell(s.problem, colour="inconclusive"),
         ]
         for s in reading.signatures
     ]
@@ -112,7 +114,9 @@ def _rest(reading: Reading, content: Content) -> Iterator[Part]:
     files += [("proof", r.proof, "") for r in content.results if r.proof is not None]
     files += [("input", name, digest) for name, digest in content.inputs.items()]
     if files:
-        rows = [[Cell(role), Cell(name), Cell(digest)] for role, name, digest in files]
+        rows = [
+            [SheetCell(role), SheetCell(name), SheetCell(digest)] for role, name, digest in files
+        ]
         lead = "Named by digest; none of them was looked at."
         yield Part("Files", lead, head=("role", "name", "sha256"), rows=rows)
     yield Part("Identity", pairs=list(_facts(reading, content)))
@@ -125,27 +129,31 @@ def _where(item: object) -> str:
     return str(item["id"]) if "slice" not in item else f"{item['id']} on {item['slice']}"
 
 
-def _result(result: ReadResult) -> list[Cell]:
+def _result(result: ReadResult) -> list[SheetCell]:
     colour, word = _STATED[result.verdict]
     ratio = UNREACHED if result.tightness is None else f"{result.tightness:.3g}"
     return [
-        Cell(result.clause, result.slice or ""),
-        Cell(result.claim, result.reason or ""),
-        Cell(result.decisive, number=True),
-        Cell(result.number("attained"), number=True),
-        Cell(ratio, number=True),
-        Cell(result.rests_on, result.method),
-        Cell(word, colour=colour),
+        SheetCell(result.clause, result.slice or ""),
+        SheetCell(result.claim, result.reason or ""),
+        SheetCell(result.decisive, number=True),
+        SheetCell(result.number("attained"), number=True),
+        SheetCell(ratio, number=True),
+        SheetCell(result.rests_on, result.method),
+        SheetCell(word, colour=colour),
     ]
 
 
-def _numerics(content: Content) -> tuple[tuple[str, ...], list[list[Cell]], tuple[str, ...]]:
+def _numerics(content: Content) -> tuple[tuple[str, ...], list[list[SheetCell]], tuple[str, ...]]:
     train, infer = (content.kernels[role].numerics for role in ("train", "infer"))
     rows = []
     for name in dict.fromkeys((*train, *infer)):
         one, other = (side.get(name, UNREACHED) for side in (train, infer))
         rows.append(
-            [Cell(name), Cell(one), Cell(other, colour="" if one == other else "inconclusive")]
+            [
+                SheetCell(name),
+                SheetCell(one),
+                SheetCell(other, colour="" if one == other else "inconclusive"),
+            ]
         )
     lines = () if rows else ("Neither kernel states its numerics.",)
     return ("field", "training", "inference"), rows, lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kcdsl.verdict.html.document import Cell, Part, Sheet, document_page
+from kcdsl.verdict.html.document import Part, Sheet, SheetCell, document_page
 from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.quantities import UNREACHED, quantity, rate_text, scale, told
 from kcdsl.verdict.studies.pairing import (
@@ -89,25 +89,25 @@ def _in_unit(row: PairedRow, value: float | None) -> str:
     return told(value, row.threshold, scale(row.unit, row.threshold))
 
 
-def _row(row: PairedRow) -> list[Cell]:
+def _row(row: PairedRow) -> list[SheetCell]:
     colour, word = _CHANGES[row.change]
     share = row.worse is not None
     delta = _share(row.delta) if share else _in_unit(row, row.delta)
     low, high = ((_share if share else lambda v: _in_unit(row, v))(v) for v in (row.low, row.high))
     limits = "" if row.low is None else f"{low} … {high}"
     return [
-        Cell(row.clause, f"{row.level} · {row.requirement}"),
-        Cell(row.slice),
+        SheetCell(row.clause, f"{row.level} · {row.requirement}"),
+        SheetCell(row.slice),
         *(
-            Cell(_in_unit(row, value), _rate(rate), number=True)
+            SheetCell(_in_unit(row, value), _rate(rate), number=True)
             for value, rate in zip((row.incumbent, row.candidate), row.rates, strict=True)
         ),
         *(
-            Cell(UNREACHED if n is None else f"{n} of {row.n}", number=True)
+            SheetCell(UNREACHED if n is None else f"{n} of {row.n}", number=True)
             for n in (row.worse, row.better)
         ),
-        Cell(delta, limits, number=True),
-        Cell(word, colour=colour),
+        SheetCell(delta, limits, number=True),
+        SheetCell(word, colour=colour),
     ]
 
 
@@ -127,14 +127,14 @@ def _measures(title: str, rows: Sequence[MeasureDelta]) -> Part | None:
         return None
     made = [
         [
-            Cell(row.metric, f"{row.better} is better"),
-            Cell(row.slice),
-            Cell(str(row.n), number=True),
+            SheetCell(row.metric, f"{row.better} is better"),
+            SheetCell(row.slice),
+            SheetCell(str(row.n), number=True),
             *(
-                Cell(quantity(value, row.unit), number=True)
+                SheetCell(quantity(value, row.unit), number=True)
                 for value in (row.incumbent, row.candidate)
             ),
-            Cell(
+            SheetCell(
                 quantity(row.delta, row.unit),
                 f"{quantity(row.low, row.unit)} … {quantity(row.high, row.unit)}",
                 number=True,
@@ -155,26 +155,30 @@ def _baselines(found: RunComparison) -> Part | None:
         band, floor = row.band, row.floor
         if band is None and floor is None:
             continue
-        cells = [Cell(row.clause), Cell(row.slice), Cell(_in_unit(row, row.candidate), number=True)]
+        cells = [
+            SheetCell(row.clause),
+            SheetCell(row.slice),
+            SheetCell(_in_unit(row, row.candidate), number=True),
+        ]
         if band is None or band.state == "inactive":
             runs = 0 if band is None else band.runs
             cells += [
-                Cell(UNREACHED, counted(runs, "run"), number=True),
-                Cell("inactive", colour="none"),
+                SheetCell(UNREACHED, counted(runs, "run"), number=True),
+                SheetCell("inactive", colour="none"),
             ]
         else:
             limits = f"{_in_unit(row, band.low)} … {_in_unit(row, band.high)}"
             outside = "violated" if band.harmful else "inconclusive"
             colour = "held" if band.state == "inside" else outside
             cells += [
-                Cell(limits, counted(band.runs, "run"), number=True),
-                Cell(band.state, colour=colour),
+                SheetCell(limits, counted(band.runs, "run"), number=True),
+                SheetCell(band.state, colour=colour),
             ]
         if floor is None:
-            cells.append(Cell("unknown"))
+            cells.append(SheetCell("unknown"))
         else:
             above = "the threshold is stricter" if floor.above else counted(floor.builds, "build")
-            cells.append(Cell(_in_unit(row, floor.value), above, number=True))
+            cells.append(SheetCell(_in_unit(row, floor.value), above, number=True))
         rows.append(cells)
     if not rows:
         return None

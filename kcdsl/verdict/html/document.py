@@ -9,7 +9,7 @@ from kcdsl.verdict.html.page import rendered
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SheetCell:
     """One cell of a table: its text, more of it in small letters, and the colour of a verdict."""
 
     text: str
@@ -26,7 +26,7 @@ class Part:
     lead: str = ""
     pairs: Sequence[tuple[str, str]] = ()
     head: Sequence[str] = ()
-    rows: Sequence[Sequence[Cell]] = ()
+    rows: Sequence[Sequence[SheetCell]] = ()
     lines: Sequence[str] = ()
     matrix: bool = False
 

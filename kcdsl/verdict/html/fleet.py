@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kcdsl.verdict.html.document import Cell, Part, Sheet, document_page
+from kcdsl.verdict.html.document import Part, Sheet, SheetCell, document_page
 from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.studies.fleet import NOTE, UNCHECKED, Fleet, reasons
 
@@ -21,16 +21,20 @@ def fleet_page(found: Fleet) -> str:
     labels = [kernel.label for kernel in found.kernels]
     matrix = []
     for kernel in found.kernels:
-        cells = [Cell(f"{kernel.label} {kernel.name}", kernel.digest[:16])]
+        cells = [SheetCell(f"{kernel.label} {kernel.name}", kernel.digest[:16])]
         for label in labels:
             if label == kernel.label:
-                cells.append(Cell("="))
+                cells.append(SheetCell("="))
                 continue
             state = found.pair(kernel.label, label).agreement
-            cells.append(Cell(f"{SIGNS[_CELLS[state]]} {state}", colour=_CELLS[state]))
+            cells.append(SheetCell(f"{SIGNS[_CELLS[state]]} {state}", colour=_CELLS[state]))
         matrix.append(cells)
     classes = [
-        [Cell(f"class {n}"), Cell(", ".join(one.members)), Cell(str(len(one.certificates)))]
+        [
+            SheetCell(f"class {n}"),
+            SheetCell(", ".join(one.members)),
+            SheetCell(str(len(one.certificates))),
+        ]
         for n, one in enumerate(found.classes, 1)
     ]
     lines = reasons(found)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, Candidate, State
-from kcdsl.release.promotion.gate import Answer, ask
+from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, CandidateState, StagedCandidate
+from kcdsl.release.promotion.gate import GateAnswer, ask
 from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
 from kcdsl.release.register import Promotion, PromotionReason, PromotionState, Register
 from kcdsl_certs.statement import STAGES, Triple, Verdict
@@ -43,7 +43,7 @@ def record(
     *,
     state: PromotionState = PromotionState.ADVANCED,
     incumbent: str | None = LIVE.digest,
-    candidate_state: State = State.ACTIVE,
+    candidate_state: CandidateState = CandidateState.ACTIVE,
     lifetime: timedelta = timedelta(days=30),
 ) -> dict[str, str]:
     """Record certificates of every stage before one, and that a triple is in it now; return their
@@ -67,7 +67,7 @@ def record(
 
 
 def decide(
-    register: Register, about: Triple, candidate: Candidate, state: PromotionState, stage: str
+    register: Register, about: Triple, candidate: StagedCandidate, state: PromotionState, stage: str
 ) -> None:
     slot = register.slot(SLOT)
     last = list(candidate.certificates.values())[-1] if candidate.certificates else ()
@@ -85,7 +85,7 @@ def decide(
     register.promote(SLOT, slot.version, decision)
 
 
-def answer(register: Register, about: Triple, stage: str, now: datetime = NOW) -> Answer:
+def answer(register: Register, about: Triple, stage: str, now: datetime = NOW) -> GateAnswer:
     return ask(register, SLOT, stage, about.digest, now).answer
 
 
@@ -95,11 +95,11 @@ def answer(register: Register, about: Triple, stage: str, now: datetime = NOW) -
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_not_recorded_may_not_serve(register: Register, stage: str) -> None:
     gate = ask(register, SLOT, stage, NEW.digest, NOW)
-    assert gate.answer is Answer.INCONCLUSIVE
+    assert gate.answer is GateAnswer.INCONCLUSIVE
     assert not gate.known
-    assert answer(register, LIVE, stage) is Answer.SUCCESSFUL
+    assert answer(register, LIVE, stage) is GateAnswer.SUCCESSFUL
     elsewhere = ask(register, "chat/other", stage, LIVE.digest, NOW)
-    assert elsewhere.answer is Answer.INCONCLUSIVE
+    assert elsewhere.answer is GateAnswer.INCONCLUSIVE
 
 
 @pytest.mark.parametrize("asked", STAGES)
@@ -107,20 +107,22 @@ def test_what_is_not_recorded_may_not_serve(register: Register, stage: str) -> N
 def test_a_candidate_may_serve_up_to_its_stage(register: Register, stage: str, asked: str) -> None:
     record(register, NEW, stage)
     may = STAGES.index(asked) <= STAGES.index(stage)
-    assert answer(register, NEW, asked) is (Answer.SUCCESSFUL if may else Answer.INCONCLUSIVE)
+    assert answer(register, NEW, asked) is (
+        GateAnswer.SUCCESSFUL if may else GateAnswer.INCONCLUSIVE
+    )
 
 
 @pytest.mark.parametrize("asked", STAGES)
 @pytest.mark.parametrize(
     ("state", "wanted"),
     [
-        (State.BLOCKED, Answer.FAILED),
-        (State.ROLLED_BACK, Answer.FAILED),
-        (State.FROZEN, Answer.INCONCLUSIVE),
+        (CandidateState.BLOCKED, GateAnswer.FAILED),
+        (CandidateState.ROLLED_BACK, GateAnswer.FAILED),
+        (CandidateState.FROZEN, GateAnswer.INCONCLUSIVE),
     ],
 )
 def test_a_stopped_candidate_may_not_serve(
-    register: Register, state: State, wanted: Answer, asked: str
+    register: Register, state: CandidateState, wanted: GateAnswer, asked: str
 ) -> None:
     record(register, NEW, CANARY, state=PromotionState.HELD, candidate_state=state)
     gate = ask(register, SLOT, asked, NEW.digest, NOW)
@@ -132,10 +134,10 @@ def test_a_revoked_certificate_of_any_stage_closes_it(register: Register) -> Non
     for stage in (OFFLINE, SHADOW):
         about = triple(f"revoked at {stage}")
         found = record(register, about, CANARY)
-        assert answer(register, about, CANARY) is Answer.SUCCESSFUL
+        assert answer(register, about, CANARY) is GateAnswer.SUCCESSFUL
         register.revoke(found[stage], "wrong data")
         gate = ask(register, SLOT, CANARY, about.digest, NOW)
-        assert gate.answer is Answer.FAILED
+        assert gate.answer is GateAnswer.FAILED
         assert "wrong data" in gate.reasons[0]
 
 
@@ -143,22 +145,22 @@ def test_a_newer_certificate_that_did_not_pass_closes_it(register: Register) -> 
     record(register, NEW, CANARY)
     failed = certified(NEW, stage=SHADOW, sequence=2, verdict=Verdict.FAILED)
     register.record_certificates([failed], TRUSTED)
-    assert answer(register, NEW, CANARY) is Answer.FAILED
+    assert answer(register, NEW, CANARY) is GateAnswer.FAILED
 
 
 def test_it_closes_when_the_certificate_ends(register: Register) -> None:
     record(register, NEW, CANARY, lifetime=timedelta(days=2))
-    assert answer(register, NEW, CANARY, NOW + timedelta(days=1, hours=22)) is Answer.SUCCESSFUL
-    assert answer(register, NEW, CANARY, NOW + timedelta(days=2)) is Answer.INCONCLUSIVE
+    assert answer(register, NEW, CANARY, NOW + timedelta(days=1, hours=22)) is GateAnswer.SUCCESSFUL
+    assert answer(register, NEW, CANARY, NOW + timedelta(days=2)) is GateAnswer.INCONCLUSIVE
 
 
 def test_another_live_triple_closes_it(register: Register) -> None:
     record(register, NEW, CANARY)
     other = triple("other")
     record(register, other, FULL, state=PromotionState.PROMOTED)
-    assert answer(register, NEW, CANARY) is Answer.INCONCLUSIVE
-    assert answer(register, other, FULL) is Answer.SUCCESSFUL
-    assert answer(register, LIVE, FULL) is Answer.INCONCLUSIVE
+    assert answer(register, NEW, CANARY) is GateAnswer.INCONCLUSIVE
+    assert answer(register, other, FULL) is GateAnswer.SUCCESSFUL
+    assert answer(register, LIVE, FULL) is GateAnswer.INCONCLUSIVE
 
 
 def test_a_decision_without_a_candidate_is_no_answer(register: Register) -> None:
@@ -179,9 +181,13 @@ def test_a_decision_without_a_candidate_is_no_answer(register: Register) -> None
 def test_exit_codes_of_the_command(
     register: Register, tmp_path: Path, cli: Callable[..., Any], follows: Callable[..., None]
 ) -> None:
-    record(register, NEW, CANARY, state=PromotionState.HELD, candidate_state=State.ROLLED_BACK)
+    record(
+        register, NEW, CANARY, state=PromotionState.HELD, candidate_state=CandidateState.ROLLED_BACK
+    )
     frozen = triple("frozen")
-    record(register, frozen, CANARY, state=PromotionState.HELD, candidate_state=State.FROZEN)
+    record(
+        register, frozen, CANARY, state=PromotionState.HELD, candidate_state=CandidateState.FROZEN
+    )
     wanted = {NEW.digest: 1, frozen.digest: 3, "0" * 64: 3}
     words = ("gate", "--register", tmp_path / "r.db", "--slot", SLOT, "--stage", "canary")
     for digest, code in wanted.items():
@@ -255,8 +261,16 @@ def test_it_answers_by_the_status_and_by_the_document(
 ) -> None:
     stopped, frozen = triple("stopped"), triple("frozen")
     record(register, NEW, CANARY)
-    record(register, stopped, CANARY, state=PromotionState.HELD, candidate_state=State.ROLLED_BACK)
-    record(register, frozen, CANARY, state=PromotionState.HELD, candidate_state=State.FROZEN)
+    record(
+        register,
+        stopped,
+        CANARY,
+        state=PromotionState.HELD,
+        candidate_state=CandidateState.ROLLED_BACK,
+    )
+    record(
+        register, frozen, CANARY, state=PromotionState.HELD, candidate_state=CandidateState.FROZEN
+    )
     with serving(register) as server:
         for about, gate, analysis, rollback, outcome in (
             (NEW, 200, 200, 409, "Successful"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl.release.promotion import Outcome, State
+from kcdsl.release.promotion import CandidateState, PromotionOutcome
 from kcdsl.release.register import PromotionState, Register
 from kcdsl_certs.statement import Verdict
 from tests.support.promotion_scenes import HOUR, SLOT, Pipeline, edited
@@ -60,12 +60,12 @@ def test_a_triple_goes_through_the_stages_and_serves(
         follows(found.to_json())
         seen.append((found.step.outcome, found.step.candidate.stage, found.live is not None))
     assert seen == [
-        (Outcome.ADVANCED, "shadow", False),
-        (Outcome.ADVANCED, "canary", False),
-        (Outcome.ADVANCED, "full", True),
+        (PromotionOutcome.ADVANCED, "shadow", False),
+        (PromotionOutcome.ADVANCED, "canary", False),
+        (PromotionOutcome.ADVANCED, "full", True),
     ]
     kept = pipeline.promote("full", pipeline.certificate("full"), pipeline.traffic("full"))
-    assert kept.step.outcome is Outcome.KEPT, (kept.step.rows, kept.step.lacking)
+    assert kept.step.outcome is PromotionOutcome.KEPT, (kept.step.rows, kept.step.lacking)
     with pipeline.register() as register:
         slot = register.slot(SLOT)
         assert slot.triple == found.triple
@@ -102,12 +102,12 @@ def test_a_changed_contract_is_another_triple(pipeline: Pipeline) -> None:
 def test_windows_add_up_over_looks(in_canary: Pipeline) -> None:
     signed = in_canary.certificate("canary")
     first = in_canary.promote("canary", signed, in_canary.traffic("canary", n=200))
-    assert first.step.outcome is Outcome.HELD
+    assert first.step.outcome is PromotionOutcome.HELD
     second = in_canary.promote("canary", in_canary.traffic("canary", n=200))
-    assert second.step.outcome is Outcome.HELD
+    assert second.step.outcome is PromotionOutcome.HELD
     assert second.step.candidate.window.counts["N-KL/all/0"] == (0, 400)
     third = in_canary.promote("canary", in_canary.traffic("canary", n=200))
-    assert third.step.outcome is Outcome.ADVANCED, third.step.rows
+    assert third.step.outcome is PromotionOutcome.ADVANCED, third.step.rows
 
 
 @pytest.mark.full
@@ -117,7 +117,7 @@ def test_a_window_counts_once_whatever_it_is_called(in_canary: Pipeline) -> None
     in_canary.promote("canary", in_canary.certificate("canary"), window)
     copy = edited(window, environment__seed=1)
     again = in_canary.promote("canary", window, copy)
-    assert again.step.outcome is Outcome.HELD
+    assert again.step.outcome is PromotionOutcome.HELD
     assert again.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
     assert set(again.unused.values()) == {"it was counted before"}
     assert not again.recorded
@@ -132,9 +132,9 @@ def test_a_window_counts_once_whatever_it_is_called(in_canary: Pipeline) -> None
 
 def test_a_planted_regression_rolls_back_freezes_or_blocks_by_its_level(tmp_path: Path) -> None:
     for level, outcome, state in (
-        ("L1", Outcome.BLOCKED, State.ACTIVE),
-        ("L2", Outcome.FROZEN, State.FROZEN),
-        ("L3", Outcome.ROLLED_BACK, State.ROLLED_BACK),
+        ("L1", PromotionOutcome.BLOCKED, CandidateState.ACTIVE),
+        ("L2", PromotionOutcome.FROZEN, CandidateState.FROZEN),
+        ("L3", PromotionOutcome.ROLLED_BACK, CandidateState.ROLLED_BACK),
     ):
         folder = tmp_path / level
         folder.mkdir()
@@ -177,7 +177,7 @@ def test_a_live_triple_is_rolled_back_to_the_one_before(pipeline: Pipeline) -> N
     ]
     failing = pipeline.certificate("full", broken)
     back = pipeline.promote("full", failing)
-    assert back.step.outcome is Outcome.ROLLED_BACK, back.step.rows
+    assert back.step.outcome is PromotionOutcome.ROLLED_BACK, back.step.rows
     assert back.live == first
     with pipeline.register() as register:
         assert register.slot(SLOT).triple == first
@@ -201,7 +201,7 @@ def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_s
         for c in pipeline.results()
     ]
     back = pipeline.promote("full", pipeline.certificate("full", broken))
-    assert back.step.outcome is Outcome.ROLLED_BACK
+    assert back.step.outcome is PromotionOutcome.ROLLED_BACK
     assert back.live is None
 
 
@@ -225,7 +225,7 @@ def test_a_window_that_does_not_fit_does_not_count(
 ) -> None:
     signed, window = in_canary.certificate("canary"), in_canary.traffic("canary")
     found = in_canary.promote("canary", signed, edited(window, **fields))
-    assert found.step.outcome is Outcome.HELD
+    assert found.step.outcome is PromotionOutcome.HELD
     (told,) = found.unused.values()
     assert why in told
     assert found.step.candidate.window.counts == {"R-LAT/all/0": (12, 600)}
@@ -269,12 +269,12 @@ def test_nan_and_missing_values_in_traffic_hold(in_canary: Pipeline) -> None:
     signed = in_canary.certificate("canary")
     missing = in_canary.traffic("canary", columns={"kl": [None] + [0.001] * 599})
     found = in_canary.promote("canary", signed, missing)
-    assert found.step.outcome is Outcome.HELD
+    assert found.step.outcome is PromotionOutcome.HELD
     assert found.step.candidate.epoch == 2
     good = in_canary.promote("canary", in_canary.traffic("canary"))
-    assert good.step.outcome is Outcome.HELD  # 600 do not show 1 % in a second window
+    assert good.step.outcome is PromotionOutcome.HELD  # 600 do not show 1 % in a second window
     nan = in_canary.traffic("canary", columns={"kl": [float("nan")] * 60 + [0.001] * 540})
-    assert in_canary.promote("canary", nan).step.outcome is Outcome.FROZEN
+    assert in_canary.promote("canary", nan).step.outcome is PromotionOutcome.FROZEN
 
 
 # --- certificates ---------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_a_certificate_that_states_a_failure_blocks_with_the_clause_and_its_slic
         for c in pipeline.results()
     ]
     found = pipeline.promote("offline-ci", pipeline.certificate("offline-ci", broken))
-    assert found.step.outcome is Outcome.BLOCKED
+    assert found.step.outcome is PromotionOutcome.BLOCKED
     rows = {(row.clause, row.slice): row for row in found.step.rows}
     assert rows["N-KL", "long"].status == "violated"
     assert "0.5 instead of <= 0.02" in rows["N-KL", "long"].reason
@@ -394,7 +394,7 @@ def test_certificates_of_two_triples_are_refused(pipeline: Pipeline) -> None:
 def test_a_dry_run_records_nothing(pipeline: Pipeline) -> None:
     signed = pipeline.certificate("offline-ci")
     found = pipeline.promote("offline-ci", signed, dry_run=True)
-    assert (found.step.outcome, found.recorded) == (Outcome.ADVANCED, False)
+    assert (found.step.outcome, found.recorded) == (PromotionOutcome.ADVANCED, False)
     with pipeline.register() as register:
         assert register.promotions(slot=SLOT) == ()
         assert register.certificates() == ()
@@ -455,7 +455,7 @@ def test_another_candidate_that_was_faster_lets_the_evidence_be_looked_at_again(
 
     monkeypatch.setattr(Register, "promote", slower)
     found = pipeline.promote("offline-ci", signed)
-    assert found.step.outcome is Outcome.ADVANCED
+    assert found.step.outcome is PromotionOutcome.ADVANCED
     assert calls == [0, 1]
     assert found.version == 2
     assert "looked again beside its version 1" in found.notes[0]
@@ -467,22 +467,24 @@ def test_a_report_whose_run_is_not_trusted_does_not_count(
 ) -> None:
     """A report is recorded as a run, and left out once the run is marked."""
     import kcdsl.api.stage_evidence as gathering
-    from kcdsl.release.promotion import Document, DocumentKind, Result
+    from kcdsl.release.promotion import DocumentKind, EvidenceDocument, ObligationResult
     from tests.support.promotions import digest
 
     report = pipeline.folder / "report.json"
     report.write_text('{"schema": "kcdsl.report/2"}', encoding="utf-8")
-    broken = {"O-TRACE/all/0": Result("violated", "census", reason="no seed")}
-    stand_in = Document(DocumentKind.REPORT, str(report), digest("report"), frozenset(), broken)
+    broken = {"O-TRACE/all/0": ObligationResult("violated", "census", reason="no seed")}
+    stand_in = EvidenceDocument(
+        DocumentKind.REPORT, str(report), digest("report"), frozenset(), broken
+    )
     monkeypatch.setattr(gathering, "read_evidence", lambda *about: stand_in)
     blocked = pipeline.promote("offline-ci", report)
-    assert blocked.step.outcome is Outcome.BLOCKED
+    assert blocked.step.outcome is PromotionOutcome.BLOCKED
     with pipeline.register() as register:
         (run,) = register.runs()
         assert (run.report, run.trusted) == (digest("report"), True)
         register.mark_run(run.identity, trusted=False, reason="a shared machine")
     held = pipeline.promote("offline-ci", report)
-    assert held.step.outcome is Outcome.HELD
+    assert held.step.outcome is PromotionOutcome.HELD
     assert held.unused == {str(report): "the register does not trust it: a shared machine"}
 
 

@@ -17,15 +17,15 @@ from kcdsl.release.promotion import (
     FULL,
     OFFLINE,
     SHADOW,
-    Candidate,
-    Document,
+    CandidateState,
     DocumentKind,
-    Limits,
+    EvidenceDocument,
     NotHere,
-    Outcome,
+    ObligationResult,
     Period,
-    Result,
-    State,
+    PromotionLimits,
+    PromotionOutcome,
+    StagedCandidate,
     enter,
 )
 from kcdsl_certs.encoding.strict import canonical_json, strict_load
@@ -73,14 +73,14 @@ def test_a_candidate_passes_stage_by_stage() -> None:
         assert candidate.window.since == now
         assert candidate.window.counts == {}
     assert candidate.stage == FULL
-    assert candidate.state is State.ACTIVE
+    assert candidate.state is CandidateState.ACTIVE
     assert set(candidate.certificates) == set(STAGES)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_new_triple_begins_at_the_first_stage(stage: str) -> None:
     found = enter(None, TRIPLE, LIVE, stage, START)
-    assert isinstance(found, Candidate if stage == OFFLINE else NotHere)
+    assert isinstance(found, StagedCandidate if stage == OFFLINE else NotHere)
 
 
 @pytest.mark.parametrize("asked", STAGES)
@@ -94,16 +94,21 @@ def test_no_stage_is_left_out_or_repeated(stage: str, asked: str) -> None:
         assert stage in found.why
 
 
-@pytest.mark.parametrize("state", [s for s in State if s is not State.ACTIVE])
+@pytest.mark.parametrize("state", [s for s in CandidateState if s is not CandidateState.ACTIVE])
 @pytest.mark.parametrize("asked", STAGES)
-def test_what_was_stopped_begins_anew(state: State, asked: str) -> None:
+def test_what_was_stopped_begins_anew(state: CandidateState, asked: str) -> None:
     stopped = at(CANARY, state=state, looks={"MEAN/all/0": 1}, epoch=3)
     found = enter(stopped, TRIPLE, LIVE, asked, START + HOUR)
     if asked != OFFLINE:
         assert isinstance(found, NotHere)
         return
-    assert isinstance(found, Candidate)
-    assert (found.stage, found.state, found.attempt, found.epoch) == (OFFLINE, State.ACTIVE, 2, 4)
+    assert isinstance(found, StagedCandidate)
+    assert (found.stage, found.state, found.attempt, found.epoch) == (
+        OFFLINE,
+        CandidateState.ACTIVE,
+        2,
+        4,
+    )
     assert found.looks == {"MEAN/all/0": 1}
     assert (found.certificates, found.shown) == ({}, {})
 
@@ -120,14 +125,14 @@ def test_another_incumbent_lets_a_candidate_begin_anew() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_evidence_nothing_passes(stage: str) -> None:
     step = look(at(stage), BOTH)
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert step.lacking
     assert {row.status for row in step.rows} == {"open"} or stage == SHADOW
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_contract_without_demands_passes_nothing(stage: str) -> None:
-    assert look(at(stage), [], *passing(stage, BOTH)).outcome is Outcome.HELD
+    assert look(at(stage), [], *passing(stage, BOTH)).outcome is PromotionOutcome.HELD
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -136,18 +141,18 @@ def test_each_kind_of_evidence_is_needed(stage: str, left: str) -> None:
     documents = [d for d in passing(stage, BOTH) if d.kind is not DocumentKind(left)]
     step = look(at(stage), BOTH, *documents)
     if stage == OFFLINE and left == "window":
-        assert step.outcome is Outcome.ADVANCED
+        assert step.outcome is PromotionOutcome.ADVANCED
     else:
-        assert step.outcome is Outcome.HELD
+        assert step.outcome is PromotionOutcome.HELD
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_certificate_that_is_not_valid_shows_nothing(stage: str) -> None:
     documents = [replace(d, valid=d.kind is DocumentKind.WINDOW) for d in passing(stage, BOTH)]
-    weak = {d.obligation: Result("inconclusive", "census") for d in BOTH}
+    weak = {d.obligation: ObligationResult("inconclusive", "census") for d in BOTH}
     documents[0] = replace(documents[0], results=weak)
     step = look(at(stage), BOTH, *documents)
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert stage not in step.candidate.certificates
 
 
@@ -156,9 +161,11 @@ def test_a_certificate_that_is_not_valid_shows_nothing(stage: str) -> None:
 def test_invalid_traffic_holds_and_begins_the_window_anew(stage: str, verdict: str) -> None:
     one = demand("S", family=Family.STATISTICAL)
     shown, traffic = passing(stage, [one])
-    bad = replace(traffic, results={one.obligation: Result(verdict, "census", reason="NaN")})
+    bad = replace(
+        traffic, results={one.obligation: ObligationResult(verdict, "census", reason="NaN")}
+    )
     step = look(at(stage), [one], shown, bad)
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert "NaN" in step.rows[0].reason
     assert step.candidate.epoch == 2
     assert step.candidate.window.since == START + 2 * HOUR
@@ -168,49 +175,56 @@ def test_invalid_traffic_holds_and_begins_the_window_anew(stage: str, verdict: s
 @pytest.mark.parametrize(
     "result",
     [
-        Result("held", "census"),
-        Result("held", "census", None, 100),
-        Result("held", "census", 0, None),
-        Result("held", "census", 0, 0),
-        Result("held", "census", 5, 4),
-        Result("held", "census", -1, 1000),
+        ObligationResult("held", "census"),
+        ObligationResult("held", "census", None, 100),
+        ObligationResult("held", "census", 0, None),
+        ObligationResult("held", "census", 0, 0),
+        ObligationResult("held", "census", 5, 4),
+        ObligationResult("held", "census", -1, 1000),
     ],
 )
-def test_traffic_without_usable_counts_shows_no_rate(result: Result) -> None:
+def test_traffic_without_usable_counts_shows_no_rate(result: ObligationResult) -> None:
     shown, traffic = passing(CANARY, [RATE])
     step = look(at(CANARY), [RATE], shown, replace(traffic, results={RATE.obligation: result}))
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert step.rows[0].status == "open"
 
 
 def test_a_census_of_pinned_rows_shows_no_rate_of_traffic_and_a_proof_does() -> None:
-    for evidence, wanted in (("census", Outcome.HELD), ("proof", Outcome.ADVANCED)):
-        shown = certificate("c", {RATE.obligation: Result("held", evidence)})
+    for evidence, wanted in (
+        ("census", PromotionOutcome.HELD),
+        ("proof", PromotionOutcome.ADVANCED),
+    ):
+        shown = certificate("c", {RATE.obligation: ObligationResult("held", evidence)})
         traffic = window("w", {EVERY.obligation: HELD})
         every = certificate("e", {EVERY.obligation: HELD})
         assert look(at(CANARY), BOTH, shown, every, traffic).outcome is wanted
 
 
 def test_traffic_never_shows_that_no_unit_is_ever_beyond() -> None:
-    clean = window("w", {EVERY.obligation: Result("held", "census", 0, 10**6)}, requests=10**6)
+    clean = window(
+        "w", {EVERY.obligation: ObligationResult("held", "census", 0, 10**6)}, requests=10**6
+    )
     step = look(at(CANARY), [EVERY], certificate("c", {RATE.obligation: HELD}), clean)
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
 
 
 def test_one_unit_beyond_refutes_that_none_is() -> None:
     """Whatever the verdict of the row says."""
-    results = {EVERY.obligation: Result("held", "census", 1, 10**6)}
-    assert look(at(CANARY), [EVERY], window("w", results)).outcome is Outcome.ROLLED_BACK
+    results = {EVERY.obligation: ObligationResult("held", "census", 1, 10**6)}
+    assert look(at(CANARY), [EVERY], window("w", results)).outcome is PromotionOutcome.ROLLED_BACK
 
 
 def test_a_report_refutes_offline_and_shows_nothing_there() -> None:
-    report = Document(DocumentKind.REPORT, "r", digest("r"), frozenset(), {EVERY.obligation: HELD})
+    report = EvidenceDocument(
+        DocumentKind.REPORT, "r", digest("r"), frozenset(), {EVERY.obligation: HELD}
+    )
     signed = certificate("c", {})
     held = look(at(OFFLINE), [EVERY], report, signed)
-    assert held.outcome is Outcome.HELD
+    assert held.outcome is PromotionOutcome.HELD
     assert "a certificate must show it" in held.rows[0].reason
-    broken = replace(report, results={EVERY.obligation: Result("violated", "census")})
-    assert look(at(OFFLINE), [EVERY], broken).outcome is Outcome.BLOCKED
+    broken = replace(report, results={EVERY.obligation: ObligationResult("violated", "census")})
+    assert look(at(OFFLINE), [EVERY], broken).outcome is PromotionOutcome.BLOCKED
 
 
 def test_unknown_obligations_and_empty_documents_do_not_count() -> None:
@@ -229,7 +243,7 @@ def test_unknown_obligations_and_empty_documents_do_not_count() -> None:
 
 def test_the_window_needs_its_time() -> None:
     shown, traffic = passing(CANARY, BOTH)
-    for minutes, wanted in ((59, Outcome.HELD), (60, Outcome.ADVANCED)):
+    for minutes, wanted in ((59, PromotionOutcome.HELD), (60, PromotionOutcome.ADVANCED)):
         short = replace(traffic, period=Period(START, START + timedelta(minutes=minutes)))
         assert look(at(CANARY), BOTH, shown, short).outcome is wanted
 
@@ -242,10 +256,10 @@ def test_time_that_several_windows_cover_counts_once() -> None:
         for i in range(4)
     ]
     step = look(at(CANARY), BOTH, shown, *shards)
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert any("cover 0:30:00" in text for text in step.lacking)
     rest = window("rest", first.results, start=START + half, lasts=half)
-    assert look(at(CANARY), BOTH, shown, *shards, rest).outcome is Outcome.ADVANCED
+    assert look(at(CANARY), BOTH, shown, *shards, rest).outcome is PromotionOutcome.ADVANCED
 
 
 def test_every_slice_needs_its_requests() -> None:
@@ -253,7 +267,7 @@ def test_every_slice_needs_its_requests() -> None:
     shown, traffic = passing(CANARY, [RATE, rare])
     few = replace(traffic, requests={"all": 2000, "rare": 99})
     step = look(at(CANARY), [RATE, rare], shown, few)
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert step.lacking == ("100 requests of rare; there are 99",)
 
 
@@ -262,7 +276,7 @@ def test_windows_of_the_future_and_of_another_stage_do_not_count() -> None:
     early = window("early", traffic.results, start=START - HOUR, lasts=2 * HOUR)
     late = window("late", traffic.results, start=START, lasts=3 * HOUR)
     step = look(at(CANARY), BOTH, shown, early, late)
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert "began before" in step.unused["early"]
     assert "still to come" in step.unused["late"]
 
@@ -294,7 +308,7 @@ def test_samples_of_the_same_requests_count_once() -> None:
     """Measuring one file of requests ten times shows no more than measuring it once."""
     once = counts(0, 300)
     reports = [
-        Document(
+        EvidenceDocument(
             DocumentKind.REPORT,
             f"r{i}",
             digest(f"r{i}"),
@@ -313,10 +327,10 @@ def test_samples_of_the_same_requests_count_once() -> None:
     bad = replace(
         reports[0],
         identity=digest("bad"),
-        results={EVERY.obligation: Result("violated", "sample")},
+        results={EVERY.obligation: ObligationResult("violated", "sample")},
     )
     again = look(step.candidate, BOTH, bad, counted=step.counted)
-    assert again.outcome is Outcome.ROLLED_BACK
+    assert again.outcome is PromotionOutcome.ROLLED_BACK
 
 
 @given(st.permutations(range(6)), st.integers(1, 5))
@@ -337,7 +351,7 @@ def test_counts_do_not_depend_on_order_and_grouping(order: list[int], cut: int) 
 
 def test_a_rate_far_beyond_freezes() -> None:
     step = look(at(CANARY), [RATE], window("w", {RATE.obligation: counts(100, 1000)}))
-    assert step.outcome is Outcome.FROZEN
+    assert step.outcome is PromotionOutcome.FROZEN
     assert "100 of 1000 are beyond (10 %), 1 % may be" in step.rows[0].reason
     assert step.rows[0].reaction == "freeze"
 
@@ -345,7 +359,7 @@ def test_a_rate_far_beyond_freezes() -> None:
 def test_chance_raises_no_alarm_and_shows_nothing() -> None:
     """12 of 1000 beyond 1 %: more than allowed, and no evidence of it."""
     step = look(at(CANARY), [RATE], window("w", {RATE.obligation: counts(12, 1000)}))
-    assert step.outcome is Outcome.HELD
+    assert step.outcome is PromotionOutcome.HELD
     assert step.rows[0].status == "open"
 
 
@@ -355,12 +369,12 @@ def test_a_late_fault_is_seen_beside_much_good_traffic() -> None:
         at(FULL),
         [RATE],
         window("good", {RATE.obligation: counts(5000, 10**6)}, lasts=timedelta(minutes=1)),
-        limits=Limits(1000 * HOUR, 100),
+        limits=PromotionLimits(1000 * HOUR, 100),
     )
-    assert good.outcome is Outcome.HELD
+    assert good.outcome is PromotionOutcome.HELD
     late = window("late", {RATE.obligation: counts(60, 1000)}, start=START + timedelta(minutes=2))
     step = look(good.candidate, [RATE], late, counted=good.counted)
-    assert step.outcome is Outcome.FROZEN
+    assert step.outcome is PromotionOutcome.FROZEN
     assert step.rows[0].reason.startswith("late: ")
 
 
@@ -372,20 +386,22 @@ def test_a_slow_fault_is_seen_over_the_whole_window() -> None:
             f"w{i}", {RATE.obligation: counts(5, 200)},
             start=START + timedelta(minutes=i), lasts=timedelta(minutes=1),
         )  # fmt: skip
-        step = look(candidate, [RATE], part, counted=counted, limits=Limits(1000 * HOUR, 1))
+        step = look(
+            candidate, [RATE], part, counted=counted, limits=PromotionLimits(1000 * HOUR, 1)
+        )
         counted |= set(step.counted)
         candidate = step.candidate
-        if step.outcome is not Outcome.HELD:
+        if step.outcome is not PromotionOutcome.HELD:
             break
-    assert step.outcome is Outcome.FROZEN
+    assert step.outcome is PromotionOutcome.FROZEN
     assert step.rows[0].reason.startswith("over the whole window")
 
 
 def test_a_violation_of_l1_begins_the_window_anew() -> None:
     mild = demand("MILD", level=Level.L1)
     step = look(at(CANARY), [mild], window("w", {mild.obligation: counts(100, 1000)}))
-    assert step.outcome is Outcome.BLOCKED
-    assert step.candidate.state is State.ACTIVE
+    assert step.outcome is PromotionOutcome.BLOCKED
+    assert step.candidate.state is CandidateState.ACTIVE
     assert (step.candidate.epoch, step.candidate.window.counts) == (2, {})
     assert step.candidate.documents == 1
 
@@ -394,12 +410,15 @@ def test_an_alarm_gets_harder_with_each_window_and_each_clause() -> None:
     """So that their chances of a false one add up to the error."""
     borderline = counts(27, 1000)
     alone = look(at(FULL), [RATE], window("w", {RATE.obligation: borderline}))
-    assert alone.outcome is Outcome.FROZEN
+    assert alone.outcome is PromotionOutcome.FROZEN
     hundredth = look(at(FULL, documents=999, epoch=99), [RATE],
                      window("w", {RATE.obligation: borderline}))  # fmt: skip
-    assert hundredth.outcome is Outcome.HELD
+    assert hundredth.outcome is PromotionOutcome.HELD
     many = [RATE, *(demand(f"R{i}") for i in range(999))]
-    assert look(at(FULL), many, window("w", {RATE.obligation: borderline})).outcome is Outcome.HELD
+    assert (
+        look(at(FULL), many, window("w", {RATE.obligation: borderline})).outcome
+        is PromotionOutcome.HELD
+    )
 
 
 @pytest.mark.full
@@ -418,13 +437,13 @@ def test_false_decisions_are_rarer_than_the_error() -> None:
                 lasts=timedelta(minutes=1),
             )
             given = (part, shown) if i == 0 else (part,)
-            limits = Limits(timedelta(), 1)
+            limits = PromotionLimits(timedelta(), 1)
             step = look(candidate, [RATE], *given, counted=counted, limits=limits)
             counted |= set(step.counted)
             candidate = step.candidate
             passes += step.rows[0].status == "shown"
-            alarms += step.outcome is Outcome.FROZEN
-            if step.outcome is not Outcome.HELD or step.rows[0].status == "shown":
+            alarms += step.outcome is PromotionOutcome.FROZEN
+            if step.outcome is not PromotionOutcome.HELD or step.rows[0].status == "shown":
                 break
     assert alarms / runs < 0.05
     assert passes / runs < 0.05
@@ -448,14 +467,14 @@ def test_a_restarted_window_shows_at_a_smaller_error() -> None:
 # --- looks without counts -------------------------------------------------------------------------
 
 
-def sampled(name: str, verdict: str, looks: int = 1) -> Document:
+def sampled(name: str, verdict: str, looks: int = 1) -> EvidenceDocument:
     """Return a report of new requests with a mean that was sampled."""
-    return Document(
+    return EvidenceDocument(
         DocumentKind.REPORT,
         name,
         digest(name),
         frozenset(),
-        {MEAN.obligation: Result(verdict, "sample", reason="near the limit")},
+        {MEAN.obligation: ObligationResult(verdict, "sample", reason="near the limit")},
         looks=looks,
         requests_of=frozenset({digest(f"data of {name}")}),
     )
@@ -479,13 +498,13 @@ def test_looks_are_remembered_by_later_attempts() -> None:
     failed = look(
         at(OFFLINE),
         [MEAN],
-        certificate("c", {MEAN.obligation: Result("violated", "sample")}, valid=False),
+        certificate("c", {MEAN.obligation: ObligationResult("violated", "sample")}, valid=False),
     )
-    assert failed.outcome is Outcome.BLOCKED
+    assert failed.outcome is PromotionOutcome.BLOCKED
     anew = enter(failed.candidate, TRIPLE, LIVE, OFFLINE, START)
-    assert isinstance(anew, Candidate)
-    tried = certificate("again", {MEAN.obligation: Result("held", "sample")})
-    assert look(anew, [MEAN], tried).outcome is Outcome.HELD
+    assert isinstance(anew, StagedCandidate)
+    tried = certificate("again", {MEAN.obligation: ObligationResult("held", "sample")})
+    assert look(anew, [MEAN], tried).outcome is PromotionOutcome.HELD
 
 
 # --- certificates that end ------------------------------------------------------------------------
@@ -509,22 +528,22 @@ def test_a_candidate_with_a_withdrawn_certificate_begins_anew(stage: str) -> Non
     assert isinstance(found, NotHere)
     assert "the key was lost" in found.why
     anew = enter(at(stage), TRIPLE, LIVE, OFFLINE, START, withdrawn)
-    assert isinstance(anew, Candidate)
+    assert isinstance(anew, StagedCandidate)
     assert (anew.attempt, anew.incumbent) == (2, LIVE)
 
 
 def test_a_live_candidate_that_begins_anew_keeps_its_incumbent() -> None:
-    stopped = at(FULL, state=State.FROZEN)
+    stopped = at(FULL, state=CandidateState.FROZEN)
     anew = enter(stopped, TRIPLE, TRIPLE, OFFLINE, START)
-    assert isinstance(anew, Candidate)
+    assert isinstance(anew, StagedCandidate)
     assert anew.incumbent == LIVE
 
 
 def test_an_ended_certificate_of_an_earlier_stage_does_not_matter() -> None:
     step = look(at(SHADOW), BOTH, *passing(SHADOW, BOTH), ended={digest(OFFLINE)})
-    assert step.outcome is Outcome.ADVANCED
+    assert step.outcome is PromotionOutcome.ADVANCED
     full = look(at(FULL), [RATE], passing(FULL, [RATE])[1], ended={digest(CANARY)})
-    assert full.outcome is Outcome.HELD
+    assert full.outcome is PromotionOutcome.HELD
     assert "in force" in full.lacking[0]
 
 
@@ -537,7 +556,7 @@ def test_a_candidate_is_read_as_it_was_written() -> None:
     for candidate in (
         at(OFFLINE),
         look(at(CANARY), (*BOTH, MEAN), signed, traffic, sampled("r", "held")).candidate,
-        replace(at(FULL), incumbent=None, state=State.FROZEN),
+        replace(at(FULL), incumbent=None, state=CandidateState.FROZEN),
     ):
         text = canonical_json(candidate.to_json())
-        assert Candidate.from_json(strict_load(text, len(text))) == candidate
+        assert StagedCandidate.from_json(strict_load(text, len(text))) == candidate

@@ -16,11 +16,11 @@ from kcdsl.release.promotion import (
     FULL,
     OFFLINE,
     SHADOW,
+    CandidateState,
     Demand,
-    Outcome,
+    ObligationResult,
+    PromotionOutcome,
     Reaction,
-    Result,
-    State,
     demands_of,
     reaction,
 )
@@ -30,9 +30,16 @@ from tests.support.promotions import HELD, at, certificate, counts, demand, look
 
 N, S, R = Family.NUMERICAL, Family.STATISTICAL, Family.RUNTIME
 TRACE = Family.OBSERVABILITY
-BLOCKED, FROZEN, BACK = Outcome.BLOCKED, Outcome.FROZEN, Outcome.ROLLED_BACK
+BLOCKED, FROZEN, BACK = (
+    PromotionOutcome.BLOCKED,
+    PromotionOutcome.FROZEN,
+    PromotionOutcome.ROLLED_BACK,
+)
 # Written out by hand, family by family: at offline-ci, shadow, canary, full.
-REACTIONS: dict[tuple[Family, Level], tuple[Outcome, Outcome, Outcome, Outcome]] = {
+REACTIONS: dict[
+    tuple[Family, Level],
+    tuple[PromotionOutcome, PromotionOutcome, PromotionOutcome, PromotionOutcome],
+] = {
     (N, Level.L1): (BLOCKED, BLOCKED, BLOCKED, BLOCKED),
     (N, Level.L2): (BLOCKED, FROZEN, FROZEN, FROZEN),
     (N, Level.L3): (BLOCKED, BACK, BACK, BACK),
@@ -75,7 +82,9 @@ def test_every_stage_reacts_to_every_family_and_level(
     action = FAMILY_DEFAULTS[family, level]
     for stage, wanted in zip(STAGES, REACTIONS[family, level], strict=True):
         one = demand(family=family, level=level, action=action, allowed=Fraction(0))
-        broken = {one.obligation: Result("violated", "census", 1, 100, "0.4 instead of <= 0.1")}
+        broken = {
+            one.obligation: ObligationResult("violated", "census", 1, 100, "0.4 instead of <= 0.1")
+        }
         document = (
             certificate("c", broken, valid=False) if by == "certificate" else window("w", broken)
         )
@@ -87,9 +96,11 @@ def test_every_stage_reacts_to_every_family_and_level(
         assert (
             step.candidate.state
             is {
-                Outcome.FROZEN: State.FROZEN,
-                Outcome.ROLLED_BACK: State.ROLLED_BACK,
-                Outcome.BLOCKED: State.BLOCKED if stage == OFFLINE else State.ACTIVE,
+                PromotionOutcome.FROZEN: CandidateState.FROZEN,
+                PromotionOutcome.ROLLED_BACK: CandidateState.ROLLED_BACK,
+                PromotionOutcome.BLOCKED: CandidateState.BLOCKED
+                if stage == OFFLINE
+                else CandidateState.ACTIVE,
             }[wanted]
         )
 
@@ -113,10 +124,10 @@ def test_a_clause_without_evidence_holds_the_stages_that_demand_it(
     documents = (certificate("c", {shown.obligation: HELD}), traffic)
     step = look(at(stage), [shown, lacking], *documents[: 1 if stage == OFFLINE else 2])
     if stage in DUE[family, hard, repeatable]:
-        assert step.outcome is Outcome.HELD
+        assert step.outcome is PromotionOutcome.HELD
         assert step.rows[1].status == "open"
     else:
-        assert step.outcome is Outcome.ADVANCED
+        assert step.outcome is PromotionOutcome.ADVANCED
         assert step.rows[1].status == "not-due"
 
 
@@ -138,9 +149,9 @@ def test_an_action_makes_a_reaction_more_severe_and_never_milder(
 
 def test_the_worst_reaction_of_several_counts() -> None:
     mild, grave = demand("MILD", level=Level.L1), demand("GRAVE", level=Level.L3)
-    broken = {d.obligation: Result("violated", "census") for d in (mild, grave)}
+    broken = {d.obligation: ObligationResult("violated", "census") for d in (mild, grave)}
     step = look(at(CANARY), [mild, grave], certificate("c", broken, valid=False))
-    assert step.outcome is Outcome.ROLLED_BACK
+    assert step.outcome is PromotionOutcome.ROLLED_BACK
 
 
 # --- demands of a contract ------------------------------------------------------------------------

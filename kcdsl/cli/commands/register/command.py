@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kcdsl_certs.statement import RegisterHead
 
 
-class Action(StrEnum):
+class RegisterAction(StrEnum):
     """What is done with a register."""
 
     INIT = "init"
@@ -46,38 +46,38 @@ class Action(StrEnum):
     UPGRADE = "upgrade"
 
 
-class Subject(StrEnum):
+class RevokedSubject(StrEnum):
     """What is revoked."""
 
     CERTIFICATE = "certificate"
     KEY = "key"
 
 
-ARGUMENTS: Mapping[Action, tuple[int, int | None]] = {
-    Action.INIT: (0, 0),
-    Action.ADD: (1, None),
-    Action.LOG: (0, 0),
-    Action.SHOW: (1, None),
-    Action.SLOTS: (0, None),
-    Action.REVOKE: (1, None),
-    Action.MARK: (1, None),
-    Action.HEAD: (0, 0),
-    Action.CHECK: (0, 0),
-    Action.UPGRADE: (0, 0),
+ARGUMENTS: Mapping[RegisterAction, tuple[int, int | None]] = {
+    RegisterAction.INIT: (0, 0),
+    RegisterAction.ADD: (1, None),
+    RegisterAction.LOG: (0, 0),
+    RegisterAction.SHOW: (1, None),
+    RegisterAction.SLOTS: (0, None),
+    RegisterAction.REVOKE: (1, None),
+    RegisterAction.MARK: (1, None),
+    RegisterAction.HEAD: (0, 0),
+    RegisterAction.CHECK: (0, 0),
+    RegisterAction.UPGRADE: (0, 0),
 }
 """How many arguments each action takes, at least and at most."""
-OPTIONS: Mapping[str, tuple[Action, ...]] = {
-    "since": (Action.LOG,),
-    "reason": (Action.REVOKE, Action.MARK),
-    "trusted": (Action.MARK,),
-    "kind": (Action.REVOKE,),
-    "sign": (Action.HEAD,),
-    "output": (Action.HEAD,),
-    "head": (Action.CHECK,),
-    "policy": (Action.ADD, Action.CHECK),
-    "key": (Action.ADD, Action.CHECK),
-    "threshold": (Action.ADD, Action.CHECK),
-    "revocations": (Action.ADD, Action.CHECK),
+OPTIONS: Mapping[str, tuple[RegisterAction, ...]] = {
+    "since": (RegisterAction.LOG,),
+    "reason": (RegisterAction.REVOKE, RegisterAction.MARK),
+    "trusted": (RegisterAction.MARK,),
+    "kind": (RegisterAction.REVOKE,),
+    "sign": (RegisterAction.HEAD,),
+    "output": (RegisterAction.HEAD,),
+    "head": (RegisterAction.CHECK,),
+    "policy": (RegisterAction.ADD, RegisterAction.CHECK),
+    "key": (RegisterAction.ADD, RegisterAction.CHECK),
+    "threshold": (RegisterAction.ADD, RegisterAction.CHECK),
+    "revocations": (RegisterAction.ADD, RegisterAction.CHECK),
 }
 """The actions that have a use for an option, by its field."""
 
@@ -86,8 +86,8 @@ OPTIONS: Mapping[str, tuple[Action, ...]] = {
 class RegisterCommand(Trusts):
     """Keep a register of certificates: record, revoke, list and audit."""
 
-    action: Action = choice(
-        Action,
+    action: RegisterAction = choice(
+        RegisterAction,
         "make a register, add certificates, list events, show certificates or slots, revoke, "
         "mark runs as untrusted, print or sign the head, audit the record, or bring the tables up "
         "to date",
@@ -102,10 +102,10 @@ class RegisterCommand(Trusts):
     since: int = value("N", "log: the events after this one", 0, read=whole(0))
     reason: str | None = value("TEXT", "revoke, mark: why, for those who read the log")
     trusted: bool = switch("mark: the runs are trusted again")
-    kind: Subject = choice(
-        Subject,
+    kind: RevokedSubject = choice(
+        RevokedSubject,
         "revoke: whether ARG is the identity of a certificate or the fingerprint of a key",
-        Subject.CERTIFICATE,
+        RevokedSubject.CERTIFICATE,
     )
     sign: tuple[str, ...] = values("KEY", "head: sign it by this private key; repeatable")
     output: str | None = output_option("FILE", "head: where the signed head is written")
@@ -357,15 +357,15 @@ def _trusted(command: RegisterCommand) -> TrustPolicy | None:
     return command.trust_for(Path()).rules if named else None
 
 
-_RUN: Mapping[Action, Callable[[RegisterCommand, str], Exit]] = {
-    Action.INIT: _init,
-    Action.ADD: _add,
-    Action.LOG: _log,
-    Action.SHOW: _show,
-    Action.SLOTS: _slots,
-    Action.REVOKE: _revoke,
-    Action.MARK: _mark,
-    Action.HEAD: _head,
-    Action.CHECK: _check,
-    Action.UPGRADE: _upgrade,
+_RUN: Mapping[RegisterAction, Callable[[RegisterCommand, str], Exit]] = {
+    RegisterAction.INIT: _init,
+    RegisterAction.ADD: _add,
+    RegisterAction.LOG: _log,
+    RegisterAction.SHOW: _show,
+    RegisterAction.SLOTS: _slots,
+    RegisterAction.REVOKE: _revoke,
+    RegisterAction.MARK: _mark,
+    RegisterAction.HEAD: _head,
+    RegisterAction.CHECK: _check,
+    RegisterAction.UPGRADE: _upgrade,
 }

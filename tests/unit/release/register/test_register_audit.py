@@ -260,7 +260,7 @@ def test_a_bundle_that_no_event_records_is_found(filled: str) -> None:
 def _forge(place: str, data: bytes, **changes: Any) -> None:
     """Append a well-chained event about a bundle, past the conditions of the program."""
     from kcdsl.release.register.appending import Chain
-    from kcdsl.release.register.database import Database, Location
+    from kcdsl.release.register.database import Location, RegisterDatabase
     from kcdsl.release.register.events import EventKind
     from kcdsl.release.register.recording import entry_of
     from kcdsl_certs.signatures import decode, parse_bundle
@@ -268,7 +268,7 @@ def _forge(place: str, data: bytes, **changes: Any) -> None:
 
     payload = decode(parse_bundle(data)).payload
     entry = entry_of(data, payload, read_statement(payload), (KEY_A.public.fingerprint,), 1)
-    database = Database(Location.of(place), create=False)
+    database = RegisterDatabase(Location.of(place), create=False)
     with database.writing() as connection:
         from sqlalchemy import insert
 

@@ -23,7 +23,7 @@ from kcdsl.diagnostics.codes import (
     USAGE,
 )
 from kcdsl.release.register import Register, database, schema
-from kcdsl.release.register.database import MIGRATIONS, Database, Location
+from kcdsl.release.register.database import MIGRATIONS, Location, RegisterDatabase
 from tests.support.registers import TRUSTED, certified, clock, recorded, triple
 
 
@@ -31,9 +31,9 @@ def code_of(refusal: pytest.ExceptionInfo[Refusal]) -> object:
     return refusal.value.diagnostics[0].code
 
 
-def opened(place: str) -> Database:
+def opened(place: str) -> RegisterDatabase:
     Register.open(place, create=True, clock=clock).close()
-    return Database(Location.of(place), create=False)
+    return RegisterDatabase(Location.of(place), create=False)
 
 
 def stamp(place: str, revision: str) -> None:
