@@ -70,40 +70,45 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "results:StatusCommand", "join proofs and measurements: is the whole contract kept?"
     ),
     "check": CommandEntry(
-        "check:CheckCommand", "verify signature, triple, freshness and coverage of a certificate"
+        "release.check:CheckCommand",
+        "verify signature, triple, freshness and coverage of a certificate",
     ),
     "promote": CommandEntry(
-        "promotion:PromoteCommand",
+        "release.promotion:PromoteCommand",
         "look at the evidence of a stage: advance, hold, freeze or roll back a candidate",
     ),
     "gate": CommandEntry(
-        "promotion:GateCommand", "say whether a triple may serve at a stage, also over HTTP"
+        "release.promotion:GateCommand", "say whether a triple may serve at a stage, also over HTTP"
     ),
     "fleet": CommandEntry(
-        "check:FleetCommand", "say which kernels agree pairwise under one contract"
+        "release.check:FleetCommand", "say which kernels agree pairwise under one contract"
     ),
     "transfer": CommandEntry(
-        "check:TransferCommand", "carry the results of a certificate over to later weights"
+        "release.check:TransferCommand", "carry the results of a certificate over to later weights"
     ),
     "vnnlib": CommandEntry(
         "verify:VnnlibCommand", "answer VNN-LIB queries about ONNX networks, as their solvers do"
     ),
-    "keygen": CommandEntry("signing:KeygenCommand", "make a key pair for signing certificates"),
+    "keygen": CommandEntry(
+        "release.signing:KeygenCommand", "make a key pair for signing certificates"
+    ),
     "sign": CommandEntry(
-        "signing:SignCommand", "show and sign the statement of a certificate; no contract is run"
+        "release.signing:SignCommand",
+        "show and sign the statement of a certificate; no contract is run",
     ),
     "show": CommandEntry(
-        "signing:ShowCommand", "show a certificate for people, in the terminal or as a page"
+        "release.signing:ShowCommand", "show a certificate for people, in the terminal or as a page"
     ),
     "companions": CommandEntry(
-        "signing:CompanionsCommand",
+        "release.signing:CompanionsCommand",
         "state valid certificates about an OCI image, in forms that other verifiers take",
     ),
     "attach": CommandEntry(
-        "signing:AttachCommand", "attach certificates to an image in an OCI registry"
+        "release.signing:AttachCommand", "attach certificates to an image in an OCI registry"
     ),
     "register": CommandEntry(
-        "register:RegisterCommand", "keep a register of certificates: record, revoke, list, audit"
+        "release.register:RegisterCommand",
+        "keep a register of certificates: record, revoke, list, audit",
     ),
     "lsp": CommandEntry("settings:LspCommand", "serve an editor by the language server protocol"),
     "doctor": CommandEntry(

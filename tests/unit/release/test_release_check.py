@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import load_program
-from kcdsl.cli.commands.check import print_report as print_check
+from kcdsl.cli.commands.release.check import print_report as print_check
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue, results_for
 from kcdsl.release.requirements import required_clauses

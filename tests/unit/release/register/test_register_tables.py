@@ -175,7 +175,8 @@ def test_postgresql_without_its_package_is_refused(monkeypatch: pytest.MonkeyPat
 def test_no_command_without_a_register_imports_its_database(tmp_path: Path) -> None:
     program = (
         "import sys\n"
-        "import kcdsl.api.checking, kcdsl.cli.commands.check, kcdsl.cli.commands.register\n"
+        "import kcdsl.api.checking, kcdsl.cli.commands.release.check\n"
+        "import kcdsl.cli.commands.release.register\n"
         "assert not {'sqlalchemy', 'alembic', 'psycopg'} & sys.modules.keys()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.cli.commands.register.text import plain, print_audit, rows_of, said
+from kcdsl.cli.commands.release.register.text import plain, print_audit, rows_of, said
 from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.options import (
     Trusts,

@@ -303,7 +303,7 @@ class CompanionsCommand(Trusts):
         """Write every companion: 0 written, 4 a certificate is invalid or the contract not covered;
         nothing is signed then."""
         from kcdsl.api.checking import CheckSettings, check_certificates
-        from kcdsl.cli.commands.check import print_report
+        from kcdsl.cli.commands.release.check import print_report
         from kcdsl.release.companions import Image, ValidCertificates, companion_files
         from kcdsl.release.issue import utc_now
         from kcdsl.release.signing import signing_keys

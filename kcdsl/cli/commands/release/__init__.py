@@ -1,0 +1,1 @@
+"""Commands about signed statements: check, sign, attach, promote, gate."""
