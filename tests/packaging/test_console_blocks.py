@@ -243,7 +243,8 @@ def escaping(name: str, text: str) -> list[str]:
         elif block.language == "sh":
             found += [line for line in lines if _bare(line) and _bare(line) not in listed]
         elif block.language == "console":
-            found += lines[: next((i for i, x in enumerate(lines) if x.startswith("$ ")), None)]
+            first = next((i for i, x in enumerate(lines) if x.startswith("$ ")), None)
+            found += [line for line in lines[:first] if not line.startswith("# ")]
         elif block.language in {"text", ""} and name not in SYNOPSES:
             found += [line for line in lines if COMMAND.match(line.lstrip())]
         else:

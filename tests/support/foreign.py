@@ -339,6 +339,17 @@ READING: Mapping[str, tuple[str, ...]] = {
         *("companions", "certificate.json", "--contract", "contract.yaml"),
         *("--key", "own.key.pub", "--sign", "own.key", "--image", f"a/b@sha256:{'0' * 64}"),
     ),
+    "show": ("show", "certificate.json"),
+    "fleet": ("fleet", "certificate.json", "certificate.json"),
+    "register": ("register", "init", "--register", "releases.db"),
+    "promote": (
+        *("promote", "certificate.json", "--contract", "contract.yaml", "--stage", "offline-ci"),
+        *("--register", "releases.db", "--slot", "chat", "--key", "own.key.pub"),
+    ),
+    "gate": (
+        *("gate", "contract.yaml", "--register", "releases.db", "--slot", "chat"),
+        *("--stage", "canary"),
+    ),
     "attach": ("attach", "certificate.json", f"localhost:1/a/b@sha256:{'0' * 64}"),
     "doctor": ("doctor",),
     "backends": ("backends",),

@@ -59,7 +59,9 @@ def test_the_page_holds_the_recorded_results() -> None:
     shown = shown_in("explanation/real-kernels.md", "kernels")
     for case in CASES:
         for model in MODELS:
-            assert f"| {case.name} | {model} |" in shown
+            # what is claimed of sums of bytes depends on the processor
+            kernel = case.name.removesuffix(" int16_pairs")
+            assert f"| {kernel} | {model} |" in shown
     (worst,) = re.findall(r"the largest quotient is (\d\.\d{4})", shown)
     assert 0 < float(worst) <= 1
 

@@ -37,7 +37,8 @@ def _nothing(*given: Any, **named: Any) -> str:
 HOLES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "statement": lambda patch: patch.setattr(checker, "_clauses", _nothing),
     "envelope": lambda patch: patch.setattr(
-        checker, "_signed_by", lambda envelope, trusted, *_: trusted.keys
+        "kcdsl_certs.verification.authentication._signed_by",
+        lambda envelope, trusted, *_: trusted.keys,
     ),
     "trace": lambda patch: [
         patch.setattr(checker, step, _nothing) for step in ("check_evidence", "check_recount")

@@ -33,7 +33,7 @@ def companion(
     cli: Cli, folder: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     """Return a function that runs `kcdsl companions` at a time when the certificate is valid."""
-    monkeypatch.setattr("kcdsl.api.checking._moment", lambda text: AT)
+    monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: AT)
 
     def run(*words: str, image: str = IMAGE, sign: tuple[str, ...] = ("kcdsl.key",)) -> Any:

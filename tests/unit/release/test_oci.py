@@ -37,7 +37,7 @@ AT = datetime(2026, 12, 1, tzinfo=UTC)
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run at a time when the certificate is valid, without credentials of this machine."""
-    monkeypatch.setattr("kcdsl.api.checking._moment", lambda text: AT)
+    monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: AT)
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "no.json"))
 
