@@ -16,6 +16,8 @@ import torch
 from kcdsl_backends.drift.affine import before_casts
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.affine import before_casts as checked
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine_walk import Pair, pair
 from kcdsl_certs.recheck.derivation import Derivation
@@ -184,3 +186,14 @@ def test_a_pass_that_a_node_may_not_ask_of_itself_is_not_made(tmp_path: Path) ->
     walk = derived(tmp_path, graph, record, centre, 0.0, {"train": [], "infer": asked}).infer
     assert walk.tape.settled == 0
     assert not any(entry.ellipsoids for entry in walk.tape.entries)
+
+
+def test_ellipsoids_beyond_all_memory_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, centre, _ = drawn(0.0)
+    record = KERNELS["any"]
+    forms = forms_of(graph, record, centre, 0.0)
+    monkeypatch.setattr(checked, "LARGEST", ROWS * WIDTH**2 - 1)
+    with pytest.raises(Rejected, match="too large"):
+        derived(tmp_path, graph, record, centre, 0.0, forms.passes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.form import Walk
 from kcdsl_certs.recheck.affine.reverse_passes import room, rows, surrounded
@@ -12,6 +13,9 @@ from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import Bools, Floats
+
+LARGEST = 2**29
+"""Numbers of all ellipsoids of a node up to which they are made; no prover asks for more."""
 
 
 def asked(walk: Walk, name: str, kind: str, shape: tuple[int, ...]) -> tuple[Bools, Bools]:
@@ -60,6 +64,8 @@ def surround(
     needed = deep | near
     if not _named(walk, node) or not needed.any():
         return None
+    if int(needed.sum()) * shape[-1] ** 2 > LARGEST:
+        raise Rejected("document/passes", f"the ellipsoids of {node.name} are too large")
     each, norms = np.full(shape, np.inf), np.full((*shape[:-1], 1), np.inf)
     ellipsoids = {}
     for row in rows(needed):
