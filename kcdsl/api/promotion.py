@@ -232,8 +232,11 @@ class _Promotion:
             withdrawn, ended = standing_of(previous, register, now, given)
         digest = self.triple.digest
         entered = enter(previous, digest, slot.triple, settings.stage, now, withdrawn)
-        if isinstance(entered, NotHere):
-            raise refuse(PROMOTION_STAGE, entered.why, help=entered.way_out)
+        barred = entered if isinstance(entered, NotHere) else None
+        candidate = entered.refutable if isinstance(entered, NotHere) else entered
+        if barred is not None and candidate is None:
+            raise refuse(PROMOTION_STAGE, barred.why, help=barred.way_out)
+        assert candidate is not None
         documents, unused = self.evidence.documents(self.demands, self.triple, settings.stage)
         for run in register.runs(triple=digest, trusted=False):
             for document in documents:
@@ -241,7 +244,7 @@ class _Promotion:
                     unused[document.name] = f"the register does not trust it: {run.reason}"
         documents = tuple(each for each in documents if each.name not in unused)
         found = step(
-            entered,
+            candidate,
             self.demands,
             documents,
             PromotionLimits(settings.window, settings.requests),
@@ -249,7 +252,10 @@ class _Promotion:
             counted={digest for each in history for digest in each.evidence},
             now=now,
             ended=ended,
+            live=slot.triple == digest,
         )
+        if barred is not None and found.outcome is not PromotionOutcome.ROLLED_BACK:
+            raise refuse(PROMOTION_STAGE, barred.why, help=barred.way_out)
         return found, unused
 
     def decision(self, found: PromotionStep, register: Register, slot: Slot) -> Promotion:
@@ -267,7 +273,9 @@ class _Promotion:
         }
         after, stage = found.candidate, self.settings.stage
         live = found.outcome is PromotionOutcome.ADVANCED and after.stage == FULL
-        new = live and slot.triple != self.triple.digest
+        served = slot.triple == self.triple.digest
+        new = live and not served
+        withdrawn = found.outcome is PromotionOutcome.ROLLED_BACK and served
         state = PromotionState.PROMOTED if new else states[found.outcome]
         reasons = [PromotionReason("stage", text) for text in found.lacking]
         for row in found.rows:
@@ -282,7 +290,7 @@ class _Promotion:
             candidate=self.triple.digest,
             incumbent=_incumbent(after, found.outcome, register, slot, now),
             contract=self.triple.contract.digest,
-            stage=FULL if live else stage,
+            stage=FULL if live or withdrawn else stage,
             state=state,
             reasons=tuple(reasons),
             certificates=_in_force(after.signed(stage), register, now),

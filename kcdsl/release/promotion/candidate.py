@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from types import MappingProxyType
@@ -144,10 +144,15 @@ _CANDIDATE: Record[StagedCandidate] = Record(
 
 @dataclass(frozen=True, slots=True)
 class NotHere:
-    """The evidence is of a stage that the candidate is not in."""
+    """The evidence is of a stage that the candidate is not in, or the candidate is stopped.
+
+    `refutable` is the candidate as a rollback finds it, where its triple is live: evidence of any
+    stage may roll it back, and does nothing else.
+    """
 
     why: str
     way_out: str
+    refutable: StagedCandidate | None = None
 
 
 def enter(
@@ -165,6 +170,8 @@ def enter(
     contracts are another triple, which begins at the first stage. So does, anew, a candidate that
     was blocked, frozen or rolled back, one whose incumbent was replaced meanwhile, and one that
     rests on a certificate which was withdrawn. No stage is left out.
+
+    A stopped candidate that is live still serves: NotHere then holds what may be rolled back.
     """
     if previous is None:
         if stage != OFFLINE:
@@ -176,19 +183,8 @@ def enter(
         return StagedCandidate(
             triple, live, OFFLINE, CandidateState.ACTIVE, 1, 1, StabilityWindow(now)
         )
-    stopped = None
-    if previous.state is not CandidateState.ACTIVE:
-        stopped = f"is {previous.state} in the stage {previous.stage}"
-    elif live not in (previous.incumbent, triple):
-        stopped = f"has another incumbent: {(live or 'nothing')[:12]} is live now"
-    else:
-        signed = (one for each in previous.certificates.values() for one in each)
-        gone = next((one for one in signed if one in withdrawn), None)
-        if gone is not None:
-            stopped = f"rests on the certificate {gone[:12]}: {withdrawn[gone]}"
-    if stopped is not None:
-        if stage != OFFLINE:
-            return NotHere(f"the triple {triple[:12]} {stopped}", f"it begins anew at {OFFLINE}")
+    stopped = _why_stopped(previous, live, withdrawn)
+    if stopped is not None and stage == OFFLINE:
         return StagedCandidate(
             triple,
             previous.incumbent if live == triple else live,
@@ -199,9 +195,34 @@ def enter(
             StabilityWindow(now),
             looks=previous.looks,
         )
+    refutable = _served(previous, stage) if live == triple else None
+    if stopped is not None:
+        why = f"the triple {triple[:12]} {stopped}"
+        return NotHere(why, f"it begins anew at {OFFLINE}", refutable)
     if stage != previous.stage:
         return NotHere(
             f"the triple {triple[:12]} is in the stage {previous.stage}, not in {stage}",
             f"give evidence of {previous.stage}; no stage is left out or repeated",
+            refutable,
         )
     return previous
+
+
+def _why_stopped(
+    previous: StagedCandidate, live: str | None, withdrawn: Mapping[str, str]
+) -> str | None:
+    """Return why a candidate does not go on; None where it does."""
+    if previous.state is not CandidateState.ACTIVE:
+        return f"is {previous.state} in the stage {previous.stage}"
+    if live not in (previous.incumbent, previous.triple):
+        return f"has another incumbent: {(live or 'nothing')[:12]} is live now"
+    signed = (one for each in previous.certificates.values() for one in each)
+    gone = next((one for one in signed if one in withdrawn), None)
+    return None if gone is None else f"rests on the certificate {gone[:12]}: {withdrawn[gone]}"
+
+
+def _served(previous: StagedCandidate, stage: str) -> StagedCandidate:
+    """Return a live candidate as evidence of a stage finds it, without counts of another stage."""
+    if stage == previous.stage:
+        return previous
+    return replace(previous, stage=stage, window=StabilityWindow(previous.window.since))

@@ -64,6 +64,7 @@ class Look:
     shown: dict[str, ShownObligation]
     looks: dict[str, int]
     documents: int
+    live: bool = False
     violated: dict[str, str] = field(default_factory=dict)
     spoiled: dict[str, str] = field(default_factory=dict)
     noted: dict[str, str] = field(default_factory=dict)
@@ -194,7 +195,7 @@ def row_of(demand: Demand, candidate: StagedCandidate, look: Look, error: Fracti
     status, reason, reacts = OPEN, look.noted.get(name, "there is no evidence"), None
     if name in look.violated:
         status, reason = VIOLATED, look.violated[name]
-        reacts = demand.reaction(stage)
+        reacts = demand.reaction(stage, look.live)
     elif name in look.spoiled:
         reason = look.spoiled[name]
     elif name in look.shown:

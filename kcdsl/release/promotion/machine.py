@@ -86,13 +86,14 @@ def step(
     counted: Set[str],
     now: datetime,
     ended: Set[str] = frozenset(),
+    live: bool = False,
 ) -> PromotionStep:
-    """Return what the evidence makes of an active candidate.
+    """Return what the evidence makes of a candidate; one that is stopped only gets worse.
 
     `counted` are the digests of what earlier looks counted: nothing counts twice. `now` is the
     time of the look. `ended` are the identities of certificates that are not in force any more.
+    `live` says that the triple of the candidate is live in the slot.
     """
-    assert candidate.state is CandidateState.ACTIVE
     by_name = {demand.obligation: demand for demand in demands}
     seen, unused = set(counted), dict[str, str]()
     fresh: list[tuple[EvidenceDocument, bool]] = []
@@ -119,6 +120,7 @@ def step(
         },
         dict(candidate.looks),
         candidate.documents,
+        live,
     )
     served = dict(window.requests)
     for document, repeated in fresh:
@@ -183,7 +185,9 @@ def _conclude(
     lacking: Sequence[str],
     now: datetime,
 ) -> tuple[PromotionOutcome, StagedCandidate]:
-    reactions = tuple(demands[name].reaction(candidate.stage) for name in look.violated)
+    reactions = tuple(demands[name].reaction(candidate.stage, look.live) for name in look.violated)
+    if candidate.state is not CandidateState.ACTIVE and Reaction.ROLL_BACK not in reactions:
+        return PromotionOutcome.HELD, candidate
     if reactions:
         match worst_reaction(reactions):
             case Reaction.ROLL_BACK:

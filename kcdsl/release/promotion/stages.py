@@ -46,16 +46,18 @@ _BY_ACTION = {
 }
 
 
-def reaction(stage: str, level: Level, action: str) -> Reaction:
+def reaction(stage: str, level: Level, action: str, live: bool = False) -> Reaction:
     """Return how a stage reacts to a violated clause of a level with this action.
 
-    Offline, nothing serves that could be rolled back: the candidate is blocked. Later, the level
-    decides, of every family: L1 blocks, L2 freezes, L3 rolls back. The action that the contract
-    gives the clause makes the reaction more severe and never milder.
+    The level decides, of every family: L1 blocks, L2 freezes, L3 rolls back. The action that the
+    contract gives the clause makes the reaction more severe and never milder. Offline, the
+    candidate is blocked; only one that is `live` all the same, because it began anew, is rolled
+    back.
     """
-    if stage == OFFLINE:
+    found = worst_reaction((_BY_LEVEL[level], _BY_ACTION.get(kind(action), Reaction.BLOCK)))
+    if stage == OFFLINE and not (live and found is Reaction.ROLL_BACK):
         return Reaction.BLOCK
-    return worst_reaction((_BY_LEVEL[level], _BY_ACTION.get(kind(action), Reaction.BLOCK)))
+    return found
 
 
 def worst_reaction(reactions: tuple[Reaction, ...]) -> Reaction:
@@ -127,9 +129,9 @@ class Demand:
         """Say whether counts of units decide it."""
         return self.allowed is not None and 0 < self.allowed < 1
 
-    def reaction(self, stage: str) -> Reaction:
+    def reaction(self, stage: str, live: bool = False) -> Reaction:
         """Return how a stage reacts where it is violated."""
-        return reaction(stage, self.level, self.action)
+        return reaction(stage, self.level, self.action, live)
 
 
 def demands_of(program: Program, rules: LookRules) -> tuple[Demand, ...]:

@@ -185,6 +185,38 @@ def test_a_live_triple_is_rolled_back_to_the_one_before(pipeline: Pipeline) -> N
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("asked", ["offline-ci", "full"])
+@pytest.mark.parametrize("stopped", ["frozen", "revoked"])
+def test_a_live_triple_that_was_stopped_is_rolled_back(
+    pipeline: Pipeline, stopped: str, asked: str
+) -> None:
+    pipeline.until("full")
+    with pipeline.register() as register:
+        first = register.slot(SLOT).triple
+    pipeline.change_weights(1.0, 3.0)
+    pipeline.until("full")
+    if stopped == "frozen":
+        frozen = pipeline.promote("full", pipeline.traffic("full", beyond=60))
+        assert frozen.step.outcome is PromotionOutcome.FROZEN
+    else:
+        with pipeline.register() as register:
+            register.revoke(register.slot(SLOT).certificates[0], "wrong data")
+    problem = refusal_of(lambda: pipeline.promote("full", pipeline.traffic("full")))
+    assert problem.code is codes.PROMOTION_STAGE
+    pipeline.now += timedelta(minutes=1)
+    broken = [
+        replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2)) if c.id == "O-TRACE" else c
+        for c in pipeline.results()
+    ]
+    back = pipeline.promote(asked, pipeline.certificate(asked, broken))
+    assert back.step.outcome is PromotionOutcome.ROLLED_BACK
+    assert back.live == first
+    with pipeline.register() as register:
+        slot = register.slot(SLOT)
+    assert (slot.triple, slot.stage) == (first, "full")
+
+
+@pytest.mark.full
 def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_slot(
     pipeline: Pipeline,
 ) -> None:

@@ -119,6 +119,55 @@ def test_another_incumbent_lets_a_candidate_begin_anew() -> None:
     assert enter(at(FULL), TRIPLE, TRIPLE, FULL, START) == at(FULL)
 
 
+# --- a live triple that was stopped ---------------------------------------------------------------
+
+GONE = {digest(OFFLINE): "revoked: the key was lost"}
+
+
+@pytest.mark.parametrize("asked", STAGES)
+@pytest.mark.parametrize(
+    ("previous", "withdrawn"),
+    [
+        (at(FULL, state=CandidateState.FROZEN), {}),
+        (at(FULL), GONE),
+        (at(FULL), {}),
+        (at(SHADOW, attempt=2), {}),
+        (at(OFFLINE, attempt=2, state=CandidateState.BLOCKED), {}),
+    ],
+)
+def test_a_violation_of_l3_rolls_back_a_live_triple_in_every_state(
+    previous: StagedCandidate, withdrawn: dict[str, str], asked: str
+) -> None:
+    found = enter(previous, TRIPLE, TRIPLE, asked, START, withdrawn)
+    candidate = found.refutable if isinstance(found, NotHere) else found
+    assert candidate is not None
+    assert candidate.stage == asked
+    broken = {EVERY.obligation: ObligationResult("violated", "census")}
+    back = look(candidate, BOTH, certificate("c", broken, valid=False), live=True)
+    assert back.outcome is PromotionOutcome.ROLLED_BACK
+    assert back.candidate.state is CandidateState.ROLLED_BACK
+    assert back.rows[1].reaction == "roll-back"
+    if isinstance(found, NotHere) and candidate.state is CandidateState.FROZEN:
+        for documents in ((), passing(asked, BOTH)):
+            held = look(candidate, BOTH, *documents, live=True)
+            assert held.outcome is PromotionOutcome.HELD
+            assert held.candidate.state is CandidateState.FROZEN
+
+
+def test_what_is_not_live_and_stopped_is_not_rolled_back() -> None:
+    found = enter(at(CANARY, state=CandidateState.FROZEN), TRIPLE, LIVE, CANARY, START)
+    assert isinstance(found, NotHere)
+    assert found.refutable is None
+
+
+def test_a_stopped_live_triple_is_refuted_without_counts_of_another_stage() -> None:
+    counted = replace(at(FULL).window, counts={RATE.obligation: (60, 600)})
+    found = enter(at(FULL, window=counted), TRIPLE, TRIPLE, CANARY, START)
+    assert isinstance(found, NotHere)
+    assert found.refutable is not None
+    assert found.refutable.window.counts == {}
+
+
 # --- missing, empty, wrong evidence ---------------------------------------------------------------
 
 

@@ -147,6 +147,15 @@ def test_an_action_makes_a_reaction_more_severe_and_never_milder(
         assert found is (Reaction.ROLL_BACK if level is Level.L3 else Reaction.FREEZE)
 
 
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("action", ACTIONS)
+def test_offline_only_a_live_triple_is_rolled_back(action: str, level: Level) -> None:
+    back = level is Level.L3 or action in ("fallback", "rollback")
+    wanted = Reaction.ROLL_BACK if back else Reaction.BLOCK
+    assert reaction(OFFLINE, level, action, live=True) is wanted
+    assert reaction(OFFLINE, level, action) is Reaction.BLOCK
+
+
 def test_the_worst_reaction_of_several_counts() -> None:
     mild, grave = demand("MILD", level=Level.L1), demand("GRAVE", level=Level.L3)
     broken = {d.obligation: ObligationResult("violated", "census") for d in (mild, grave)}
