@@ -106,6 +106,10 @@ class Look:
                 )
             return False
         if result.k is None or not result.n or not 0 <= result.k <= result.n:
+            if document.kind is DocumentKind.CERTIFICATE and result.verdict == "violated":
+                # a failure that is signed: its evaluation decided on counts that are not in it
+                self.violated[name] = f"{document.name}: {result.reason or 'it did not pass'}"
+                return False
             kept = self.spoiled if document.kind is DocumentKind.WINDOW else self.noted
             why = result.reason or "it counts no unit"
             if document.kind is DocumentKind.CERTIFICATE and result.verdict == "held":

@@ -405,6 +405,33 @@ def test_a_rate_far_beyond_freezes() -> None:
     assert step.rows[0].reaction == "freeze"
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("counted", [(None, None), (0, 0), (5, None), (5, 4)])
+def test_a_signed_failure_of_a_rate_without_counts_is_a_violation(
+    stage: str, counted: tuple[int | None, int | None]
+) -> None:
+    """Certificates carry counts for clauses with a budget alone."""
+    grave = demand("R-P50", family=Family.RUNTIME, level=Level.L3)
+    failed = ObligationResult("violated", "sample", *counted, "latency is 5 instead of <= 0.1")
+    signed = certificate("c", {grave.obligation: failed}, valid=False)
+    traffic = window("w", {grave.obligation: counts(0, 2000)}, requests=2000)
+    documents = (signed,) if stage == OFFLINE else (signed, traffic)
+    step = look(at(stage), [grave], *documents)
+    assert step.outcome is (
+        PromotionOutcome.BLOCKED if stage == OFFLINE else PromotionOutcome.ROLLED_BACK
+    )
+    assert step.rows[0].status == "violated"
+    assert "5 instead of <= 0.1" in step.rows[0].reason
+
+
+@pytest.mark.parametrize("verdict", ["inconclusive", "held"])
+def test_a_certificate_of_a_rate_without_counts_that_states_no_failure_holds(verdict: str) -> None:
+    undecided = certificate("c", {RATE.obligation: ObligationResult(verdict, "sample")})
+    step = look(at(CANARY), [RATE], undecided)
+    assert step.outcome is PromotionOutcome.HELD
+    assert step.rows[0].status == "open"
+
+
 def test_chance_raises_no_alarm_and_shows_nothing() -> None:
     """12 of 1000 beyond 1 %: more than allowed, and no evidence of it."""
     step = look(at(CANARY), [RATE], window("w", {RATE.obligation: counts(12, 1000)}))
