@@ -31,11 +31,14 @@ from kcdsl.release.promotion import (
     step,
 )
 from kcdsl.release.promotion.recorded import candidate_in, deployed_in, standing_of
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import time_text
 
 if TYPE_CHECKING:
     from kcdsl.release.register import Promotion, Register, Slot
+    from kcdsl_certs.signatures import TrustPolicy
     from kcdsl_certs.statement import Triple
+    from kcdsl_certs.verification.report import Report
 
 EXITS = {
     PromotionOutcome.ADVANCED: Exit.HELD,
@@ -198,23 +201,37 @@ class _Promotion:
     def record(self, register: Register) -> dict[str, tuple[str, ...]]:
         """Record certificates and the triple, unless it is a dry run; return why certificates are
         not in force, by file."""
-        from kcdsl.release.register import Standing
-
-        given = self.evidence.certificates
+        given, trust = self.evidence.certificates, self.evidence.trust
         if not self.settings.dry_run:
-            trust = self.evidence.trust
             if given and trust is not None:
                 register.record_certificates([b for _, b in given.values()], trust.rules)
             else:
                 register.record_triple(self.triple)
         weak: dict[str, tuple[str, ...]] = {}
-        for name, (report, _) in given.items():
-            if report.accepted and report.certificate is not None:
-                status = register.status_of(report.certificate, self.settings.clock())
-                new = status.standing is Standing.UNKNOWN and self.settings.dry_run
-                if not status.in_force and not new:
-                    weak[name] = (f"register/{status.standing.name.lower()}", status.detail)
+        for name, (report, bundle) in given.items():
+            if report.accepted:
+                assert trust is not None
+                try:
+                    self._refuse_weak(report, bundle, register, trust.rules)
+                except Rejected as error:
+                    weak[name] = (error.reason, error.detail)
         return weak
+
+    def _refuse_weak(
+        self, report: Report, bundle: bytes, register: Register, trusted: TrustPolicy
+    ) -> None:
+        """Raise Rejected for a certificate that is not in force, or with too few signatures by keys
+        that the register has not revoked, as a check with the register does."""
+        from kcdsl.release.register import Standing
+        from kcdsl.release.register.step import refuse_keys, refuse_standing, revoked_keys
+
+        assert report.certificate is not None
+        assert report.predicate is not None
+        now = self.settings.clock()
+        status = register.status_of(report.certificate, now)
+        if status.standing is not Standing.UNKNOWN or not self.settings.dry_run:
+            refuse_standing(status)
+        refuse_keys(bundle, trusted, revoked_keys(register), report.predicate.stage, now)
 
     @property
     def reports(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from kcdsl.release.register import Register
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.encoding.strict import time_text
-from kcdsl_certs.signatures import load_private
+from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import CertifiedClause
 from tests.support.commands import run_here
 from tests.support.release_scenes import evidence_of, results, stand_in, tiny
@@ -40,6 +40,8 @@ class Pipeline:
     made: int = 0
     window: timedelta = HOUR
     requests: int = 100
+    keys: tuple[str, ...] = ("release.key",)
+    """The files of the keys that sign certificates."""
 
     @classmethod
     def of(cls, folder: Path) -> Pipeline:
@@ -66,6 +68,10 @@ class Pipeline:
         proof = stand_in(program, self.folder)
         return results(program, self.folder, proof_reference("N-ATTN-0", proof))
 
+    def private_keys(self) -> list[SigningKey]:
+        """Return the keys that sign certificates."""
+        return [load_private((self.folder / name).read_bytes()) for name in self.keys]
+
     def certificate(
         self,
         stage: str,
@@ -83,7 +89,7 @@ class Pipeline:
             program=program,
             base=self.folder,
             clauses=found,
-            keys=[load_private((self.folder / "release.key").read_bytes())],
+            keys=self.private_keys(),
             clock=lambda: self.now,
             stage=stage,
             lifetime=timedelta(days=days),

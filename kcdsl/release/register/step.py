@@ -43,19 +43,24 @@ def _step(
 
         return earlier
     status, head = register.status_of(identity, moment), register.head()
-    revoked = frozenset(r.subject for r in register.revocations() if r.kind is Revoked.KEY)
+    revoked = revoked_keys(register)
 
     def step() -> str:
-        _refuse_standing(status)
+        refuse_standing(status)
         assert status.certificate is not None
-        if revoked:
-            _refuse_keys(bundle, trusted, revoked, status.certificate.stage, moment)
+        refuse_keys(bundle, trusted, revoked, status.certificate.stage, moment)
         return f"event {status.certificate.number} of {head.number}, in force"
 
     return step
 
 
-def _refuse_standing(status: CertificateStatus) -> None:
+def revoked_keys(register: Register) -> frozenset[str]:
+    """Return the fingerprints of the keys that a register has revoked."""
+    return frozenset(r.subject for r in register.revocations() if r.kind is Revoked.KEY)
+
+
+def refuse_standing(status: CertificateStatus) -> None:
+    """Raise Rejected for a certificate that is not in force."""
     match status.standing:
         case Standing.IN_FORCE:
             return
@@ -73,10 +78,12 @@ def _refuse_standing(status: CertificateStatus) -> None:
     raise Rejected(reason, f"{status.detail}{by}")
 
 
-def _refuse_keys(
+def refuse_keys(
     bundle: bytes, trusted: TrustPolicy, revoked: frozenset[str], stage: str, moment: datetime
 ) -> None:
-    """Refuse a bundle with too few signatures by keys that the register has not revoked."""
+    """Raise Rejected for a bundle with too few signatures by keys that are not revoked."""
+    if not revoked:
+        return
     rules = replace(trusted, revoked_keys=trusted.revoked_keys | revoked)
     try:
         signers = authentic(bundle, rules, moment, (PREDICATE_TYPE, TRANSFER_TYPE)).signers

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from kcdsl.api.checking import CheckSettings
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.promotion import CandidateState, PromotionOutcome
-from kcdsl.release.register import PromotionState, Register
+from kcdsl.release.register import PromotionState, Register, Revoked
 from kcdsl_certs.statement import Verdict
+from tests.support.commands import run_here
 from tests.support.promotion_scenes import HOUR, SLOT, Pipeline, edited
+from tests.support.registers import trusted
 
 STAGES = ("offline-ci", "shadow", "canary")
 NOON, ONE = "2026-11-30T12:00:00Z", "2026-11-30T13:00:00Z"
@@ -342,8 +345,6 @@ def test_a_certificate_that_is_not_valid_promotes_nothing(pipeline: Pipeline, ho
             text = signed.read_text(encoding="utf-8")
             (pipeline.folder / "release.key.pub").unlink()
             (pipeline.folder / "release.key").unlink()
-            from tests.support.commands import run_here
-
             assert run_here("keygen", "-o", "release.key", cwd=pipeline.folder).code == 0
             assert text
         case "expired":
@@ -370,8 +371,6 @@ def test_a_certificate_that_is_not_valid_promotes_nothing(pipeline: Pipeline, ho
 def test_a_key_promotes_only_the_stages_that_the_policy_gives_it(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    from kcdsl.api.checking import CheckSettings
-
     policy = tmp_path / "policy.toml"
     for stages, exit in (('["shadow", "canary"]', 4), ('["offline-ci"]', 0)):
         policy.write_text(
@@ -383,6 +382,27 @@ def test_a_key_promotes_only_the_stages_that_the_policy_gives_it(
         assert found.exit == exit, found.invalid
         if exit == 4:
             assert found.invalid[str(signed)] == ("stage/key-not-allowed",)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_key_that_the_register_revoked_does_not_sign(pipeline: Pipeline, recorded: bool) -> None:
+    """Also where the certificate was recorded with fewer signatures than are asked for now."""
+    assert run_here("keygen", "-o", "second.key", cwd=pipeline.folder).code == 0
+    pipeline.keys = ("release.key", "second.key")
+    signed = pipeline.certificate("offline-ci")
+    first, second = pipeline.private_keys()
+    with pipeline.register() as register:
+        if recorded:
+            register.record_certificates([signed.read_bytes()], trusted(first, second))
+        register.revoke(first.public.fingerprint, "lost", kind=Revoked.KEY)
+    files = tuple(str(pipeline.folder / f"{name}.pub") for name in pipeline.keys)
+    for threshold, exit in ((2, 4), (1, 0)):
+        checks = CheckSettings(key=files, threshold=threshold)
+        found = pipeline.promote("offline-ci", signed, checks=checks, dry_run=True)
+        assert found.exit == exit, found.invalid
+        assert found.invalid.get(str(signed), ("",))[0] == (
+            "register/key-revoked" if exit == 4 else ""
+        )
 
 
 @pytest.mark.full
