@@ -214,7 +214,8 @@ def _why_stopped(
     """Return why a candidate does not go on; None where it does."""
     if previous.state is not CandidateState.ACTIVE:
         return f"is {previous.state} in the stage {previous.stage}"
-    if live not in (previous.incumbent, previous.triple):
+    displaced = previous.stage == FULL and live != previous.triple
+    if displaced or live not in (previous.incumbent, previous.triple):
         return f"has another incumbent: {(live or 'nothing')[:12]} is live now"
     signed = (one for each in previous.certificates.values() for one in each)
     gone = next((one for one in signed if one in withdrawn), None)

@@ -111,10 +111,10 @@ def _judge(
         )
     if STAGES.index(candidate.stage) < STAGES.index(stage):
         return GateAnswer.INCONCLUSIVE, (f"it is in the stage {candidate.stage}, before {stage}",)
+    if candidate.stage == FULL and live.triple != candidate.triple:
+        return GateAnswer.INCONCLUSIVE, ("another triple is live in this slot",)
     if live.triple not in (candidate.incumbent, candidate.triple):
         return GateAnswer.INCONCLUSIVE, ("another triple became live since it began",)
-    if stage == FULL and live.triple != candidate.triple:
-        return GateAnswer.INCONCLUSIVE, ("another triple is live in this slot",)
     if candidate.stage != OFFLINE:
         passed = candidate.stage if candidate.stage == FULL else _before(candidate.stage)
         signed = candidate.signed(passed)

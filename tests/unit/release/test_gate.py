@@ -163,6 +163,26 @@ def test_another_live_triple_closes_it(register: Register) -> None:
     assert answer(register, LIVE, FULL) is GateAnswer.INCONCLUSIVE
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_triple_that_was_displaced_by_its_incumbent_may_not_serve(
+    register: Register, stage: str
+) -> None:
+    record(register, NEW, FULL, state=PromotionState.PROMOTED)
+    assert answer(register, NEW, stage) is GateAnswer.SUCCESSFUL
+    again = replace(
+        at(FULL),
+        triple=LIVE.digest,
+        incumbent=NEW.digest,
+        certificates={
+            one.stage: (one.identity,) for one in register.certificates(triple=LIVE.digest)
+        },
+    )
+    decide(register, LIVE, again, PromotionState.PROMOTED, FULL)
+    assert register.slot(SLOT).triple == LIVE.digest
+    assert answer(register, LIVE, stage) is GateAnswer.SUCCESSFUL
+    assert answer(register, NEW, stage) is GateAnswer.INCONCLUSIVE
+
+
 def test_a_decision_without_a_candidate_is_no_answer(register: Register) -> None:
     slot = register.slot(SLOT)
     register.record_triple(NEW)

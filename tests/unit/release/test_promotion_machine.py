@@ -86,7 +86,7 @@ def test_a_new_triple_begins_at_the_first_stage(stage: str) -> None:
 @pytest.mark.parametrize("asked", STAGES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_is_left_out_or_repeated(stage: str, asked: str) -> None:
-    found = enter(at(stage), TRIPLE, LIVE, asked, START)
+    found = enter(at(stage), TRIPLE, TRIPLE if stage == FULL else LIVE, asked, START)
     if asked == stage:
         assert found == at(stage)
     else:
@@ -117,6 +117,18 @@ def test_another_incumbent_lets_a_candidate_begin_anew() -> None:
     assert isinstance(enter(at(CANARY), TRIPLE, digest("newer"), CANARY, START), NotHere)
     assert isinstance(enter(at(CANARY), TRIPLE, None, CANARY, START), NotHere)
     assert enter(at(FULL), TRIPLE, TRIPLE, FULL, START) == at(FULL)
+
+
+@pytest.mark.parametrize("asked", STAGES)
+def test_a_triple_that_was_displaced_by_its_incumbent_begins_anew(asked: str) -> None:
+    found = enter(at(FULL), TRIPLE, LIVE, asked, START)
+    if asked == OFFLINE:
+        assert isinstance(found, StagedCandidate)
+        assert (found.stage, found.attempt, found.incumbent) == (OFFLINE, 2, LIVE)
+    else:
+        assert isinstance(found, NotHere)
+        assert "has another incumbent" in found.why
+        assert found.refutable is None
 
 
 # --- a live triple that was stopped ---------------------------------------------------------------
@@ -600,10 +612,11 @@ def test_what_a_certificate_showed_ends_with_it() -> None:
 @pytest.mark.parametrize("stage", [SHADOW, CANARY, FULL])
 def test_a_candidate_with_a_withdrawn_certificate_begins_anew(stage: str) -> None:
     withdrawn = {digest(OFFLINE): "revoked: the key was lost"}
-    found = enter(at(stage), TRIPLE, LIVE, stage, START, withdrawn)
+    live = TRIPLE if stage == FULL else LIVE
+    found = enter(at(stage), TRIPLE, live, stage, START, withdrawn)
     assert isinstance(found, NotHere)
     assert "the key was lost" in found.why
-    anew = enter(at(stage), TRIPLE, LIVE, OFFLINE, START, withdrawn)
+    anew = enter(at(stage), TRIPLE, live, OFFLINE, START, withdrawn)
     assert isinstance(anew, StagedCandidate)
     assert (anew.attempt, anew.incumbent) == (2, LIVE)
 
