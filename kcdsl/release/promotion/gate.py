@@ -6,6 +6,7 @@ on stands. It stays closed for whatever is not recorded.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.exits import Exit
 from kcdsl.release.promotion.candidate import CandidateState, StagedCandidate
-from kcdsl.release.promotion.recorded import candidate_in, standing_of
+from kcdsl.release.promotion.recorded import candidate_in, standing_of, why_withdrawn
 from kcdsl.release.promotion.stages import FULL, OFFLINE
-from kcdsl_certs.statement import STAGES
+from kcdsl_certs.statement import STAGES, Verdict
 
 if TYPE_CHECKING:
-    from kcdsl.release.register import Register, Slot
+    from kcdsl.release.register import Certificate, Register, Slot
 
 
 class GateAnswer(StrEnum):
@@ -86,7 +87,8 @@ def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -
     if candidate is None:
         why = "the register has no decision about this triple in this slot"
         return Gate(slot, stage, triple, GateAnswer.INCONCLUSIVE, (why,))
-    answer, reasons = _judge(register, candidate, live, stage, now)
+    looked_at = frozenset(one for each in history for one in each.evidence)
+    answer, reasons = _judge(register, candidate, live, stage, looked_at, now)
     if answer is not GateAnswer.SUCCESSFUL:
         told = [f"{one.clause}{_on(one.slice)}: {one.detail}" for one in history[-1].reasons]
         reasons = (*reasons, *told)
@@ -95,7 +97,12 @@ def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -
 
 
 def _judge(
-    register: Register, candidate: StagedCandidate, live: Slot, stage: str, now: datetime
+    register: Register,
+    candidate: StagedCandidate,
+    live: Slot,
+    stage: str,
+    looked_at: Set[str],
+    now: datetime,
 ) -> tuple[GateAnswer, tuple[str, ...]]:
     match candidate.state:
         case CandidateState.ROLLED_BACK | CandidateState.BLOCKED:
@@ -109,6 +116,13 @@ def _judge(
         return GateAnswer.FAILED, tuple(
             f"certificate {one[:12]}: {w}" for one, w in withdrawn.items()
         )
+    failures = _undecided_failures(register, candidate, looked_at, now)
+    if failures:
+        failed = any(one.verdict is Verdict.FAILED for one in failures)
+        return GateAnswer.FAILED if failed else GateAnswer.INCONCLUSIVE, tuple(
+            f"certificate {one.identity[:12]} of the stage {one.stage} is {one.verdict}"
+            for one in failures
+        )
     if STAGES.index(candidate.stage) < STAGES.index(stage):
         return GateAnswer.INCONCLUSIVE, (f"it is in the stage {candidate.stage}, before {stage}",)
     if candidate.stage == FULL and live.triple != candidate.triple:
@@ -121,6 +135,22 @@ def _judge(
         if all(one in ended for one in signed):
             return GateAnswer.INCONCLUSIVE, (f"no certificate of the stage {passed} is in force",)
     return GateAnswer.SUCCESSFUL, (f"it is {candidate.state} in the stage {candidate.stage}",)
+
+
+def _undecided_failures(
+    register: Register, candidate: StagedCandidate, looked_at: Set[str], now: datetime
+) -> tuple[Certificate, ...]:
+    """Return the certificates of the stage of a candidate that did not pass, newest first, without
+    those that a decision has looked at and those before a newer one that passed and stands."""
+    found = []
+    of_stage = register.certificates(triple=candidate.triple, stage=candidate.stage)
+    for one in sorted(of_stage, key=lambda each: each.sequence, reverse=True):
+        if one.verdict is not Verdict.PASSED:
+            if one.identity not in looked_at:
+                found.append(one)
+        elif why_withdrawn(register, register.status_of(one.identity, now)) is None:
+            break
+    return tuple(found)
 
 
 def _before(stage: str) -> str:

@@ -22,7 +22,7 @@ from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
 from kcdsl.release.register import Promotion, PromotionReason, PromotionState, Register
 from kcdsl_certs.statement import STAGES, Triple, Verdict
 from tests.support.promotions import at
-from tests.support.registers import NOW, TRUSTED, certified, triple
+from tests.support.registers import NOW, TRUSTED, certified, recorded, triple
 
 SLOT = "chat/production"
 LIVE, NEW = triple("live"), triple("new")
@@ -146,6 +146,53 @@ def test_a_newer_certificate_that_did_not_pass_closes_it(register: Register) -> 
     failed = certified(NEW, stage=SHADOW, sequence=2, verdict=Verdict.FAILED)
     register.record_certificates([failed], TRUSTED)
     assert answer(register, NEW, CANARY) is GateAnswer.FAILED
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("verdict", "wanted"),
+    [
+        (Verdict.FAILED, GateAnswer.FAILED),
+        (Verdict.INCONCLUSIVE, GateAnswer.INCONCLUSIVE),
+        (Verdict.PASSED, GateAnswer.SUCCESSFUL),
+    ],
+)
+def test_a_certificate_of_the_present_stage_that_did_not_pass_closes_it(
+    register: Register, stage: str, verdict: Verdict, wanted: GateAnswer
+) -> None:
+    """Until `promote` decides on it, or a newer one passes that stands."""
+    newer: dict[str, Any] = {"stage": stage, "verdict": verdict}
+    about = NEW
+    if stage == FULL:
+        record(register, about, FULL, state=PromotionState.PROMOTED)
+    elif stage == OFFLINE:
+        register.record_triple(about)
+        began = replace(at(OFFLINE), triple=about.digest, incumbent=LIVE.digest)
+        decide(register, about, began, PromotionState.HELD, OFFLINE)
+    else:
+        record(register, about, stage)
+    assert answer(register, about, stage) is GateAnswer.SUCCESSFUL
+    recorded(register, certified(about, sequence=5, **newer))
+    assert answer(register, about, stage) is wanted
+    recorded(register, certified(about, sequence=4, stage=stage))
+    assert answer(register, about, stage) is wanted
+    passed = recorded(register, certified(about, sequence=6, stage=stage))
+    assert answer(register, about, stage) is GateAnswer.SUCCESSFUL
+    register.revoke(passed.identity, "wrong data")
+    assert answer(register, about, stage) is wanted
+
+
+def test_a_failure_that_was_decided_leaves_the_gate_to_its_decision(register: Register) -> None:
+    """A clause of L1 blocks, and its candidate goes on."""
+    record(register, NEW, CANARY)
+    mild = recorded(register, certified(NEW, sequence=5, stage=CANARY, verdict=Verdict.FAILED))
+    assert answer(register, NEW, CANARY) is GateAnswer.FAILED
+    last = register.promotions(slot=SLOT, candidate=NEW.digest)[-1]
+    blocked = replace(
+        last, state=PromotionState.BLOCKED, certificates=(), evidence=(mild.identity,)
+    )
+    register.promote(SLOT, register.slot(SLOT).version, blocked)
+    assert answer(register, NEW, CANARY) is GateAnswer.SUCCESSFUL
 
 
 def test_it_closes_when_the_certificate_ends(register: Register) -> None:
