@@ -143,11 +143,11 @@ def promote(settings: PromoteSettings) -> Promoted:
         triple = _candidate(evidence, register, settings.slot)
         about = _Promotion(settings, evidence, demands, rules, triple)
         weak = about.record(register)
-        if weak:
+        if weak and not about.failures:
             return replace(nothing, triple=triple.digest, invalid=weak)
         for _ in range(_TRIES):
             slot = register.slot(settings.slot)
-            found, unused = about.look(register, slot)
+            found, unused = about.look(register, slot, weak)
             changes = bool(found.counted) or found.outcome is not PromotionOutcome.HELD
             if changes and not settings.dry_run:
                 for report in about.reports:
@@ -208,10 +208,15 @@ class _Promotion:
             else:
                 register.record_triple(self.triple)
         weak: dict[str, tuple[str, ...]] = {}
+        newest = max(self.failures, default=0)
         for name, (report, bundle) in given.items():
             if report.accepted:
                 assert trust is not None
+                assert report.predicate is not None
                 try:
+                    if report.predicate.sequence < newest:
+                        why = f"sequence {newest} of this stage did not pass"
+                        raise Rejected("register/superseded", why)
                     self._refuse_weak(report, bundle, register, trust.rules)
                 except Rejected as error:
                     weak[name] = (error.reason, error.detail)
@@ -234,13 +239,22 @@ class _Promotion:
         refuse_keys(bundle, trusted, revoked_keys(register), report.predicate.stage, now)
 
     @property
+    def failures(self) -> tuple[int, ...]:
+        """Return the sequences of the given certificates that state a failure."""
+        given = (report for report, _ in self.evidence.certificates.values())
+        return tuple(r.predicate.sequence for r in given if r.predicate and not r.accepted)
+
+    @property
     def reports(self) -> tuple[str, ...]:
         """Return the digests of the reports that are about the candidate."""
         documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
         return tuple(d.identity for d in documents if d.kind is DocumentKind.REPORT)
 
-    def look(self, register: Register, slot: Slot) -> tuple[PromotionStep, dict[str, str]]:
-        """Return what the evidence makes of the candidate as the slot is now; raises Refusal."""
+    def look(
+        self, register: Register, slot: Slot, weak: Mapping[str, tuple[str, ...]]
+    ) -> tuple[PromotionStep, dict[str, str]]:
+        """Return what the evidence makes of the candidate as the slot is now, without the
+        certificates that are `weak`; raises Refusal."""
         settings, now = self.settings, self.settings.clock().replace(microsecond=0)
         history = register.promotions(slot=settings.slot, candidate=self.triple.digest)
         previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
@@ -255,6 +269,7 @@ class _Promotion:
             raise refuse(PROMOTION_STAGE, barred.why, help=barred.way_out)
         assert candidate is not None
         documents, unused = self.evidence.documents(self.demands, self.triple, settings.stage)
+        unused |= {name: f"it is not in force: {why[-1]}" for name, why in weak.items()}
         for run in register.runs(triple=digest, trusted=False):
             for document in documents:
                 if document.identity == run.report:

@@ -419,6 +419,31 @@ def test_an_older_certificate_after_a_failed_one_is_not_valid(pipeline: Pipeline
     assert found.invalid[str(good)][0] == "register/superseded"
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("verdict", "wanted"),
+    [
+        (Verdict.FAILED, PromotionOutcome.BLOCKED),
+        (Verdict.INCONCLUSIVE, PromotionOutcome.HELD),
+    ],
+)
+def test_a_failure_decides_beside_an_older_certificate_that_passed(
+    pipeline: Pipeline, verdict: Verdict, wanted: PromotionOutcome, dry_run: bool
+) -> None:
+    good = pipeline.certificate("offline-ci")
+    pipeline.now += timedelta(minutes=1)
+    value, reason = (Fraction(1, 2), None) if verdict is Verdict.FAILED else (None, "no data")
+    worse = [
+        replace(c, verdict=verdict, value=value, reason=reason) if c.id == "O-TRACE" else c
+        for c in pipeline.results()
+    ]
+    failed = pipeline.certificate("offline-ci", worse)
+    found = pipeline.promote("offline-ci", good, failed, dry_run=dry_run)
+    assert found.step is not None
+    assert found.step.outcome is wanted
+    assert "did not pass" in found.unused[str(good)]
+
+
 @pytest.mark.full
 def test_a_revoked_certificate_stops_its_candidate(pipeline: Pipeline) -> None:
     pipeline.until("shadow")
