@@ -52,18 +52,18 @@ def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collecti
     return deployed
 
 
-def why_withdrawn(register: Register, status: CertificateStatus) -> str | None:
+def why_withdrawn(register: Register, status: CertificateStatus, now: datetime) -> str | None:
     """Return why nothing may rest on a certificate any more: it is unknown, revoked, or superseded
-    by one that did not pass. None also for one whose time is over."""
-    match status.standing.name:
-        case "REVOKED" | "UNKNOWN":
-            return status.detail
-        case "SUPERSEDED":
-            newer = None if status.by is None else register.certificate(status.by)
-            passed = newer is not None and newer.verdict is Verdict.PASSED
-            return None if passed else status.detail
-        case _:
-            return None
+    by one that did not pass, or by one of which that is true. None also for one whose time is over.
+    """
+    why = ""
+    while status.standing.name == "SUPERSEDED" and status.by is not None:
+        newer = register.certificate(status.by)
+        if newer is None or newer.verdict is not Verdict.PASSED:
+            return why + status.detail
+        why += f"the certificate {newer.identity[:12]} that supersedes it: "
+        status = register.status_of(newer.identity, now)
+    return why + status.detail if status.standing.name in ("REVOKED", "UNKNOWN") else None
 
 
 def standing_of(
@@ -79,7 +79,7 @@ def standing_of(
         if status.in_force:
             continue
         ended.add(identity)
-        why = why_withdrawn(register, status)
+        why = why_withdrawn(register, status, now)
         if why is not None and status.by not in given:
             withdrawn[identity] = why
     return withdrawn, frozenset(ended)

@@ -44,7 +44,7 @@ _REVOKED = select(revocations).where(
 _SUPERSEDING = (
     select(certificates)
     .where(certificates.c.supersedes == bindparam("identity"))
-    .order_by(certificates.c.event.desc())
+    .order_by(certificates.c.verdict == Verdict.PASSED.value, certificates.c.event.desc())
     .limit(1)
 )
 _FAILED_LATER = (
@@ -191,10 +191,10 @@ def _revoked(
 
 
 def _superseding(connection: Connection, found: Certificate) -> Certificate | None:
-    """Return a certificate that says so, else the newest of the same triple and stage that did not
-    pass."""
-    row = connection.execute(_SUPERSEDING, {"identity": found.identity}).first()
+    """Return the newest of the same triple and stage that did not pass, else one that says so: a
+    failure counts whatever else supersedes the certificate."""
+    after = {"triple": found.triple, "stage": found.stage, "sequence": found.sequence}
+    row = connection.execute(_FAILED_LATER, after).first()
     if row is None:
-        after = {"triple": found.triple, "stage": found.stage, "sequence": found.sequence}
-        row = connection.execute(_FAILED_LATER, after).first()
+        row = connection.execute(_SUPERSEDING, {"identity": found.identity}).first()
     return None if row is None else _certificate(row)

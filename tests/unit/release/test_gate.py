@@ -195,6 +195,26 @@ def test_a_failure_that_was_decided_leaves_the_gate_to_its_decision(register: Re
     assert answer(register, NEW, CANARY) is GateAnswer.SUCCESSFUL
 
 
+@pytest.mark.parametrize("how", ["failed", "revoked", "failed elsewhere"])
+def test_a_certificate_that_passed_does_not_hide_what_came_after_it(
+    register: Register, how: str
+) -> None:
+    found = record(register, NEW, CANARY)[SHADOW]
+    other = triple("successor")
+    about = other if how == "failed elsewhere" else NEW
+    passed = certified(about, stage=SHADOW, sequence=2, supersedes=found)
+    (newer,) = register.record_certificates([passed], TRUSTED)
+    assert answer(register, NEW, CANARY) is not GateAnswer.FAILED
+    if how == "revoked":
+        register.revoke(newer.identity, "wrong data")
+    else:
+        failed = certified(about, stage=SHADOW, sequence=3, verdict=Verdict.FAILED)
+        register.record_certificates([failed], TRUSTED)
+    gate = ask(register, SLOT, CANARY, NEW.digest, NOW)
+    assert gate.answer is GateAnswer.FAILED
+    assert ("wrong data" if how == "revoked" else "sequence 3") in gate.reasons[0]
+
+
 def test_it_closes_when_the_certificate_ends(register: Register) -> None:
     record(register, NEW, CANARY, lifetime=timedelta(days=2))
     assert answer(register, NEW, CANARY, NOW + timedelta(days=1, hours=22)) is GateAnswer.SUCCESSFUL

@@ -180,6 +180,21 @@ def test_a_certificate_is_superseded_by_one_that_says_so(register: Register) -> 
     assert (status.standing, status.by) == (Standing.SUPERSEDED, new.identity)
 
 
+@pytest.mark.parametrize("stage", ["offline-ci", "canary"])
+def test_a_failure_counts_whatever_else_supersedes_a_certificate(
+    register: Register, stage: str
+) -> None:
+    old = record(register, sequence=1)
+    named = old.identity
+    if stage == "offline-ci":
+        record(register, sequence=2, supersedes=named)
+        failed = record(register, sequence=3, verdict=Verdict.FAILED)
+    else:
+        failed = record(register, stage=stage, verdict=Verdict.FAILED, supersedes=named)
+        record(register, TWO, supersedes=named)
+    assert register.status_of(named).by == failed.identity
+
+
 def test_a_revoked_failure_still_counts_against_older_passes(register: Register) -> None:
     old = record(register, sequence=1)
     failed = record(register, sequence=2, verdict=Verdict.FAILED)
