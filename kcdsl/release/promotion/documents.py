@@ -27,7 +27,7 @@ from kcdsl.verdict.model import WORST_FIRST
 from kcdsl.verdict.report import LARGEST, REPORT_SCHEMA, read_report
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import loose_load, parse_time, time_text
-from kcdsl_certs.statement import Contract, Kernel, Triple, differences, relaxed
+from kcdsl_certs.statement import Contract, Evidence, Kernel, Triple, differences, relaxed
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 WINDOW_SCHEMA = "kcdsl.aggregate/2"
@@ -197,8 +197,9 @@ def _results(rows: Any) -> dict[str, ObligationResult]:
         if not (k is None and n is None) and not (type(k) is int and type(n) is int):
             raise TypeError(f"the counts of {name}")
         why = row["reason"]
+        evidence = Evidence(row["evidence"]).value
         found[name] = ObligationResult(
-            verdict, str(row["evidence"]), k, n, why if isinstance(why, str) else _far(row)
+            verdict, evidence, k, n, why if isinstance(why, str) else _far(row)
         )
     return found
 

@@ -26,7 +26,9 @@ from kcdsl.release.promotion.evidence import DocumentKind, EvidenceDocument, Obl
 from kcdsl.release.promotion.stages import FULL, OFFLINE, Demand, LookRules
 from kcdsl.verdict.records import Record
 from kcdsl_certs.encoding.strict import time_text
+from kcdsl_certs.statement import Evidence
 
+_PROOFS = frozenset(kind.value for kind in Evidence if kind.is_proof)
 SHOWN, VIOLATED, OPEN, NOT_DUE = "shown", "violated", "open", "not-due"
 
 
@@ -100,7 +102,7 @@ class Look:
             # what is proved holds of traffic too; pinned rows may refute, and are no traffic
             if result.verdict == "violated":
                 self.violated[name] = f"{document.name}: {_beyond(result.k, result.n, allowed)}"
-            elif result.verdict == "held" and result.evidence != "census":
+            elif result.verdict == "held" and result.evidence in _PROOFS:
                 self.shown[name] = ShownObligation(
                     result.evidence, document.identity, document.valid_until
                 )
