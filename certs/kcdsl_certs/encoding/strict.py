@@ -47,8 +47,7 @@ def strict_load(raw: bytes, limit: int, nesting: int | None = DEEPEST_NESTING) -
             parse_float=_no_float,
             parse_int=_integer,
         )
-        if _SURROGATE.search(text) is not None:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        _refuse_surrogates(text, value)
     except RecursionError:
         raise Rejected("json/nesting", "too deeply nested") from None
     except UnicodeError:
@@ -66,20 +65,28 @@ def loose_load(raw: bytes) -> Any:
     Integers may be of any size that Python reads, and no float is infinite or NaN.
     """
     try:
+        text = raw.decode("utf-8")
         value = json.loads(
-            raw.decode("utf-8"),
+            text,
             object_pairs_hook=_unique_pairs,
             parse_constant=_no_float,
             parse_float=_finite,
         )
+        _refuse_surrogates(text, value)
     except RecursionError:
         raise Rejected("json/nesting", "too deeply nested") from None
     except UnicodeError:
-        raise Rejected("json/encoding", "not UTF-8") from None
+        raise Rejected("json/encoding", "not UTF-8, or a lone surrogate") from None
     except ValueError as error:
         raise Rejected("json/syntax", str(error)) from None
     _limit_nesting(value, DEEPEST_NESTING)
     return value
+
+
+def _refuse_surrogates(text: str, value: Any) -> None:
+    """Raise UnicodeError where an escape of the text left half of a pair in the value."""
+    if _SURROGATE.search(text) is not None:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
 
 
 def _finite(text: str) -> float:

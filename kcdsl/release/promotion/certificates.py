@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kcdsl.release.promotion.evidence import DocumentKind, EvidenceDocument, ObligationResult
+from kcdsl.release.promotion.evidence import (
+    DocumentKind,
+    EvidenceDocument,
+    ObligationResult,
+    printable,
+)
 from kcdsl.release.promotion.stages import Demand
 from kcdsl.verdict.studies.convergence import refutes
 from kcdsl_certs.encoding.reals import real_text
@@ -40,7 +45,7 @@ def document_of(
     data: Mapping[str, str] = expected.inputs
     return EvidenceDocument(
         DocumentKind.CERTIFICATE,
-        name,
+        printable(name),
         identity,
         frozenset(),
         results,

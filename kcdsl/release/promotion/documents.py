@@ -20,18 +20,22 @@ from kcdsl.release.promotion.evidence import (
     EvidenceDocument,
     ObligationResult,
     Period,
+    printable,
 )
 from kcdsl.release.promotion.stages import Demand
 from kcdsl.source.files import open_regular
 from kcdsl.verdict.model import WORST_FIRST
 from kcdsl.verdict.report import LARGEST, REPORT_SCHEMA, read_report
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.encoding.strict import loose_load, parse_time, time_text
+from kcdsl_certs.encoding.strict import LARGEST_INTEGER, loose_load, parse_time, time_text
 from kcdsl_certs.statement import Contract, Evidence, Kernel, Triple, differences, relaxed
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 WINDOW_SCHEMA = "kcdsl.aggregate/2"
 _SHA256 = 64
+LONGEST_REASON = 1000
+MOST_COUNTED = LARGEST_INTEGER // 1024
+"""Units or requests of one document; a thousand of them add up to an integer of the register."""
 
 
 class OtherSubject(Exception):
@@ -85,7 +89,7 @@ def read_evidence(
         if schema == WINDOW_SCHEMA:
             about = (demands, expected, stage, {*parts, "host"})
             return _window(path, document, identity, *about)
-    except (KeyError, TypeError, ValueError, AttributeError, Rejected) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, Rejected) as error:
         raise unusable(path, f"a field is missing or of another kind: {error}") from error
     named = "it names no schema" if schema is None else f"its schema is {str(schema)[:60]!a}"
     raise unusable(path, f"{named}, which is no evidence of a stage")
@@ -144,7 +148,7 @@ def _report(
     looks = document.get("statistics", {}).get("looks", 1)
     return EvidenceDocument(
         DocumentKind.REPORT,
-        str(path),
+        printable(path),
         identity,
         frozenset(),
         _results(document["clauses"]),
@@ -194,14 +198,17 @@ def _results(rows: Any) -> dict[str, ObligationResult]:
             raise ValueError(f"a clause {name!r} twice, or with an unknown verdict")
         counted = row["exceedance"] or {"k": None, "n": None}
         k, n = counted["k"], counted["n"]
-        if not (k is None and n is None) and not (type(k) is int and type(n) is int):
+        if not (k is None and n is None) and not (_is_count(k) and _is_count(n)):
             raise TypeError(f"the counts of {name}")
         why = row["reason"]
         evidence = Evidence(row["evidence"]).value
-        found[name] = ObligationResult(
-            verdict, evidence, k, n, why if isinstance(why, str) else _far(row)
-        )
+        told = why if isinstance(why, str) else _far(row)
+        found[name] = ObligationResult(verdict, evidence, k, n, told and told[:LONGEST_REASON])
     return found
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_COUNTED
 
 
 def _far(row: Mapping[str, Any]) -> str | None:
@@ -245,11 +252,11 @@ def _window(
     if not tables or not all(len(digest) == _SHA256 for digest in tables):
         raise ValueError("tables without digests")
     requests = {str(one["slice"]): one["requests"] for one in document["slices"]}
-    if not all(type(n) is int and n >= 0 for n in requests.values()):
+    if not all(_is_count(n) for n in requests.values()):
         raise TypeError("the requests of a slice")
     return EvidenceDocument(
         DocumentKind.WINDOW,
-        str(path),
+        printable(path),
         identity,
         tables,
         results,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -71,6 +72,12 @@ class EvidenceDocument:
     requests: Mapping[str, int] = field(default_factory=dict)
     valid_until: datetime | None = None
     valid: bool = True
+
+
+def printable(name: str | os.PathLike[str]) -> str:
+    """Return the name of a file as text that a register can keep: bytes that are no UTF-8 are
+    written as escapes."""
+    return os.fspath(name).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def merged(periods: Iterable[Period]) -> tuple[Period, ...]:

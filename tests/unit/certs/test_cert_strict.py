@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import (
     canonical_json,
+    loose_load,
     parse_time,
     strict_base64,
     strict_load,
@@ -54,6 +55,16 @@ def test_json_is_refused(raw: bytes, reason: str) -> None:
     with pytest.raises(Rejected) as caught:
         strict_load(raw, 200_000)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "raw", [b'"\\ud800"', b'{"\\udfff":1.5}', b'["\\ude00\\ud83d"]', b'"\xff"']
+)
+def test_text_that_is_no_unicode_is_refused_beside_floats(raw: bytes) -> None:
+    with pytest.raises(Rejected) as caught:
+        loose_load(raw)
+    assert caught.value.reason == "json/encoding"
+    assert loose_load(b'["\\ud83d\\ude00", 1.5]') == ["\U0001f600", 1.5]
 
 
 def test_json_within_the_rules_is_read() -> None:

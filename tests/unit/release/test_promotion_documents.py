@@ -13,7 +13,7 @@ import pytest
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import Family
 from kcdsl.release.promotion import CANARY, DocumentKind, EvidenceDocument, Period
-from kcdsl.release.promotion.documents import read_evidence, window_of
+from kcdsl.release.promotion.documents import LONGEST_REASON, MOST_COUNTED, read_evidence, window_of
 from kcdsl.verdict.model import EXITS
 from kcdsl_certs.statement import Triple
 from tests.support.promotions import at, counts, demand, digest, look
@@ -38,8 +38,8 @@ def base(about: Triple, row: dict[str, Any]) -> dict[str, Any]:
 def report(row: dict[str, Any]) -> dict[str, Any]:
     kernels = {"train": ABOUT.train.fingerprint, "infer": ABOUT.infer.fingerprint}
     weights = {"sha256": ABOUT.checkpoint.digest}
-    rest: dict[str, Any] = dict.fromkeys(("health", "environment", "deferred"), {})
-    rest |= dict.fromkeys(("slices", "prechecks", "crosschecks", "implied", "notes", "data"), [])
+    rest: dict[str, Any] = {key: {} for key in ("health", "environment", "deferred")}
+    rest |= {key: [] for key in ("slices", "prechecks", "crosschecks", "implied", "notes", "data")}
     return {
         "schema": "kcdsl.report/2", **base(ABOUT, row), "kernels": kernels, "model": weights,
         "verdict": row["verdict"], "exit": int(EXITS[row["verdict"]]), "action": "log", **rest,
@@ -100,3 +100,37 @@ def test_only_a_proof_shows_a_rate_of_traffic_without_counts(kind: str) -> None:
         DocumentKind.REPORT, "report.json", digest("report"), frozenset(), proved
     )
     assert look(at(CANARY), [RATE], document).rows[0].status == "shown"
+
+
+@pytest.mark.parametrize("make", [report, window])
+@pytest.mark.parametrize(
+    "counted", [{"k": 0, "n": 10**400}, {"k": 0, "n": 2**53}, {"k": -1, "n": 6}, {"k": 0, "n": 1e9}]
+)
+def test_counts_that_no_register_can_add_are_refused(read: Read, make: Any, counted: Any) -> None:
+    assert "the counts of N-KL" in refused(read, make({**ROW, "exceedance": counted}))
+
+
+def test_a_number_beyond_floats_is_refused(read: Read) -> None:
+    worst = {**ROW, "verdict": "violated", "value": 10**400, "threshold": 1, "op": "<=", "unit": ""}
+    refused(read, window(worst))
+
+
+def test_requests_that_no_register_can_add_are_refused(read: Read) -> None:
+    assert "the requests of a slice" in refused(read, window(ROW, requests=10**17))
+    assert read(window(ROW, requests=MOST_COUNTED)).requests == {"all": MOST_COUNTED}
+
+
+def test_half_of_a_surrogate_pair_is_refused(read: Read) -> None:
+    assert "surrogate" in refused(read, window({**ROW, "reason": "\ud800"}))
+
+
+def test_a_reason_is_cut_to_what_a_register_keeps(read: Read) -> None:
+    reason = read(window({**ROW, "reason": "x" * 30_000})).results[RATE.obligation].reason
+    assert reason == "x" * LONGEST_REASON
+
+
+def test_a_file_name_that_is_no_text_is_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "traffic-\udcff.json"
+    path.write_text(json.dumps(window(ROW)), encoding="utf-8")
+    found = read_evidence(path, [RATE], ABOUT, {}, CANARY, ())
+    assert found.name == f"{tmp_path}/traffic-\\udcff.json"
