@@ -47,6 +47,7 @@ def fleet_of(
     from kcdsl.release.requirements import required_clauses
 
     known = _alike(contracts)
+    files: dict[str, Path] = {}
     program = contracts[0].program
     required = required_clauses(program, contracts[0].base)
     bodies: dict[str, Predicate] = {}
@@ -58,7 +59,10 @@ def fleet_of(
         elif found[0] in bodies:
             unused[str(path)] = "it is named twice"
         else:
-            bodies[found[0]] = found[1]
+            files[found[0]], bodies[found[0]] = path, found[1]
+    for identity, why in _outdated(bodies).items():
+        unused[str(files[identity])] = why
+        del bodies[identity]
     if not bodies:
         why = "; ".join(f"{file}: {reason}" for file, reason in unused.items())
         raise refuse(USAGE, f"no certificate is of use: {why}")
@@ -72,6 +76,29 @@ def fleet_of(
         )
     fleet = _joined(program, required, bodies, unused)
     return FleetReading(fleet, program, required, bodies)
+
+
+def _outdated(bodies: Mapping[str, Predicate]) -> dict[str, str]:
+    """Return why certificates count no more, by identity: a result of the same triple and stage
+    that is at least as new did not pass. What refutes a clause always counts."""
+    from kcdsl_certs.statement import Verdict
+
+    newest: dict[tuple[str, str], tuple[int, str]] = {}
+    for identity, body in bodies.items():
+        if body.verdict is not Verdict.PASSED:
+            about = body.triple.digest, body.stage
+            newest[about] = max(newest.get(about, (-1, "")), (body.sequence, identity))
+    found: dict[str, str] = {}
+    for identity, body in bodies.items():
+        sequence, last = newest.get((body.triple.digest, body.stage), (-1, ""))
+        if (
+            body.sequence <= sequence
+            and identity != last
+            and all(clause.verdict is not Verdict.FAILED for clause in body.clauses)
+        ):
+            verdict = bodies[last].verdict
+            found[identity] = f"sequence {sequence} of its triple and stage is {verdict}"
+    return found
 
 
 def _joined(
@@ -237,22 +264,22 @@ def _derive(found: SignedClass, reading: FleetReading, moment: datetime) -> None
     fleet = reading.fleet
     if found.checkpoint != fleet.checkpoint:
         raise Rejected("class/checkpoint", "it is about other weights")
+    members = {member.digest for member in found.members}
+    labels = {kernel.label for kernel in fleet.kernels if kernel.digest in members}
+    refuted = [p for p in fleet.pairs if {p.one, p.two} <= labels and p.agreement == "disagree"]
+    if refuted:
+        pair = f"{refuted[0].one} and {refuted[0].two}"
+        raise Rejected("class/pair-refuted", f"another certificate says that {pair} disagree")
     absent = [identity for identity in found.certificates if identity not in reading.bodies]
     if absent:
         raise Rejected("class/certificate-missing", f"{absent[0]} is not among the certificates")
     bodies = [reading.bodies[identity] for identity in found.certificates]
     behind = dict(zip(found.certificates, bodies, strict=True))
     own = _joined(reading.program, reading.required, behind, {})
-    members = {member.digest for member in found.members}
     if {kernel.digest for kernel in own.kernels} != members:
         raise Rejected("class/members", "its certificates are about other kernels")
     if any(pair.agreement != "agree" for pair in own.pairs):
         raise Rejected("class/pair-not-shown", "its certificates do not show every pair")
-    labels = {kernel.label for kernel in fleet.kernels if kernel.digest in members}
-    refuted = [p for p in fleet.pairs if {p.one, p.two} <= labels and p.agreement == "disagree"]
-    if refuted:
-        pair = f"{refuted[0].one} and {refuted[0].two}"
-        raise Rejected("class/pair-refuted", f"another certificate says that {pair} disagree")
     if found.contracts != tuple(sorted({body.triple.contract.digest for body in bodies})):
         raise Rejected("class/contracts", "it names other contracts than its certificates")
     if {body.stage for body in bodies} != {found.stage}:

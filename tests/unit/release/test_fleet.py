@@ -49,6 +49,7 @@ class Scene:
         spoil: Any = None,
         key: SigningKey | None = None,
         text: str = "",
+        **fields: Any,
     ) -> Path:
         """Issue a certificate of a pair; `spoil` changes its results."""
         name = f"{train}{infer}"
@@ -66,6 +67,7 @@ class Scene:
             keys=[key or self.key],
             clock=lambda: NOW,
             evidence=evidence_of(program, self.folder / "out", found[1:]),
+            **fields,
         )
         path = self.folder / f"{name}-{len(self.certificates)}.cert.json"
         path.write_bytes(bundle)
@@ -86,6 +88,16 @@ def failed(found: list[Any]) -> list[Any]:
     """Return results of which the one of p99(kl) failed."""
     return [
         replace(c, verdict=Verdict.FAILED, value=1, exceed=1) if c.id == "N-KL" else c
+        for c in found
+    ]
+
+
+def open_now(found: list[Any]) -> list[Any]:
+    """Return results of which the ones of p99(kl) are not decided."""
+    return [
+        replace(c, verdict=Verdict.INCONCLUSIVE, value=None, exceed=None, n=0)
+        if c.id == "N-KL"
+        else c
         for c in found
     ]
 
@@ -161,6 +173,37 @@ def test_a_failed_and_a_passed_certificate_of_one_pair_disagree(made: Scene, ask
     made.pair("a", "b", failed)
     made.pair("a", "b")
     made.pair("b", "a")
+    document, _ = ask(made.words(), 1)
+    assert states(document) == {"K1K2": "disagree"}
+
+
+def test_a_newer_result_that_did_not_pass_replaces_an_older_pass(
+    made: Scene, ask: Any, cli: Any
+) -> None:
+    made.pair("b", "a")
+    old = made.pair("a", "b", sequence=1)
+    for sequence in (1, 2):
+        newer = made.pair("a", "b", open_now, sequence=sequence)
+        document, _ = ask(made.words(*made.certificates[:2], newer), 3)
+        assert states(document) == {"K1K2": "open"}
+        assert [c["members"] for c in document["classes"]] == [["K1"], ["K2"]]
+        told = f"sequence {sequence} of its triple and stage is INCONCLUSIVE"
+        assert document["unused"] == {str(old): told}
+    assert cli("keygen", "-o", made.folder / "class.key").code == 0
+    classes = made.folder / "classes"
+    cli(*made.words(), "--sign", made.folder / "class.key", "-o", classes)
+    assert not list(classes.glob("*"))
+    again = made.pair("a", "b", sequence=3)
+    document, _ = ask(made.words(*made.certificates[:3], again), 0)
+    assert states(document) == {"K1K2": "agree"}
+    made.pair("a", "b", open_now, sequence=4, stage="shadow")
+    document, _ = ask(made.words(*made.certificates[:3], *made.certificates[4:]), 0)
+
+
+def test_a_newer_open_result_does_not_hide_a_refutation(made: Scene, ask: Any) -> None:
+    made.pair("b", "a")
+    made.pair("a", "b", failed, sequence=1)
+    made.pair("a", "b", open_now, sequence=2)
     document, _ = ask(made.words(), 1)
     assert states(document) == {"K1K2": "disagree"}
 
