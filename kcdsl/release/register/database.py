@@ -36,6 +36,26 @@ MIGRATIONS = "kcdsl.release.register:migrations"
 _WRITES = "kcdsl_writes"
 _KNOWN = (REVISION,)
 """The revisions that this program knows, oldest first."""
+_OPTIONS = frozenset(
+    {
+        "application_name",
+        "channel_binding",
+        "connect_timeout",
+        "gssencmode",
+        "host",
+        "hostaddr",
+        "port",
+        "sslcert",
+        "sslcrl",
+        "sslkey",
+        "sslmode",
+        "sslrootcert",
+        "target_session_attrs",
+        "user",
+    }
+)
+"""Options of libpq that the URL of a register may have: none holds a password, or names a file of
+passwords."""
 _LOCK = 0x6B6364736C
 """The advisory lock of PostgreSQL under which a register is made or upgraded."""
 
@@ -67,6 +87,14 @@ class Location:
         if url.drivername == "sqlite" and url.database and not url.host:
             return cls._file(Path(url.database))
         if url.drivername in {"postgresql", "postgres", "postgresql+psycopg"}:
+            unknown = sorted(url.query.keys() - _OPTIONS)
+            if unknown:
+                raise refuse(
+                    USAGE,
+                    f"the URL of a register has the option {unknown[0][:40]!a}",
+                    help=f"options are {', '.join(sorted(_OPTIONS))}; for a password, "
+                    "libpq reads PGPASSWORD, PGPASSFILE and ~/.pgpass",
+                )
             own = url.set(drivername="postgresql+psycopg")
             return cls(own, None, url.render_as_string())
         raise _no_register(url.drivername)

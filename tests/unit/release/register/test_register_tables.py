@@ -143,6 +143,12 @@ def test_readers_do_not_wait_for_a_writer(place: str) -> None:
     ("place", "code"),
     [
         ("postgresql://user:secret@host/database", USAGE),
+        ("postgresql://user@host/database?password=secret", USAGE),
+        ("postgresql://user@host/database?sslmode=require&PassWord=secret", USAGE),
+        ("postgresql://user@host/database?sslpassword=secret", USAGE),
+        ("postgresql://user@host/database?passfile=/secret", USAGE),
+        ("postgresql://user@host/database?dbname=password%3Dsecret", USAGE),
+        ("postgresql://user@host/database?options=-csecret", USAGE),
         ("mysql://host/database", USAGE),
         ("https://host/register", USAGE),
         ("sqlite://", USAGE),
