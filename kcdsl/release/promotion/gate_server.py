@@ -13,8 +13,10 @@ Flagger sends it. Whatever goes wrong is an answer other than 2xx, without detai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -65,6 +67,8 @@ def question(given: Mapping[str, Any], usual: Mapping[str, str]) -> tuple[str, s
 
     Raises BadQuestion for what is missing, unknown or no text.
     """
+    from kcdsl.release.register.records import SLOT_NAME
+
     found = {**usual, **{name: given[name] for name in _NAMES if name in given}}
     for name in _NAMES:
         if not isinstance(found.get(name), str) or not found[name]:
@@ -74,7 +78,11 @@ def question(given: Mapping[str, Any], usual: Mapping[str, str]) -> tuple[str, s
     digest = _DIGEST.fullmatch(found["triple"])
     if digest is None:
         raise BadQuestion(HTTPStatus.BAD_REQUEST, "the triple is no sha256 digest")
-    return found["slot"], found["stage"], digest.group(1)
+    try:
+        slot = SLOT_NAME.read(found["slot"], "slot")
+    except Rejected as error:
+        raise BadQuestion(HTTPStatus.BAD_REQUEST, error.detail) from None
+    return slot, found["stage"], digest.group(1)
 
 
 class GateServer(ThreadingHTTPServer):
@@ -113,21 +121,30 @@ class GateServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and let the next one in."""
+        """Answer, and let the next one in; a client that is too slow is cut off."""
+        end = threading.Timer(SECONDS, _cut_off, (request,))
+        end.daemon = True
         try:
+            end.start()
             super().process_request_thread(request, client_address)
         finally:
+            end.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: the client has gone, and no traceback belongs into a log."""
 
 
+def _cut_off(connection: socket.socket) -> None:
+    """End a connection, whatever its thread waits for."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: GateServer
     server_version = "kcdsl"
     sys_version = ""
-    timeout = SECONDS
 
     def do_GET(self) -> None:
         self._answer("GET")
@@ -161,7 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _reply(self, method: str) -> tuple[HTTPStatus, dict[str, Any] | None]:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            raise BadQuestion(HTTPStatus.BAD_REQUEST, "the path cannot be read") from None
         methods = _PATHS.get(url.path)
         if methods is None:
             raise BadQuestion(HTTPStatus.NOT_FOUND, f"paths are {', '.join(_PATHS)}")
@@ -191,10 +211,12 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit():
             raise BadQuestion(HTTPStatus.LENGTH_REQUIRED, "a body needs a Content-Length")
-        if int(length) > LARGEST_BODY:
+        if len(length) > 9 or int(length) > LARGEST_BODY:
             self.close_connection = True
             raise BadQuestion(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the body is too large")
         data = self.rfile.read(int(length))
+        if len(data) != int(length):
+            raise BadQuestion(HTTPStatus.REQUEST_TIMEOUT, "the body ends before its length")
         if not data:
             return {}
         try:

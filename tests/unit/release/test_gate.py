@@ -391,7 +391,10 @@ def test_it_answers_by_the_status_and_by_the_document(
         ("GET", query("/gate", about="short"), None, 400),
         ("GET", query("/gate") + "&triple=" + "0" * 64, None, 400),
         ("GET", query("/gate") + "&x=1" * 20, None, 400),
-        ("GET", query("/gate", slot="BAD%20SLOT"), None, 503),
+        ("GET", query("/gate", slot="BAD%20SLOT"), None, 400),
+        ("GET", query("/gate", slot="%ED%A0%80"), None, 400),
+        ("POST", query("/gate", slot=""), flagger(slot="\ud800"), 400),
+        ("GET", "x://[::1/gate", None, 400),
         ("GET", query("/gate", slot="%ff"), None, 400),
         ("GET", "/rollback", None, 405),
         ("POST", query("/analysis"), b"{}", 405),
@@ -460,6 +463,40 @@ def test_a_silent_client_does_not_keep_others_out(
         finally:
             for one in silent:
                 one.close()
+
+
+def test_a_slow_client_is_cut_off(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kcdsl.release.promotion.gate_server.SECONDS", 0.2)
+    with serving(register) as server, socket.create_connection(place(server)) as slow:
+        slow.settimeout(0.02)
+        slow.sendall(b"GET /gate HTTP/1.1\r\nX: ")
+        for _ in range(500):
+            try:
+                slow.sendall(b"x")
+                if slow.recv(10) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("it is still served")
+
+
+def test_a_length_beyond_integers_is_too_large(register: Register) -> None:
+    with serving(register) as server:
+        found = send(server, "POST", query("/gate"), None, **{"Content-Length": "9" * 5000})
+    assert found[0] == 413
+
+
+def test_half_of_a_body_is_no_question(register: Register) -> None:
+    record(register, NEW, CANARY)
+    with serving(register) as server, socket.create_connection(place(server)) as client:
+        head = f"POST {query('/gate')} HTTP/1.0\r\nContent-Length: 9\r\n\r\n{{}}"
+        client.sendall(head.encode())
+        client.shutdown(socket.SHUT_WR)
+        with client.makefile("rb") as reply:
+            assert b" 408 " in reply.readline()
 
 
 def test_more_connections_than_are_served_are_closed(
