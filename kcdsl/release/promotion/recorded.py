@@ -52,7 +52,7 @@ def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collecti
     return deployed
 
 
-def why_withdrawn(register: Register, status: CertificateStatus, now: datetime) -> str | None:
+def why_withdrawn(register: Register, status: CertificateStatus) -> str | None:
     """Return why nothing may rest on a certificate any more: it is unknown, revoked, or superseded
     by one that did not pass, or by one of which that is true. None also for one whose time is over.
     """
@@ -62,7 +62,7 @@ def why_withdrawn(register: Register, status: CertificateStatus, now: datetime) 
         if newer is None or newer.verdict is not Verdict.PASSED:
             return why + status.detail
         why += f"the certificate {newer.identity[:12]} that supersedes it: "
-        status = register.status_of(newer.identity, now)
+        status = register.status_of(newer.identity)
     return why + status.detail if status.standing.name in ("REVOKED", "UNKNOWN") else None
 
 
@@ -79,7 +79,7 @@ def standing_of(
         if status.in_force:
             continue
         ended.add(identity)
-        why = why_withdrawn(register, status, now)
+        why = why_withdrawn(register, status)
         if why is not None and status.by not in given:
             withdrawn[identity] = why
     return withdrawn, frozenset(ended)
