@@ -57,6 +57,7 @@ def test_every_kernel_stays_inside_what_is_proved(
         assert 0 <= row["measured"] <= row["certified"]
 
 
+@pytest.mark.full
 def test_the_audit_is_certified_from_its_proof_alone(cli: Any, key: Path, tmp_path: Path) -> None:
     """One proved clause on the logits implies all others; the checker derives them again."""
     contract = EXAMPLES / "tiny_lm" / "variants" / "float64-audit.kc.yaml"

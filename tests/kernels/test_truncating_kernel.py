@@ -75,6 +75,7 @@ def test_a_kernel_that_masks_bits_stays_inside(name: str, weights: bool) -> None
     assert max(quotients) > 0.7, "bounds that are far away show nothing"
 
 
+@pytest.mark.full
 def test_it_is_no_kernel_that_rounds_to_nearest() -> None:
     """The runs of the mask are outside of what `nearest` admits: the words mean other kernels."""
     factory, outside = shop_of("tiny LM", casts="nearest"), 0

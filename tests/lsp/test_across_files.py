@@ -147,6 +147,7 @@ async def test_references_of_a_name_of_a_library(start: Start, encoding: str) ->
 # --- renames -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "clause", "expected_what", "expected_clause"),
     [

@@ -44,6 +44,7 @@ async def test_columns_are_counted_as_negotiated(start: Start, encoding: str, pu
     assert found.range.start.character == columns[encoding]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 async def test_windows_lines_and_a_byte_order_mark(start: Start, encoding: str) -> None:
     session = await start(VSCODE, encoding)
@@ -96,6 +97,7 @@ async def test_a_client_that_pulls_is_not_pushed_to(start: Start) -> None:
     assert uri not in session.notified
 
 
+@pytest.mark.full
 async def test_pulling_again_says_unchanged(start: Start) -> None:
     session = await start(VSCODE, pulls=True)
     uri = session.open(BAD)
@@ -181,6 +183,7 @@ async def test_an_open_library_counts_instead_of_its_file(start: Start) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.full
 async def test_diagnostics_of_the_workspace(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "a.kc.yaml").write_text(BAD)
@@ -205,5 +208,6 @@ async def test_diagnostics_of_the_workspace(tmp_path: Path) -> None:
     await disconnect(client)
 
 
+@pytest.mark.full
 async def test_emacs_counts_code_points(start: Start) -> None:
     assert (await start(EMACS)).encoding == "utf-32"

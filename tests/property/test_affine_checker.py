@@ -193,7 +193,7 @@ def check_functionals(
             assert (np.abs(seen - bound.centre) <= bound.radius + slack).all(), name
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(3)
 @by_turns(block=BLOCKS, name=KERNELS, radius=[0.0, 2.0**-8])
 def test_runs_stay_inside_their_form(tmp_path: Path, block: str, name: str, radius: float) -> None:
     which = [BLOCKS.index(block), list(KERNELS).index(name), int(radius * 1024)]
@@ -225,7 +225,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-12])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("block", BLOCKS)
@@ -261,7 +261,7 @@ EXACT = KERNELS["float64"]
 CLOSE = ("relu", "tanh", "gelu", "silu", "mul", "linear", "rope", "moves")
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("radius", [2.0**-12, 2.0**-5, 0.25])
 @pytest.mark.parametrize("rule", RULES)
 def test_no_input_of_the_region_leaves_the_bounds(tmp_path: Path, rule: str, radius: float) -> None:

@@ -113,7 +113,7 @@ def beyond_readings(error: Floats, shape: Floats, own: Floats | None) -> float:
     return 2.0 * float(nearest.cost) / scale
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("kind", GRAPHS)
@@ -163,6 +163,7 @@ def test_runs_stay_inside_of_both(tmp_path: Path, kind: str, name: str, radius: 
     assert farthest > 2.0**-12  # the ellipsoids are of the size of the errors
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_both_programs_find_the_same(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(list(GRAPHS).index(kind))

@@ -165,6 +165,7 @@ def test_no_run_of_any_length_leaves_the_bounds(
         assert np.abs(t).max() <= size
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_both_programs_find_the_same_bound(tmp_path: Path, pair: str, radius: str) -> None:
@@ -276,6 +277,7 @@ def test_a_cap_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert moved > cap
 
 
+@pytest.mark.full
 def test_roundings_of_one_column_for_all_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

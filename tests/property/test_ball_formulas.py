@@ -155,7 +155,7 @@ def compare(said: Ends, box: Box, scale: float, agree: float) -> str:
     return ""
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @by_turns(one_of=2, rule=BLOCKS, pair=PAIRS)
 def test_both_programs_say_what_the_formulas_say(
     tmp_path: Path, rule: str, pair: tuple[str, str]

@@ -40,7 +40,7 @@ def exactly(setting: Setting, x: np.ndarray) -> dict[str, Any]:
     return runs.run(setting.graph, RECORD, x, stored, stored, 0, "up", exact=True)
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**-20])
 @pytest.mark.parametrize("rule", BLOCKS)
 def test_the_exact_function_lies_in_what_float64_covers(

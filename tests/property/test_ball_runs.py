@@ -120,7 +120,7 @@ def ran(setting: Setting, scene: Any, side: str, x: Floats, seed: int, mode: str
     )
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 @by_turns(one_of=2, rule=RULES, inputs=INPUTS)
 def test_no_run_of_a_rule_leaves_what_either_program_says(
     tmp_path: Path, rule: str, inputs: str

@@ -143,6 +143,7 @@ def farthest(held: Any, drift: np.ndarray) -> list[float]:
     ]
 
 
+@pytest.mark.full
 def test_ellipsoids_that_are_too_small_are_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +261,7 @@ def test_ellipsoids_are_never_worse(folder: Path) -> None:
     assert bounds[1] < 0.5 * bounds[0]
 
 
+@pytest.mark.full
 def test_a_state_between_links_is_read_in_several_versions(folder: Path) -> None:
     """r - relu(r) of a state r > 0: with one rounding for both readings of r it would be nothing
     but what the link behind rounds by itself."""
@@ -301,6 +303,7 @@ def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(affine, "_stored_before", stored)
 
 
+@pytest.mark.full
 def test_a_drift_that_is_ignored_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: runs leave such a chain, and the checker does not confirm it."""
     without_drift(monkeypatch)
@@ -311,6 +314,7 @@ def test_a_drift_that_is_ignored_is_noticed(folder: Path, monkeypatch: pytest.Mo
     assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")
 
 
+@pytest.mark.full
 def test_an_input_that_is_not_cast_again(folder: Path) -> None:
     """What a link reads was stored by the one before, here in float32 by a kernel whose other
     results are bfloat16: storing it again would add an error that no run has."""

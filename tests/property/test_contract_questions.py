@@ -69,6 +69,7 @@ class Contracts(made.Contracts):
 # --- facts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
 def test_no_distribution_breaks_an_order_or_a_curve(temperature: Fraction) -> None:
     random = made.Worlds(1)

@@ -188,6 +188,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.full
 @settings(max_examples=30)
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_imports_and_their_order_take_no_part(

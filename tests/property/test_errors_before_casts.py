@@ -119,6 +119,7 @@ def simulated(walk: Walk, record: Any, graph: Any, x: Floats, rounded: Any) -> d
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", RADII)
 @pytest.mark.parametrize("name", KERNELS)
 def test_runs_stay_inside_of_what_both_find(tmp_path: Path, name: str, kind: str) -> None:

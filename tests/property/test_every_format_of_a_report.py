@@ -107,6 +107,7 @@ def test_verdict_and_exit_code_are_those_of_the_worst_result(found: Report) -> N
     assert (found.exit is Exit.HELD) is (set(names_of(found)) == {"held"})
 
 
+@pytest.mark.full
 @given(reports, st.sets(st.sampled_from(NAMES)))
 def test_a_build_server_passes_a_clause_only_where_all_its_results_hold(
     found: Report, unplaced: set[str]

@@ -137,7 +137,7 @@ OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
 @pytest.mark.parametrize(

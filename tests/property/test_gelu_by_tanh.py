@@ -124,6 +124,7 @@ def test_a_graph_evaluates_the_form_that_it_names() -> None:
     np.testing.assert_allclose(simulator.run(x, {}).numpy(), found["y"], atol=1e-12)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("size", [0.05, 1.0, 20.0])
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])

@@ -82,6 +82,7 @@ def linear(rng: np.random.Generator) -> Any:
     return g
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10])
 @pytest.mark.parametrize("name", KERNELS)
 def test_runs_stay_inside_of_what_both_find(tmp_path: Path, name: str, radius: float) -> None:

@@ -116,7 +116,7 @@ def measured() -> dict[str, Array]:
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*QUANTITIES, "w_log_w"])
 def test_no_random_pair_exceeds_a_bound(measured: dict[str, Array], name: str) -> None:
     limit = bounds_of(_BOUND_OF.get(name, name), measured["s"])
@@ -155,7 +155,7 @@ def two_classes(s: float, points: int = 40_001) -> dict[str, Array]:
     return measure(z, u)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("s", [1e-2, 0.3, 1.0, 2.5, 8.0])
 @pytest.mark.parametrize("name", QUANTITIES[:-1])
 def test_every_bound_is_attained_by_two_classes_and_not_exceeded(s: float, name: str) -> None:

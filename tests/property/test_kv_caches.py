@@ -98,7 +98,7 @@ def document_of(graph: Any, pair: tuple[Any, Any], centre: Any, radius: float, p
     return proofs.document(graph, *pair, sha256, centre, radius)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(2)
 @by_turns(cache=CACHES, side=SIDES, kind=BLOCKS, radius=[0.0, 2.0**-9, 2.0**-5])
 def test_runs_lie_in_the_boxes_of_every_domain(
     tmp_path: Path, cache: str, side: str, kind: str, radius: float
@@ -144,7 +144,7 @@ def test_runs_lie_in_the_boxes_of_every_domain(
             assert (off <= form.reach + 2.0**-60).all(), node.name
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(2)
 @by_turns(cache=CACHES, side=SIDES, radius=[0.0, 2.0**-9, 2.0**-6])
 def test_both_programs_find_the_same(tmp_path: Path, cache: str, side: str, radius: float) -> None:
     rng = np.random.default_rng([list(CACHES).index(cache), list(SIDES).index(side), 1])
@@ -177,6 +177,7 @@ def test_both_programs_find_the_same(tmp_path: Path, cache: str, side: str, radi
     assert (output.hi <= forms.hi.numpy() + least).all()
 
 
+@pytest.mark.full
 def test_runs_with_a_cache_leave_the_bounds_without_one(tmp_path: Path) -> None:
     """The bounds above are not just wide: those of a kernel that has no cache do not do."""
     outside = 0

@@ -232,6 +232,7 @@ def test_laws_of_distributions() -> None:
         assert seen[law] >= 100, seen
 
 
+@pytest.mark.full
 def test_both_translations_state_the_laws() -> None:
     """What z3 is told and what a script says of values is what the laws say of them."""
     found = quantities(

@@ -90,7 +90,7 @@ def composed_or_not(x: Tensor) -> Tensor:
     return composed_attention(x, x, x)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:The use of")
 @pytest.mark.parametrize("format", HALVES)
 @pytest.mark.parametrize("name", MODULES)

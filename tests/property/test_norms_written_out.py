@@ -232,6 +232,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("form", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("way", WAYS)

@@ -160,7 +160,7 @@ def nudged(graph: Any, rng: np.random.Generator, drift: int) -> None:
 
 
 # In the fast tests the smallest drift and a ball, or a larger one and a ball of coarse weights.
-@pytest.mark.sample(27)
+@pytest.mark.sample(8)
 @by_turns(one_of=2, rule=BLOCKS, region=[(0.0, -61), (0.0, -22), (2.0**-10, -30), (2.0**-10, None)])
 def test_the_exact_function_lies_in_planes(
     tmp_path: Path, rule: str, region: tuple[float, int | None]
@@ -239,7 +239,7 @@ drift at usual inputs, then of both at tiny ones. The programs bound the same ro
 own way; what one of them leaves out or counts once in place of n times stands out."""
 
 
-@pytest.mark.sample(42)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("size", [USUAL, TINY])
 @pytest.mark.parametrize("rule", BLOCKS)
 def test_both_programs_cover_as_much(tmp_path: Path, rule: str, size: float) -> None:

@@ -37,7 +37,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.sample(50)
+@pytest.mark.sample(6)
 @by_turns(rule=RULES, pair=PAIRS, radius=[0.0, 2.0**-4])
 def test_no_run_leaves_what_is_derived(tmp_path: Path, rule: str, pair: str, radius: float) -> None:
     """Values and drifts of every node, to the last bit of what the checker derives."""

@@ -142,6 +142,7 @@ def test_a_module_with_biases_is_inside_of_its_bounds(way: str, format: str) -> 
             assert bool((real <= problem.forms(x.double(), POINT).box().mag() * margin).all())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_biases_and_masks_keep_the_roles_of_attention(way: str) -> None:
     part = Alibi(WAYS[way], 4, 1).eval().requires_grad_(False)
@@ -174,7 +175,7 @@ COMPUTED: dict[str, Attend] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", COMPUTED)
 def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, format: str) -> None:
@@ -198,7 +199,7 @@ def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, forma
         assert bool((real <= bound * claim_margin(factory.train, factory.infer)).all()), seed
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("radius", [0.0, 1e-3])
 @pytest.mark.parametrize("way", WAYS | COMPUTED)
 def test_the_checker_confirms_biases(way: str, radius: float, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _answer(asked: Callable[[], Any]) -> Any:
         return str(no)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NUMERICS)
 def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> None:
     model = models[list(NUMERICS).index(name) % 2]
@@ -274,6 +274,7 @@ def test_proofs_of_the_device_are_those_of_the_cpu(
         assert here[0].confirmed
 
 
+@pytest.mark.full
 def test_the_layer_of_a_large_model_is_bounded_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     monkeypatch.setattr(large_layer, "CONFIG", {**large_layer.CONFIG, **small})

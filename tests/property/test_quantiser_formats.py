@@ -168,7 +168,7 @@ def held(w: Tensor, numerics: dict[str, Any], tier: Any = Parameters) -> Any:
     return tier({"w": stored}, {"w": digest}).linear("w", kernel)
 
 
-@pytest.mark.sample(75)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("kept", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("format", "scale"), STORED)
 def test_stored_weights_are_those_of_the_definition(format: str, scale: str, kept: str) -> None:
@@ -282,7 +282,7 @@ def run(x: NDArray[np.float32], spec: Activations) -> NDArray[np.float64]:
     return found
 
 
-@pytest.mark.sample(44)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("wide", [0.0, 1e-4, 0.05])
 @pytest.mark.parametrize(
     ("format", "scale", "limits"), ENTERING, ids=lambda v: str(v).replace(" ", "")
@@ -354,6 +354,7 @@ def by_reciprocals(
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("wide", [0.0, 1e-4, 0.05])
 @pytest.mark.parametrize("static", [0.0, 1e-4, 0.01, 3.0])
 def test_nested_scales_of_every_kernel_lie_in_the_boxes(static: float, wide: float) -> None:

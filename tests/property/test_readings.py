@@ -243,7 +243,7 @@ def simulator(graph: Any, record: Any) -> Simulator:
     return Simulator(block(graph), stored.numerics, stored)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("seed", range(24))
 def test_every_reading_may_be_rounded_by_itself(tmp_path: Path, seed: int, kernel: str) -> None:
@@ -315,6 +315,7 @@ GRAPHS: dict[str, tuple[Any, float]] = {
 """Graphs, and the share of the least bound that an attack reaches."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_attack_rounds_every_reading_by_itself(tmp_path: Path, name: str, form: str) -> None:

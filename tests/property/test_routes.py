@@ -153,6 +153,7 @@ def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool, bool]:
     return held, otherwise, found
 
 
+@pytest.mark.full
 def test_no_run_leaves_a_route_that_was_derived(tmp_path: Path) -> None:
     found = [compare(seed, 4, tmp_path) for seed in range(16)]
     held, otherwise, searched = map(sum, zip(*found, strict=True))

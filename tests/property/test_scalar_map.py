@@ -78,6 +78,7 @@ def check(text: str, must_map: bool = True) -> list[Scalar]:
     return found
 
 
+@pytest.mark.full
 @settings(max_examples=300)
 @given(
     lines=st.lists(st.one_of(LINE, st.just(""), LINE.map(lambda s: "  " + s)), min_size=1),

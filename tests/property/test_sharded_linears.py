@@ -50,6 +50,7 @@ def problem(tensors: dict[str, Tensor], rows: int, numerics: Mapping[str, object
     return BlockProblem(graph, *(StoredParameters(tensors, {}, s, place) for s in specs))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shards", [2, 4, 8])

@@ -52,7 +52,7 @@ def both(script: str) -> str:
     return "unknown" if len(found) > 1 else str(found.pop())
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("path", CONTRACTS, ids=lambda p: p.name)
 def test_accepted_contracts_are_consistent_for_both_solvers(path: Path) -> None:
     program = load_program(path)

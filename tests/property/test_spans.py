@@ -108,6 +108,7 @@ def run(style: str, count: int, seed: int, *, tabs: bool = True) -> Counter[str]
     return kinds
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("style", STYLES)
 def test_each_character_is_where_it_was_written(style: str) -> None:
     kinds = run(style, FAST, 0)

@@ -140,6 +140,7 @@ def run(style: str, count: int, seed: int) -> None:
         done += examine(random, style)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("style", STYLES)
 def test_a_mistake_is_reported_at_its_characters(style: str) -> None:
     run(style, FAST, 0)

@@ -52,6 +52,7 @@ def made(rng: np.random.Generator) -> tuple[Ends, Floats]:
     return (low, high), rng.uniform(0, 1, COUNT) * 2.0 ** rng.integers(-20, 8, COUNT)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("program", [prover, checker])
 @pytest.mark.parametrize("casts", CASTS)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

@@ -89,6 +89,7 @@ def problem(weight: Tensor, shape: tuple[int, int], numerics: dict[str, Any]) ->
     )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("casts", ["nearest", "any"])
 @pytest.mark.parametrize("scale", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -139,7 +139,7 @@ def contains(box: Any, value: np.ndarray) -> bool:
     return bool(((lo <= value) & (value <= hi)).all())
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(3)
 @by_turns(one_of=2, one=range(len(STORED)), rho=RHOS)
 def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction) -> None:
     rng = np.random.default_rng([one, rho.denominator])
@@ -168,6 +168,7 @@ def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction
                 _agree(one_box, two_box, np.abs(w).max())
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("rho", RHOS[1:])
 @pytest.mark.parametrize("one", range(len(STORED)))
 def test_exact_arithmetic_says_the_same_of_what_is_stored(one: int, rho: Fraction) -> None:
@@ -264,7 +265,7 @@ def around(document: Any, rho: Fraction) -> Any:
     return document
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(1)
 @by_turns(block=BLOCKS, kernel_pair=PAIRS, rho=RHOS[1:])
 def test_runs_on_later_weights_stay_inside(
     tmp_path: Path, block: str, kernel_pair: str, rho: Fraction

@@ -64,6 +64,7 @@ def test_what_it_draws_is_what_the_training_kernel_says(
         assert float(np.abs(gaps).max()) < FLOAT_NOISE
 
 
+@pytest.mark.full
 def test_two_prompts_at_a_time_give_the_same_up_to_rounding(
     llama_cpp: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_contract_is_decided_on_what_it_draws(
     assert ran.code == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.full
 def test_the_token_that_ends_a_text_is_drawn_like_the_others(
     tiny_folder: Path, load: Loader, train: TorchKernel, requests: tuple[Request, ...],
     tmp_path: Path,

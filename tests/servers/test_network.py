@@ -90,7 +90,7 @@ def refused(url: str, key: str | None = None) -> str:
     return found.message
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     "host",
     [

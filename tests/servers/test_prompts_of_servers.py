@@ -82,6 +82,7 @@ def test_prompts_that_differ_are_units_of_their_own(decide: Decide) -> None:
     assert not any("repeat" in note for note in report["notes"])
 
 
+@pytest.mark.full
 def test_a_unit_fails_with_one_of_its_requests(decide: Decide) -> None:
     seen: list[int] = []
 

@@ -118,7 +118,7 @@ LIES: dict[str, tuple[Lie, Code, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_is_refused_under_its_name_before_anything_is_measured(
     name: str, load: Loader, train: TorchKernel
@@ -132,7 +132,7 @@ def test_a_lie_is_refused_under_its_name_before_anything_is_measured(
     assert words in first.message + (first.help or "")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_later_on_fails_that_request_or_all(
     name: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
@@ -263,6 +263,7 @@ def test_a_server_that_becomes_another_one_is_refused_in_the_end(
     assert "1.2.4" in caught.value.diagnostics[0].message
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("mode", "values", "temperature", "good"),
     [

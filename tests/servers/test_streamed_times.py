@@ -132,6 +132,7 @@ def test_a_token_that_is_held_back_does_not_count(
     assert run.values["tpot"].tolist() == [STEP]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -176,7 +177,7 @@ def event(data: str) -> Callable[[Answer], bytes]:
     return lambda answer: f"data: {data}\n\n".encode()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("lie", "code", "reason"),
     [
@@ -270,6 +271,7 @@ def decided(
         yield decide
 
 
+@pytest.mark.full
 def test_clauses_about_times_are_decided_on_a_running_server(
     decided: Callable[..., Report],
 ) -> None:
@@ -307,6 +309,7 @@ def test_a_server_that_does_not_stream_passes_no_clause_about_times(
         assert reason in row.verdict.reason
 
 
+@pytest.mark.full
 def test_a_server_that_no_longer_answers_ends_the_evaluation(
     fake: Fake, decided: Callable[..., Report]
 ) -> None:

@@ -156,6 +156,7 @@ def test_tokens_may_be_named_by_text_alone(
     assert (by_text.side.top.ids == by_id.side.top.ids).all()
 
 
+@pytest.mark.full
 def test_ids_may_stand_beside_the_values(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:

@@ -148,6 +148,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return program_of(tmp_path_factory.mktemp("contract"), CLAUSES)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=8)
 @given(rows=tables(st.one_of(_PLAIN, _SPECIAL)), files=st.integers(1, 4))
 def test_verdicts_are_those_of_the_values_in_memory(

@@ -75,6 +75,7 @@ def test_batches_find_the_optimum_where_single_runs_see_no_slope() -> None:
     assert 0.95 * best < found.value <= best * (1 + 1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["inf", "2", "span"])
 def test_what_a_batch_finds_is_simulated_again_bit_for_bit(kind: str) -> None:
     kernels, centre, radius, _ = steps_problem()
@@ -158,6 +159,7 @@ def test_of_an_empty_region_its_centre_alone_is_tried(radius: float) -> None:
     assert torch.equal(found.run.x, centre)
 
 
+@pytest.mark.full
 def test_members_that_overflow_are_lost_and_others_are_not() -> None:
     """65504 is the largest number of float16: a part of the region leaves the format."""
     centre = torch.tensor([[65500.0, 1.0, 2.0]], dtype=torch.float64)

@@ -90,6 +90,7 @@ def test_it_gives_the_logits_of_our_own_program(
     assert errors[1] > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "llama"])
 def test_architectures_that_are_not_built_in_run_on_both_sides(
     saved: Callable[[str], Path], name: str
@@ -291,6 +292,7 @@ def test_a_contract_pairs_it_with_our_own_kernel(
     assert "Failed to load" not in printed
 
 
+@pytest.mark.full
 def test_a_contract_of_another_architecture_runs_it_on_both_sides(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:
@@ -315,6 +317,7 @@ def test_other_weights_are_found_and_named(
     assert set(verdicts.values()) == {"invalid_evidence"}
 
 
+@pytest.mark.full
 def test_another_rotation_is_found_and_named(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:

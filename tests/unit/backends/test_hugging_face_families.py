@@ -88,7 +88,7 @@ def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return found
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_each_family_gives_the_logits_of_transformers(saved: Saved, kind: str) -> None:
     folder = saved(kind)
@@ -164,6 +164,7 @@ def test_experts_are_never_measured_as_quantised_while_they_are_not(saved: Saved
     assert "experts" in found.message
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

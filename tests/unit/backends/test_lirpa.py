@@ -87,6 +87,7 @@ def test_no_run_exceeds_a_bound(
         assert bound <= 8 * attained
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
 def test_without_errors_the_network_is_the_block(model: Model, block: str) -> None:
     factory = factory_of(model, "bfloat16 any")
@@ -174,6 +175,7 @@ def test_a_clause_must_admit_real_arithmetic(tmp_path: Path, evidence: str) -> N
     assert isinstance(wide.verdict, Held if evidence == "proof-real" else Inconclusive)
 
 
+@pytest.mark.full
 def test_a_run_above_a_bound_contradicts_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_run_above_a_bound_contradicts_the_library(
     assert "contradicted" in outcome.verdict.reason
 
 
+@pytest.mark.full
 def test_a_certificate_states_no_pass_without_a_proof_object(tmp_path: Path, cli: Any) -> None:
     write_model(tmp_path, prompts=("a b",))
     write_contract(tmp_path, REAL + "1.0", evidence="proof-real")
@@ -202,6 +205,7 @@ def test_the_first_backend_is_another() -> None:
     assert names.index("interval") < names.index("lirpa")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
 def test_blocks_of_minilm(block: str) -> None:
     """A block of 384 columns, by intervals; CROWN says what it would take."""
@@ -213,6 +217,7 @@ def test_blocks_of_minilm(block: str) -> None:
     assert attained <= bound < 1e3
 
 
+@pytest.mark.full
 def test_the_library_does_not_raise_the_limit_of_recursion() -> None:
     """It allows a million calls when imported; nested JSON would then end the process."""
     code = (

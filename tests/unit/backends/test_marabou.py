@@ -18,7 +18,7 @@ from tests.unit.backends.test_z3_drift import KERNELS, Rectified, attained, prob
 GOALS = {goal.name: goal for goal in known_goals()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", ["bfloat16 any", "fp8 weights", "fp8"])
 @pytest.mark.parametrize("size", [0.05, pytest.param(0.5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("maximum", [False, True])

@@ -54,6 +54,7 @@ def kcdsl(installed: Path, folder: Path, *words: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.full
 def test_it_is_listed(installed: Path, tmp_path: Path) -> None:
     ran = kcdsl(installed, tmp_path, "backends")
     assert ran.returncode == 0, ran.stderr

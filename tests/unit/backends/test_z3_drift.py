@@ -105,7 +105,7 @@ def attained(problem: BlockProblem, centre: torch.Tensor, size: float) -> float:
     ).value
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("maximum", [False, True])
 @pytest.mark.parametrize("size", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("kernel", list(KERNELS))
@@ -286,6 +286,7 @@ def test_explain_says_which_cases_are_small_enough(tmp_path: Path, cli: Any) -> 
     assert cvc5_says(scripts[0].read_text()) in ("sat", "unsat")
 
 
+@pytest.mark.full
 def test_a_counterexample_runs_again(tmp_path: Path, cli: Any) -> None:
     write_model(tmp_path, prompts=("a b",))
     write_contract(tmp_path, REAL + "1e-8", evidence="proof-real")

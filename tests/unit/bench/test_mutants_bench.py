@@ -68,6 +68,7 @@ def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
     assert any(mutant.block is not None for mutant in found)
 
 
+@pytest.mark.full
 def test_every_place_of_a_change_says_that_it_is_executed() -> None:
     """Otherwise no test would meet the mutant."""
     for name, path in PLANTED.items():

@@ -76,6 +76,7 @@ def test_the_region_holds_the_clipped_box() -> None:
         assert 2 * r <= (high - low) * (1 + 1e-4)
 
 
+@pytest.mark.full
 def test_the_bound_lies_between_what_is_reached_and_the_interval_domain(folder: Path) -> None:
     train, infer = (neurodiff.read_nnet(folder / n) for n in ("fine.nnet", "coarse.nnet"))
     case = json.loads((folder / neurodiff.QUERIES).read_text(encoding="utf-8"))["cases"]["7"]

@@ -20,6 +20,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(tmp_path_factory.mktemp("trust") / "scene")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_no_mutant_is_accepted_for_no_reason(kind: str, scene: Scene) -> None:
     assert scene.check(scene.bundle).accepted

@@ -76,7 +76,7 @@ def decide(folder: Path) -> Decide:
 # --- where blocks fall apart ----------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "block", "names"),
     [
@@ -314,6 +314,7 @@ def rewritten(folder: Path, change: Callable[[Any], Any]) -> int:
     return count
 
 
+@pytest.mark.full
 def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None:
     """Narrower outputs and regions that fit one another: the checker derives what they are."""
     decide(BALL, attacks=False)
@@ -332,7 +333,7 @@ def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None
     assert found.proof is None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["name", "graph", "region"])
 def test_entries_do_not_say_what_their_links_are_about(
     decide: Decide, folder: Path, place: str
@@ -376,7 +377,7 @@ def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, fol
     assert any("damaged" in note for note in found.notes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [1, "text", (), (1.0, 2.0), {"a": 1}])
 def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
     (first,) = decide(BALL, attacks=False)
@@ -387,6 +388,7 @@ def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value
     assert any("damaged" in note for note in second.notes)
 
 
+@pytest.mark.full
 def test_another_program_knows_nothing(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     decide(BALL, attacks=False)
     for module in ("kcdsl_backends.certifier.backend", "kcdsl_backends.certifier.worker"):

@@ -136,7 +136,7 @@ def test_only_blocks_that_read_a_changed_tensor_are_verified_again(
     assert all(one.confirmed for one in second)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -288,6 +288,7 @@ def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value
     assert same([replace(second, notes=first[0].notes)]) == same(first)
 
 
+@pytest.mark.full
 def test_a_lowered_bound_is_not_believed(decide: Decide, folder: Path) -> None:
     """An entry that is whole and lies: the checker does not confirm it, so nothing is held."""
     limit = (HELD % "attn_0").replace("0.01", "1e-6")
@@ -341,6 +342,7 @@ def test_an_entry_does_not_say_what_its_proof_is_about(
     assert "damaged" in found.notes[0]
 
 
+@pytest.mark.full
 def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) -> None:
     """A bound that meets the limit beside a proof of something else."""
     limit = (HELD % "attn_0").replace("0.01", "1e-6")
@@ -355,7 +357,7 @@ def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) ->
     assert found.verdict == honest.verdict
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -376,6 +378,7 @@ def test_what_is_kept_of_a_case_has_its_form(
     assert found.proof == honest.proof
 
 
+@pytest.mark.full
 def test_what_is_likely_is_not_remembered_as_sure(folder: Path) -> None:
     program = write_contract(folder, HELD % "layer_0", compute="bfloat16", evidence="probabilistic")
     goal = replace(goals(program)[0], threshold=Fraction(0))
@@ -450,6 +453,7 @@ def test_runs_that_refute_are_simulated_again(
     assert not is_damage(lambda attack: attack)
 
 
+@pytest.mark.full
 def test_an_attack_above_its_bound_is_no_evidence(decide: Decide, folder: Path) -> None:
     """One of the two is wrong, so neither counts."""
     (first,) = decide(HELD % "attn_0")

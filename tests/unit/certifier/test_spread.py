@@ -139,6 +139,7 @@ def test_a_proof_is_confirmed_by_all_its_parts_alone(answers: list[Any], words: 
     assert _objection([TaskResult(RecheckResult(""), 0.0, 0)] * 2, 2) is None
 
 
+@pytest.mark.full
 def test_parts_of_a_check_are_the_check(folder: Path, alone: list[GoalOutcome]) -> None:
     """Each case belongs to one part, and a part without a case is rejected."""
     proof, weights = alone[0].proof, folder / "model.safetensors"

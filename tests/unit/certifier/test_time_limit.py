@@ -49,6 +49,7 @@ def test_forms_end_at_the_limit(factory: ProblemFactory) -> None:
         problem.forms(centre, zero).box()
 
 
+@pytest.mark.full
 def test_estimates_grow_with_tokens_and_are_told_where_they_matter(factory: ProblemFactory) -> None:
     graphs: list[BlockGraph] = [
         factory.problem("attn_0", tuple(range(count))).graph for count in (2, 4, 8)

@@ -78,6 +78,7 @@ def test_workers_are_other_processes(context: WorkerContext, pair: WorkerPool) -
     assert f" {os.getpid()}" not in said(pair.run([Say("", own=True)]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_want_of_memory_is_an_unfinished_piece(
     context: WorkerContext, pair: WorkerPool, jobs: int

@@ -107,6 +107,7 @@ def node(graph: Document, op: str) -> Document:
     return found
 
 
+@pytest.mark.full
 def test_chains_are_accepted(tokens: Base, halves: Base, follows: Any) -> None:
     for base in (tokens, halves):
         follows(base[0])
@@ -247,6 +248,7 @@ def test_readings_that_are_farther_apart(tokens: Base) -> None:
 # --- what a link claims of its output -------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["train", "drift"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_output_that_does_not_follow(tokens: Base, part: str, number: int) -> None:
@@ -262,6 +264,7 @@ def test_an_output_that_does_not_follow(tokens: Base, part: str, number: int) ->
     assert judged(tokens, lambda d: scaled(links(d)[number]["output"][part], 0.9)) == "chain/output"
 
 
+@pytest.mark.full
 def test_one_end_of_one_element_that_does_not_follow(tokens: Base) -> None:
     for part in ("train", "drift"):
         for end, toward in (("low", 1.0), ("high", -1.0)):
@@ -440,6 +443,7 @@ def test_where_a_drift_may_stand(tokens: Base, halves: Base) -> None:
         assert judged(halves, having(inner, more)) == "document/field"
 
 
+@pytest.mark.full
 def test_ellipsoids_are_those_of_the_link_before(handing: Base, follows: Any) -> None:
     """They stand nowhere; where the link before has none, none may be read."""
     follows(handing[0])
@@ -534,6 +538,7 @@ def test_a_proof_of_one_block_has_no_drift(halves: Base) -> None:
     assert recheck(json.dumps(plain).encode(), path).reason == "document/field"
 
 
+@pytest.mark.full
 def test_parts_of_a_chain(tokens: Base) -> None:
     document, path = copy.deepcopy(tokens)
     second = copy.deepcopy(document["cases"][0])
@@ -562,6 +567,7 @@ def test_a_link_has_no_planes(tokens: Base) -> None:
         assert judged(tokens, put) == "document/domain"
 
 
+@pytest.mark.full
 def test_another_checkpoint(tokens: Base, tmp_path: Path) -> None:
     other = chained(tmp_path, "llama", "float32 fused", seed=18)
     assert recheck(json.dumps(tokens[0]).encode(), other.checkpoint).reason == "checkpoint/digest"

@@ -58,6 +58,7 @@ def proof_of(folder: Path, casts: str, domain: str, weights: Any = None) -> tupl
     return claimed(made, path), path
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("domain", DOMAINS)
 @pytest.mark.parametrize("casts", WORDS)
 def test_each_word_has_its_own_bound(

@@ -423,6 +423,7 @@ def test_a_change_is_rejected(good: tuple[Document, Path], name: str) -> None:
     assert (outcome.ok, outcome.reason) == (False, reason), outcome
 
 
+@pytest.mark.full
 def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
     document, path = good
     for at, witness in enumerate(document["cases"][1]["witness"]):

@@ -225,7 +225,7 @@ def made(
     return proofs.document(graph, *pair, sha256, centre, radius, functional), path
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("make", "radius"),
     [(proofs.piecewise, 0.0), (proofs.piecewise, 1e-3), (proofs.piecewise, 0.3), (products, 1e-3)],

@@ -173,6 +173,7 @@ def test_the_walk_itself_refuses_what_planes_do_not_know(
         derive(replace(scene, **{what: more[what]}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [FEED, "decoder, planes", "encoder, affine and planes, box"])
 def test_functionals_made_a_few_at_a_time_say_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -182,6 +182,7 @@ def normalised(x: list[Any], eps: float, centred: bool) -> list[Any]:
     return [v * r for v in c]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize(
     ("offset", "radius", "move"),

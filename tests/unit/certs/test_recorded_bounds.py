@@ -18,6 +18,7 @@ from tests.support.recorded_bounds import PROOFS, derived, recorded
 TOLERANCE = {"coarse": 1e-7, "fine": 1e-3}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", PROOFS)
 def test_derived_bounds_are_those_recorded(kind: str) -> None:
     found, expected = derived(kind), recorded(kind)

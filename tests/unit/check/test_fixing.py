@@ -65,6 +65,7 @@ def meaning(analysis: Analysis) -> str | None:
     return None if analysis.program is None else digest(analysis.program)
 
 
+@pytest.mark.full
 def test_each_fix_leaves_fewer_findings_and_safe_ones_the_meaning(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_each_fix_leaves_fewer_findings_and_safe_ones_the_meaning(
     assert meant > 2
 
 
+@pytest.mark.full
 def test_all_fixes_together(repository: Path, tmp_path: Path) -> None:
     for name, source, folder in documents(repository, tmp_path):
         before, analysis = examined(source, folder)

@@ -76,6 +76,7 @@ def test_the_table_the_document_and_the_picture(
     assert "head" in texts
 
 
+@pytest.mark.full
 def test_shares_sum_up_to_the_total(ran: tuple[Any, dict[str, Any], str]) -> None:
     _, document, _ = ran
     shares = [s["shapley"] for s in document["sources"] if s["shapley"] is not None]
@@ -102,6 +103,7 @@ def test_few_requests_are_inconclusive(cli: Cli, folder: Path, tmp_path: Path) -
     assert document["envelopes"] == []
 
 
+@pytest.mark.full
 def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> None:
     done = cli("attribute", "--batch", "1", "--no-bounds", "--json", "-o", tmp_path, cwd=folder)
     document = json.loads(done.stdout)
@@ -147,6 +149,7 @@ def test_what_cannot_be_attributed_is_refused(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.full
 def test_a_mistake_of_the_set_up_is_no_cause(
     cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

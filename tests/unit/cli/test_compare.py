@@ -71,6 +71,7 @@ def _compare(cli: Any, one: Path, two: Path, code: int, *more: Any) -> dict[str,
     return document
 
 
+@pytest.mark.full
 def test_a_coarser_kernel_is_named_with_the_slices_that_got_worse(
     cli: Any, traces: dict[str, Path]
 ) -> None:
@@ -108,6 +109,7 @@ def test_another_threshold_is_another_question(cli: Any, traces: dict[str, Path]
     assert "clauses, slices or constants of the contract" in document["changed"]
 
 
+@pytest.mark.full
 def test_other_requests_are_refused(cli: Any, traces: dict[str, Path]) -> None:
     folder = traces["fine"].parents[1]
     lines = (folder / "prompts.jsonl").read_text().splitlines()

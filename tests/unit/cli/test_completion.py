@@ -108,6 +108,7 @@ def test_a_value_behind_an_equals_sign() -> None:
     assert words_for("lint", "--fail-on", "=") == {"error", "warning", "note"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shell", PRESENT)
 def test_shells_offer_what_they_are_told(scripts: Path, tmp_path: Path, shell: str) -> None:
     (tmp_path / "some.kc.yaml").touch()

@@ -102,6 +102,7 @@ def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, writ
     assert predicate["suppressions"] == [{"code": "KC415", "reason": "promised to another team"}]
 
 
+@pytest.mark.full
 def test_json_and_picture_and_folder(cli: Any, write: Write) -> None:
     folder = write(KL)
     ran = cli("evaluate", "--json", "-o", "made/here", "--svg", "report.svg", cwd=folder)
@@ -124,6 +125,7 @@ def test_a_coarse_kernel_violates_and_the_report_says_where(cli: Any, write: Wri
     assert report["crosschecks"][0]["tightness"] > 1
 
 
+@pytest.mark.full
 def test_a_sample_of_two_requests_decides_nothing(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1, slices: [all], level: L2, evidence: sample}")
     ran = cli("evaluate", cwd=folder)
@@ -192,6 +194,7 @@ def gate(folder: Path, *words: str) -> int:
     return done.returncode
 
 
+@pytest.mark.full
 def test_a_release_gate_checks_against_the_recorded_fingerprints(
     cli: Any, write: Write, follows: Any
 ) -> None:
@@ -272,6 +275,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
     assert not (folder / "out" / "report.json").exists()
 
 
+@pytest.mark.full
 def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1 and mean(tv) <= 1e-12, slices: [all], level: L2}")
     ran = cli("evaluate", "--json", cwd=folder)
@@ -286,6 +290,7 @@ def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Wri
     assert verdicts == ["PASSED", "FAILED"]
 
 
+@pytest.mark.full
 def test_what_a_drift_clause_would_imply_is_shown(cli: Any, write: Write) -> None:
     folder = write(
         "{require: 'forall x in points(all): norm_inf(drift(model, x)) <= 1e-3', level: L2}",
@@ -433,6 +438,7 @@ def test_the_command_is_described(cli: Any) -> None:
     assert "--slice" in ran.stdout
 
 
+@pytest.mark.full
 def test_the_page_and_other_formats_are_written_beside_the_report(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L2}", compute="bfloat16")
     ran = cli(

@@ -213,6 +213,7 @@ def test_relative_entries_of_the_search_path_do_not_count(folder: Path, entries:
     assert (ran.executed, ran.outcome) == ((), Outcome.ACCEPTED), ran.stderr
 
 
+@pytest.mark.full
 def test_the_program_reaches_no_module_of_the_standard_library_here(folder: Path) -> None:
     set_traps(folder, sorted(sys.stdlib_module_names))
     ran = attempt(kcdsl("compile", "--consistency", "contract.yaml", safe=True), folder)

@@ -118,6 +118,7 @@ def test_clauses_that_nobody_decides_are_said(cli: Cli, folder: Path) -> None:
     assert "not empirical:" in ran.stderr
 
 
+@pytest.mark.full
 def test_consistency_on_request(cli_process: Cli, folder: Path) -> None:
     text = GOOD + "  N-TOO: {require: p99(kl) >= 0.03, override: direction, level: L1}\n"
     (folder / "contract.yaml").write_text(text, encoding="utf-8")

@@ -26,6 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_no_format_of_a_report_passes_on_what_controls_a_terminal(folder: Path) -> None:
     evaluated = run_here("evaluate", "--svg", "out.svg", cwd=folder)
     assert evaluated.code == 0, evaluated.stderr

@@ -464,6 +464,7 @@ def test_a_dump_of_nemo_rl_leads_to_a_checked_certificate(cli: Any, tmp_path: Pa
 # --- ONNX files -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_an_onnx_file_becomes_a_contract(cli: Any, tmp_path: Path) -> None:
     save_decoder(tmp_path, "small.onnx")
     ran = cli("init", "small.onnx", cwd=tmp_path)

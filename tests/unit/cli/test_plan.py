@@ -299,7 +299,7 @@ def flipped(i: int, flips: int) -> SamplingUnit:
     return record(i, 0.0, top1_flip=one, top1_overlap=[1.0 - flip for flip in one])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [8, 15, 40])
 def test_rare_flips_are_shown_about_as_often_as_planned(
     write: Write, planned: Any, every: int
@@ -365,6 +365,7 @@ def by_report(folder: Path, planned: Any, **changes: Any) -> Any:
     return planned(folder, "--prior", "report.json")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "changed",
     [

@@ -84,6 +84,7 @@ def elsewhere(made: Path, tmp_path: Path) -> Path:
 # --- replay --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_trace_alone_gives_the_report_bit_for_bit(cli: Any, made: Path, elsewhere: Path) -> None:
     """No contract, no model, no kernels are there."""
     ran = cli("replay", "moved.parquet", "--json", cwd=elsewhere)
@@ -346,6 +347,7 @@ def test_fresh_runs_every_request_again(cli: Any, made: Path, begun: Path, tmp_p
     assert written == (made / "out" / "report.json").read_bytes()
 
 
+@pytest.mark.full
 def test_another_seed_starts_anew(cli: Any, begun: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(begun, tmp_path / "seeded")
     assert "resumed" not in cli(*EVALUATE, "--seed", "1", cwd=folder).stderr

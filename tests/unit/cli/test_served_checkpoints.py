@@ -61,6 +61,7 @@ def proved(cli: Any, folder: Path, *more: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "numerics"),
     [

@@ -58,6 +58,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_folder_of_shards_is_proved_signed_measured_and_checked(cli: Any, folder: Path) -> None:
     assert cli("keygen", "-o", "k.key", cwd=folder).code == 0
     verified = cli("verify", "--block", "attn_0", "--sign", "k.key", "--attack", "off", cwd=folder)
@@ -83,6 +84,7 @@ def test_a_folder_of_shards_is_proved_signed_measured_and_checked(cli: Any, fold
     assert cli(*check, cwd=folder).code == 4
 
 
+@pytest.mark.full
 def test_of_a_large_checkpoint_the_block_alone_is_read(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

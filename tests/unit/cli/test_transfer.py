@@ -102,6 +102,7 @@ def reasons(found: Any) -> set[str]:
     return {step["reason"] for step in steps if step["outcome"] == "failed"}
 
 
+@pytest.mark.full
 def test_later_weights_in_the_region_need_no_proof(cli: Any, folder: Path, follows: Any) -> None:
     path = later(folder)
     found = run(cli, folder, path, "--json")

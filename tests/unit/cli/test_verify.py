@@ -145,6 +145,7 @@ def test_an_empty_slice_is_no_evidence(cli: Any, write: Write, folder: Path) -> 
     assert goal["bound"] is None
 
 
+@pytest.mark.full
 def test_regions_and_functionals(cli: Any, write: Write, folder: Path) -> None:
     """Ball and hull hold more than the points; l2 and span are related to inf as they must be."""
     write(

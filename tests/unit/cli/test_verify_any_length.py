@@ -54,6 +54,7 @@ def case_of(folder: Path, program: Program) -> tuple[ProblemFactory, Case]:
     return factory, case
 
 
+@pytest.mark.full
 def test_one_certificate_holds_for_every_length(
     cli: Any, verify: Callable[..., Any], folder: Path, follows: Callable[..., None]
 ) -> None:

@@ -133,6 +133,7 @@ def test_planes_hold_where_the_others_do_not(run: Run, kind: str) -> None:
     assert (done.code, done.cases) == (3, [])
 
 
+@pytest.mark.full
 def test_the_cheapest_domain_that_holds_is_taken(run: Run) -> None:
     require = f"{BALL}norm_inf(drift(mlp_0, x)) <= {limit(run, 'norm_inf', 'interval') * 1.01!r}"
     done = run(require)

@@ -266,6 +266,7 @@ def test_a_value_within_a_tenth_of_its_threshold_is_near() -> None:
         assert ("near the threshold" in row.beside.narrow) is near
 
 
+@pytest.mark.full
 def test_the_document_follows_its_schema_with_and_without_bounds() -> None:
     for found in (evidence(), bounded(evidence(), 3.0), evidence(count=0), evidence(floor={})):
         jsonschema.validate(conclude(found).to_json(), report_schema())

@@ -45,6 +45,7 @@ def test_a_long_tail_widens_the_limit_on_its_side() -> None:
         assert [found.low, found.high] == wanted
 
 
+@pytest.mark.full
 def test_false_passes_of_skewed_means_stay_near_their_level() -> None:
     _, missed = coverage.mean_misses(coverage.LEVELS["lognormal 1"], 60, 400, ONE_LOOK)
     assert missed <= 0.1

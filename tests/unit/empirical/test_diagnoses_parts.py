@@ -358,6 +358,7 @@ def test_a_block_that_gives_no_numbers_is_not_counted_among_those_that_compute_a
     assert localise(at, (own, all_), found) is None
 
 
+@pytest.mark.full
 def test_a_block_that_goes_wrong_late_in_a_long_request_is_found() -> None:
     own = kernel("torch.eager", {"compute": "float32"})
     found = reference_of(tiny_model(), own.numerics, own.numerics)

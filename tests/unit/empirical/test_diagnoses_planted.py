@@ -17,7 +17,7 @@ def test_a_planted_mistake_is_named_and_nothing_else(bug: str) -> None:
     assert planted.words in check.detail
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_mistake_is_named_on_other_prompts(bug: str) -> None:
     assert named(planted_run(bug, prompts()[20:30])) == (PLANTED[bug].diagnosis,)

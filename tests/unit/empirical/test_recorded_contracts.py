@@ -129,6 +129,7 @@ def test_recorded_rollouts_are_decided_without_a_model(
     assert list(recorded) == ["rows.parquet"]
 
 
+@pytest.mark.full
 def test_groups_are_the_unit(decide: Callable[..., dict[str, Any]]) -> None:
     """64 rollouts of 16 prompts are 16 units, too few for a limit of a mean."""
     found = recordings.rollouts()
@@ -154,6 +155,7 @@ def test_groups_that_tell_rows_of_one_prompt_apart_are_joined(
     assert any("48 groups share a prompt with another" in note for note in report["notes"])
 
 
+@pytest.mark.full
 def test_prompts_that_share_a_group_are_joined_with_all_that_they_share(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
@@ -196,6 +198,7 @@ def test_the_training_kernel_scores_what_only_infer_recorded(
     assert not any("was not read" in note for note in scored["notes"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
 def test_batches_of_trainers_give_the_same_values(
     decide: Callable[..., dict[str, Any]], trainer: str
@@ -249,6 +252,7 @@ def test_replay_gives_the_same_verdicts(
     assert rows == first["clauses"]
 
 
+@pytest.mark.full
 def test_a_plan_counts_prompts(cli: Any, tmp_path: Path) -> None:
     table = recordings.columns(recordings.rollouts(prompts=5))
     recordings.write(tmp_path / "rows.parquet", table)
@@ -262,6 +266,7 @@ def test_a_plan_counts_prompts(cli: Any, tmp_path: Path) -> None:
 # --- invalid evidence ----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kernel", "name"),
     [
@@ -284,6 +289,7 @@ def test_semantics_that_differ_are_no_drift(
     assert all(name in row["reason"] for row in report["clauses"])
 
 
+@pytest.mark.full
 def test_a_temperature_on_one_side_is_named_and_declaring_it_heals(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
@@ -422,6 +428,7 @@ def test_no_certificate_names_weights_that_were_not_read(
     assert "both kernels are recorded" in refused.stderr
 
 
+@pytest.mark.full
 def test_a_certificate_says_that_the_inference_kernel_was_not_seen(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
@@ -473,6 +480,7 @@ def _recorded_logits(side: str) -> str:
     return f"{{run: recorded, format: logits, file: {side}.safetensors}}"
 
 
+@pytest.mark.full
 def test_recorded_logits_give_every_metric_of_tier_a(
     decide: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -519,6 +527,7 @@ def test_shifted_logits_are_named(decide: Callable[..., dict[str, Any]], tmp_pat
     assert "alignment_shift" in report["clauses"][0]["reason"]
 
 
+@pytest.mark.full
 def test_one_side_may_run_beside_recorded_logits(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
@@ -586,6 +595,7 @@ def without(table: Mapping[str, Any], *sides: str) -> dict[str, Any]:
     return {name: v for name, v in table.items() if not name.startswith(sides)}
 
 
+@pytest.mark.full
 def test_truncated_sampling_is_no_drift_where_the_kept_tokens_are_known(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
@@ -602,6 +612,7 @@ def test_truncated_sampling_is_no_drift_where_the_kept_tokens_are_known(
     assert verdicts(report) == {"N-NEAR": "held"}
 
 
+@pytest.mark.full
 def test_recorded_values_are_renormalised_where_lists_tell_their_mass(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
@@ -614,6 +625,7 @@ def test_recorded_values_are_renormalised_where_lists_tell_their_mass(
     assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
 
 
+@pytest.mark.full
 def test_a_trainer_that_replays_the_kept_tokens_is_declared_so(
     decide: Callable[..., dict[str, Any]],
 ) -> None:

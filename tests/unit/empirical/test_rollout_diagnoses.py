@@ -96,6 +96,7 @@ def test_too_few_tokens_show_no_temperature(count: int) -> None:
     assert prechecks(few)["temperature_fit"].outcome == "not_applicable"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "said",
     [
@@ -223,6 +224,7 @@ def test_a_training_kernel_that_scores_names_it_with_its_value(name: str) -> Non
         assert name in found.detail
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("t", [0.7, 0.9, 1.3])
 def test_lists_of_the_likeliest_tokens_give_the_temperature(t: float) -> None:
     checks = prechecks(recordings.rollouts(sampled=at(t), top=5))
@@ -240,6 +242,7 @@ def test_a_list_that_belongs_to_other_tokens_is_a_shift() -> None:
     assert "alignment_shift" in failed(prechecks(found))
 
 
+@pytest.mark.full
 def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
     """Raw log-probabilities on both sides agree; only the policy shows that its law drew other
     tokens."""
@@ -253,6 +256,7 @@ def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
     assert "by a temperature of 1.25" in checks["sampling_law"].detail
 
 
+@pytest.mark.full
 def test_lists_are_asked_beside_policies_of_few_tokens() -> None:
     """A large vocabulary leaves room for the policies of some tokens; lists have all of them."""
     found = recordings.rollouts(sampled=at(2.5), infer_law=same, top=5)
@@ -270,6 +274,7 @@ def test_lists_are_asked_beside_policies_of_few_tokens() -> None:
 # --- declared ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("train", "infer", "temperature", "name", "word"),
     [
@@ -308,6 +313,7 @@ def test_laws_say_what_they_are() -> None:
 # --- planted in the rows -------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_clones_of_a_group_are_named() -> None:
     """One seed for every member of a group gives one answer many times; a likely one may repeat."""
     hot = recordings.rollouts(sampled=at(1.6), train_law=at(1.6))
@@ -433,6 +439,7 @@ def test_shifts_are_compared_at_tokens_that_count() -> None:
 # --- scoring -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("t", [1.0, 0.7])
 def test_the_training_kernel_scores_as_it_was_recorded(t: float) -> None:
     """The training kernel reads its own recorded numbers again, at the temperature of the policy,

@@ -156,7 +156,7 @@ CHANGES: dict[str, Callable[[Any, KernelContext], KernelContext]] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_anything_else_that_decides_values_starts_anew(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, change: str

@@ -52,6 +52,7 @@ def spellings(of: Term) -> list[Compare]:
     ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("kind", ["quantile", "max", "aggregate"])
 def test_a_bound_means_the_same_however_it_is_written(lab: Any, kind: str, sample: bool) -> None:
@@ -182,6 +183,7 @@ def test_the_far_side_of_a_magnitude_keeps_its_level(lab: Any) -> None:
     assert 0 < halved.low < plain.low
 
 
+@pytest.mark.full
 def test_the_magnitude_of_a_paired_difference_errs_no_more_often(lab: Any) -> None:
     """`reward_delta` and its like are magnitudes of means, decided the same way."""
     generator, runs, found = np.random.default_rng(5), 400, 0

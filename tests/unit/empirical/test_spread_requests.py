@@ -87,6 +87,7 @@ def test_processes_give_the_same_bits(program: Program, folder: Path, alone: Evi
     _hold(_evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2)), alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [None, "3"])
 def test_workers_have_the_fingerprints_of_this_process(
     program: Program,

@@ -136,6 +136,7 @@ def test_permuted_tokens_and_scaled_temperatures_move_nothing() -> None:
         assert np.array_equal(before[name], twice[name]), name
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("rows", "vocabulary"), [(23, 5), (23, 37), (9, 4096), (7, 9001)])
 @pytest.mark.parametrize("drift", [1e-7, 1e-2, 3.0])
 def test_bits_depend_on_neither_chunks_nor_threads(

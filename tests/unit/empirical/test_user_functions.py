@@ -170,6 +170,7 @@ def writing(train_logits: Any) -> Any:
     return train_logits[:, 0]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -299,7 +300,7 @@ def test_modules_are_imported_by_their_name(
     assert str(tmp_path) not in sys.path
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("module", "why"),
     [

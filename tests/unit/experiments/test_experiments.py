@@ -71,6 +71,7 @@ def _cells(document: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {tuple(cell[axis] for axis in axes): cell for cell in document["cells"]}
 
 
+@pytest.mark.full
 def test_every_combination_has_a_cell(grid: dict[str, Any], follows: Callable[[Any], None]) -> None:
     follows(grid)
     cells = _cells(grid)
@@ -90,6 +91,7 @@ def test_streams_and_batches_of_one_give_what_a_request_alone_gives(grid: dict[s
             assert one == two
 
 
+@pytest.mark.full
 def test_a_cell_of_single_requests_is_the_evaluation_of_cut_requests(
     grid: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +176,7 @@ def test_a_refusal_is_a_cell_that_is_tried_again(tmp_path: Path) -> None:
         assert cells.cell("a", {"n": 2}, fails)["status"] == "not_run"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", [b'"rows": [2]', b'"rows": []', b""], ids=["changed", "torn", "cut"])
 def test_a_changed_cell_is_measured_again(tmp_path: Path, to: bytes) -> None:
     measured: list[int] = []
@@ -317,6 +320,7 @@ def test_rates_are_never_rounded_to_all_or_none() -> None:
     assert list(not_run(cells)) == ["not run: 6 cells, 0 first: KC1: no"]
 
 
+@pytest.mark.full
 def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--length", "8", "--batch", "2", "--concurrency", "1"]
     contract = str(folder / "contract.yaml")

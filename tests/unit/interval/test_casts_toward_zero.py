@@ -257,6 +257,7 @@ def _step(v: Floats, precision: int, least: int) -> Floats:
     return np.ldexp(1.0, np.maximum(np.frexp(v)[1] - 1, least) - precision + 1)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("size", [1.0, 2.0**-13, 2.0**-24, 2.0**-132])
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("casts", DIRECTED)

@@ -234,6 +234,7 @@ def full_range(held: np.ndarray, scale: str) -> tuple[Floats, Floats]:
 KERNELS = {"uint8": asymmetric, "int8_full": full_range}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
 @pytest.mark.parametrize("format", KERNELS)
 @pytest.mark.parametrize("shift", [-2.0, 0.0, 0.7, 4.0])

@@ -409,6 +409,7 @@ def test_a_users_module_is_loaded_with_its_blocks(own_model: Model) -> None:
     assert not own_model.built_in
 
 
+@pytest.mark.full
 def test_two_models_may_have_modules_of_one_name(own_model: Model, tmp_path: Path) -> None:
     for name, kind in (("first", "ReLU"), ("second", "Tanh")):
         folder = tmp_path / name

@@ -95,7 +95,7 @@ def test_the_form_is_read_without_torch() -> None:
 
 
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_blocks_are_proved_and_the_checker_agrees(name: str, block: str, tmp_path: Path) -> None:
     found = proved(saved_model(name, tmp_path), block, KERNELS["bfloat16"])
@@ -252,6 +252,7 @@ def test_a_kernel_that_does_not_cap_scores_is_refused(tmp_path: Path, cli: Any) 
     assert "caps its attention scores" in ran.stdout + ran.stderr
 
 
+@pytest.mark.full
 def test_a_gain_that_is_computed_has_affine_forms_and_bounds_at_any_length(tmp_path: Path) -> None:
     """The gain 1 + weight is a view where rows are known, and as it stands where they are not."""
     model = saved_model("Gemma 3", tmp_path)

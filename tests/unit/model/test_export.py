@@ -59,6 +59,7 @@ def test_a_block_is_its_graph_in_float64(name: str, request: pytest.FixtureReque
         assert graph.input_shape == (None if block == "model" else (len(IDS), 16))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "heads"), [("tiny_llama", 2), ("tiny_bert", 2), ("own_model", 1)])
 def test_attention_has_its_roles(name: str, heads: int, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(name)
@@ -92,6 +93,7 @@ def test_parameters_carry_their_checkpoint_key(tiny_llama: Model, own_model: Mod
     assert tied[0].attrs["ids"] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_a_graph_is_the_same_every_time(tiny_llama: Model) -> None:
     first, second = (block_graph(tiny_llama, "layer_1", 4) for _ in range(2))
     assert first.digest == second.digest
@@ -99,6 +101,7 @@ def test_a_graph_is_the_same_every_time(tiny_llama: Model) -> None:
     assert block_graph(tiny_llama, "layer_0", 4).digest != first.digest
 
 
+@pytest.mark.full
 def test_every_node_comes_after_its_inputs_and_is_read(tiny_bert: Model) -> None:
     graph = block_graph(tiny_bert, "model", 4, IDS[:4])
     seen: set[str] = set()
@@ -110,6 +113,7 @@ def test_every_node_comes_after_its_inputs_and_is_read(tiny_bert: Model) -> None
     assert read == seen
 
 
+@pytest.mark.full
 def test_a_single_token_has_a_graph(tiny_llama: Model) -> None:
     graph = block_graph(tiny_llama, "attn_0", 1)
     assert graph.input_shape == (1, 16)
@@ -269,7 +273,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], set[str]]
 }
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_its_graph(name: str) -> None:
     function, wanted = FUNCTIONS[name]
@@ -349,6 +353,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] =
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_operation_outside_the_table_is_refused_by_name(name: str) -> None:
     function, word = UNSUPPORTED[name]

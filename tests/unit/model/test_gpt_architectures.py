@@ -172,6 +172,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "changes", "numerics"), CASES)
 def test_both_blocks_are_proved_and_the_proofs_are_accepted(
     cli: Callable[..., Any], tmp_path: Path, kind: str, changes: dict[str, Any], numerics: str

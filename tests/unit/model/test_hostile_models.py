@@ -69,7 +69,7 @@ def build(config):
 """
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("statement", ["raise SystemExit(0)", "raise ValueError('no')", "1 / 0"])
 @pytest.mark.parametrize("place", ["forward", "blocks", "build"])
 def test_a_module_may_neither_end_the_process_nor_crash_it(

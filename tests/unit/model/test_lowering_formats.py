@@ -99,7 +99,7 @@ VIEWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.filterwarnings("ignore:The use of")
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_is_read_by_its_arguments(name: str) -> None:
@@ -160,7 +160,7 @@ TYPES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[tuple[str, str]]]] 
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TYPES)
 def test_a_result_has_the_format_that_the_converted_module_stores_it_in(name: str) -> None:
     function, expected = TYPES[name]
@@ -229,7 +229,7 @@ IDIOMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_an_idiom_keeps_the_roundings_of_its_parts(name: str) -> None:
     function, parts = IDIOMS[name]
@@ -302,6 +302,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_program_that_is_not_the_same_each_time_is_refused(name: str) -> None:
     function, code, word = REFUSED[name]
@@ -350,6 +351,7 @@ BY_FORMAT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BY_FORMAT)
 def test_what_depends_on_the_format_is_refused_where_a_kernel_has_another(name: str) -> None:
     function, code, word = BY_FORMAT[name]

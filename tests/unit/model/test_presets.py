@@ -307,6 +307,7 @@ def test_a_fingerprint_tells_kernels_apart() -> None:
     assert first["schema"] == "kcdsl.kernel-fingerprint/2"
 
 
+@pytest.mark.full
 def test_a_fingerprint_needs_neither_torch_nor_numpy() -> None:
     program = (
         "import sys\n"

@@ -41,6 +41,7 @@ def pair(folder: Path) -> Model:
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_weight_is_what_its_format_says(folder: Path, name: str) -> None:
     meant = quantise(folder, folder / "quantised", name)

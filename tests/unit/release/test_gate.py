@@ -302,7 +302,8 @@ Ask = Callable[..., tuple[int, dict[str, Any]]]
 def serving(register: Any, usual: Mapping[str, str] | None = None) -> Iterator[GateServer]:
     """Serve in a thread of this process."""
     server = GateServer(("127.0.0.1", 0), register, lambda: NOW, usual or {})
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    poll = {"poll_interval": 0.01}
+    thread = threading.Thread(target=server.serve_forever, kwargs=poll, daemon=True)
     thread.start()
     try:
         yield server

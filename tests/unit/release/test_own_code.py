@@ -75,6 +75,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.full
 def test_the_statement_names_every_file_that_was_imported(cli: Any, folder: Path) -> None:
     found = evaluated(cli, folder)
     for name in ("own/__init__.py", "own/parts.py", "own/late.py"):
@@ -125,6 +126,7 @@ def test_a_change_between_two_runs_of_one_process_is_imported(cli: Any, folder: 
     assert found["own/parts.py"] == sha256(folder / "own" / "parts.py")
 
 
+@pytest.mark.full
 def test_a_file_that_changes_meanwhile_gets_no_statement(cli: Any, folder: Path) -> None:
     late = folder / "own" / "late.py"
     (folder / "own" / "parts.py").write_text(

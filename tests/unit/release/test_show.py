@@ -108,6 +108,7 @@ def test_a_policy_of_the_user_is_used_and_one_without_keys_is_refused(
     assert cli("show", tmp_path / "absent.cert.json").code == 2
 
 
+@pytest.mark.full
 def test_every_vector_is_shown_in_every_form(
     cli: Any, tmp_path: Path, schemas: dict[str, Any], follows: Any
 ) -> None:

@@ -228,6 +228,7 @@ def test_an_unquoted_text_of_several_lines_is_quoted_on_one() -> None:
     )
 
 
+@pytest.mark.full
 def test_many_anchors_and_repeated_keys_are_cheap() -> None:
     many = "".join(f"- &a{n} 1\n" for n in range(20_000))
     assert len(read(many)[1]) == ERRORS + 1
@@ -236,6 +237,7 @@ def test_many_anchors_and_repeated_keys_are_cheap() -> None:
     assert len(read(repeated)[1]) == ERRORS + 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text",
     [f"k: '{'x' * (LONGEST + 1)}'", "- 1\n" * NODES],

@@ -38,6 +38,7 @@ def test_the_last_bit_of_a_number_is_named() -> None:
     assert differences(changed(clauses=[{"value": 1}]), changed(clauses=[{"value": True}]))
 
 
+@pytest.mark.full
 def test_rows_and_sections_of_one_report_alone_are_named() -> None:
     shorter = changed(clauses=REPORT["clauses"][:1])
     assert differences(REPORT, shorter) == ("A on all: in one of the reports alone",)

@@ -183,6 +183,7 @@ def test_without_a_bound_nothing_is_said() -> None:
         assert row.reason == "the variance may be zero"
 
 
+@pytest.mark.full
 def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
     acts = {"format": "fp8_e4m3", "scale": "per_token"}
     infer = ref("torch.scaled_mm", "float32", weights=FP8, activations=acts)

@@ -95,6 +95,7 @@ def test_a_coarse_attention_program_is_the_operator() -> None:
     assert found.candidates[0].remedies[0].id == "same_attention_program"
 
 
+@pytest.mark.full
 def test_quantised_weights_are_the_weights() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     found = attributed(subject_of(pair_of(small_model(), EAGER, infer), REQUESTS))
@@ -177,6 +178,7 @@ def test_what_does_not_run_is_named_and_the_rest_is_told() -> None:
     assert found.interactions == ()
 
 
+@pytest.mark.full
 def test_quantised_inputs_are_simulated_where_no_kernel_quantises_them() -> None:
     infer = ref(
         "torch.scaled_mm",

@@ -131,6 +131,7 @@ def test_a_model_without_experts_has_no_such_source() -> None:
     assert "no experts" in (routing.reason or "")
 
 
+@pytest.mark.full
 def test_experts_are_replayed_into_batches(experts: Model) -> None:
     pair = pair_of(experts, EAGER, ref(compute="bfloat16"))
     subject = subject_of(pair, some_requests(24))

@@ -56,6 +56,7 @@ def drawn(z: Tensor, law: Law, seed: int) -> Tensor:
     return torch.tensor(found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("apart", [0.0, 0.3, 2.0])
 def test_honest_tokens_are_called_so_however_far_the_kernels_are(apart: float) -> None:
     for seed in range(40):

@@ -59,6 +59,7 @@ def test_the_mean_of_each_factor_is_one(depth: int) -> None:
     np.testing.assert_allclose(total, 1.0, rtol=1e-12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [1, 5])
 def test_honest_tokens_are_called_so(depth: int) -> None:
     for seed in range(60):
@@ -107,6 +108,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logits, -1e4).scatter(-1, likeliest, 0.0)
 
 
+@pytest.mark.full
 def test_greedy_tokens_of_the_model_are_named() -> None:
     """Both sides raw and near each other: no ratio shows that nothing was drawn."""
     found = recordings.rollouts(sampled=greedy, infer_law=same, prompts=64, group=1, top=5)

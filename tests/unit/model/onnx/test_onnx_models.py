@@ -67,6 +67,7 @@ HAS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["layer_0", *(pytest.param(n, marks=pytest.mark.full) for n in ("norm_0", "attn_0", "mlp_0"))],

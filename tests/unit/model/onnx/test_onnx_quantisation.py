@@ -125,6 +125,7 @@ def contract(folder: Path, model: onnx.ModelProto) -> None:
     (folder / "rows.jsonl").write_text(json.dumps({"id": "a", "tokens": TOKENS}) + "\n")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "stored"),
     [
