@@ -376,12 +376,12 @@ def _served(
     """Return the weights that the inference kernel reads, by the keys of the checkpoint."""
     name = ref.architecture
     built_in = ref.module is None and name is not None and name in registry.names()
-    if (built_in and name and registry.declared(name).foreign) or transposed_names(module):
+    if built_in and name and registry.declared(name).foreign:
         raise refuse(
             codes.UNKNOWN_ARCHITECTURE,
             f"with architecture {name} the inference kernel has no checkpoint of its own",
-            help="name an architecture of kcdsl that stores matrices as [out, in], or leave "
-            "`checkpoint` of the kernel out and say in `numerics` how it stores the weights",
+            help="name an architecture of kcdsl, or leave `checkpoint` of the kernel out and say "
+            "in `numerics` how it stores the weights",
         )
     rule: KeyRule = registry.load(name).canonical_key if built_in and name else str
     place = files.find_weights(ref.served or "")
@@ -401,7 +401,8 @@ def _served(
     def same_program(other: Mapping[str, Any]) -> bool:
         return built_in and _settings(ref, other, files) == _settings(ref, config, files)
 
-    return matched(found, config, named, keys, tied, shapes, same_program)
+    turned = frozenset(keys[name] for name in transposed_names(module) if name in keys)
+    return matched(found, config, named, keys, tied, shapes, turned, same_program)
 
 
 def _settings(ref: ModelRef, config: Mapping[str, Any], files: Artefacts) -> object:

@@ -58,7 +58,8 @@ class ServedWeights(Mapping[str, Tensor]):
     """Weights of the inference kernel as float32, by the keys of the training checkpoint.
 
     `digest` (hex) is that of the manifest of every file that is read: weights, index and
-    configurations. `shapes` has the tensors that the kernel reads, by their names in both.
+    configurations. `shapes` has the tensors that the kernel reads, by their names in both;
+    `transposed` names those that the files store transposed.
     """
 
     path: Path
@@ -69,6 +70,7 @@ class ServedWeights(Mapping[str, Tensor]):
     files: Mapping[str, HashedFile]
     matrices: Mapping[str, frozenset[str]]
     shapes: Mapping[str, tuple[int, ...]]
+    transposed: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self.shapes))
@@ -89,7 +91,7 @@ class ServedWeights(Mapping[str, Tensor]):
                 f"{shown(self.path)} holds NaN or infinite weights in {key}",
                 help="quantise the model again",
             )
-        return value
+        return value.T.contiguous() if key in self.transposed else value
 
     def quantised(self, key: str) -> QuantisedWeight | None:
         """Return a quantised matrix; None for a tensor that is stored as it is."""
@@ -104,9 +106,18 @@ class ServedWeights(Mapping[str, Tensor]):
     def refuse_other_shape(self, key: str, shape: tuple[int, ...]) -> None:
         """Refuse what is stored of a tensor where it cannot be of this shape, by headers alone."""
         if key not in self.matrices or self.scheme is None:
-            if self.stored[key].shape != shape:
-                raise _other_shape(key, self.stored[key].shape, shape)
+            stored = tuple(reversed(shape)) if key in self.transposed else shape
+            if self.stored[key].shape != stored:
+                raise _other_shape(key, self.stored[key].shape, stored)
             return
+        if key in self.transposed:
+            raise refuse(
+                codes.MODEL_CONFIG,
+                f"{key} is quantised, and its architecture stores it as [in, out]: no format says"
+                " which of the two its codes are in",
+                help="give the inference kernel a checkpoint in bfloat16 or float16, and say in"
+                " `numerics` how it quantises it",
+            )
         place = f"{key.removesuffix('.weight')}.{self.scheme.codes}"
         if len(shape) != 2 or not self.scheme.holds(shape, self.stored[place]):
             raise _other_shape(place, self.stored[place].shape, shape)
@@ -263,6 +274,7 @@ def matched(
     keys: Mapping[str, str],
     tied: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
+    transposed: frozenset[str],
     same_program: Callable[[Mapping[str, Any]], bool],
 ) -> ServedWeights:
     """Return the weights by the keys of the training checkpoint. Refuse a configuration of another
@@ -274,11 +286,13 @@ def matched(
         keys: keys of the training checkpoint by parameters.
         tied: names of parameters that are copies, with those they are copies of.
         shapes: of parameters.
+        transposed: keys of the parameters that the files store transposed.
         same_program: says whether a configuration is of the program of `train`, though it has other
             keys.
     """
     if served.config and not same_program(served.config):
         _refuse_other_model(train, served.config)
+    served = replace(served, transposed=transposed)
     names: dict[str, tuple[int, ...]] = {}
     unknown: list[str] = []
     copies: dict[str, str] = {}

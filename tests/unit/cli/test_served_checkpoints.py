@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,22 +154,84 @@ def test_compile_reads_the_headers_of_the_second_checkpoint(
     assert cli("compile", cwd=folder).code == 0
 
 
-def test_gpt2_has_no_second_checkpoint(cli: Any, tmp_path: Path) -> None:
+def gpt2(folder: Path) -> dict[str, torch.Tensor]:
+    """Write a small GPT-2, a folder `quantised` for its second checkpoint, and a contract; return
+    the tensors, whose matrices are [in, out]."""
     config = {"vocab_size": 256, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 16}
     module = registry.load("gpt2").build(config)
-    turned, state = transposed_names(module), module.state_dict()
+    turned, drawn = transposed_names(module), torch.Generator().manual_seed(3)
+    state = {n: torch.randn(t.shape, generator=drawn) for n, t in module.state_dict().items()}
     weights = {n: (t.T if n in turned else t).contiguous() for n, t in state.items()}
     del weights["lm_head.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
-    (tmp_path / "quantised").mkdir()
-    for name in ("model.safetensors", "config.json"):
-        shutil.copy(tmp_path / name, tmp_path / "quantised")
-    (tmp_path / "contract.yaml").write_text((CONTRACT % "").replace("llama", "gpt2"))
-    (tmp_path / "prompts.jsonl").write_text('{"id": "p", "text": "hello"}\n')
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
+    (folder / "quantised").mkdir()
+    shutil.copy(folder / "config.json", folder / "quantised")
+    (folder / "contract.yaml").write_text((CONTRACT % "").replace("llama", "gpt2"))
+    (folder / "prompts.jsonl").write_text('{"id": "p", "text": "hello"}\n')
+    return weights
+
+
+@pytest.mark.full
+def test_gpt2_has_a_second_checkpoint(cli: Any, tmp_path: Path) -> None:
+    """Its matrices are [in, out] there too; with the same numbers nothing differs."""
+    weights = gpt2(tmp_path)
+    place = tmp_path / "quantised" / "model.safetensors"
+    save_file(weights, place)
+    assert cli("keygen", "-o", "k.key", cwd=tmp_path).code == 0
+    same = proved(cli, tmp_path)
+    check = ("check", "out/verify-attn_0.cert.json", "--key", "k.key.pub", "--recheck")
+    save_file({n: t.to(torch.bfloat16) for n, t in weights.items()}, place)
+    goal = proved(cli, tmp_path, "--sign", "k.key")
+    assert goal["attack"] <= goal["bound"]
+    assert goal["bound"] > 10 * same["bound"]
+    assert goal["attack"] > same["bound"]
+    checked = cli(*check, cwd=tmp_path)
+    assert checked.code == 0, checked.stdout + checked.stderr
+    place.write_bytes(place.read_bytes()[:-1] + b"\x00")
+    assert cli(*check, cwd=tmp_path).code == 4
+    text = (tmp_path / "contract.yaml").read_text()
+    (tmp_path / "contract.yaml").write_text(text.replace("    checkpoint: quantised\n", ""))
+    assert proved(cli, tmp_path)["bound"] == same["bound"]
+
+
+@pytest.mark.full
+def test_gpt2_is_measured_with_the_numbers_of_its_second_checkpoint(
+    cli: Any, tmp_path: Path
+) -> None:
+    weights = gpt2(tmp_path)
+    place = tmp_path / "quantised" / "model.safetensors"
+    path = tmp_path / "contract.yaml"
+    path.write_text(path.read_text().replace("max(kl) <= 1000", "max(kl) <= 1e-9"))
+    held = {n: t.to(torch.bfloat16) for n, t in weights.items()}
+    for second, code in ((weights, 0), (held, 1)):
+        save_file(second, place)
+        ran = cli("evaluate", cwd=tmp_path)
+        assert ran.code == code, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda t: t.T.contiguous(), "expected that of (4, 12)"),
+        (lambda t: t.to(torch.float8_e4m3fn), "[in, out]"),
+    ],
+)
+def test_gpt2_has_no_other_storage_of_its_matrices(
+    cli: Any, tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], word: str
+) -> None:
+    weights = gpt2(tmp_path)
+    key = "transformer.h.0.attn.c_attn"
+    other = {f"{key}.weight": change(weights[f"{key}.weight"])}
+    if other[f"{key}.weight"].dtype == torch.float8_e4m3fn:
+        other[f"{key}.weight_scale"] = torch.ones(1)
+        path = tmp_path / "quantised" / "config.json"
+        method = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **method}))
+    save_file({**weights, **other}, tmp_path / "quantised" / "model.safetensors")
     ran = cli("compile", cwd=tmp_path)
     assert ran.code == 2
-    assert "KC456" in ran.stderr
+    assert word in ran.stderr
 
 
 def test_a_norm_that_the_quantiser_changed_is_that_of_the_inference_kernel(

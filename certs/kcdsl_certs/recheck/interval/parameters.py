@@ -71,16 +71,15 @@ class Parameters:
         served: Served | None = None,
         transposed: frozenset[str] = frozenset(),
     ) -> None:
-        """Take the tensors that a proof lists, those of some keys transposed, and what the
-        inference kernel reads instead, which none of these may have.
+        """Take the tensors that a proof lists, and what the inference kernel reads instead; those
+        of some keys are stored transposed in both.
 
-        Raises Rejected "parameter/missing", "parameter/shape", "parameter/served",
-        "parameter/digest", or what `as_float32` raises.
+        Raises Rejected "parameter/missing", "parameter/shape", "parameter/digest", or what
+        `as_float32` raises.
         """
-        if served is not None and transposed:
-            raise Rejected("parameter/served", "matrices of two checkpoints are read transposed")
         self._values: dict[str, Singles | _Narrow] = {}
         self._served = served
+        self._transposed = transposed
         self._stored: dict[tuple[str, str, tuple[str, str, str], bool, bool], Floats] = {}
         for key, digest in digests.items():
             if key not in tensors:
@@ -177,6 +176,10 @@ class Parameters:
             if scaled:
                 raise Rejected("parameter/served", f"{key!r} is not quantised")
             found, settled = served.plain(key), False
+            if key in self._transposed:
+                found = np.ascontiguousarray(found.T)
+        elif key in self._transposed:
+            raise Rejected("parameter/served", f"{key!r} is quantised and read transposed")
         else:
             decoded = served.matrix(key)
             if scaled:
