@@ -113,7 +113,7 @@ def stored_kernel(
     """Return the kernel that reads quantised weights as they are stored and multiplies them
     dequantised; None for a method that no reader knows."""
     method = str(config.get("quant_method", "")).lower()
-    if method not in _STORED or (method == "fp8" and not config.get("weight_block_size")):
+    if method not in _STORED:
         return None
     if method == "torchao" and _torchao_kind(config) in _PACKED:
         return None
@@ -133,7 +133,9 @@ def _order(architecture: str, capped: bool) -> tuple[str, ...]:
     return order
 
 
-_STORED = frozenset({"awq", "compressed-tensors", "fp8", "gptq", "modelopt", "torchao"})
+_STORED = frozenset(
+    {"awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "torchao"}
+)
 """Methods whose codes and scales are read from the checkpoint."""
 _DROPPED = {
     "kv_cache": "the KV cache in {}, which no local kernel keeps",

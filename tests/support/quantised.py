@@ -62,6 +62,12 @@ def inverse(parts: dict[str, Tensor], value: Tensor) -> Written:
     return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}, value
 
 
+def with_inputs(written: Written, **inputs: float) -> Written:
+    """Add what is stored of the inputs of a matrix, each one float32 number."""
+    parts, value = written
+    return {**parts, **{name: torch.tensor([one]) for name, one in inputs.items()}}, value
+
+
 def int8(w: Tensor) -> Written:
     """Signed bytes with scales of channels, down to -128."""
     scale = (w.abs().amax(-1, keepdim=True) / 127.5).to(torch.bfloat16)
@@ -230,6 +236,18 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
             "weight_block_size": [128, 128],
         },
         lambda w: inverse(*fp8(w, "block")),
+    ),
+    "fp8 of one scale": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda w: with_inputs(fp8(w, "tensor"), input_scale=0.03125),
+    ),
+    "fp8 of transformers": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        lambda w: with_inputs(inverse(*fp8(w, "tensor")), activation_scale=0.03125),
+    ),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        lambda w: with_inputs(fp8(w, "channel"), input_scale_ub=1200.0),
     ),
     "int8 channel": (
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),

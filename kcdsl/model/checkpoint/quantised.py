@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.checkpoint import inputs
 from kcdsl.model.checkpoint.headers import StoredTensor
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of eight that each four bits of a word of AWQ hold, from the lowest bits on."""
-_INERT_PARTS = ("input_scale", "input_zero_point", "output_scale", "weight_shape")
-"""Tensors beside a weight that are none of its numbers; those of inputs are stated in numerics."""
+_INERT_PARTS = (*inputs.SCALES, *inputs.ZERO_POINTS, "output_scale", "weight_shape")
+"""Tensors beside a weight that are none of its numbers; those of inputs are compared with what the
+numerics state (`inputs`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,17 @@ Reader = Callable[[str], Tensor]
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """A storage format: the suffix of the tensor that holds the codes, those that belong to it,
-    what makes the matrix of them, and the bits that a code takes in storage."""
+    what makes the matrix of them, and the bits that a code takes in storage.
+
+    Dynamic scales of inputs are made of no magnitude above `limit`, where the format has one.
+    """
 
     name: str
     codes: str
     parts: tuple[str, ...]
     decode: Callable[[Reader, str, Mapping[str, Any]], QuantisedWeight]
     bits: int = 8
+    limit: float | None = None
 
     def holds(self, shape: Sequence[int], stored: StoredTensor) -> bool:
         """Say whether a tensor has as many codes as a matrix [out, in], of which the rows may end
@@ -76,28 +82,6 @@ class Scheme:
         return found
 
 
-def scheme_of(config: Mapping[str, Any]) -> Scheme:
-    """Return the storage format that a quantisation configuration names.
-
-    Refuse (KC455) methods and variants that are not read here, by name.
-    """
-    method = str(config.get("quant_method", "")).lower()
-    if method == "compressed-tensors":
-        return _compressed(config)
-    if method == "gptq":
-        return _gptq_scheme(config)
-    if method == "awq":
-        return _awq_scheme(config)
-    if method == "modelopt" or "quant_algo" in config:
-        return _modelopt(config)
-    if method == "fp8":
-        return _blocked(config)
-    raise unknown("quant_method", config.get("quant_method"), _METHODS)
-
-
-_METHODS = ("compressed-tensors", "gptq", "awq", "modelopt", "fp8", "torchao")
-
-
 def unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
     """Return the refusal (KC455) of what a configuration says, with what is read instead."""
     shown = ", ".join(map(str, known))
@@ -109,7 +93,8 @@ def unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
     )
 
 
-def _allow(config: Mapping[str, Any], field: str, known: Sequence[object], default: object) -> Any:
+def allow(config: Mapping[str, Any], field: str, known: Sequence[object], default: object) -> Any:
+    """Return a field of a configuration; refuse (KC455) a value of it that is not read here."""
     value = config.get(field, default)
     if not any(value == one and type(value) is type(one) for one in known):
         raise unknown(field, value, known)
@@ -138,10 +123,11 @@ _NVFP4 = "nvfp4-pack-quantized"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
-def _compressed(config: Mapping[str, Any]) -> Scheme:
-    kind = _allow(config, "format", (*_COMPRESSED, _NVFP4), None)
-    _allow(config, "quantization_status", ("compressed", "frozen", None), None)
-    _allow(config, "sparsity_config", (None, {}), None)
+def compressed_tensors_scheme(config: Mapping[str, Any]) -> Scheme:
+    """Return the format of compressed-tensors. Refuse (KC455) variants that are not read."""
+    kind = allow(config, "format", (*_COMPRESSED, _NVFP4), None)
+    allow(config, "quantization_status", ("compressed", "frozen", None), None)
+    allow(config, "sparsity_config", (None, {}), None)
     if config.get("transform_config"):
         raise unknown("transform_config", "set", ("none",))
     groups = config.get("config_groups")
@@ -154,17 +140,17 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
             raise unknown("weights of a group", weights, ("a scheme",))
         if group.get("format") not in (None, kind):
             raise unknown("format of a group", group["format"], (kind,))
-        _allow(weights, "dynamic", (False, None), False)
+        allow(weights, "dynamic", (False, None), False)
         if kind == _NVFP4:
-            _allow(weights, "type", ("float",), None)
-            _allow(weights, "num_bits", (4,), None)
-            _allow(weights, "group_size", (16,), 16)
+            allow(weights, "type", ("float",), None)
+            allow(weights, "num_bits", (4,), None)
+            allow(weights, "group_size", (16,), 16)
         else:
-            _allow(weights, "strategy", (*_STRATEGIES, None), None)
+            allow(weights, "strategy", (*_STRATEGIES, None), None)
             bits = (2, 4, 8) if kind == "pack-quantized" else (8,)
-            _allow(weights, "num_bits", bits, None)
+            allow(weights, "num_bits", bits, None)
             names = ("float",) if kind == "float-quantized" else ("int", "float")
-            _allow(weights, "type", ("int",) if kind == "pack-quantized" else names, None)
+            allow(weights, "type", ("int",) if kind == "pack-quantized" else names, None)
         stated.append(weights)
     if kind == _NVFP4:
         nested = ("weight_scale", "weight_global_scale")
@@ -285,20 +271,20 @@ def _tiled(
     if high == rows and columns % wide == 0:
         width = columns // wide
         return scale.repeat_interleave(width, dim=1), f"group_{width}"
-    return _of_blocks(scale, shape, name), "block_128"
+    return of_blocks(scale, shape, name), "block_128"
 
 
-_BLOCK = 128
+BLOCK = 128
 
 
-def _of_blocks(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+def of_blocks(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     """Return one scale for every element of a matrix, of those of its blocks."""
     rows, columns = shape
-    fits = tuple(scale.shape) == (-(-rows // _BLOCK), -(-columns // _BLOCK))
+    fits = tuple(scale.shape) == (-(-rows // BLOCK), -(-columns // BLOCK))
     said = f"scales of shape {tuple(scale.shape)} do not fit a matrix of {shape}"
     need(fits, name, said)
-    tall = scale.repeat_interleave(_BLOCK, dim=0)[:rows]
-    return tall.repeat_interleave(_BLOCK, dim=1)[:, :columns]
+    tall = scale.repeat_interleave(BLOCK, dim=0)[:rows]
+    return tall.repeat_interleave(BLOCK, dim=1)[:, :columns]
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -320,10 +306,11 @@ def matrix_of(
 # --- GPTQ and AWQ ---------------------------------------------------------------------------------
 
 
-def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
-    bits = _allow(config, "bits", (2, 4, 8), None)
-    version = _allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
-    _allow(config, "is_marlin_format", (False, None), None)
+def gptq_scheme(config: Mapping[str, Any]) -> Scheme:
+    """Return the format of GPTQ. Refuse (KC455) variants that are not read."""
+    bits = allow(config, "bits", (2, 4, 8), None)
+    version = allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
+    allow(config, "is_marlin_format", (False, None), None)
     if config.get("dynamic"):
         raise unknown("dynamic", "set", ("none",))
     offset = 0 if version == "gptq_v2" else 1
@@ -360,12 +347,13 @@ def _decode_gptq(
     return matrix_of((held * spread).T, "", "", held, spread)
 
 
-def _awq_scheme(config: Mapping[str, Any]) -> Scheme:
-    _allow(config, "version", ("gemm", "GEMM", None), None)
+def awq_scheme(config: Mapping[str, Any]) -> Scheme:
+    """Return the format of AWQ. Refuse (KC455) variants that are not read."""
+    allow(config, "version", ("gemm", "GEMM", None), None)
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
         raise unknown("bits", bits, (4,))
-    _allow(config, "zero_point", (True, None), None)
+    allow(config, "zero_point", (True, None), None)
     return Scheme("awq", "qweight", ("qzeros", "scales"), _decode_awq, 4)
 
 
@@ -398,13 +386,14 @@ def _ordered(parts: Tensor) -> Tensor:
 _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16", "W4A16_AWQ", "NVFP4")
 
 
-def _modelopt(config: Mapping[str, Any]) -> Scheme:
-    kind = _allow(config, "quant_algo", _MODELOPT, None)
+def modelopt_scheme(config: Mapping[str, Any]) -> Scheme:
+    """Return the format of ModelOpt. Refuse (KC455) variants that are not read."""
+    kind = allow(config, "quant_algo", _MODELOPT, None)
     if kind == "NVFP4":
-        _allow(config, "group_size", (16, None), None)
+        allow(config, "group_size", (16, None), None)
         nested = ("weight_scale", "weight_scale_2")
         return Scheme("modelopt NVFP4", "weight", nested, _decode_modelopt, 4)
-    _allow(config, "has_zero_point", (False, None), None)
+    allow(config, "has_zero_point", (False, None), None)
     if kind == "W4A16_AWQ":
         return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), _decode_pairs, 4)
     return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), _decode_scaled)
@@ -432,29 +421,6 @@ def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> Quant
     whole = read(f"{base}.weight_scale_2").to(torch.float32).reshape(-1)
     need(whole.numel() == 1, name, "it has several scales of the tensor")
     return _nvfp4(read, base, kinds, name, lambda s: s * whole)
-
-
-# --- fp8: float8 blocks, as DeepSeek stores them --------------------------------------------------
-
-
-def _blocked(config: Mapping[str, Any]) -> Scheme:
-    _allow(config, "fmt", ("e4m3", None), None)
-    _allow(config, "activation_scheme", ("dynamic", None), None)
-    size = config.get("weight_block_size")
-    if size != [_BLOCK, _BLOCK]:
-        raise unknown("weight_block_size", size, ([_BLOCK, _BLOCK],))
-    return Scheme("fp8", "weight", ("weight_scale_inv",), _decode_blocked)
-
-
-def _decode_blocked(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return float8 codes times the scales of blocks of 128; the last blocks may be cut off."""
-    name, scales = f"{base}.weight", f"{base}.weight_scale_inv"
-    need(kinds[name] == "F8_E4M3", name, f"it is stored as {kinds[name]}")
-    need(kinds.get(scales) in PLAIN, name, "it has no weight_scale_inv of a float format")
-    stored = read(name).to(torch.float32)
-    need(stored.dim() == 2, name, "it is no matrix")
-    scale = _of_blocks(read(scales).to(torch.float32), tuple(stored.shape), name)
-    return matrix_of(stored * scale, "fp8_e4m3", "block_128", stored, scale)
 
 
 def is_sound(found: QuantisedWeight) -> bool:

@@ -28,14 +28,15 @@ from kcdsl.model.checkpoint.headers import (
     read_headers,
     weights_folder,
 )
+from kcdsl.model.checkpoint.inputs import refuse_other_inputs, stored_inputs
 from kcdsl.model.checkpoint.quantised import (
     PLAIN,
     QuantisedWeight,
     Scheme,
     is_sound,
-    scheme_of,
 )
 from kcdsl.model.checkpoint.ranges import HashedFile, changed, hashed_file, manifest_of
+from kcdsl.model.checkpoint.schemes import scheme_of
 from kcdsl.model.checkpoint.tensors import TYPES
 from kcdsl.model.checkpoint.torchao import torchao_scheme
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
@@ -127,6 +128,8 @@ class ServedWeights(Mapping[str, Tensor]):
         kind = {**TYPES, **_CODED}.get(one.kind)
         if kind is None:
             raise refuse(codes.CHECKPOINT_DTYPE, f"{name} is stored as {one.kind}")
+        if one.start == one.end:
+            return torch.empty(one.shape, dtype=kind)
         raw = torch.frombuffer(
             bytearray(self.files[name].read(one.start, one.end)), dtype=torch.uint8
         )
@@ -141,8 +144,13 @@ class ServedWeights(Mapping[str, Tensor]):
 
     def refuse_other_storage(self, key: str, numerics: Numerics) -> None:
         """Refuse (KC463) numerics that state another storage of a matrix than this checkpoint has,
-        where the rules of bounds read it: codes are multiplied before their scales."""
+        where the rules of bounds read it: codes are multiplied before their scales; and other
+        scales of its inputs than those that are stored."""
         weights, found = numerics.weights, self.quantised(key)
+        if found is not None and self.scheme is not None and numerics.activations.quantised:
+            kinds = {part: one.kind for part, one in self.stored.items()}
+            inputs = stored_inputs(self._raw, key.removesuffix(".weight"), kinds)
+            refuse_other_inputs(key, inputs, self.scheme.limit, numerics.activations)
         if weights.layout is None or found is None:
             if weights.layout is not None:
                 raise _other(key, "it is not quantised", "an override")

@@ -15,7 +15,7 @@ from kcdsl.diagnostics.codes import CHECKPOINT_DTYPE, CHECKPOINT_TENSORS, MODEL_
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.checkpoint.headers import file_header, metadata_of
-from kcdsl.model.checkpoint.quantised import scheme_of
+from kcdsl.model.checkpoint.schemes import scheme_of
 from kcdsl.model.checkpoint.torchao import torchao_scheme
 from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
@@ -87,7 +87,14 @@ def test_blocks_of_fp8_may_be_cut_off(tmp_path: Path, shape: tuple[int, int]) ->
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "torchao"}, "no metadata of torchao"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "weight_block_size"),
-        ({"quant_method": "fp8"}, "weight_block_size None"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "fp8", "activation_scheme": "per_token"}, "per_token"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+            "static",
+        ),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 0}, "activation_scale_ub 0"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": True}, "activation_scale_ub True"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),

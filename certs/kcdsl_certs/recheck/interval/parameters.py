@@ -182,6 +182,7 @@ class Parameters:
             raise Rejected("parameter/served", f"{key!r} is quantised and read transposed")
         else:
             decoded = served.matrix(key)
+            _refuse_other_inputs(served, key, kernel)
             if scaled:
                 _refuse_otherwise(decoded, key, kernel, stored)
             found, settled = decoded.value, scaled
@@ -228,6 +229,23 @@ def _refuse_otherwise(
     top = 1.0 if code.grid is None else 2.0**code.exponent
     if kernel.by_codes and not float(np.abs(found.value).max()) >= found.largest_scale * top:
         raise Rejected("parameter/served", f"{key!r} has a scale larger than its codes need")
+
+
+def _refuse_other_inputs(served: Served, key: str, kernel: KernelNumerics) -> None:
+    """Refuse quantised inputs whose scales are not those that the checkpoint has."""
+    kind = kernel.activations[0]
+    if kind == "none":
+        return
+    most, inputs = served.largest_amax, served.inputs(key)
+    if most is not None and kernel.amax_limit != most:
+        raise Rejected("parameter/served", f"dynamic scales of {key!r} are of {most!r} at most")
+    if inputs is None:
+        return
+    if kernel.static is None:
+        raise Rejected("parameter/served", f"the inputs of {key!r} have static scales")
+    scales, zero = kernel.static.of(key, kind)
+    if scales != inputs.scales or (zero if kind == "uint8" else 128) != inputs.zero + 128:
+        raise Rejected("parameter/served", f"the inputs of {key!r} have other static scales")
 
 
 def plain(values: Floats, compute: Format, name: str, inward: bool = False) -> Floats:

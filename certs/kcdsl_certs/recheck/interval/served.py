@@ -32,7 +32,9 @@ _PARTS = (
     "weight", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point",
     "weight_packed", "weight_shape", "weight_g_idx", "weight_scale_inv", "qweight",
     "qzeros", "scales", "g_idx", "_weight_qdata", "_weight_scale", "_weight_zero_point",
-    "_weight_act_pre_scale", "pre_quant_scale",
+    "_weight_act_pre_scale", "pre_quant_scale", "input_scale_ub",
+    *("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale"),
+    *("input_zero_point", "_weight_act_quant_zero_point"),
 )  # fmt: skip
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
@@ -46,6 +48,15 @@ class Decoded:
     scale: str = ""
     least: float = 0.0
     largest_scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Static scales of the input of a linear, one or one of each channel, and the zero point among
+    signed codes."""
+
+    scales: tuple[float, ...]
+    zero: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,55 @@ class Served:
         if not np.isfinite(found.value).all() or not np.isfinite(found.largest_scale):
             raise Rejected("parameter/not-finite", f"{key!r} holds NaN or infinity")
         return found
+
+    def inputs(self, key: str) -> Inputs | None:
+        """Return how the inputs of a quantised matrix are scaled, where its tensors say it.
+
+        Raises Rejected "served/tensor" for what is no scale or zero point.
+        """
+        base = key.removesuffix(".weight")
+        direct = ("input_scale", "activation_scale", "_weight_act_quant_scale")
+        offset = ("input_zero_point", "_weight_act_quant_zero_point")
+        given = [name for name in (*direct, "input_global_scale") if self.has(base, name)]
+        zeros = [name for name in offset if self.has(base, name)]
+        if not given and not zeros:
+            return None
+        try:
+            if len(given) != 1 or len(zeros) > 1:
+                raise ValueError("its inputs have two scales, or a zero point alone")
+            stored = self.part(base, given[0])
+            if stored.dtype not in ("F32", "F16", "BF16"):
+                raise ValueError("a scale of its inputs is no float")
+            scales = numbers(stored).ravel()
+            with np.errstate(all="ignore"):
+                scales = scales if given[0] in direct else np.float32(1) / scales
+            if not scales.size or not (np.isfinite(scales) & (scales > 0)).all():
+                raise ValueError("a scale of its inputs is not positive")
+            found = {0}
+            for name in zeros:
+                point = self.part(base, name)
+                if point.dtype not in ("I8", "I32", "I64"):
+                    raise ValueError("a zero point of its inputs is no signed integer")
+                found = set(integers(point, point.dtype).ravel().tolist())
+            if len(found) != 1:
+                raise ValueError("its inputs have several zero points")
+        except ValueError as error:
+            raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
+        return Inputs(tuple(float(one) for one in scales), int(found.pop()))
+
+    @property
+    def largest_amax(self) -> float | None:
+        """Return what dynamic scales of inputs are made of at most, where the format says it.
+
+        Raises Rejected "served/method" where that is no positive number.
+        """
+        if _name(self.method) != "fbgemm_fp8":
+            return None
+        bound = self.method.get("activation_scale_ub", 1200.0)
+        number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        if not number or not 0 < bound < float("inf"):
+            raise Rejected("served/method", f"activation_scale_ub {str(bound)[:40]!r}")
+        return float(np.float32(bound))
 
     def part(self, base: str, name: str) -> Tensor:
         """Return a tensor of a matrix."""
@@ -160,20 +220,29 @@ def _decode(served: Served, base: str) -> Decoded:
     method = served.method
     if not isinstance(method, dict):
         raise Rejected("served/config", "the quantisation configuration is no object")
-    name = str(method.get("quant_method", "")).lower()
+    name = _name(method)
     if name == "compressed-tensors":
         return _compressed(served, base, method)
     if name == "gptq":
         return _gptq(served, base, method)
     if name == "awq":
         return _awq(served, base, method)
-    if name == "modelopt" or "quant_algo" in method:
+    if name == "modelopt":
         return _modelopt(served, base, method)
     if name == "fp8":
         return _squares(served, base, method)
+    if name == "fbgemm_fp8":
+        return _rows(served, base)
     if name == "torchao":
         return _torchao(served, base)
-    raise Rejected("served/method", f"{name[:40] or method.get('quant_algo')!r} is not known")
+    raise Rejected("served/method", f"{name[:40]!r} is not known")
+
+
+def _name(method: Mapping[str, Any]) -> str:
+    """Return the method of a quantisation configuration; ModelOpt may name its algorithm alone."""
+    name = str(method.get("quant_method", "")).lower()
+    others = ("compressed-tensors", "gptq", "awq")
+    return "modelopt" if "quant_algo" in method and name not in others else name
 
 
 def _modelopt(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
@@ -237,16 +306,16 @@ def _bytes(served: Served, base: str) -> Decoded:
 
 
 def _squares(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
-    """Return bytes times the scales of squares of 128 by 128, of which the last may be smaller."""
+    """Return bytes times the scales of squares of 128 by 128, of which the last may be smaller; or
+    times one scale where the configuration states no squares."""
     stated = method.get("weight_block_size"), method.get("fmt"), method.get("activation_scheme")
-    if stated[0] != [128, 128] or stated[1] not in ("e4m3", None):
+    if stated[0] not in ([128, 128], None) or stated[1] not in ("e4m3", None):
         raise Rejected("served/method", f"fp8 in blocks of {str(stated[0])[:40]}")
-    if stated[2] not in ("dynamic", None):
+    if stated[2] not in ("dynamic", None, *(["static"] if stated[0] is None else [])):
         raise Rejected("served/method", f"fp8 with inputs scaled {str(stated[2])[:40]!r}")
-    tensor, inverse = served.part(base, "weight"), served.part(base, "weight_scale_inv")
-    if tensor.dtype != "F8_E4M3" or inverse.dtype not in ("F32", "F16", "BF16"):
-        raise ValueError(f"bytes are {tensor.dtype}, scales {inverse.dtype}")
-    codes, scales = numbers(tensor), numbers(inverse)
+    if stated[0] is None:
+        return _whole(served, base)
+    codes, scales = _scaled(served, base, "weight_scale_inv")
     value = np.empty_like(codes)
     tall, wide = (-(-n // 128) for n in codes.shape)
     if scales.shape != (tall, wide):
@@ -257,6 +326,45 @@ def _squares(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
                 square = np.s_[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
                 value[square] = codes[square] * scales[row, column]
     return Decoded(value, "fp8_e4m3", "block_128", float(codes.min()), float(np.abs(scales).max()))
+
+
+def _whole(served: Served, base: str) -> Decoded:
+    """Return bytes times one scale."""
+    given = [name for name in ("weight_scale_inv", "weight_scale") if served.has(base, name)]
+    if len(given) != 1:
+        raise ValueError(f"there are {len(given)} scales of the tensor")
+    codes, scales = _scaled(served, base, given[0])
+    if scales.size != 1:
+        raise ValueError("there is more than one scale")
+    with np.errstate(all="ignore"):
+        value = codes * scales.ravel()[0]
+    return Decoded(value, "fp8_e4m3", "per_tensor", float(codes.min()), float(np.abs(scales).max()))
+
+
+def _rows(served: Served, base: str) -> Decoded:
+    """Return bytes times the scales of outputs."""
+    codes, scales = _scaled(served, base, "weight_scale")
+    if scales.shape not in ((len(codes),), (len(codes), 1)):
+        raise ValueError("the scales are not those of outputs")
+    limit = served.largest_amax
+    if served.has(base, "input_scale_ub"):
+        bound = numbers(served.part(base, "input_scale_ub")).ravel().tolist()
+        if bound != [limit]:
+            raise ValueError("its input_scale_ub is not that of the configuration")
+    with np.errstate(all="ignore"):
+        value = codes * scales.reshape(-1, 1)
+    largest = float(np.abs(scales).max())
+    return Decoded(value, "fp8_e4m3", "per_channel", float(codes.min()), largest)
+
+
+def _scaled(served: Served, base: str, name: str) -> tuple[Singles, Singles]:
+    """Return the numbers of bytes [outputs, inputs], and what is stored of their scales."""
+    tensor, scales = served.part(base, "weight"), served.part(base, name)
+    if tensor.dtype != "F8_E4M3" or scales.dtype not in ("F32", "F16", "BF16"):
+        raise ValueError(f"bytes are {tensor.dtype}, scales {scales.dtype}")
+    if len(tensor.shape) != 2:
+        raise ValueError("the bytes are no matrix")
+    return numbers(tensor), numbers(scales)
 
 
 def _torchao(served: Served, base: str) -> Decoded:

@@ -1,0 +1,103 @@
+"""What a quantised checkpoint says of the inputs of its matrices: static scales and limits.
+
+They are none of the numbers of a matrix. The numerics of the kernel state them, and are compared
+with what is stored here, so that a proof is not about other scales than the kernel reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.numerics.specification import Activations, linear_name
+
+SCALES = ("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale")
+"""Names of static scales; the third is the reciprocal of one."""
+ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+_SIGNED = frozenset({"I8", "I32", "I64"})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredInputs:
+    """The static quantiser of the input of a linear: one float32 scale, or one for each channel,
+    and the zero point among signed codes."""
+
+    scales: tuple[float, ...]
+    zero_point: int
+
+
+def stored_inputs(
+    read: Callable[[str], Tensor], base: str, kinds: Mapping[str, str]
+) -> StoredInputs | None:
+    """Return the static quantiser that is stored for the input of a matrix; None without one.
+
+    Refuse (KC453) two of them, zero points without scales, and scales that are none.
+    """
+    scales = [name for name in (f"{base}.{part}" for part in SCALES) if name in kinds]
+    zeros = [name for name in (f"{base}.{part}" for part in ZERO_POINTS) if name in kinds]
+    if not scales and not zeros:
+        return None
+    one = len(scales) == 1 and len(zeros) <= 1
+    stored = one and kinds[scales[0]] in _FLOATS and all(kinds[z] in _SIGNED for z in zeros)
+    if not stored:
+        raise _broken(base, "static scales and zero points of one kind")
+    found = read(scales[0]).to(torch.float32).reshape(-1)
+    if scales[0].endswith(".input_global_scale"):
+        found = 1.0 / found
+    points = {int(z) for name in zeros for z in read(name).reshape(-1).tolist()} or {0}
+    if not found.numel() or not bool((torch.isfinite(found) & (found > 0)).all()):
+        raise _broken(base, "positive static scales")
+    if len(points) != 1:
+        raise _broken(base, "one zero point")
+    return StoredInputs(tuple(found.tolist()), points.pop())
+
+
+def _broken(base: str, what: str) -> Refusal:
+    return refuse(
+        codes.CHECKPOINT_TENSORS,
+        f"the checkpoint of the inference kernel must store {what} of the input of {base}",
+        help="quantise the model again with the library that its configuration names",
+    )
+
+
+def refuse_other_inputs(
+    key: str, stored: StoredInputs | None, limit: float | None, stated: Activations
+) -> None:
+    """Refuse (KC463) quantised inputs of the linear with this weight that the numerics state
+    otherwise than a checkpoint has them.
+
+    Args:
+        stored: the static quantiser that the checkpoint has.
+        limit: the largest magnitude that dynamic scales are made of, where its format has one.
+    """
+    if not stated.quantised:
+        return
+    if limit is not None and stated.amax_limit != limit:
+        raise _other(key, f"dynamic scales of magnitudes up to {limit!r}", f"amax_limit: {limit!r}")
+    if stored is None:
+        return
+    found = stated.calibrated(key)
+    zero = 128 if found is None or not stated.codes.zero_point else found.zero_point
+    same = found is not None and found.scales == stored.scales
+    if same and zero == stored.zero_point + 128:
+        return
+    name = linear_name(key)
+    scales = stored.scales[0] if len(stored.scales) == 1 else list(stored.scales)
+    shown = f"{scales!r}" if len(stored.scales) <= 4 else f"{len(stored.scales)} numbers"
+    point = f" and the zero point {stored.zero_point}" if stored.zero_point else ""
+    raise _other(key, f"the static scale {shown}{point}", f"input_scale: {{{name}: {shown}}}")
+
+
+def _other(key: str, what: str, field: str) -> Refusal:
+    return refuse(
+        codes.NUMERICS,
+        f"the checkpoint of the inference kernel has {what} for the input of {key}, and the"
+        " numerics state others",
+        help=f"state it in numerics: `activations: {{{field}}}`, or leave `weights` and"
+        " `activations` out for a kernel that multiplies dequantised weights",
+    )

@@ -1,0 +1,38 @@
+"""The storage format that a quantisation configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kcdsl.model.checkpoint.float8 import fbgemm_scheme, fp8_scheme
+from kcdsl.model.checkpoint.quantised import (
+    Scheme,
+    awq_scheme,
+    compressed_tensors_scheme,
+    gptq_scheme,
+    modelopt_scheme,
+    unknown,
+)
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "compressed-tensors": compressed_tensors_scheme,
+    "gptq": gptq_scheme,
+    "awq": awq_scheme,
+    "modelopt": modelopt_scheme,
+    "fp8": fp8_scheme,
+    "fbgemm_fp8": fbgemm_scheme,
+}
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """Return the storage format that a quantisation configuration names.
+
+    Refuse (KC455) methods and variants that are not read here, by name.
+    """
+    method = str(config.get("quant_method", "")).lower()
+    if method not in ("compressed-tensors", "gptq", "awq") and "quant_algo" in config:
+        return modelopt_scheme(config)
+    if method not in _METHODS:
+        raise unknown("quant_method", config.get("quant_method"), (*_METHODS, "torchao"))
+    return _METHODS[method](config)
