@@ -115,7 +115,7 @@ def stored_kernel(
     method = str(config.get("quant_method", "")).lower()
     if method not in _STORED:
         return None
-    if method == "torchao" and _torchao_kind(config) in _PACKED:
+    if method == "torchao" and _packed(config):
         return None
     read = read_quantisation(config)
     found = _served({"compute": compute}, _order(architecture, capped)[:2])
@@ -380,8 +380,22 @@ _TORCHAO: dict[str, tuple[str, Section, Section]] = {
 }
 
 
-_PACKED = frozenset({"Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig"})
-"""Configurations of torchao whose weights no reader knows, as their classes pack them."""
+def _packed(config: Mapping[str, Any]) -> bool:
+    """Say whether torchao packs weights for one kernel, in an order that no reader knows."""
+    name = _torchao_kind(config)
+    if name == "Int4WeightOnlyConfig":
+        return _torchao_field(config, "int4_packing_format", "plain") != "PLAIN"
+    return name == "Float8DynamicActivationInt4WeightConfig"
+
+
+def _torchao_field(config: Mapping[str, Any], name: str, default: str) -> str:
+    """Return a field of a configuration of torchao, in capitals, as a name or as an enumeration."""
+    kind = config.get("quant_type")
+    inner = kind.get("default", kind) if isinstance(kind, dict) else {}
+    data = inner.get("_data") if isinstance(inner, dict) else None
+    found = data.get(name, default) if isinstance(data, dict) else default
+    found = found.get("_data") if isinstance(found, dict) else found
+    return str(found).upper()
 
 
 def _torchao_kind(config: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.support.quantised import rounded
 
 HERE = Path(__file__).parent / "vectors"
 Written = tuple[dict[str, Tensor], dict[str, str]]
@@ -34,7 +37,10 @@ def matrix(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def torchao() -> Written:
-    """Weights of every class that is read, flattened by torchao's own support of safetensors."""
+    """Weights of every class that is read, flattened by torchao's own support of safetensors.
+
+    `Int4Tensor` needs the package mslk; its kernel runs on GPUs, so its numbers are formed here.
+    """
     own: Any = import_module("torchao.quantization")
     support: Any = import_module("torchao.prototype.safetensors.safetensors_support")
 
@@ -84,10 +90,29 @@ def torchao() -> Written:
         )
         state[f"{name}.weight"] = weight
         expected[f"{name}.expected"] = weight.dequantize()
+    for seed, kind in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+        name = f"int4_zero_points_{str(kind).removeprefix('torch.')}"
+        weight = own.Int4Tensor.from_hp(matrix(16, 64, 50 + seed).to(kind), [1, 32])
+        state[f"{name}.weight"], expected[f"{name}.expected"] = weight, fused(weight)
     tensors, metadata = support.flatten_tensor_state_dict(state)
     names = sorted(name.removesuffix(".weight") for name in state)
     configs = {f"config:{name}": json.dumps({"quant_method": "torchao"}) for name in names}
     return {**tensors, **expected}, {**metadata, **configs}
+
+
+def fused(weight: Any) -> Tensor:
+    """Return q·s + z of an Int4Tensor, each exact and then rounded once to the type of s."""
+    found = torch.empty(weight.shape, dtype=weight.scale.dtype)
+    for out, row in enumerate(weight.qdata.tolist()):
+        for place in range(2 * len(row)):
+            code = (row[place // 2] >> 4 * (place % 2)) % 16
+            group = place // weight.block_size[1]
+            scale, zero = (
+                Fraction(float(t[group, out])) for t in (weight.scale, weight.zero_point)
+            )
+            exact = (code - 16 * (code > 7)) * scale + zero
+            found[out, place] = rounded(exact, found.dtype)
+    return found
 
 
 def groups_of(w: Tensor, width: int, bits: int) -> tuple[Tensor, Tensor]:
@@ -220,15 +245,20 @@ def modelopt() -> Written:
 
 
 def transformers() -> Written:
-    """Float8 in blocks of 128, as transformers writes `quant_method: fp8`."""
+    """Float8 in blocks of 128 and of one scale, as transformers writes `quant_method: fp8`."""
     own: Any = import_module("transformers.integrations.finegrained_fp8")
-    stated = import_module("transformers").FineGrainedFP8Config()
-    holder = SimpleNamespace(quantization_config=stated)
-    parts = own.Fp8Quantize(holder).convert({"fp8_block.weight": matrix(256, 128, 40)})
-    names = ("fp8_block.weight", "fp8_block.weight_scale_inv")
-    read = own.Fp8Dequantize(holder)._dequantize_one(*(parts[name] for name in names))
-    told = {**stated.to_dict(), "weight_block_size": list(stated.weight_block_size)}
-    return {**parts, "fp8_block.expected": read}, {"config:fp8_block": json.dumps(told)}
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    cases = {"fp8_block": ((256, 128), 40, (128, 128)), "fp8_tensor": ((16, 32), 41, None)}
+    for name, (shape, seed, block) in cases.items():
+        stated = import_module("transformers").FineGrainedFP8Config(weight_block_size=block)
+        holder = SimpleNamespace(quantization_config=stated)
+        parts = own.Fp8Quantize(holder).convert({f"{name}.weight": matrix(*shape, seed)})
+        held = (parts[f"{name}.{part}"] for part in ("weight", "weight_scale_inv"))
+        tensors |= {**parts, f"{name}.expected": own.Fp8Dequantize(holder)._dequantize_one(*held)}
+        told = {**stated.to_dict(), "weight_block_size": None if block is None else list(block)}
+        metadata[f"config:{name}"] = json.dumps(told)
+    return tensors, metadata
 
 
 PROGRAMS: dict[str, Callable[[], Written]] = {

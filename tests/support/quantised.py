@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,49 @@ def torchao(w: Tensor) -> Written:
     return parts, code.float() * spread
 
 
+def torchao_int4(w: Tensor) -> Written:
+    """Signed four bits of groups of 8 with zero points in bfloat16, which are added in bfloat16."""
+    groups = w.reshape(w.shape[0], -1, 8)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale = ((high - low) / 15).to(torch.bfloat16)
+    zero = (low + 8 * (high - low) / 15).to(torch.bfloat16)
+    value = torch.empty_like(w)
+    codes = torch.empty(w.shape, dtype=torch.int64)
+    for out, row in enumerate(w.tolist()):
+        for place, number in enumerate(row):
+            step, point = (float(t[out, place // 8]) for t in (scale, zero))
+            codes[out, place] = code = min(max(round((number - point) / step), -8), 7)
+            exact = code * Fraction(step) + Fraction(point)
+            value[out, place] = rounded(exact, torch.bfloat16)
+    data = (codes[:, ::2] % 16 + 16 * (codes[:, 1::2] % 16)).to(torch.uint8).view(torch.int8)
+    parts = {"_weight_qdata": data, "_weight_scale": scale.T, "_weight_zero_point": zero.T}
+    return parts, value
+
+
+def rounded(exact: Fraction, kind: torch.dtype) -> float:
+    """Return the nearest number of a type, of two the one with an even significand."""
+    middle = torch.tensor(float(exact)).to(kind)
+    ends = [torch.tensor(end, dtype=kind) for end in (-torch.inf, torch.inf)]
+    near = [middle, *(torch.nextafter(middle, end) for end in ends)]
+    bits = {torch.float32: torch.int32}.get(kind, torch.int16)
+    order = [(abs(Fraction(float(n)) - exact), int(n.view(bits)) % 2, float(n)) for n in near]
+    return min(order)[2]
+
+
 TORCHAO = json.dumps({
     "_type": "Int8Tensor",
     "_data": {"block_size": [1, 8]},
     "_tensor_data_names": ["zero_point", "qdata", "scale"],
 })  # fmt: skip
+
+
+TORCHAO_INT4 = json.dumps({
+    "_type": "Int4Tensor",
+    "_data": {"block_size": [1, 8]},
+    "_tensor_data_names": ["qdata", "scale", "zero_point"],
+})  # fmt: skip
+TEXTS = {"torchao": TORCHAO, "torchao int4": TORCHAO_INT4}
+"""What the metadata of a file says of a matrix."""
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -299,6 +338,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         lambda w: nvfp4(w, divided=False),
     ),
     "torchao": ({"quant_method": "torchao"}, torchao),
+    "torchao int4": ({"quant_method": "torchao"}, torchao_int4),
 }
 """Every format: its quantisation configuration, and what stores a matrix in it."""
 
@@ -317,10 +357,10 @@ def quantise(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
             tensors[key] = meant[key] = value
             continue
         parts, meant[key] = write(value.float())
-        base, told[key] = key.removesuffix(".weight"), TORCHAO
+        base, told[key] = key.removesuffix(".weight"), TEXTS.get(name, "")
         tensors |= {f"{base}.{part}": tensor.contiguous() for part, tensor in parts.items()}
     told["tensor_names"] = json.dumps(sorted(told))
-    save_file(tensors, folder / "model.safetensors", told if name == "torchao" else None)
+    save_file(tensors, folder / "model.safetensors", told if name in TEXTS else None)
     document = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**document, "quantization_config": config}))
     return meant

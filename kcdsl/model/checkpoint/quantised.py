@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Scheme:
     what makes the matrix of them, and the bits that a code takes in storage.
 
     Dynamic scales of inputs are made of no magnitude above `limit`, where the format has one.
+    `others` has the bits of codes in tensors that take other than `bits`.
     """
 
     name: str
@@ -61,14 +62,16 @@ class Scheme:
     decode: Callable[[Reader, str, Mapping[str, Any]], QuantisedWeight]
     bits: int = 8
     limit: float | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
 
-    def holds(self, shape: Sequence[int], stored: StoredTensor) -> bool:
+    def holds(self, shape: Sequence[int], name: str, stored: StoredTensor) -> bool:
         """Say whether a tensor has as many codes as a matrix [out, in], of which the rows may end
         within a word."""
         rows, columns = shape
+        bits = self.others.get(name, self.bits)
         word = 8 * (stored.end - stored.start) // max(math.prod(stored.shape), 1)
-        codes = math.prod(stored.shape) * word // self.bits
-        per = max(word // self.bits, 1)
+        codes = math.prod(stored.shape) * word // bits
+        per = max(word // bits, 1)
         return codes in (rows * columns, rows * -(-columns // per) * per)
 
     def matrices(self, names: Sequence[str], kinds: Mapping[str, str]) -> dict[str, frozenset[str]]:

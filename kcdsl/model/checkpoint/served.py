@@ -120,7 +120,7 @@ class ServedWeights(Mapping[str, Tensor]):
                 " `numerics` how it quantises it",
             )
         place = f"{key.removesuffix('.weight')}.{self.scheme.codes}"
-        if len(shape) != 2 or not self.scheme.holds(shape, self.stored[place]):
+        if len(shape) != 2 or not self.scheme.holds(shape, place, self.stored[place]):
             raise _other_shape(place, self.stored[place].shape, shape)
 
     def _raw(self, name: str) -> Tensor:

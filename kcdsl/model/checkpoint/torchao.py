@@ -26,14 +26,17 @@ from kcdsl.model.checkpoint.quantised import (
     need,
     unknown,
 )
+from kcdsl.model.numerics.formats import FORMATS, Format
 from kcdsl.source.files import excerpt
 
 _CLASSES = {
     "Float8Tensor": {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"},
     "Int8Tensor": {"I8": "int8"},
     "IntxUnpackedToInt8Tensor": {"I8": "int8"},
+    "Int4Tensor": {"I8": ""},
 }
 """The format of codes by the stored type, for every class that is read."""
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PARTS = ("scale", "zero_point", "act_quant_scale", "act_quant_zero_point")
 """What lies beside the codes; scales of activations are none of the weight's numbers."""
 
@@ -70,9 +73,17 @@ def torchao_scheme(metadata: Mapping[str, str]) -> Scheme:
     def decode(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
         name = f"{base}.weight"
         need(name in told, name, "the metadata of its file says nothing of it")
+        if told[name]["_type"] == "Int4Tensor":
+            return _decode_int4(read, base, kinds, told[name])
         return _decode(read, base, kinds, told[name])
 
-    return Scheme("torchao", "_weight_qdata", tuple(f"_weight_{part}" for part in _PARTS), decode)
+    places = tuple(f"_weight_{part}" for part in _PARTS)
+    halves = {
+        f"{name.removesuffix('.weight')}._weight_qdata": 4
+        for name, found in told.items()
+        if found["_type"] == "Int4Tensor"
+    }
+    return Scheme("torchao", "_weight_qdata", places, decode, others=halves)
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
@@ -109,6 +120,56 @@ def _decode(
         if bool((zero != 0).any()):
             form, code = "", code - zero
     return matrix_of(code * scale, str(form), layout, code, scale)
+
+
+def _decode_int4(
+    read: Reader, base: str, kinds: Mapping[str, Any], told: Mapping[str, Any]
+) -> QuantisedWeight:
+    """Return q·s + z, rounded once to the format of s and z, which are [groups, out].
+
+    A byte holds two inputs of one output, the first in its low half. The GPU kernel multiplies and
+    adds in one instruction, in that format.
+    """
+    name, data, place = f"{base}.weight", told["_data"], f"{base}._weight_"
+    inputs = data.get("activation_dtype")
+    if inputs is not None and inputs != {"_type": "torch.dtype", "_data": "bfloat16"}:
+        said = inputs.get("_data") if isinstance(inputs, dict) else inputs
+        raise unknown(f"the activation_dtype of {excerpt(name)},", said, ("bfloat16",))
+    stored = {part for part in ("qdata", *_PARTS) if f"{place}{part}" in kinds}
+    parts = ("qdata", "scale", "zero_point")
+    need(stored == set(told["_tensor_data_names"]) == set(parts), name, "it has other parts")
+    codes_as, kind, zeros_as = (kinds[f"{place}{part}"] for part in parts)
+    need(codes_as == "I8", name, f"its codes are stored as {codes_as}")
+    need(kind in _FLOATS and kind == zeros_as, name, "its scales and zero points are of two types")
+    raw = read(f"{place}qdata")
+    need(raw.dim() == 2 and raw.numel() > 0, name, "it is no matrix")
+    halves = torch.stack((raw & 15, (raw >> 4) & 15), dim=-1).reshape(raw.shape[0], -1)
+    code = torch.where(halves >= 8, halves - 16, halves).to(torch.float64)
+    rows, columns = code.shape
+    need(data.get("shape") in (None, [rows, columns]), name, "its metadata says another shape")
+    high, wide = _block(name, data.get("block_size"), (rows, columns))
+    need(high == 1, name, "its groups are of several outputs")
+    scale, zero = (
+        _spread(name, read(f"{place}{part}").T, 1, wide, code).to(torch.float64)
+        for part in ("scale", "zero_point")
+    )
+    form = FORMATS[_FLOATS[kind]]
+    value = _fused(code * scale, zero, form)
+    need(not bool((value.abs() > form.largest).any()), name, f"a number overflows {form.name}")
+    return matrix_of(value, "", "", code, scale)
+
+
+def _fused(product: Tensor, addend: Tensor, form: Format) -> Tensor:
+    """Return float32 sums of float64 numbers, each rounded once to a format.
+
+    The sum is first rounded to odd in float64, which leaves every tie and every side of one.
+    """
+    total = product + addend
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    even = total.view(torch.int64) % 2 == 0
+    toward = torch.nextafter(total, torch.full_like(total, torch.inf).copysign(lost))
+    return form.nearest(torch.where((lost != 0) & even, toward, total)).to(torch.float32)
 
 
 def _within(name: str, code: Tensor, kind: object) -> str:

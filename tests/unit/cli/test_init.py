@@ -14,7 +14,7 @@ import torch
 
 from kcdsl.check.compile import load_program
 from kcdsl.draft.clauses import DraftPurpose
-from kcdsl.draft.quantisation import serving_kernel
+from kcdsl.draft.quantisation import serving_kernel, stored_kernel
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.presets import resolve
@@ -358,6 +358,35 @@ def test_quantised_weights_beside_the_trained_ones(cli: Any, tmp_path: Path) -> 
     assert ran.code == 0, ran.stderr
     accepted(cli, tmp_path / "contract.yaml")
     assert load_program(tmp_path / "contract.yaml").infer.run == "torch.scaled_mm"
+
+
+@pytest.mark.parametrize(
+    ("config", "read"),
+    [
+        ({"_type": "Int4WeightOnlyConfig", "_data": {}}, True),
+        (
+            {
+                "_type": "Int4WeightOnlyConfig",
+                "_data": {"int4_packing_format": {"_type": "Int4PackingFormat", "_data": "PLAIN"}},
+            },
+            True,
+        ),
+        (
+            {
+                "_type": "Int4WeightOnlyConfig",
+                "_data": {"int4_packing_format": "tile_packed_to_4d"},
+            },
+            False,
+        ),
+        ({"_type": "Float8DynamicActivationInt4WeightConfig", "_data": {}}, False),
+    ],
+)
+def test_packed_int4_of_torchao_is_read_in_the_plain_order(
+    config: dict[str, Any], read: bool
+) -> None:
+    given = {"quant_method": "torchao", "quant_type": {"default": config}}
+    found = stored_kernel("bfloat16", "llama", given, "served", capped=False)
+    assert (found is not None) == read
 
 
 @pytest.mark.sample(1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.served import Served, read_served
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.statement.manifest import storage_manifest
-from tests.support.quantised import FORMATS, quantise
+from tests.support.quantised import FORMATS, quantise, rounded
 from tests.support.small_models import DECODER, write_model
 
 CONFIG = {**DECODER, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -267,7 +269,8 @@ def test_both_programs_read_what_another_program_wrote(
 @pytest.mark.parametrize(
     ("case", "change", "code"),
     [
-        ("int8_row", {"_type": "Int4Tensor"}, MODEL_CONFIG),
+        ("int8_row", {"_type": "Int4TilePackedTo4dTensor"}, MODEL_CONFIG),
+        ("int8_row", {"_type": "Int4Tensor"}, CHECKPOINT_TENSORS),
         ("int8_row", {"_type": "Float8Tensor"}, CHECKPOINT_TENSORS),
         ("int8_row", {"block_size": [1, 16]}, CHECKPOINT_TENSORS),
         ("int8_row", {"block_size": None}, CHECKPOINT_TENSORS),
@@ -276,6 +279,23 @@ def test_both_programs_read_what_another_program_wrote(
         ("int4_group", {"target_dtype": {"_data": "int3"}}, CHECKPOINT_TENSORS),
         ("int4_group", {"target_dtype": None}, CHECKPOINT_TENSORS),
         ("float8_row", None, CHECKPOINT_TENSORS),
+        *(
+            ("int4_zero_points_bfloat16", change, code)
+            for change, code in (
+                ({"_type": "Int8Tensor"}, CHECKPOINT_TENSORS),
+                ({"activation_dtype": {"_data": "float8_e4m3fn"}}, MODEL_CONFIG),
+                ({"block_size": [1, 24]}, CHECKPOINT_TENSORS),
+                ({"block_size": [1, 64]}, CHECKPOINT_TENSORS),
+                ({"block_size": [2, 32]}, CHECKPOINT_TENSORS),
+                ({"block_size": None}, CHECKPOINT_TENSORS),
+                ({"shape": [64, 16]}, CHECKPOINT_TENSORS),
+                ({"_tensor_data_names": ["qdata", "scale"]}, CHECKPOINT_TENSORS),
+                (
+                    {"_tensor_data_names": ["act_pre_scale", "qdata", "scale", "zero_point"]},
+                    MODEL_CONFIG,
+                ),
+            )
+        ),
     ],
 )
 def test_both_programs_refuse_other_metadata_of_torchao(
@@ -296,6 +316,65 @@ def test_both_programs_refuse_other_metadata_of_torchao(
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(Rejected):
         read_served(tmp_path, {f"{case}.weight"}).matrix(f"{case}.weight")
+
+
+INT4 = {"block_size": [1, 16], "activation_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
+
+
+def int4(scale: torch.Tensor, zero: torch.Tensor) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a matrix of torchao with every code in every group, and its metadata."""
+    codes = [[(code % 16) + 16 * ((code + 1) % 16) for code in range(0, 16, 2)]] * scale.shape[1]
+    data = torch.tensor(codes, dtype=torch.uint8).view(torch.int8).repeat(1, len(scale))
+    parts = {"_weight_qdata": data, "_weight_scale": scale, "_weight_zero_point": zero}
+    names = ["qdata", "scale", "zero_point"]
+    told = json.dumps({"_type": "Int4Tensor", "_data": INT4, "_tensor_data_names": names})
+    texts = {"w.weight": told, "tensor_names": '["w.weight"]'}
+    config = {"config:w": json.dumps({"quant_method": "torchao"})}
+    return {f"w.{name}": part for name, part in parts.items()}, texts | config
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_int4_are_rounded_once(tmp_path: Path, kind: torch.dtype) -> None:
+    """Zero points far smaller than a code times its scale decide ties of it, and so far larger."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (9, 8)
+    near = 2.0 ** torch.randint(-3, 4, shape, generator=generator)
+    scale = (1 + torch.rand(shape, generator=generator)) * near
+    sizes = torch.tensor([0.0, 1.0, 2**-7, 2**-10, 2**-13, 2**-14, 2**-24, 2**7, 2**9])
+    sizes = (
+        sizes if kind == torch.float16 else torch.cat((sizes[:7], 2.0 ** torch.tensor([-60, 60])))
+    )
+    zero = sizes[:, None] * torch.where(torch.rand(shape, generator=generator) < 0.5, -1, 1)
+    odd = (1 + 2.0**-7) if kind == torch.bfloat16 else (1 + 2.0**-10)
+    scale[:, ::2] = odd if kind != torch.float32 else 1 + 2.0**-23
+    tensors, metadata = int4(scale.to(kind), zero.to(kind))
+    mine, theirs, said, other = both_readings(tmp_path, tensors, metadata, "w")
+    scales, zeros = (tensors[f"w._weight_{part}"] for part in ("scale", "zero_point"))
+    exact = [
+        [
+            (code - 16 * (code > 7)) * Fraction(float(s)) + Fraction(float(z))
+            for s, z in zip(column_s, column_z, strict=True)
+            for code in range(16)
+        ]
+        for column_s, column_z in zip(scales.T, zeros.T, strict=True)
+    ]
+    meant = torch.tensor([[rounded(number, kind) for number in row] for row in exact])
+    assert torch.equal(mine, meant)
+    assert np.array_equal(theirs, meant.numpy())
+    assert said[:2] == other[:2] == ("", "")
+    in_float32 = (torch.tensor([[float(n) for n in row] for row in exact])).to(kind).float()
+    assert kind == torch.float16 or not torch.equal(mine, in_float32)
+
+
+def test_int4_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    """float16 overflows: 7·65504 + 65504."""
+    scale, zero = torch.full((1, 4), 65504.0), torch.full((1, 4), 65504.0)
+    tensors, metadata = int4(scale.half(), zero.half())
+    with pytest.raises(Refusal, match="overflows"):
+        both_readings(tmp_path, tensors, metadata, "w")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    with pytest.raises(Rejected, match="finite"):
+        read_served(tmp_path, {"w.weight"}).matrix("w.weight")
 
 
 def test_a_weight_that_is_stored_twice_is_refused(folder: Path) -> None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest, array_hash
-from kcdsl_certs.recheck.interval.served import Decoded, Served
+from kcdsl_certs.recheck.interval.decoding import Decoded
+from kcdsl_certs.recheck.interval.served import Served
 from kcdsl_certs.recheck.interval.tensors import Singles, Tensor, as_float32
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,

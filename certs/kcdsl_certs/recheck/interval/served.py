@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.interval.decoding import Decoded, Parts, decode, largest_amax, parsed
 from kcdsl_certs.recheck.interval.tensors import (
     Singles,
     Tensor,
@@ -36,18 +35,6 @@ _PARTS = (
     *("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale"),
     *("input_zero_point", "_weight_act_quant_zero_point"),
 )  # fmt: skip
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A matrix as float32; its codes, less zero points, and their scales where they have names."""
-
-    value: Singles
-    kind: str = ""
-    scale: str = ""
-    least: float = 0.0
-    largest_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +86,20 @@ class Served:
         try:
             if len(self._codes(base)) > 1:
                 raise ValueError("it is stored twice")
-            found = _decode(self, base)
+            found = decode(Parts(self.tensors, self.method, self.metadata), base)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
         if not np.isfinite(found.value).all() or not np.isfinite(found.largest_scale):
             raise Rejected("parameter/not-finite", f"{key!r} holds NaN or infinity")
         return found
+
+    @property
+    def largest_amax(self) -> float | None:
+        """Return what dynamic scales of inputs are made of at most, where the format says it.
+
+        Raises Rejected "served/method" where that is no positive number.
+        """
+        return largest_amax(self.method)
 
     def inputs(self, key: str) -> Inputs | None:
         """Return how the inputs of a quantised matrix are scaled, where its tensors say it.
@@ -121,7 +116,7 @@ class Served:
         try:
             if len(given) != 1 or len(zeros) > 1:
                 raise ValueError("its inputs have two scales, or a zero point alone")
-            stored = self.part(base, given[0])
+            stored = self.tensors[f"{base}.{given[0]}"]
             if stored.dtype not in ("F32", "F16", "BF16"):
                 raise ValueError("a scale of its inputs is no float")
             scales = numbers(stored).ravel()
@@ -131,7 +126,7 @@ class Served:
                 raise ValueError("a scale of its inputs is not positive")
             found = {0}
             for name in zeros:
-                point = self.part(base, name)
+                point = self.tensors[f"{base}.{name}"]
                 if point.dtype not in ("I8", "I32", "I64"):
                     raise ValueError("a zero point of its inputs is no signed integer")
                 found = set(integers(point, point.dtype).ravel().tolist())
@@ -140,27 +135,6 @@ class Served:
         except ValueError as error:
             raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
         return Inputs(tuple(float(one) for one in scales), int(found.pop()))
-
-    @property
-    def largest_amax(self) -> float | None:
-        """Return what dynamic scales of inputs are made of at most, where the format says it.
-
-        Raises Rejected "served/method" where that is no positive number.
-        """
-        if _name(self.method) != "fbgemm_fp8":
-            return None
-        bound = self.method.get("activation_scale_ub", 1200.0)
-        number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if not number or not 0 < bound < float("inf"):
-            raise Rejected("served/method", f"activation_scale_ub {str(bound)[:40]!r}")
-        return float(np.float32(bound))
-
-    def part(self, base: str, name: str) -> Tensor:
-        """Return a tensor of a matrix."""
-        found = self.tensors.get(f"{base}.{name}")
-        if found is None:
-            raise ValueError(f"there is no {name}")
-        return found
 
     def _codes(self, base: str) -> list[str]:
         names = ("weight", "weight_packed", "qweight", "_weight_qdata")
@@ -194,361 +168,8 @@ def read_served(path: Path, keys: Collection[str]) -> Served:
             with open_regular(folder / name, "checkpoint/unreadable") as file:
                 data = file.read(_LARGEST + 1)
             resources.append(Resource(name, len(data), hashlib.sha256(data).hexdigest()))
-            documents[name] = _json(data)
+            documents[name] = parsed(data)
     method = documents.get("config.json", {}).get("quantization_config")
     method = method or documents.get("hf_quant_config.json", {}).get("quantization") or {}
     ordered = tuple(sorted(resources, key=lambda one: PurePosixPath(one.name)))
     return Served(Manifest(ordered).digest, tensors, method, metadata)
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({name for name, _ in pairs}) != len(pairs):
-            raise ValueError("a key stands twice")
-        return dict(pairs)
-
-    try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise Rejected("served/config", f"no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise Rejected("served/config", "no object")
-    return found
-
-
-def _decode(served: Served, base: str) -> Decoded:
-    method = served.method
-    if not isinstance(method, dict):
-        raise Rejected("served/config", "the quantisation configuration is no object")
-    name = _name(method)
-    if name == "compressed-tensors":
-        return _compressed(served, base, method)
-    if name == "gptq":
-        return _gptq(served, base, method)
-    if name == "awq":
-        return _awq(served, base, method)
-    if name == "modelopt":
-        return _modelopt(served, base, method)
-    if name == "fp8":
-        return _squares(served, base, method)
-    if name == "fbgemm_fp8":
-        return _rows(served, base)
-    if name == "torchao":
-        return _torchao(served, base)
-    raise Rejected("served/method", f"{name[:40]!r} is not known")
-
-
-def _name(method: Mapping[str, Any]) -> str:
-    """Return the method of a quantisation configuration; ModelOpt may name its algorithm alone."""
-    name = str(method.get("quant_method", "")).lower()
-    others = ("compressed-tensors", "gptq", "awq")
-    return "modelopt" if "quant_algo" in method and name not in others else name
-
-
-def _modelopt(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
-    kind = method.get("quant_algo")
-    if served.has(base, "pre_quant_scale"):
-        raise Rejected("served/method", f"inputs of {base[:60]!r} are multiplied before it")
-    if kind == "NVFP4":
-        return _four(served, base, "weight", "weight_scale_2", False)
-    if method.get("has_zero_point") not in (False, None):
-        raise Rejected("served/method", f"zero points of {str(kind)[:40]!r}")
-    if kind in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16"):
-        return _bytes(served, base)
-    if kind != "W4A16_AWQ":
-        raise Rejected("served/method", f"the algorithm {str(kind)[:40]!r} is not known")
-    stored = served.part(base, "weight")
-    if stored.dtype != "U8" or len(stored.shape) != 2:
-        raise ValueError("four bits are stored in bytes of a matrix")
-    data = np.frombuffer(stored.data, dtype=np.uint8).reshape(stored.shape).astype(np.int64)
-    codes = np.empty((2 * data.shape[0], data.shape[1]), dtype=np.int64)
-    codes[0::2], codes[1::2] = data % 16, data // 16
-    codes[codes > 7] -= 16
-    return _product(codes, served, base, "int4")
-
-
-def _compressed(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
-    form = method.get("format")
-    if form in ("float-quantized", "int-quantized", "naive-quantized"):
-        return _bytes(served, base)
-    if form == "nvfp4-pack-quantized":
-        return _four(served, base, "weight_packed", "weight_global_scale", True)
-    if form != "pack-quantized":
-        raise Rejected("served/method", f"the format {str(form)[:40]!r} is not known")
-    bits = {group["weights"]["num_bits"] for group in method["config_groups"].values()}
-    if len(bits) != 1 or not bits <= {2, 4, 8}:
-        raise Rejected("served/method", f"weights of {sorted(map(str, bits))} bits")
-    (width,) = bits
-    rows, columns = (int(n) for n in integers(served.part(base, "weight_shape"), "I64").tolist())
-    words = integers(served.part(base, "weight_packed"), "I32")
-    if words.shape != (rows, -(-columns * width // 32)):
-        raise ValueError("the words do not fit the shape")
-    middle = 2 ** (width - 1)
-    codes = _fields(words, width)[:, :columns] - middle
-    if served.has(base, "weight_zero_point"):
-        packed = integers(served.part(base, "weight_zero_point"), "I32")
-        zeros = _fields(np.ascontiguousarray(packed.T), width).T[:rows] - middle
-        codes = codes - _tiles(zeros.astype(np.float32), codes.shape, _order(served, base))[0]
-        return _product(codes, served, base, "")
-    return _product(codes, served, base, {4: "int4", 8: "int8"}.get(width, ""))
-
-
-def _bytes(served: Served, base: str) -> Decoded:
-    tensor = served.part(base, "weight")
-    kind = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}[tensor.dtype]
-    codes = numbers(tensor)
-    if served.has(base, "weight_zero_point"):
-        zeros = numbers(served.part(base, "weight_zero_point"))
-        if zeros.any():
-            codes = codes - _tiles(zeros, codes.shape, _order(served, base))[0]
-            kind = ""
-    return _product(codes, served, base, kind)
-
-
-def _squares(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
-    """Return bytes times the scales of squares of 128 by 128, of which the last may be smaller; or
-    times one scale where the configuration states no squares."""
-    stated = method.get("weight_block_size"), method.get("fmt"), method.get("activation_scheme")
-    if stated[0] not in ([128, 128], None) or stated[1] not in ("e4m3", None):
-        raise Rejected("served/method", f"fp8 in blocks of {str(stated[0])[:40]}")
-    if stated[2] not in ("dynamic", None, *(["static"] if stated[0] is None else [])):
-        raise Rejected("served/method", f"fp8 with inputs scaled {str(stated[2])[:40]!r}")
-    if stated[0] is None:
-        return _whole(served, base)
-    codes, scales = _scaled(served, base, "weight_scale_inv")
-    value = np.empty_like(codes)
-    tall, wide = (-(-n // 128) for n in codes.shape)
-    if scales.shape != (tall, wide):
-        raise ValueError("the scales do not fit")
-    with np.errstate(all="ignore"):
-        for row in range(tall):
-            for column in range(wide):
-                square = np.s_[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
-                value[square] = codes[square] * scales[row, column]
-    return Decoded(value, "fp8_e4m3", "block_128", float(codes.min()), float(np.abs(scales).max()))
-
-
-def _whole(served: Served, base: str) -> Decoded:
-    """Return bytes times one scale."""
-    given = [name for name in ("weight_scale_inv", "weight_scale") if served.has(base, name)]
-    if len(given) != 1:
-        raise ValueError(f"there are {len(given)} scales of the tensor")
-    codes, scales = _scaled(served, base, given[0])
-    if scales.size != 1:
-        raise ValueError("there is more than one scale")
-    with np.errstate(all="ignore"):
-        value = codes * scales.ravel()[0]
-    return Decoded(value, "fp8_e4m3", "per_tensor", float(codes.min()), float(np.abs(scales).max()))
-
-
-def _rows(served: Served, base: str) -> Decoded:
-    """Return bytes times the scales of outputs."""
-    codes, scales = _scaled(served, base, "weight_scale")
-    if scales.shape not in ((len(codes),), (len(codes), 1)):
-        raise ValueError("the scales are not those of outputs")
-    limit = served.largest_amax
-    if served.has(base, "input_scale_ub"):
-        bound = numbers(served.part(base, "input_scale_ub")).ravel().tolist()
-        if bound != [limit]:
-            raise ValueError("its input_scale_ub is not that of the configuration")
-    with np.errstate(all="ignore"):
-        value = codes * scales.reshape(-1, 1)
-    largest = float(np.abs(scales).max())
-    return Decoded(value, "fp8_e4m3", "per_channel", float(codes.min()), largest)
-
-
-def _scaled(served: Served, base: str, name: str) -> tuple[Singles, Singles]:
-    """Return the numbers of bytes [outputs, inputs], and what is stored of their scales."""
-    tensor, scales = served.part(base, "weight"), served.part(base, name)
-    if tensor.dtype != "F8_E4M3" or scales.dtype not in ("F32", "F16", "BF16"):
-        raise ValueError(f"bytes are {tensor.dtype}, scales {scales.dtype}")
-    if len(tensor.shape) != 2:
-        raise ValueError("the bytes are no matrix")
-    return numbers(tensor), numbers(scales)
-
-
-def _torchao(served: Served, base: str) -> Decoded:
-    """Return a weight of the class that the metadata of its file names."""
-    texts = {one[f"{base}.weight"] for one in served.metadata if f"{base}.weight" in one}
-    if len(texts) != 1:
-        raise ValueError(f"{len(texts)} texts of metadata say what it is")
-    told = _json(texts.pop().encode())
-    tensor, kind = served.part(base, "_weight_qdata"), str(told.get("_type"))[:60]
-    names = {
-        ("Float8Tensor", "F8_E4M3"): "fp8_e4m3",
-        ("Float8Tensor", "F8_E5M2"): "fp8_e5m2",
-        ("Int8Tensor", "I8"): "int8",
-        ("IntxUnpackedToInt8Tensor", "I8"): "",
-    }
-    if (kind, tensor.dtype) not in names:
-        raise Rejected("served/method", f"torchao {kind!r} of {tensor.dtype}")
-    listed, fields = told["_tensor_data_names"], told["_data"]
-    inputs = ("act_quant_scale", "act_quant_zero_point")
-    odd = [one for one in listed if one not in ("qdata", "scale", "zero_point", *inputs)]
-    if odd or served.has(base, "_weight_act_pre_scale"):
-        raise Rejected("served/method", f"torchao with {str(odd)[:60]} beside the codes")
-    has_zero = served.has(base, "_weight_zero_point")
-    if "qdata" not in listed or "scale" not in listed or has_zero != ("zero_point" in listed):
-        raise ValueError("the parts are not those of the metadata")
-    codes, form = numbers(tensor), names[kind, tensor.dtype]
-    rows, columns = codes.shape
-    if kind == "IntxUnpackedToInt8Tensor":
-        form = fields["target_dtype"]["_data"]
-        limit = {f"int{n}": 2 ** (n - 1) for n in range(1, 9)}[form]
-        if codes.min() < -limit or codes.max() >= limit:
-            raise ValueError(f"a code is not in {form}")
-        form = form if form in ("int4", "int8") else ""
-    stated = fields.get("block_size")
-    tall, wide = (rows, columns) if stated in (None, []) else stated
-    if tall < 1 or wide < 1 or rows % tall or columns % wide:
-        raise ValueError("the blocks do not fit the matrix")
-    grid = rows // tall, columns // wide
-    layout = f"group_{wide}" if tall == 1 else "block_128" if tall == wide == 128 else ""
-    if tall == 1 and wide == columns:
-        layout = "per_channel"
-    if (tall, wide) == (rows, columns):
-        layout = "per_tensor"
-
-    def of_blocks(name: str) -> Singles:
-        stored = numbers(served.part(base, name))
-        if stored.shape != grid and not (stored.size == 1 and grid == (1, 1)):
-            raise ValueError(f"{name} does not fit the blocks")
-        rows_of = np.repeat(stored.reshape(grid), tall, axis=0)
-        return np.repeat(rows_of, wide, axis=1)
-
-    if served.part(base, "_weight_scale").dtype not in ("F32", "F16", "BF16"):
-        raise ValueError("the scales are no floats")
-    scales = of_blocks("_weight_scale")
-    if has_zero:
-        if served.part(base, "_weight_zero_point").dtype != "I8":
-            raise ValueError("the zero points are not I8")
-        zeros = of_blocks("_weight_zero_point")
-        form = "" if zeros.any() else form
-        codes = codes - zeros
-    with np.errstate(all="ignore"):
-        value = np.asarray(codes * scales, dtype=np.float32)
-    return Decoded(value, form, layout, float(codes.min()), float(np.abs(scales).max()))
-
-
-def _product(codes: NDArray[Any], served: Served, base: str, kind: str) -> Decoded:
-    """Return codes times the scales of a weight."""
-    held = codes.astype(np.float32)
-    scales = numbers(served.part(base, "weight_scale"))
-    spread, layout = _tiles(scales, held.shape, _order(served, base))
-    with np.errstate(all="ignore"):
-        value = np.asarray(held * spread, dtype=np.float32)
-    return Decoded(value, kind, layout, float(held.min()), float(np.abs(scales).max()))
-
-
-def _four(served: Served, base: str, name: str, outer: str, divided: bool) -> Decoded:
-    """Return the numbers of four bits times nested scales."""
-    data = np.frombuffer(served.part(base, name).data, dtype=np.uint8)
-    shape = served.part(base, name).shape
-    if served.part(base, name).dtype != "U8" or len(shape) != 2:
-        raise ValueError("four bits are stored in bytes of a matrix")
-    codes = np.empty((*shape, 2), dtype=np.float32)
-    for place, half in enumerate((data & 0x0F, data >> 4)):
-        signs = np.where(half & 8, np.float32(-1), np.float32(1))
-        codes[..., place] = (signs * _MAGNITUDES[half & 7]).reshape(shape)
-    held = codes.reshape(shape[0], 2 * shape[1])
-    inner = served.part(base, "weight_scale")
-    multiples, whole = numbers(inner), numbers(served.part(base, outer)).ravel()
-    fits = inner.dtype == "F8_E4M3" and multiples.shape == (len(held), held.shape[1] // 16)
-    if not fits or whole.size != 1 or held.shape[1] % 16:
-        raise ValueError("the scales do not fit")
-    with np.errstate(all="ignore"):
-        scales = multiples / whole if divided else multiples * whole
-        value = np.asarray(held * np.repeat(scales, 16, axis=1), dtype=np.float32)
-    return Decoded(value, "fp4_e2m1", "nvfp4", float(held.min()), float(np.abs(scales).max()))
-
-
-def _gptq(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
-    bits, form = method.get("bits"), method.get("checkpoint_format")
-    if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2", None):
-        raise Rejected("served/method", f"GPTQ of {bits!r} bits, {str(form)[:40]!r}")
-    one = 0 if form == "gptq_v2" else 1
-    scales = numbers(served.part(base, "scales"))
-    words = integers(served.part(base, "qweight"), "I32")
-    codes = _fields(np.ascontiguousarray(words.T), bits).T
-    zeros = _fields(integers(served.part(base, "qzeros"), "I32"), bits)
-    if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
-        raise ValueError("the scales do not fit")
-    if one and (zeros == 2**bits - 1).any():
-        raise ValueError("a zero point is more than its bits hold")
-    groups = np.arange(len(codes)) // (len(codes) // len(scales))
-    if served.has(base, "g_idx"):
-        groups = integers(served.part(base, "g_idx"), "I32").astype(np.int64)
-    elif len(codes) % len(scales):
-        raise ValueError("the groups do not fit")
-    if groups.shape != (len(codes),) or groups.min() < 0:
-        raise ValueError("the groups do not fit")
-    less = codes - (zeros + one)[groups]
-    return Decoded(np.ascontiguousarray((less.astype(np.float32) * scales[groups]).T))
-
-
-def _awq(served: Served, base: str, method: Mapping[str, Any]) -> Decoded:
-    version, bits = method.get("version"), method.get("bits", method.get("w_bit"))
-    known = version in ("gemm", "GEMM", None) and bits == 4
-    if not known or method.get("zero_point") not in (True, None):
-        raise Rejected("served/method", f"AWQ of {bits!r} bits, {str(version)[:40]!r}")
-    scales = numbers(served.part(base, "scales"))
-    codes, zeros = (
-        _interleaved(_fields(integers(served.part(base, name), "I32"), 4))
-        for name in ("qweight", "qzeros")
-    )
-    if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
-        raise ValueError("the scales do not fit")
-    if len(codes) % len(scales):
-        raise ValueError("the groups do not fit")
-    times = len(codes) // len(scales)
-    less = codes - np.repeat(zeros, times, axis=0)
-    value = less.astype(np.float32) * np.repeat(scales, times, axis=0)
-    return Decoded(np.ascontiguousarray(value.T))
-
-
-def _interleaved(fields: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return columns in order: the k-th four bits hold column 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
-    found = np.empty_like(fields)
-    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-        found[:, column::8] = fields[:, place::8]
-    return found
-
-
-def _order(served: Served, base: str) -> NDArray[np.int64] | None:
-    """Return the group of every input, where a weight states it."""
-    if not served.has(base, "weight_g_idx"):
-        return None
-    found = integers(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
-    return None if (found < 0).any() else found
-
-
-def _tiles(
-    scales: Singles, shape: tuple[int, ...], order: NDArray[np.int64] | None
-) -> tuple[Singles, str]:
-    """Return the scale of every element of a matrix, and what its elements share."""
-    rows, columns = shape
-    if scales.size == 1:
-        return np.full(shape, scales.ravel()[0], dtype=np.float32), "per_tensor"
-    grid = scales.reshape(-1, 1) if scales.ndim == 1 else scales
-    if order is not None:
-        if len(grid) != rows or order.shape != (columns,) or order.max() >= grid.shape[1]:
-            raise ValueError("the groups do not fit")
-        return grid[:, order], ""
-    if grid.shape == (rows, 1):
-        return np.broadcast_to(grid, shape), "per_channel"
-    if len(grid) == rows and columns % grid.shape[1] == 0:
-        width = columns // grid.shape[1]
-        return np.repeat(grid, width, axis=1), f"group_{width}"
-    if grid.shape != (-(-rows // 128), -(-columns // 128)):
-        raise ValueError("the scales do not fit")
-    tall = np.repeat(np.repeat(grid, 128, axis=0), 128, axis=1)
-    return tall[:rows, :columns], "block_128"
-
-
-def _fields(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
-    """Return the fields of 32-bit words along the last axis, the lowest bits first."""
-    plain = np.ascontiguousarray(words).view(np.uint32).astype(np.int64)
-    found = np.empty((*plain.shape, 32 // bits), dtype=np.int64)
-    for place in range(32 // bits):
-        found[..., place] = (plain >> (bits * place)) % 2**bits
-    return found.reshape(*plain.shape[:-1], -1)

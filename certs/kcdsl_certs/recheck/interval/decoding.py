@@ -1,0 +1,483 @@
+"""Formats of quantised weights (docs/reference/quantised-checkpoints.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.interval.tensors import Singles, Tensor, integers, numbers
+from kcdsl_certs.recheck.numerics.formats import FORMATS, Floats, Format, nearest
+
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A matrix as float32; its codes, less zero points, and their scales where they have names."""
+
+    value: Singles
+    kind: str = ""
+    scale: str = ""
+    least: float = 0.0
+    largest_scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The tensors of a checkpoint, its quantisation configuration, and the texts of its files."""
+
+    tensors: Mapping[str, Tensor]
+    method: Mapping[str, Any]
+    metadata: Sequence[Mapping[str, str]]
+
+    def part(self, base: str, name: str) -> Tensor:
+        """Return a tensor of a matrix."""
+        found = self.tensors.get(f"{base}.{name}")
+        if found is None:
+            raise ValueError(f"there is no {name}")
+        return found
+
+    def has(self, base: str, name: str) -> bool:
+        """Say whether a matrix has a tensor."""
+        return f"{base}.{name}" in self.tensors
+
+
+def largest_amax(method: Mapping[str, Any]) -> float | None:
+    """Return what dynamic scales of inputs are made of at most, where a format says it.
+
+    Raises Rejected "served/method" where that is no positive number.
+    """
+    if _name(method) != "fbgemm_fp8":
+        return None
+    bound = method.get("activation_scale_ub", 1200.0)
+    number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if not number or not 0 < bound < float("inf"):
+        raise Rejected("served/method", f"activation_scale_ub {str(bound)[:40]!r}")
+    return float(np.float32(bound))
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """Return a JSON object. Raises Rejected "served/config"."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise Rejected("served/config", f"no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Rejected("served/config", "no object")
+    return found
+
+
+def decode(served: Parts, base: str) -> Decoded:
+    """Return the matrix with this name less ".weight".
+
+    Raises Rejected "served/method" or "served/config"; ValueError, KeyError, IndexError, TypeError
+    or OverflowError for tensors that do not fit its format.
+    """
+    method = served.method
+    if not isinstance(method, dict):
+        raise Rejected("served/config", "the quantisation configuration is no object")
+    name = _name(method)
+    if name == "compressed-tensors":
+        return _compressed(served, base, method)
+    if name == "gptq":
+        return _gptq(served, base, method)
+    if name == "awq":
+        return _awq(served, base, method)
+    if name == "modelopt":
+        return _modelopt(served, base, method)
+    if name == "fp8":
+        return _squares(served, base, method)
+    if name == "fbgemm_fp8":
+        return _rows(served, base)
+    if name == "torchao":
+        return _torchao(served, base)
+    raise Rejected("served/method", f"{name[:40]!r} is not known")
+
+
+def _name(method: Mapping[str, Any]) -> str:
+    """Return the method of a quantisation configuration; ModelOpt may name its algorithm alone."""
+    name = str(method.get("quant_method", "")).lower()
+    others = ("compressed-tensors", "gptq", "awq")
+    return "modelopt" if "quant_algo" in method and name not in others else name
+
+
+def _modelopt(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
+    kind = method.get("quant_algo")
+    if served.has(base, "pre_quant_scale"):
+        raise Rejected("served/method", f"inputs of {base[:60]!r} are multiplied before it")
+    if kind == "NVFP4":
+        return _four(served, base, "weight", "weight_scale_2", False)
+    if method.get("has_zero_point") not in (False, None):
+        raise Rejected("served/method", f"zero points of {str(kind)[:40]!r}")
+    if kind in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16"):
+        return _bytes(served, base)
+    if kind != "W4A16_AWQ":
+        raise Rejected("served/method", f"the algorithm {str(kind)[:40]!r} is not known")
+    stored = served.part(base, "weight")
+    if stored.dtype != "U8" or len(stored.shape) != 2:
+        raise ValueError("four bits are stored in bytes of a matrix")
+    data = np.frombuffer(stored.data, dtype=np.uint8).reshape(stored.shape).astype(np.int64)
+    codes = np.empty((2 * data.shape[0], data.shape[1]), dtype=np.int64)
+    codes[0::2], codes[1::2] = data % 16, data // 16
+    codes[codes > 7] -= 16
+    return _product(codes, served, base, "int4")
+
+
+def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
+    form = method.get("format")
+    if form in ("float-quantized", "int-quantized", "naive-quantized"):
+        return _bytes(served, base)
+    if form == "nvfp4-pack-quantized":
+        return _four(served, base, "weight_packed", "weight_global_scale", True)
+    if form != "pack-quantized":
+        raise Rejected("served/method", f"the format {str(form)[:40]!r} is not known")
+    bits = {group["weights"]["num_bits"] for group in method["config_groups"].values()}
+    if len(bits) != 1 or not bits <= {2, 4, 8}:
+        raise Rejected("served/method", f"weights of {sorted(map(str, bits))} bits")
+    (width,) = bits
+    rows, columns = (int(n) for n in integers(served.part(base, "weight_shape"), "I64").tolist())
+    words = integers(served.part(base, "weight_packed"), "I32")
+    if words.shape != (rows, -(-columns * width // 32)):
+        raise ValueError("the words do not fit the shape")
+    middle = 2 ** (width - 1)
+    codes = _fields(words, width)[:, :columns] - middle
+    if served.has(base, "weight_zero_point"):
+        packed = integers(served.part(base, "weight_zero_point"), "I32")
+        zeros = _fields(np.ascontiguousarray(packed.T), width).T[:rows] - middle
+        codes = codes - _tiles(zeros.astype(np.float32), codes.shape, _order(served, base))[0]
+        return _product(codes, served, base, "")
+    return _product(codes, served, base, {4: "int4", 8: "int8"}.get(width, ""))
+
+
+def _bytes(served: Parts, base: str) -> Decoded:
+    tensor = served.part(base, "weight")
+    kind = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}[tensor.dtype]
+    codes = numbers(tensor)
+    if served.has(base, "weight_zero_point"):
+        zeros = numbers(served.part(base, "weight_zero_point"))
+        if zeros.any():
+            codes = codes - _tiles(zeros, codes.shape, _order(served, base))[0]
+            kind = ""
+    return _product(codes, served, base, kind)
+
+
+def _squares(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
+    """Return bytes times the scales of squares of 128 by 128, of which the last may be smaller; or
+    times one scale where the configuration states no squares."""
+    stated = method.get("weight_block_size"), method.get("fmt"), method.get("activation_scheme")
+    if stated[0] not in ([128, 128], None) or stated[1] not in ("e4m3", None):
+        raise Rejected("served/method", f"fp8 in blocks of {str(stated[0])[:40]}")
+    if stated[2] not in ("dynamic", None, *(["static"] if stated[0] is None else [])):
+        raise Rejected("served/method", f"fp8 with inputs scaled {str(stated[2])[:40]!r}")
+    if stated[0] is None:
+        return _whole(served, base)
+    codes, scales = _scaled(served, base, "weight_scale_inv")
+    value = np.empty_like(codes)
+    tall, wide = (-(-n // 128) for n in codes.shape)
+    if scales.shape != (tall, wide):
+        raise ValueError("the scales do not fit")
+    with np.errstate(all="ignore"):
+        for row in range(tall):
+            for column in range(wide):
+                square = np.s_[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
+                value[square] = codes[square] * scales[row, column]
+    return Decoded(value, "fp8_e4m3", "block_128", float(codes.min()), float(np.abs(scales).max()))
+
+
+def _whole(served: Parts, base: str) -> Decoded:
+    """Return bytes times one scale."""
+    given = [name for name in ("weight_scale_inv", "weight_scale") if served.has(base, name)]
+    if len(given) != 1:
+        raise ValueError(f"there are {len(given)} scales of the tensor")
+    codes, scales = _scaled(served, base, given[0])
+    if scales.size != 1:
+        raise ValueError("there is more than one scale")
+    with np.errstate(all="ignore"):
+        value = codes * scales.ravel()[0]
+    return Decoded(value, "fp8_e4m3", "per_tensor", float(codes.min()), float(np.abs(scales).max()))
+
+
+def _rows(served: Parts, base: str) -> Decoded:
+    """Return bytes times the scales of outputs."""
+    codes, scales = _scaled(served, base, "weight_scale")
+    if scales.shape not in ((len(codes),), (len(codes), 1)):
+        raise ValueError("the scales are not those of outputs")
+    limit = largest_amax(served.method)
+    if served.has(base, "input_scale_ub"):
+        bound = numbers(served.part(base, "input_scale_ub")).ravel().tolist()
+        if bound != [limit]:
+            raise ValueError("its input_scale_ub is not that of the configuration")
+    with np.errstate(all="ignore"):
+        value = codes * scales.reshape(-1, 1)
+    largest = float(np.abs(scales).max())
+    return Decoded(value, "fp8_e4m3", "per_channel", float(codes.min()), largest)
+
+
+def _scaled(served: Parts, base: str, name: str) -> tuple[Singles, Singles]:
+    """Return the numbers of bytes [outputs, inputs], and what is stored of their scales."""
+    tensor, scales = served.part(base, "weight"), served.part(base, name)
+    if tensor.dtype != "F8_E4M3" or scales.dtype not in ("F32", "F16", "BF16"):
+        raise ValueError(f"bytes are {tensor.dtype}, scales {scales.dtype}")
+    if len(tensor.shape) != 2:
+        raise ValueError("the bytes are no matrix")
+    return numbers(tensor), numbers(scales)
+
+
+def _torchao(served: Parts, base: str) -> Decoded:
+    """Return a weight of the class that the metadata of its file names."""
+    texts = {one[f"{base}.weight"] for one in served.metadata if f"{base}.weight" in one}
+    if len(texts) != 1:
+        raise ValueError(f"{len(texts)} texts of metadata say what it is")
+    told = parsed(texts.pop().encode())
+    tensor, kind = served.part(base, "_weight_qdata"), str(told.get("_type"))[:60]
+    if kind == "Int4Tensor":
+        return _added(served, base, told)
+    names = {
+        ("Float8Tensor", "F8_E4M3"): "fp8_e4m3",
+        ("Float8Tensor", "F8_E5M2"): "fp8_e5m2",
+        ("Int8Tensor", "I8"): "int8",
+        ("IntxUnpackedToInt8Tensor", "I8"): "",
+    }
+    if (kind, tensor.dtype) not in names:
+        raise Rejected("served/method", f"torchao {kind!r} of {tensor.dtype}")
+    listed, fields = told["_tensor_data_names"], told["_data"]
+    inputs = ("act_quant_scale", "act_quant_zero_point")
+    odd = [one for one in listed if one not in ("qdata", "scale", "zero_point", *inputs)]
+    if odd or served.has(base, "_weight_act_pre_scale"):
+        raise Rejected("served/method", f"torchao with {str(odd)[:60]} beside the codes")
+    has_zero = served.has(base, "_weight_zero_point")
+    if "qdata" not in listed or "scale" not in listed or has_zero != ("zero_point" in listed):
+        raise ValueError("the parts are not those of the metadata")
+    codes, form = numbers(tensor), names[kind, tensor.dtype]
+    rows, columns = codes.shape
+    if kind == "IntxUnpackedToInt8Tensor":
+        form = fields["target_dtype"]["_data"]
+        limit = {f"int{n}": 2 ** (n - 1) for n in range(1, 9)}[form]
+        if codes.min() < -limit or codes.max() >= limit:
+            raise ValueError(f"a code is not in {form}")
+        form = form if form in ("int4", "int8") else ""
+    stated = fields.get("block_size")
+    tall, wide = (rows, columns) if stated in (None, []) else stated
+    if tall < 1 or wide < 1 or rows % tall or columns % wide:
+        raise ValueError("the blocks do not fit the matrix")
+    grid = rows // tall, columns // wide
+    layout = f"group_{wide}" if tall == 1 else "block_128" if tall == wide == 128 else ""
+    if tall == 1 and wide == columns:
+        layout = "per_channel"
+    if (tall, wide) == (rows, columns):
+        layout = "per_tensor"
+
+    def of_blocks(name: str) -> Singles:
+        stored = numbers(served.part(base, name))
+        if stored.shape != grid and not (stored.size == 1 and grid == (1, 1)):
+            raise ValueError(f"{name} does not fit the blocks")
+        rows_of = np.repeat(stored.reshape(grid), tall, axis=0)
+        return np.repeat(rows_of, wide, axis=1)
+
+    if served.part(base, "_weight_scale").dtype not in ("F32", "F16", "BF16"):
+        raise ValueError("the scales are no floats")
+    scales = of_blocks("_weight_scale")
+    if has_zero:
+        if served.part(base, "_weight_zero_point").dtype != "I8":
+            raise ValueError("the zero points are not I8")
+        zeros = of_blocks("_weight_zero_point")
+        form = "" if zeros.any() else form
+        codes = codes - zeros
+    with np.errstate(all="ignore"):
+        value = np.asarray(codes * scales, dtype=np.float32)
+    return Decoded(value, form, layout, float(codes.min()), float(np.abs(scales).max()))
+
+
+def _added(served: Parts, base: str, told: Mapping[str, Any]) -> Decoded:
+    """Return q·s + z in groups of inputs, each rounded once to the type of s and z.
+
+    The halves of a byte, the lower first, are two inputs of an output.
+    """
+    fields, listed = told["_data"], told["_tensor_data_names"]
+    if sorted(listed) != ["qdata", "scale", "zero_point"]:
+        raise Rejected("served/method", f"torchao with {str(listed)[:80]}")
+    of_inputs = fields.get("activation_dtype")
+    if of_inputs is not None and of_inputs != {"_type": "torch.dtype", "_data": "bfloat16"}:
+        raise Rejected("served/method", f"torchao with inputs as {str(of_inputs)[:60]}")
+    others = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point")
+    if any(served.has(base, f"_weight_{name}") for name in others):
+        raise ValueError("the parts are not those of the metadata")
+    halves = integers(served.part(base, "_weight_qdata"), "I8").astype(np.int64)
+    if halves.ndim != 2 or not halves.size:
+        raise ValueError("the codes are no matrix")
+    codes = np.empty((len(halves), 2 * halves.shape[1]), dtype=np.int64)
+    codes[:, 0::2], codes[:, 1::2] = halves % 16, halves // 16 % 16
+    codes[codes > 7] -= 16
+    rows, columns = codes.shape
+    block, shape = fields["block_size"], fields.get("shape")
+    if block[0] != 1 or len(block) != 2 or shape not in (None, [rows, columns]):
+        raise ValueError("the blocks or the shape do not fit the matrix")
+    if type(block[1]) is not int or block[1] < 1 or columns % block[1]:
+        raise ValueError("the blocks do not fit the matrix")
+    kinds = {served.part(base, f"_weight_{name}").dtype for name in ("scale", "zero_point")}
+    form = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[min(kinds)]
+    if len(kinds) > 1:
+        raise ValueError("scales and zero points are of two types")
+    factors = []
+    for name in ("scale", "zero_point"):
+        stored = numbers(served.part(base, f"_weight_{name}"))
+        if stored.shape != (columns // block[1], rows):
+            raise ValueError(f"{name} does not fit the blocks")
+        factors.append(np.repeat(stored.T.astype(np.float64), block[1], axis=1))
+    with np.errstate(all="ignore"):
+        value = _sum_in(codes * factors[0], factors[1], FORMATS[form])
+    if not np.isfinite(value).all():
+        raise ValueError("a number is not finite")
+    return Decoded(value, "", "", float(codes.min()), float(np.abs(factors[0]).max()))
+
+
+def _sum_in(a: Floats, b: Floats, form: Format) -> Singles:
+    """Return the sums of numbers, rounded once to a format.
+
+    A sum of doubles that lies between two numbers of the format, though the exact one does not, is
+    rounded to the side that it lost.
+    """
+    found = a + b
+    rest = found - a
+    lost = (a - (found - rest)) + (b - rest)
+    first = nearest(found, form)
+    other = 2 * found - first
+    between = (other != first) & (nearest(other, form) == other)
+    wrong = between & (lost != 0) & ((other > first) == (lost > 0))
+    return np.where(wrong, other, first).astype(np.float32)
+
+
+def _product(codes: NDArray[Any], served: Parts, base: str, kind: str) -> Decoded:
+    """Return codes times the scales of a weight."""
+    held = codes.astype(np.float32)
+    scales = numbers(served.part(base, "weight_scale"))
+    spread, layout = _tiles(scales, held.shape, _order(served, base))
+    with np.errstate(all="ignore"):
+        value = np.asarray(held * spread, dtype=np.float32)
+    return Decoded(value, kind, layout, float(held.min()), float(np.abs(scales).max()))
+
+
+def _four(served: Parts, base: str, name: str, outer: str, divided: bool) -> Decoded:
+    """Return the numbers of four bits times nested scales."""
+    data = np.frombuffer(served.part(base, name).data, dtype=np.uint8)
+    shape = served.part(base, name).shape
+    if served.part(base, name).dtype != "U8" or len(shape) != 2:
+        raise ValueError("four bits are stored in bytes of a matrix")
+    codes = np.empty((*shape, 2), dtype=np.float32)
+    for place, half in enumerate((data & 0x0F, data >> 4)):
+        signs = np.where(half & 8, np.float32(-1), np.float32(1))
+        codes[..., place] = (signs * _MAGNITUDES[half & 7]).reshape(shape)
+    held = codes.reshape(shape[0], 2 * shape[1])
+    inner = served.part(base, "weight_scale")
+    multiples, whole = numbers(inner), numbers(served.part(base, outer)).ravel()
+    fits = inner.dtype == "F8_E4M3" and multiples.shape == (len(held), held.shape[1] // 16)
+    if not fits or whole.size != 1 or held.shape[1] % 16:
+        raise ValueError("the scales do not fit")
+    with np.errstate(all="ignore"):
+        scales = multiples / whole if divided else multiples * whole
+        value = np.asarray(held * np.repeat(scales, 16, axis=1), dtype=np.float32)
+    return Decoded(value, "fp4_e2m1", "nvfp4", float(held.min()), float(np.abs(scales).max()))
+
+
+def _gptq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
+    bits, form = method.get("bits"), method.get("checkpoint_format")
+    if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2", None):
+        raise Rejected("served/method", f"GPTQ of {bits!r} bits, {str(form)[:40]!r}")
+    one = 0 if form == "gptq_v2" else 1
+    scales = numbers(served.part(base, "scales"))
+    words = integers(served.part(base, "qweight"), "I32")
+    codes = _fields(np.ascontiguousarray(words.T), bits).T
+    zeros = _fields(integers(served.part(base, "qzeros"), "I32"), bits)
+    if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
+        raise ValueError("the scales do not fit")
+    if one and (zeros == 2**bits - 1).any():
+        raise ValueError("a zero point is more than its bits hold")
+    groups = np.arange(len(codes)) // (len(codes) // len(scales))
+    if served.has(base, "g_idx"):
+        groups = integers(served.part(base, "g_idx"), "I32").astype(np.int64)
+    elif len(codes) % len(scales):
+        raise ValueError("the groups do not fit")
+    if groups.shape != (len(codes),) or groups.min() < 0:
+        raise ValueError("the groups do not fit")
+    less = codes - (zeros + one)[groups]
+    return Decoded(np.ascontiguousarray((less.astype(np.float32) * scales[groups]).T))
+
+
+def _awq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
+    version, bits = method.get("version"), method.get("bits", method.get("w_bit"))
+    known = version in ("gemm", "GEMM", None) and bits == 4
+    if not known or method.get("zero_point") not in (True, None):
+        raise Rejected("served/method", f"AWQ of {bits!r} bits, {str(version)[:40]!r}")
+    scales = numbers(served.part(base, "scales"))
+    codes, zeros = (
+        _interleaved(_fields(integers(served.part(base, name), "I32"), 4))
+        for name in ("qweight", "qzeros")
+    )
+    if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
+        raise ValueError("the scales do not fit")
+    if len(codes) % len(scales):
+        raise ValueError("the groups do not fit")
+    times = len(codes) // len(scales)
+    less = codes - np.repeat(zeros, times, axis=0)
+    value = less.astype(np.float32) * np.repeat(scales, times, axis=0)
+    return Decoded(np.ascontiguousarray(value.T))
+
+
+def _interleaved(fields: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return columns in order: the k-th four bits hold column 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
+    found = np.empty_like(fields)
+    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        found[:, column::8] = fields[:, place::8]
+    return found
+
+
+def _order(served: Parts, base: str) -> NDArray[np.int64] | None:
+    """Return the group of every input, where a weight states it."""
+    if not served.has(base, "weight_g_idx"):
+        return None
+    found = integers(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
+    return None if (found < 0).any() else found
+
+
+def _tiles(
+    scales: Singles, shape: tuple[int, ...], order: NDArray[np.int64] | None
+) -> tuple[Singles, str]:
+    """Return the scale of every element of a matrix, and what its elements share."""
+    rows, columns = shape
+    if scales.size == 1:
+        return np.full(shape, scales.ravel()[0], dtype=np.float32), "per_tensor"
+    grid = scales.reshape(-1, 1) if scales.ndim == 1 else scales
+    if order is not None:
+        if len(grid) != rows or order.shape != (columns,) or order.max() >= grid.shape[1]:
+            raise ValueError("the groups do not fit")
+        return grid[:, order], ""
+    if grid.shape == (rows, 1):
+        return np.broadcast_to(grid, shape), "per_channel"
+    if len(grid) == rows and columns % grid.shape[1] == 0:
+        width = columns // grid.shape[1]
+        return np.repeat(grid, width, axis=1), f"group_{width}"
+    if grid.shape != (-(-rows // 128), -(-columns // 128)):
+        raise ValueError("the scales do not fit")
+    tall = np.repeat(np.repeat(grid, 128, axis=0), 128, axis=1)
+    return tall[:rows, :columns], "block_128"
+
+
+def _fields(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
+    """Return the fields of 32-bit words along the last axis, the lowest bits first."""
+    plain = np.ascontiguousarray(words).view(np.uint32).astype(np.int64)
+    found = np.empty((*plain.shape, 32 // bits), dtype=np.int64)
+    for place in range(32 // bits):
+        found[..., place] = (plain >> (bits * place)) % 2**bits
+    return found.reshape(*plain.shape[:-1], -1)
