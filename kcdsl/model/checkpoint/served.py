@@ -47,6 +47,8 @@ from kcdsl_certs.statement.manifest import Resource
 CONFIG, QUANTISATION = "config.json", "hf_quant_config.json"
 _LARGEST_CONFIG = 16 * 2**20
 _CODED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_FACTOR = ".pre_quant_scale"
+"""How ModelOpt names the factors of inputs that AWQ and SmoothQuant found."""
 OF_FILES = frozenset({
     *("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
     *("architectures", "use_cache", "unsloth_version", "compression_config"),
@@ -315,6 +317,15 @@ def matched(
         else:
             names[name] = shapes[own]
             served.refuse_other_shape(name, shapes[own])
+    for name in unknown:
+        if name.endswith(_FACTOR):
+            raise refuse(
+                codes.MODEL_CONFIG,
+                f"{excerpt(name)} multiplies the inputs of its matrix, and rounds them: no rule of"
+                " bounds has this rounding",
+                help="quantise the model again by an algorithm that leaves inputs as they are, or"
+                " multiply the factors into the layer before, and export it again",
+            )
     missing = [key for key in keys.values() if key not in names]
     if missing or unknown:
         said = f"lacks {excerpt(missing[0])}" if missing else f"has {excerpt(unknown[0])} besides"

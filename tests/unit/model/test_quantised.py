@@ -125,8 +125,9 @@ def test_inputs_that_modelopt_scales_are_refused(folder: Path, name: str) -> Non
     held = load_file(place / "model.safetensors")
     width = load_file(folder / "model.safetensors")[f"{key}.weight"].shape[1]
     save_file(held | {f"{key}.pre_quant_scale": torch.ones(width)}, place / "model.safetensors")
-    with pytest.raises(Refusal, match="pre_quant_scale"):
+    with pytest.raises(Refusal, match="pre_quant_scale") as refused:
         pair(folder)
+    assert refused.value.diagnostics[0].code == MODEL_CONFIG
     with pytest.raises(Rejected, match="inputs of"):
         read_served(place, {f"{key}.weight"}).matrix(f"{key}.weight")
 
