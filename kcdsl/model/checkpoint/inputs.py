@@ -1,4 +1,5 @@
-"""What a quantised checkpoint says of the inputs of its matrices: static scales and limits.
+"""What a quantised checkpoint says beside its matrices: static scales of their inputs and of cached
+keys and values, and limits of dynamic ones.
 
 They are none of the numbers of a matrix. The numerics of the kernel state them, and are compared
 with what is stored here, so that a proof is not about other scales than the kernel reads.
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.numerics.specification import Activations, linear_name
+from kcdsl.model.numerics.specification import Activations, KvCache, linear_name
 
 SCALES = ("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale")
 """Names of static scales; the third is the reciprocal of one."""
 ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
+CACHES = {"k_scale": "keys", "v_scale": "values"}
+"""Names of static scales of what a linear forms for the cache, as ModelOpt stores them."""
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _SIGNED = frozenset({"I8", "I32", "I64"})
 
@@ -55,6 +58,33 @@ def stored_inputs(
     if len(points) != 1:
         raise _broken(base, "one zero point")
     return StoredInputs(tuple(found.tolist()), points.pop())
+
+
+def refuse_other_cache(
+    read: Callable[[str], Tensor], key: str, kinds: Mapping[str, str], stated: KvCache | None
+) -> None:
+    """Refuse (KC463) scales of cached keys and values that the numerics state otherwise than they
+    are stored beside the linear with this weight, which forms them."""
+    base = key.removesuffix(".weight")
+    for part, side in CACHES.items():
+        if stated is None or f"{base}.{part}" not in kinds:
+            continue
+        if kinds[f"{base}.{part}"] not in _FLOATS:
+            raise _broken(base, f"a static scale of the {side}, not of the type stored,")
+        found = read(f"{base}.{part}").to(torch.float32).reshape(-1).tolist()
+        by = stated.quantiser(side, key)
+        scales = {scale for _, each in by.input_scale for scale in each} if by else set()
+        if len(found) != 1 or scales != set(found):
+            field = "key_scale" if side == "keys" else "value_scale"
+            shown = found[0] if len(found) == 1 else f"{len(found)} numbers"
+            raise refuse(
+                codes.NUMERICS,
+                f"the checkpoint of the inference kernel has the static scale {shown!r} for the"
+                f" {side} of {key}, and the numerics state others",
+                help="state it in numerics: `kv_cache: {scale: static, "
+                f"{field}: {{{linear_name(key)}: {shown}}}}}`, or leave `kv_cache` out for a kernel"
+                " that keeps them as they are",
+            )
 
 
 def _broken(base: str, what: str) -> Refusal:

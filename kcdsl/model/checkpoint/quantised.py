@@ -23,9 +23,12 @@ PLAIN = frozenset({"F32", "F16", "BF16"})
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of eight that each four bits of a word of AWQ hold, from the lowest bits on."""
-_INERT_PARTS = (*inputs.SCALES, *inputs.ZERO_POINTS, "output_scale", "weight_shape")
-"""Tensors beside a weight that are none of its numbers; those of inputs are compared with what the
-numerics state (`inputs`)."""
+_INERT_PARTS = (
+    *(*inputs.SCALES, *inputs.ZERO_POINTS, *inputs.CACHES),
+    *("output_scale", "weight_shape"),
+)
+"""Tensors beside a weight that are none of its numbers; those of inputs and of caches are compared
+with what the numerics state (`inputs`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,11 @@ from kcdsl.model.checkpoint.headers import (
     read_headers,
     weights_folder,
 )
-from kcdsl.model.checkpoint.inputs import refuse_other_inputs, stored_inputs
+from kcdsl.model.checkpoint.inputs import (
+    refuse_other_cache,
+    refuse_other_inputs,
+    stored_inputs,
+)
 from kcdsl.model.checkpoint.quantised import (
     PLAIN,
     QuantisedWeight,
@@ -149,8 +153,9 @@ class ServedWeights(Mapping[str, Tensor]):
         where the rules of bounds read it: codes are multiplied before their scales; and other
         scales of its inputs than those that are stored."""
         weights, found = numerics.weights, self.quantised(key)
-        if found is not None and self.scheme is not None and numerics.activations.quantised:
+        if found is not None and self.scheme is not None:
             kinds = {part: one.kind for part, one in self.stored.items()}
+            refuse_other_cache(self._raw, key, kinds, numerics.kv_cache)
             inputs = stored_inputs(self._raw, key.removesuffix(".weight"), kinds)
             refuse_other_inputs(key, inputs, self.scheme.limit, numerics.activations)
         if weights.layout is None or found is None:

@@ -39,6 +39,7 @@ WEIGHTS = {
     "fp8 of one scale": ("fp8_e4m3", "per_tensor"),
     "fp8 of transformers": ("fp8_e4m3", "per_tensor"),
     "fbgemm": ("fp8_e4m3", "per_channel"),
+    "modelopt fp8": ("fp8_e4m3", "per_tensor"),
     "int8 channel": ("int8_full", "per_channel"),
     "nvfp4": ("fp4_e2m1", "nvfp4"),
     "modelopt nvfp4": ("fp4_e2m1", "nvfp4"),
@@ -53,12 +54,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def both(folder: Path, name: str, activations: dict[str, Any]) -> tuple[str, str]:
-    """Return what either program finds in the numerics of codes with such inputs: "" or why not."""
+def both(
+    folder: Path, name: str, activations: dict[str, Any], **more: dict[str, Any]
+) -> tuple[str, str]:
+    """Return what either program finds in the numerics of codes with such inputs, and in more of
+    them: "" or why not."""
     form, layout = WEIGHTS[name]
     numerics = resolve({
         "preset": "torch-eager", "compute": "bfloat16", "activations": activations,
-        "weights": {"format": form, "scale": layout},
+        "weights": {"format": form, "scale": layout}, **more,
     })  # fmt: skip
     model = load_model(
         ModelRef("model.safetensors", "llama", tokenizer="bytes", served="quantised"), folder
@@ -226,6 +230,32 @@ def test_scales_that_do_not_fit_float8_are_refused(
     mine, theirs = both(folder, name, stated if name == "fbgemm" else static("fp8_e4m3"))
     assert "the quantised weight" in mine
     assert "served/tensor" in theirs
+
+
+def cache(scale: str = "static", **scales: object) -> dict[str, Any]:
+    return {"kv_cache": {"format": "fp8_e4m3", "scale": scale, **scales}}
+
+
+@pytest.mark.parametrize(
+    ("stated", "able"),
+    [
+        ({}, True),
+        (cache(key_scale=0.5, value_scale=0.25), True),
+        (cache(key_scale={BASE: [0.5, 0.5], "*": 3.0}, value_scale=0.25), True),
+        (cache(key_scale=0.5, value_scale=0.5), False),
+        (cache(key_scale=0.25, value_scale=0.25), False),
+        (cache(key_scale={BASE: [0.5, 0.25]}, value_scale=0.25), False),
+        (cache(key_scale={"other": 0.5}, value_scale=0.25), False),
+        (cache("per_head"), False),
+        (cache("none"), False),
+    ],
+)
+def test_stored_scales_of_a_cache_are_those_of_the_numerics(
+    folder: Path, stated: dict[str, Any], able: bool
+) -> None:
+    stored(folder, "modelopt fp8", k_scale=torch.tensor(0.5), v_scale=number(0.25))
+    found = both(folder, "modelopt fp8", {"format": "fp8_e4m3", "scale": "per_tensor"}, **stated)
+    assert found == ("", "") if able else all(found)
 
 
 def test_both_programs_read_transposed_matrices(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ class Parameters:
         else:
             decoded = served.matrix(key)
             _refuse_other_inputs(served, key, kernel)
+            _refuse_other_cache(served, key, kernel)
             if scaled:
                 _refuse_otherwise(decoded, key, kernel, stored)
             found, settled = decoded.value, scaled
@@ -247,6 +248,19 @@ def _refuse_other_inputs(served: Served, key: str, kernel: KernelNumerics) -> No
     scales, zero = kernel.static.of(key, kind)
     if scales != inputs.scales or (zero if kind == "uint8" else 128) != inputs.zero + 128:
         raise Rejected("parameter/served", f"the inputs of {key!r} have other static scales")
+
+
+def _refuse_other_cache(served: Served, key: str, kernel: KernelNumerics) -> None:
+    """Refuse a cache whose scales are not those that the checkpoint has for keys or values."""
+    cache = kernel.cache
+    if cache is None:
+        return
+    for name, static in (("k_scale", cache.keys), ("v_scale", cache.values)):
+        scale = served.cached(key, name)
+        if scale is None:
+            continue
+        if static is None or set(static.of(key, cache.kind)[0]) != {scale}:
+            raise Rejected("parameter/served", f"{name} of {key!r} is {scale!r}")
 
 
 def plain(values: Floats, compute: Format, name: str, inward: bool = False) -> Floats:

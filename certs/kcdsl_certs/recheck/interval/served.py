@@ -33,7 +33,7 @@ _PARTS = (
     "qzeros", "scales", "g_idx", "_weight_qdata", "_weight_scale", "_weight_zero_point",
     "_weight_act_pre_scale", "pre_quant_scale", "input_scale_ub",
     *("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale"),
-    *("input_zero_point", "_weight_act_quant_zero_point"),
+    *("input_zero_point", "_weight_act_quant_zero_point", "k_scale", "v_scale"),
 )  # fmt: skip
 
 
@@ -92,6 +92,22 @@ class Served:
         if not np.isfinite(found.value).all() or not np.isfinite(found.largest_scale):
             raise Rejected("parameter/not-finite", f"{key!r} holds NaN or infinity")
         return found
+
+    def cached(self, key: str, name: str) -> float | None:
+        """Return the scale of what the linear with this weight forms for a cache: "k_scale" of
+        keys, "v_scale" of values.
+
+        Raises Rejected "served/tensor" for what is not one float.
+        """
+        stored = self.tensors.get(f"{key.removesuffix('.weight')}.{name}")
+        if stored is None:
+            return None
+        if stored.dtype not in ("F32", "F16", "BF16"):
+            raise Rejected("served/tensor", f"{name} of {key[:80]!r} is no float")
+        found = numbers(stored).ravel()
+        if found.size != 1:
+            raise Rejected("served/tensor", f"{name} of {key[:80]!r} is not one number")
+        return float(found[0])
 
     @property
     def largest_amax(self) -> float | None:
