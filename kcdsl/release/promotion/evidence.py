@@ -73,6 +73,16 @@ class EvidenceDocument:
     valid_until: datetime | None = None
     valid: bool = True
 
+    @property
+    def label(self) -> str:
+        """Return what reasons call it, which a register keeps: the last part of its name, with
+        what no terminal prints as escapes, and its digest."""
+        shown = (
+            c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
+            for c in os.path.basename(self.name)
+        )
+        return f"{''.join(shown)} (sha256:{self.identity[:12]})"
+
 
 def printable(name: str | os.PathLike[str]) -> str:
     """Return the name of a file as text that a register can keep: bytes that are no UTF-8 are

@@ -85,7 +85,7 @@ class Look:
             if repeated and result.evidence == "sample" and result.verdict != "violated":
                 continue
             if result.verdict == "invalid_evidence":
-                self.spoiled[name] = f"{document.name}: {result.reason or 'no valid evidence'}"
+                self.spoiled[name] = f"{document.label}: {result.reason or 'no valid evidence'}"
             elif self.candidate.stage != OFFLINE and demand.is_rate:
                 counting |= self._rate(document, demand, result, self.documents + 1)
             else:
@@ -101,7 +101,7 @@ class Look:
         if document.kind is not DocumentKind.WINDOW and result.evidence != "sample":
             # what is proved holds of traffic too; pinned rows may refute, and are no traffic
             if result.verdict == "violated":
-                self.violated[name] = f"{document.name}: {_beyond(result.k, result.n, allowed)}"
+                self.violated[name] = f"{document.label}: {_beyond(result.k, result.n, allowed)}"
             elif result.verdict == "held" and result.evidence in _PROOFS:
                 self.shown[name] = ShownObligation(
                     result.evidence, document.identity, document.valid_until
@@ -110,13 +110,13 @@ class Look:
         if result.k is None or not result.n or not 0 <= result.k <= result.n:
             if document.kind is DocumentKind.CERTIFICATE and result.verdict == "violated":
                 # a failure that is signed: its evaluation decided on counts that are not in it
-                self.violated[name] = f"{document.name}: {result.reason or 'it did not pass'}"
+                self.violated[name] = f"{document.label}: {result.reason or 'it did not pass'}"
                 return False
             kept = self.spoiled if document.kind is DocumentKind.WINDOW else self.noted
             why = result.reason or "it counts no unit"
             if document.kind is DocumentKind.CERTIFICATE and result.verdict == "held":
                 why = "it has no counts; report.json of the same evaluation has"
-            kept[name] = f"{document.name}: {why}"
+            kept[name] = f"{document.label}: {why}"
             return False
         before = self.counts.get(name, (0, 0))
         k, n = before[0] + result.k, before[1] + result.n
@@ -125,7 +125,7 @@ class Look:
         whole = self.error / (2 * self.rates * epoch * (epoch + 1))
         alone = self.error / (2 * self.rates * number * (number + 1))
         if self.rules.shows_above(result.k, result.n, allowed, alone):
-            self.violated[name] = f"{document.name}: {_beyond(result.k, result.n, allowed)}"
+            self.violated[name] = f"{document.label}: {_beyond(result.k, result.n, allowed)}"
         elif self.rules.shows_above(k, n, allowed, whole):
             self.violated[name] = f"over the whole window, {_beyond(k, n, allowed)}"
         return True
@@ -141,16 +141,16 @@ class Look:
         if sampled and read_here:
             self.looks[name] = self.looks.get(name, 0) + 1
         if result.verdict == "violated" or (demand.allowed == 0 and (result.k or 0) > 0):
-            self.violated[name] = f"{document.name}: {result.reason or _units(result)}"
+            self.violated[name] = f"{document.label}: {result.reason or _units(result)}"
         elif result.verdict != "held":
-            self.noted[name] = f"{document.name}: {result.reason or 'not decided'}"
+            self.noted[name] = f"{document.label}: {result.reason or 'not decided'}"
         elif document.kind is DocumentKind.WINDOW:
             self.noted[name] = "traffic cannot show it: a certificate or a report must"
         elif not read_here:
-            self.noted[name] = f"a certificate must show it; {document.name} is not signed"
+            self.noted[name] = f"a certificate must show it; {document.label} is not signed"
         elif sampled and self.looks[name] > document.looks:
             self.noted[name] = (
-                f"{document.name}: held at one of {document.looks} planned looks, and this is "
+                f"{document.label}: held at one of {document.looks} planned looks, and this is "
                 f"number {self.looks[name]}"
             )
         else:

@@ -463,7 +463,7 @@ def test_a_late_fault_is_seen_beside_much_good_traffic() -> None:
     late = window("late", {RATE.obligation: counts(60, 1000)}, start=START + timedelta(minutes=2))
     step = look(good.candidate, [RATE], late, counted=good.counted)
     assert step.outcome is PromotionOutcome.FROZEN
-    assert step.rows[0].reason.startswith("late: ")
+    assert step.rows[0].reason.startswith(f"late (sha256:{digest('file late')[:12]}): ")
 
 
 def test_a_slow_fault_is_seen_over_the_whole_window() -> None:
