@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import look_rules
@@ -28,9 +29,17 @@ from kcdsl.release.promotion import (
     StagedCandidate,
     demands_of,
     enter,
+    gathered,
     step,
+    without,
 )
-from kcdsl.release.promotion.recorded import candidate_in, deployed_in, standing_of
+from kcdsl.release.promotion.gate import fallback
+from kcdsl.release.promotion.recorded import (
+    candidate_in,
+    deployed_in,
+    standing_of,
+    untrusted_in,
+)
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import time_text
 
@@ -49,6 +58,8 @@ EXITS = {
     PromotionOutcome.ROLLED_BACK: Exit.VIOLATED,
 }
 _TRIES = 5
+NO_FALLBACK = "rollback/no-target"
+"""The reason of a decision that empties a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +158,15 @@ def promote(settings: PromoteSettings) -> Promoted:
             return replace(nothing, triple=triple.digest, invalid=weak)
         for _ in range(_TRIES):
             slot = register.slot(settings.slot)
-            found, unused = about.look(register, slot, weak)
-            changes = bool(found.counted) or found.outcome is not PromotionOutcome.HELD
+            look = about.look(register, slot, weak)
+            found = look.step
+            changes = look.restarted or found.counted or found.outcome is not PromotionOutcome.HELD
+            decision = about.decision(look, register, slot)
+            told = [f"{r.clause}: {r.detail}" for r in decision.reasons if r.clause == NO_FALLBACK]
             if changes and not settings.dry_run:
                 for report in about.reports:
                     register.record_run(Run("evaluate", triple.digest, settings.stage, report))
                 try:
-                    decision = about.decision(found, register, slot)
                     slot = register.promote(settings.slot, slot.version, decision)
                 except Stale as stale:
                     notes.append(
@@ -167,9 +180,9 @@ def promote(settings: PromoteSettings) -> Promoted:
                 step=found,
                 version=slot.version,
                 live=slot.triple,
-                recorded=changes and not settings.dry_run,
-                unused={**unused, **found.unused},
-                notes=tuple(notes),
+                recorded=bool(changes) and not settings.dry_run,
+                unused={**look.unused, **found.unused},
+                notes=(*notes, *look.notes, *told),
             )
     raise refuse(
         PROMOTION_STAGE,
@@ -186,6 +199,18 @@ def _candidate(evidence: StageEvidence, register: Register, slot: str) -> Triple
     if stated is not None:
         return stated
     return deployed_in(register, slot, evidence.expected.triple, evidence.relaxed_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A step, the candidate as it is recorded after it, why files were left out, and whether its
+    window begins anew because a run is not trusted any more."""
+
+    step: PromotionStep
+    progress: StagedCandidate
+    unused: Mapping[str, str]
+    restarted: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +275,19 @@ class _Promotion:
         documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
         return tuple(d.identity for d in documents if d.kind is DocumentKind.REPORT)
 
-    def look(
-        self, register: Register, slot: Slot, weak: Mapping[str, tuple[str, ...]]
-    ) -> tuple[PromotionStep, dict[str, str]]:
+    def look(self, register: Register, slot: Slot, weak: Mapping[str, tuple[str, ...]]) -> _Look:
         """Return what the evidence makes of the candidate as the slot is now, without the
         certificates that are `weak`; raises Refusal."""
         settings, now = self.settings, self.settings.clock().replace(microsecond=0)
         history = register.promotions(slot=settings.slot, candidate=self.triple.digest)
         previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
+        untrusted, counted, passed = untrusted_in(history, register)
         if previous is not None:
             given = [r.certificate for r, _ in self.evidence.certificates.values() if r.certificate]
             withdrawn, ended = standing_of(previous, register, now, given)
-        digest = self.triple.digest
+            withdrawn |= passed
+            previous = without(previous, untrusted.keys(), counted, now)
+        digest, live = self.triple.digest, slot.triple == self.triple.digest
         entered = enter(previous, digest, slot.triple, settings.stage, now, withdrawn)
         barred = entered if isinstance(entered, NotHere) else None
         candidate = entered.refutable if isinstance(entered, NotHere) else entered
@@ -270,27 +296,31 @@ class _Promotion:
         assert candidate is not None
         documents, unused = self.evidence.documents(self.demands, self.triple, settings.stage)
         unused |= {name: f"it is not in force: {why[-1]}" for name, why in weak.items()}
-        for run in register.runs(triple=digest, trusted=False):
-            for document in documents:
-                if document.identity == run.report:
-                    unused[document.name] = f"the register does not trust it: {run.reason}"
+        unused |= {d.name: untrusted[d.identity] for d in documents if d.identity in untrusted}
         documents = tuple(each for each in documents if each.name not in unused)
-        found = step(
+        take = partial(
+            step,
             candidate,
             self.demands,
-            documents,
-            PromotionLimits(settings.window, settings.requests),
-            self.rules,
+            limits=PromotionLimits(settings.window, settings.requests),
+            rules=self.rules,
             counted={digest for each in history for digest in each.evidence},
             now=now,
             ended=ended,
-            live=slot.triple == digest,
+            live=live,
+            stopped=barred is not None,
         )
-        if barred is not None and found.outcome is not PromotionOutcome.ROLLED_BACK:
+        found = take(documents)
+        notes = () if not counted else ("the window begins anew: it counted what is not trusted",)
+        if barred is None or found.outcome is PromotionOutcome.ROLLED_BACK:
+            return _Look(found, found.candidate, unused, bool(counted), notes)
+        found = take([each for each in documents if each.kind is DocumentKind.WINDOW])
+        if previous is None or not found.counted:
             raise refuse(PROMOTION_STAGE, barred.why, help=barred.way_out)
-        return found, unused
+        why = f"traffic is counted, and nothing else: {barred.why}; {barred.way_out}"
+        return _Look(found, gathered(previous, found.candidate), unused, notes=(*notes, why))
 
-    def decision(self, found: PromotionStep, register: Register, slot: Slot) -> Promotion:
+    def decision(self, look: _Look, register: Register, slot: Slot) -> Promotion:
         """Return the decision as the register records it."""
         from kcdsl.release.register import Promotion, PromotionReason, PromotionState
         from kcdsl_certs.encoding.reals import real_text
@@ -303,7 +333,7 @@ class _Promotion:
             PromotionOutcome.FROZEN: PromotionState.FROZEN,
             PromotionOutcome.ROLLED_BACK: PromotionState.ROLLED_BACK,
         }
-        after, stage = found.candidate, self.settings.stage
+        found, after, stage = look.step, look.progress, self.settings.stage
         live = found.outcome is PromotionOutcome.ADVANCED and after.stage == FULL
         served = slot.triple == self.triple.digest
         new = live and not served
@@ -316,11 +346,16 @@ class _Promotion:
                 if row.allowed is not None:
                     numbers["allowed"] = real_text(row.allowed)
                 reasons.append(PromotionReason(row.clause, row.reason, row.slice, numbers))
-        now = self.settings.clock()
+        now, incumbent = self.settings.clock(), after.incumbent
+        if withdrawn:
+            incumbent = fallback(register, slot.name, self.triple.digest, now)
+            if incumbent is None:
+                why = "no other triple that was live in the slot may serve: nothing is live now"
+                reasons.append(PromotionReason(NO_FALLBACK, why))
         return Promotion(
             slot=slot.name,
             candidate=self.triple.digest,
-            incumbent=_incumbent(after, found.outcome, register, slot, now),
+            incumbent=incumbent,
             contract=self.triple.contract.digest,
             stage=FULL if live or withdrawn else stage,
             state=state,
@@ -329,27 +364,6 @@ class _Promotion:
             evidence=found.counted,
             progress=after.to_json(),
         )
-
-
-def _incumbent(
-    candidate: StagedCandidate,
-    outcome: PromotionOutcome,
-    register: Register,
-    slot: Slot,
-    now: datetime,
-) -> str | None:
-    """Return the incumbent, and None where the candidate is live and would be rolled back to a
-    triple whose certificates are not in force: the slot is then empty."""
-    earlier = candidate.incumbent
-    if (
-        outcome is not PromotionOutcome.ROLLED_BACK
-        or slot.triple != candidate.triple
-        or earlier is None
-    ):
-        return earlier
-    before = candidate_in(register.promotions(slot=slot.name, candidate=earlier))
-    signed = () if before is None else before.signed(FULL)
-    return earlier if _in_force(signed, register, now) else None
 
 
 def _in_force(signed: Sequence[str], register: Register, now: datetime) -> tuple[str, ...]:

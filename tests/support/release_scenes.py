@@ -184,7 +184,12 @@ def evidence_of(
         "report": (
             "report.json",
             json.dumps(
-                {"schema": "kcdsl.report/2", "contract": contract, "clauses": rows}
+                {
+                    "schema": "kcdsl.report/2",
+                    "contract": contract,
+                    "clauses": rows,
+                    "environment": {"folder": folder.name},
+                }
             ).encode(),
         ),
         "kernels": ("kernels.json", json.dumps({"schema": "kcdsl.kernels/1", **prints}).encode()),

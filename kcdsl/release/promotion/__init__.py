@@ -4,7 +4,13 @@ Pure functions of values; the clock is given. `kcdsl.api.promotion` reads the ev
 state in a register.
 """
 
-from kcdsl.release.promotion.candidate import CandidateState, NotHere, StagedCandidate, enter
+from kcdsl.release.promotion.candidate import (
+    CandidateState,
+    NotHere,
+    StagedCandidate,
+    enter,
+    gathered,
+)
 from kcdsl.release.promotion.evidence import (
     DocumentKind,
     EvidenceDocument,
@@ -18,6 +24,7 @@ from kcdsl.release.promotion.machine import (
     PromotionOutcome,
     PromotionStep,
     step,
+    without,
 )
 from kcdsl.release.promotion.stages import (
     CANARY,
@@ -57,6 +64,8 @@ __all__ = [
     "StagedCandidate",
     "demands_of",
     "enter",
+    "gathered",
     "reaction",
     "step",
+    "without",
 ]  # fmt: skip

@@ -70,10 +70,11 @@ class StagedCandidate:
         state: whether it may go on.
         attempt: how often it began at the first stage.
         epoch: the number of its present stability window.
-        documents: how many documents with counts it has had at this stage.
+        documents: how many documents with counts it has had, at every stage and attempt.
         looks: how many sampled results without counts it has had, by obligation.
         shown: what documents of this stage show without counts, by obligation.
         certificates: the identities of the certificates that were accepted, by stage.
+        served: what was gathered at `full` of a live triple that began anew; None for another one.
     """
 
     triple: str
@@ -87,6 +88,7 @@ class StagedCandidate:
     looks: Mapping[str, int] = field(default_factory=dict)
     shown: Mapping[str, ShownObligation] = field(default_factory=dict)
     certificates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    served: StabilityWindow | None = None
 
     def signed(self, stage: str) -> tuple[str, ...]:
         """Return the certificates that a stage rests on; `full` goes on with those of canary."""
@@ -136,6 +138,7 @@ _CANDIDATE: Record[StagedCandidate] = Record(
     RecordField("looks", by_name(COUNT)),
     RecordField("shown", by_name(_SHOWN.codec)),
     RecordField("certificates", by_name(many(DIGEST))),
+    RecordField("served", _WINDOW.codec, absent=None),
 )
 
 
@@ -146,8 +149,8 @@ _CANDIDATE: Record[StagedCandidate] = Record(
 class NotHere:
     """The evidence is of a stage that the candidate is not in, or the candidate is stopped.
 
-    `refutable` is the candidate as a rollback finds it, where its triple is live: evidence of any
-    stage may roll it back, and does nothing else.
+    `refutable` is the candidate as evidence of the stage finds it, where its triple is live: it may
+    be rolled back, and else counts go on (`gathered`).
     """
 
     why: str
@@ -166,10 +169,10 @@ def enter(
     """Return the candidate as it is before new evidence of a stage.
 
     `previous` is what is known of this triple in the slot, `live` the triple that is live there,
-    `withdrawn` says, by identity, why certificates count no more. Other weights, kernel builds and
-    contracts are another triple, which begins at the first stage. So does, anew, a candidate that
-    was blocked, frozen or rolled back, one whose incumbent was replaced meanwhile, and one that
-    rests on a certificate which was withdrawn. No stage is left out.
+    `withdrawn` says, by digest, why evidence that it rests on counts no more. Other weights, kernel
+    builds and contracts are another triple, which begins at the first stage. So does, anew, a
+    candidate that was blocked, frozen or rolled back, one whose incumbent was replaced meanwhile,
+    and one that rests on what was withdrawn. No stage is left out.
 
     A stopped candidate that is live still serves: NotHere then holds what may be rolled back.
     """
@@ -193,7 +196,9 @@ def enter(
             previous.attempt + 1,
             previous.epoch + 1,
             StabilityWindow(now),
-            looks=previous.looks,
+            previous.documents,
+            previous.looks,
+            served=_at_full(previous) if live == triple else None,
         )
     refutable = _served(previous, stage) if live == triple else None
     if stopped is not None:
@@ -217,13 +222,27 @@ def _why_stopped(
     displaced = previous.stage == FULL and live != previous.triple
     if displaced or live not in (previous.incumbent, previous.triple):
         return f"has another incumbent: {(live or 'nothing')[:12]} is live now"
-    signed = (one for each in previous.certificates.values() for one in each)
-    gone = next((one for one in signed if one in withdrawn), None)
-    return None if gone is None else f"rests on the certificate {gone[:12]}: {withdrawn[gone]}"
+    gone = next(iter(withdrawn), None)
+    return None if gone is None else f"rests on sha256:{gone[:12]}: {withdrawn[gone]}"
 
 
 def _served(previous: StagedCandidate, stage: str) -> StagedCandidate:
     """Return a live candidate as evidence of a stage finds it, without counts of another stage."""
     if stage == previous.stage:
         return previous
-    return replace(previous, stage=stage, window=StabilityWindow(previous.window.since))
+    gathered = _at_full(previous) if stage == FULL else None
+    window = gathered or StabilityWindow(previous.window.since)
+    return replace(previous, stage=stage, window=window)
+
+
+def _at_full(candidate: StagedCandidate) -> StabilityWindow | None:
+    return candidate.window if candidate.stage == FULL else candidate.served
+
+
+def gathered(previous: StagedCandidate, looked: StagedCandidate) -> StagedCandidate:
+    """Return what is kept of a look at a live candidate that is stopped, beside a rollback: what it
+    counted, so that a slow regression adds up over looks."""
+    after = replace(previous, documents=looked.documents)
+    if looked.stage == previous.stage:
+        return replace(after, window=looked.window)
+    return replace(after, served=looked.window) if looked.stage == FULL else after

@@ -6,20 +6,26 @@ on stands. It stays closed for whatever is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.exits import Exit
 from kcdsl.release.promotion.candidate import CandidateState, StagedCandidate
-from kcdsl.release.promotion.recorded import candidate_in, standing_of, why_withdrawn
+from kcdsl.release.promotion.recorded import (
+    candidate_in,
+    standing_of,
+    untrusted_in,
+    why_withdrawn,
+)
 from kcdsl.release.promotion.stages import FULL, OFFLINE
 from kcdsl_certs.statement import STAGES, Verdict
 
 if TYPE_CHECKING:
-    from kcdsl.release.register import Certificate, Register, Slot
+    from kcdsl.release.register import Certificate, Promotion, Register
 
 
 class GateAnswer(StrEnum):
@@ -83,12 +89,12 @@ class Gate:
 def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -> Gate:
     """Answer whether a triple, by its digest, may serve at a stage of a slot."""
     history = register.promotions(slot=slot, candidate=triple)
-    candidate, live = candidate_in(history), register.slot(slot)
+    candidate = candidate_in(history)
     if candidate is None:
         why = "the register has no decision about this triple in this slot"
         return Gate(slot, stage, triple, GateAnswer.INCONCLUSIVE, (why,))
-    looked_at = frozenset(one for each in history for one in each.evidence)
-    answer, reasons = _judge(register, candidate, live, stage, looked_at, now)
+    live = register.slot(slot).triple
+    answer, reasons = _judged(register, history, candidate, live, stage, now)
     if answer is not GateAnswer.SUCCESSFUL:
         told = [f"{one.clause}{_on(one.slice)}: {one.detail}" for one in history[-1].reasons]
         reasons = (*reasons, *told)
@@ -96,14 +102,54 @@ def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -
     return Gate(slot, stage, triple, answer, reasons, True, *where)
 
 
-def _judge(
+def fallback(register: Register, slot: str, triple: str, now: datetime) -> str | None:
+    """Return the triple that was live in a slot last before this one and may serve again: the gate
+    would be open for it. None where there is none."""
+    from kcdsl.release.register import PromotionState
+
+    decided = register.promotions(slot=slot)
+    promoted = [d.candidate for d in reversed(decided) if d.state is PromotionState.PROMOTED]
+    for earlier in dict.fromkeys(promoted):
+        history = [each for each in decided if each.candidate == earlier]
+        candidate = candidate_in(history)
+        if earlier == triple or candidate is None:
+            continue
+        answer, _ = _judged(register, history, candidate, earlier, FULL, now)
+        if answer is GateAnswer.SUCCESSFUL:
+            return earlier
+    return None
+
+
+def _judged(
     register: Register,
+    history: Sequence[Promotion],
     candidate: StagedCandidate,
-    live: Slot,
+    live: str | None,
     stage: str,
-    looked_at: Set[str],
     now: datetime,
 ) -> tuple[GateAnswer, tuple[str, ...]]:
+    looked_at = frozenset(one for each in history for one in each.evidence)
+    withdrawn, ended = standing_of(candidate, register, now)
+    _, _, distrusted = untrusted_in(history, register)
+    failures = _undecided_failures(register, candidate, looked_at, now)
+    return judge(candidate, live, stage, withdrawn, ended, distrusted, failures)
+
+
+def judge(
+    candidate: StagedCandidate,
+    live: str | None,
+    stage: str,
+    withdrawn: Mapping[str, str] = MappingProxyType({}),
+    ended: Set[str] = frozenset(),
+    distrusted: Mapping[str, str] = MappingProxyType({}),
+    failures: Sequence[Certificate] = (),
+) -> tuple[GateAnswer, tuple[str, ...]]:
+    """Answer whether a candidate may serve at a stage, with the reasons, where a triple is `live`.
+
+    Of what it rests on, `withdrawn` and `distrusted` say why it counts no more, by digest, and
+    `ended` names certificates that are not in force. `failures` are certificates of its stage that
+    did not pass and that no decision has looked at.
+    """
     match candidate.state:
         case CandidateState.ROLLED_BACK | CandidateState.BLOCKED:
             return GateAnswer.FAILED, (f"it was {candidate.state} in the stage {candidate.stage}",)
@@ -111,23 +157,23 @@ def _judge(
             return GateAnswer.INCONCLUSIVE, (f"it is frozen in the stage {candidate.stage}",)
         case CandidateState.ACTIVE:
             pass
-    withdrawn, ended = standing_of(candidate, register, now)
     if withdrawn:
         return GateAnswer.FAILED, tuple(
             f"certificate {one[:12]}: {w}" for one, w in withdrawn.items()
         )
-    failures = _undecided_failures(register, candidate, looked_at, now)
     if failures:
         failed = any(one.verdict is Verdict.FAILED for one in failures)
         return GateAnswer.FAILED if failed else GateAnswer.INCONCLUSIVE, tuple(
             f"certificate {one.identity[:12]} of the stage {one.stage} is {one.verdict}"
             for one in failures
         )
+    if distrusted:
+        return GateAnswer.INCONCLUSIVE, tuple(f"{one[:12]}: {w}" for one, w in distrusted.items())
     if STAGES.index(candidate.stage) < STAGES.index(stage):
         return GateAnswer.INCONCLUSIVE, (f"it is in the stage {candidate.stage}, before {stage}",)
-    if candidate.stage == FULL and live.triple != candidate.triple:
+    if candidate.stage == FULL and live != candidate.triple:
         return GateAnswer.INCONCLUSIVE, ("another triple is live in this slot",)
-    if live.triple not in (candidate.incumbent, candidate.triple):
+    if live not in (candidate.incumbent, candidate.triple):
         return GateAnswer.INCONCLUSIVE, ("another triple became live since it began",)
     if candidate.stage != OFFLINE:
         passed = candidate.stage if candidate.stage == FULL else _before(candidate.stage)

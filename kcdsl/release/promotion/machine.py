@@ -87,8 +87,9 @@ def step(
     now: datetime,
     ended: Set[str] = frozenset(),
     live: bool = False,
+    stopped: bool = False,
 ) -> PromotionStep:
-    """Return what the evidence makes of a candidate; one that is stopped only gets worse.
+    """Return what the evidence makes of a candidate; one that is `stopped` is rolled back or held.
 
     `counted` are the digests of what earlier looks counted: nothing counts twice. `now` is the
     time of the look. `ended` are the identities of certificates that are not in force any more.
@@ -145,7 +146,10 @@ def step(
     )
     rows = tuple(row_of(demand, after, look, limits.error) for demand in demands)
     lacking = _lacking(after, demands, limits, ended)
-    outcome, after = _conclude(after, by_name, look, rows, lacking, now)
+    if stopped or candidate.state is not CandidateState.ACTIVE:
+        outcome, after = _rolled_back_or_held(after, by_name, look)
+    else:
+        outcome, after = _conclude(after, by_name, look, rows, lacking, now)
     return PromotionStep(after, outcome, rows, lacking, unused, tuple(sorted(seen - counted)))
 
 
@@ -177,6 +181,21 @@ def _lacking(
     return tuple(found)
 
 
+def _rolled_back_or_held(
+    candidate: StagedCandidate, demands: Mapping[str, Demand], look: Look
+) -> tuple[PromotionOutcome, StagedCandidate]:
+    if Reaction.ROLL_BACK in _reactions(candidate, demands, look):
+        back = replace(candidate, state=CandidateState.ROLLED_BACK)
+        return PromotionOutcome.ROLLED_BACK, back
+    return PromotionOutcome.HELD, candidate
+
+
+def _reactions(
+    candidate: StagedCandidate, demands: Mapping[str, Demand], look: Look
+) -> tuple[Reaction, ...]:
+    return tuple(demands[name].reaction(candidate.stage, look.live) for name in look.violated)
+
+
 def _conclude(
     candidate: StagedCandidate,
     demands: Mapping[str, Demand],
@@ -185,15 +204,11 @@ def _conclude(
     lacking: Sequence[str],
     now: datetime,
 ) -> tuple[PromotionOutcome, StagedCandidate]:
-    reactions = tuple(demands[name].reaction(candidate.stage, look.live) for name in look.violated)
-    if candidate.state is not CandidateState.ACTIVE and Reaction.ROLL_BACK not in reactions:
-        return PromotionOutcome.HELD, candidate
+    reactions = _reactions(candidate, demands, look)
     if reactions:
         match worst_reaction(reactions):
             case Reaction.ROLL_BACK:
-                return PromotionOutcome.ROLLED_BACK, replace(
-                    candidate, state=CandidateState.ROLLED_BACK
-                )
+                return _rolled_back_or_held(candidate, demands, look)
             case Reaction.FREEZE:
                 return PromotionOutcome.FROZEN, replace(candidate, state=CandidateState.FROZEN)
             case Reaction.BLOCK if candidate.stage == OFFLINE:
@@ -209,10 +224,29 @@ def _conclude(
         return PromotionOutcome.KEPT, _restarted(candidate, now)
     after = following(candidate.stage)
     kept = candidate.shown if after == FULL else {}
-    entered = replace(candidate, stage=after, window=StabilityWindow(now), documents=0, shown=kept)
+    served = None if after == FULL else candidate.served
+    entered = replace(
+        candidate, stage=after, window=StabilityWindow(now), shown=kept, served=served
+    )
     return PromotionOutcome.ADVANCED, entered
 
 
 def _restarted(candidate: StagedCandidate, now: datetime) -> StagedCandidate:
     """Return the candidate at the beginning of another stability window of its stage."""
     return replace(candidate, epoch=candidate.epoch + 1, window=StabilityWindow(now))
+
+
+def without(
+    candidate: StagedCandidate, documents: Set[str], counted: Set[str], now: datetime
+) -> StagedCandidate:
+    """Return the candidate without what documents show, by their digests; where its window counted
+    some of them (`counted`), another window begins."""
+    if not documents:
+        return candidate
+    shown = {name: one for name, one in candidate.shown.items() if one.document not in documents}
+    own = candidate.certificates.get(candidate.stage, ())
+    left = tuple(one for one in own if one not in documents)
+    after = replace(
+        candidate, shown=shown, certificates={**candidate.certificates, candidate.stage: left}
+    )
+    return _restarted(after, now) if counted else after

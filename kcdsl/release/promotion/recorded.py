@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import REGISTER_DAMAGED
 from kcdsl.release.promotion.candidate import StagedCandidate
+from kcdsl.release.promotion.stages import OFFLINE
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import Triple, Verdict, differences, relaxed
 
@@ -21,9 +23,10 @@ def candidate_in(history: Sequence[Promotion]) -> StagedCandidate | None:
 
     Raises Refusal where the record of the candidate is not one that this program wrote.
     """
-    if not history:
-        return None
-    last = history[-1]
+    return _after(history[-1]) if history else None
+
+
+def _after(last: Promotion) -> StagedCandidate:
     try:
         found = StagedCandidate.from_json(dict(last.progress))
         if found.triple != last.candidate:
@@ -36,6 +39,37 @@ def candidate_in(history: Sequence[Promotion]) -> StagedCandidate | None:
             help="`kcdsl promote` records decisions; begin the candidate anew in another slot",
         ) from error
     return found
+
+
+def untrusted_in(
+    history: Sequence[Promotion], register: Register
+) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
+    """Return, of the reports and certificates whose runs a register does not trust: the reasons, by
+    digest; which of them the present window of a candidate counts; and the reasons of those by
+    which it advanced in its present attempt."""
+    about = history[-1].candidate if history else None
+    marked = () if about is None else register.runs(triple=about, trusted=False)
+    why = {run.report: f"the register does not trust it: {run.reason}" for run in marked}
+    for signed in register.certificates(triple=about) if why else ():
+        run = register.run_of(signed.identity)
+        if run is not None and run.report in why:
+            why[signed.identity] = why[run.report]
+    passed: set[str] = set()
+    window: set[str] = set()
+    before: StagedCandidate | None = None
+    for each in history if why else ():
+        after = _after(each)
+        if before is None or before.attempt != after.attempt:
+            passed, window = set(), set()
+            before = replace(after, stage=OFFLINE, shown={})
+        elif after.stage == before.stage != each.stage:
+            continue  # traffic of a live triple that began anew
+        window = {*each.evidence} | (window if before.epoch == after.epoch else set())
+        if after.stage != before.stage:
+            passed |= window | {one.document for one in before.shown.values()}
+            window = set()
+        before = after
+    return why, frozenset(why.keys() & window), {one: why[one] for one in why.keys() & passed}
 
 
 def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collection[str]) -> Triple:

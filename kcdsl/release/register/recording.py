@@ -69,10 +69,10 @@ def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
         raise Rejected("validity/not-yet", detail)
     fingerprints = tuple(sorted({k.key.fingerprint for k in able}))
     entry = entry_of(bundle, signed.payload, body, fingerprints, trusted.threshold)
-    return Read(bundle, entry, body.triple, _run_of(body))
+    return Read(bundle, entry, body.triple, run_of(body))
 
 
-def _run_of(body: Predicate | Transfer) -> Run | None:
+def run_of(body: Predicate | Transfer) -> Run | None:
     """Return the evaluation behind measured results; proofs have no report."""
     files = {} if isinstance(body, Transfer) else {f.role: f.sha256 for f in body.evidence}
     if "report" not in files:

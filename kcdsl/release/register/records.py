@@ -160,7 +160,8 @@ class Promotion:
     """A decision about a candidate in a slot, at a stage.
 
     `candidate` and `incumbent` are digests of triples: the incumbent is the exact triple with which
-    the candidate was compared, None where nothing was live. `contract` is the digest of the
+    the candidate was compared, None where nothing was live; of a rollback of the live triple, what
+    becomes live. `contract` is the digest of the
     contract, `certificates` are identities, `evidence` the sha256 of reports, traces and window
     summaries.
     """

@@ -27,6 +27,7 @@ from kcdsl.release.register.recording import (
     record_run,
     record_triple,
     refuse_unfounded,
+    run_of,
 )
 from kcdsl.release.register.records import (
     PROMOTION,
@@ -43,8 +44,16 @@ from kcdsl.release.register.records import (
 )
 from kcdsl.release.register.schema import REVISION, bundles, events
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.signatures import SigningKey, TrustPolicy, bundle_bytes, sign
+from kcdsl_certs.signatures import (
+    SigningKey,
+    TrustPolicy,
+    bundle_bytes,
+    decode,
+    parse_bundle,
+    sign,
+)
 from kcdsl_certs.statement import RegisterHead, Triple, head_bytes
+from kcdsl_certs.verification.admission import read_statement
 
 _BATCH = 1000
 
@@ -246,6 +255,14 @@ class Register:
         if content is None or hash_of(bytes(content)) != found.bundle:
             raise refuse(REGISTER_DAMAGED, f"the bundle of sha256:{identity} is not as recorded")
         return bytes(content)
+
+    def run_of(self, identity: str) -> Run | None:
+        """Return the run whose report a recorded certificate names; None without one."""
+        data = self.bundle(identity)
+        with _damaged():
+            if data is None:
+                return None
+            return run_of(read_statement(decode(parse_bundle(data)).payload))
 
     def triple(self, digest: str) -> Triple | None:
         """Return a triple by its digest."""

@@ -17,11 +17,18 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, CandidateState, StagedCandidate
-from kcdsl.release.promotion.gate import GateAnswer, ask
+from kcdsl.release.promotion.gate import GateAnswer, ask, fallback
 from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
-from kcdsl.release.register import Promotion, PromotionReason, PromotionState, Register
+from kcdsl.release.register import (
+    Promotion,
+    PromotionReason,
+    PromotionState,
+    Register,
+    Run,
+)
 from kcdsl_certs.statement import STAGES, Triple, Verdict
 from tests.support.promotions import at
+from tests.support.promotions import digest as digest_of
 from tests.support.registers import NOW, TRUSTED, certified, recorded, triple
 
 SLOT = "chat/production"
@@ -248,6 +255,73 @@ def test_a_triple_that_was_displaced_by_its_incumbent_may_not_serve(
     assert register.slot(SLOT).triple == LIVE.digest
     assert answer(register, LIVE, stage) is GateAnswer.SUCCESSFUL
     assert answer(register, NEW, stage) is GateAnswer.INCONCLUSIVE
+
+
+# --- where a rollback goes ------------------------------------------------------------------------
+
+
+OLDER, NEWER = triple("older"), triple("newer")
+
+
+@pytest.fixture
+def three(register: Register) -> dict[str, str]:
+    """Return the certificates of `OLDER`, of which `LIVE` was live before, and `NEWER` is after."""
+    found = record(register, OLDER, FULL, state=PromotionState.PROMOTED)
+    record(register, NEWER, FULL, state=PromotionState.PROMOTED, incumbent=OLDER.digest)
+    return found
+
+
+def test_a_rollback_goes_to_what_was_live_last(register: Register, three: dict[str, str]) -> None:
+    assert fallback(register, SLOT, NEWER.digest, NOW) == OLDER.digest
+    assert fallback(register, SLOT, OLDER.digest, NOW) == NEWER.digest
+    assert fallback(register, "chat/other", NEWER.digest, NOW) is None
+
+
+@pytest.mark.parametrize(
+    "how", ["rolled back", "frozen", "blocked", "began anew", "revoked", "failed", "untrusted"]
+)
+def test_a_rollback_passes_over_what_may_not_serve(
+    register: Register, three: dict[str, str], how: str
+) -> None:
+    """Also where a certificate of its canary is in force."""
+    states = {
+        "rolled back": (CANARY, CandidateState.ROLLED_BACK, PromotionState.HELD),
+        "frozen": (FULL, CandidateState.FROZEN, PromotionState.FROZEN),
+        "blocked": (OFFLINE, CandidateState.BLOCKED, PromotionState.BLOCKED),
+        "began anew": (SHADOW, CandidateState.ACTIVE, PromotionState.HELD),
+    }
+    if how in states:
+        stage, state, decided = states[how]
+        signed = {one: (identity,) for one, identity in three.items()}
+        anew = replace(
+            at(stage), triple=OLDER.digest, incumbent=NEWER.digest, state=state, attempt=2,
+            certificates=signed,
+        )  # fmt: skip
+        decide(register, OLDER, anew, decided, stage)
+    elif how == "revoked":
+        register.revoke(three[SHADOW], "wrong data")
+    elif how == "failed":
+        recorded(register, certified(OLDER, stage=FULL, verdict=Verdict.FAILED))
+    else:
+        run = register.record_run(Run("evaluate", OLDER.digest, CANARY, digest_of("report")))
+        last = register.promotions(slot=SLOT, candidate=OLDER.digest)[-1]
+        again = replace(last, state=PromotionState.HELD, evidence=(digest_of("report"),),
+                        incumbent=NEWER.digest, stage=CANARY)  # fmt: skip
+        before = replace(StagedCandidate.from_json(dict(last.progress)), stage=CANARY)
+        decide(register, OLDER, replace(before, incumbent=NEWER.digest), again.state, CANARY)
+        register.promote(SLOT, register.slot(SLOT).version, again)
+        assert fallback(register, SLOT, NEWER.digest, NOW) == OLDER.digest
+        register.mark_run(run.identity, trusted=False, reason="a shared machine")
+    assert fallback(register, SLOT, NEWER.digest, NOW) == LIVE.digest
+    for one in register.certificates(triple=LIVE.digest):
+        register.revoke(one.identity, "wrong data")
+    assert fallback(register, SLOT, NEWER.digest, NOW) is None
+
+
+def test_a_rollback_goes_to_nothing_whose_certificates_ended(
+    register: Register, three: dict[str, str]
+) -> None:
+    assert fallback(register, SLOT, NEWER.digest, NOW + timedelta(days=30)) is None
 
 
 def test_a_decision_without_a_candidate_is_no_answer(register: Register) -> None:

@@ -16,7 +16,8 @@ from kcdsl.api.checking import CheckSettings
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.promotion import CandidateState, PromotionOutcome
 from kcdsl.release.register import PromotionState, Register, Revoked
-from kcdsl_certs.statement import Verdict
+from kcdsl_certs.signatures import decode, parse_bundle
+from kcdsl_certs.statement import Verdict, certificate_id
 from tests.support.commands import run_here
 from tests.support.promotion_scenes import HOUR, SLOT, Pipeline, edited
 from tests.support.registers import trusted
@@ -204,8 +205,16 @@ def test_a_live_triple_that_was_stopped_is_rolled_back(
     else:
         with pipeline.register() as register:
             register.revoke(register.slot(SLOT).certificates[0], "wrong data")
-    problem = refusal_of(lambda: pipeline.promote("full", pipeline.traffic("full")))
+    pipeline.now += timedelta(minutes=1)
+    signed = pipeline.certificate("full")
+    problem = refusal_of(lambda: pipeline.promote("full", signed))
     assert problem.code is codes.PROMOTION_STAGE
+    before = 600 if stopped == "frozen" else 0
+    for n in (200, 400):
+        held = pipeline.promote("full", signed, pipeline.traffic("full", n=200))
+        assert (held.exit, held.recorded) == (3, True)
+        assert held.step.candidate.window.counts["N-KL/all/0"] == (before // 10, before + n)
+        assert problem.message in held.notes[-1]
     pipeline.now += timedelta(minutes=1)
     broken = [
         replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2)) if c.id == "O-TRACE" else c
@@ -236,6 +245,33 @@ def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_s
         for c in pipeline.results()
     ]
     back = pipeline.promote("full", pipeline.certificate("full", broken))
+    assert back.step.outcome is PromotionOutcome.ROLLED_BACK
+    assert back.live is None
+    assert back.notes[-1].startswith("rollback/no-target: ")
+    with pipeline.register() as register:
+        assert register.promotions(slot=SLOT)[-1].reasons[-1].clause == "rollback/no-target"
+
+
+@pytest.mark.full
+def test_a_rollback_does_not_go_to_an_incumbent_that_was_rolled_back(pipeline: Pipeline) -> None:
+    """The incumbent tried again behind the triple that replaced it, and failed in its canary."""
+    old = "N-KL: {require: p99(kl) <= 0.02, slices: [all, long], level: L2}"
+    text = pipeline.contract.read_text(encoding="utf-8")
+    assert old in text
+    pipeline.contract.write_text(text.replace(old, old.replace("L2", "L3")), encoding="utf-8")
+    weights = (pipeline.folder / "model.safetensors").read_bytes()
+    pipeline.until("full")
+    pipeline.change_weights(1.0, 3.0)
+    pipeline.until("full")
+    other = (pipeline.folder / "model.safetensors").read_bytes()
+    (pipeline.folder / "model.safetensors").write_bytes(weights)
+    pipeline.until("canary")
+    pipeline.now += timedelta(minutes=1)
+    signed, bad = pipeline.certificate("canary"), pipeline.traffic("canary", beyond=60)
+    tried = pipeline.promote("canary", signed, bad)
+    assert tried.step.outcome is PromotionOutcome.ROLLED_BACK
+    (pipeline.folder / "model.safetensors").write_bytes(other)
+    back = pipeline.promote("full", pipeline.traffic("full", beyond=60))
     assert back.step.outcome is PromotionOutcome.ROLLED_BACK
     assert back.live is None
 
@@ -565,6 +601,74 @@ def test_a_report_whose_run_is_not_trusted_does_not_count(
     held = pipeline.promote("offline-ci", report)
     assert held.step.outcome is PromotionOutcome.HELD
     assert held.unused == {str(report): "the register does not trust it: a shared machine"}
+
+
+def mark(pipeline: Pipeline, certificate: Path, *, trusted: bool = False) -> None:
+    """Mark the run behind a certificate."""
+    payload = decode(parse_bundle(certificate.read_bytes())).payload
+    with pipeline.register() as register:
+        run = register.run_of(certificate_id(payload))
+        assert run is not None
+        register.mark_run(run.identity, trusted=trusted, reason="a shared machine")
+
+
+@pytest.mark.full
+def test_a_run_that_is_not_trusted_any_more_begins_the_window_anew(in_canary: Pipeline) -> None:
+    """What it showed is gone, and so are the counts; later traffic counts."""
+    signed = in_canary.certificate("canary")
+    first = in_canary.promote("canary", signed, in_canary.traffic("canary", n=200))
+    assert first.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+    assert "O-TRACE/all/0" in first.step.candidate.shown
+    mark(in_canary, signed)
+    again = in_canary.promote("canary", signed)
+    assert (again.exit, again.recorded, again.step.candidate.epoch) == (3, True, 2)
+    assert again.step.candidate.window.counts == {}
+    assert again.step.candidate.shown == {}
+    assert "does not trust it: a shared machine" in again.unused[str(signed)]
+    assert again.notes
+    assert "a certificate of the stage canary that is in force" in again.step.lacking
+    more = in_canary.promote(
+        "canary", in_canary.certificate("canary"), in_canary.traffic("canary", n=200)
+    )
+    assert more.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+    assert more.step.candidate.epoch == 2
+    last = in_canary.promote("canary", in_canary.traffic("canary", n=600))
+    assert last.step.outcome is PromotionOutcome.ADVANCED, last.step.rows
+
+
+@pytest.mark.full
+def test_a_triple_that_advanced_by_a_run_that_is_not_trusted_any_more_begins_anew(
+    pipeline: Pipeline,
+) -> None:
+    """It stays live, its gate is closed, and a violation of L3 rolls it back."""
+    from kcdsl.release.promotion.gate import GateAnswer, ask
+
+    def gate() -> Any:
+        with pipeline.register() as register:
+            live = register.slot(SLOT).triple
+            assert live is not None
+            return ask(register, SLOT, "full", live, pipeline.now)
+
+    pipeline.until("canary")
+    signed = pipeline.certificate("canary")
+    live = pipeline.promote("canary", signed, pipeline.traffic("canary"))
+    assert live.step.outcome is PromotionOutcome.ADVANCED
+    assert gate().answer is GateAnswer.SUCCESSFUL
+    mark(pipeline, signed)
+    found = gate()
+    assert found.answer is GateAnswer.INCONCLUSIVE
+    assert "a shared machine" in found.reasons[0]
+    problem = refusal_of(lambda: pipeline.promote("full", pipeline.certificate("full")))
+    assert problem.code is codes.PROMOTION_STAGE
+    assert "does not trust it: a shared machine" in problem.message
+    held = pipeline.promote("full", pipeline.traffic("full"))
+    assert (held.exit, held.live) == (3, live.triple)
+    mark(pipeline, signed, trusted=True)
+    assert gate().answer is GateAnswer.SUCCESSFUL
+    mark(pipeline, signed)
+    pipeline.now += timedelta(minutes=1)
+    anew = pipeline.promote("offline-ci", pipeline.certificate("offline-ci"))
+    assert (anew.exit, anew.step.candidate.attempt) == (0, 2)
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from kcdsl.release.promotion import (
     PromotionOutcome,
     StagedCandidate,
     enter,
+    gathered,
+    without,
 )
 from kcdsl_certs.encoding.strict import canonical_json, strict_load
 from kcdsl_certs.statement import STAGES
@@ -178,6 +180,88 @@ def test_a_stopped_live_triple_is_refuted_without_counts_of_another_stage() -> N
     assert isinstance(found, NotHere)
     assert found.refutable is not None
     assert found.refutable.window.counts == {}
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_slow_fault_of_a_stopped_live_triple_adds_up_over_looks(anew: bool) -> None:
+    """Whether it is frozen, or began anew meanwhile; nothing else comes of its traffic."""
+    grave = demand("GRAVE", level=Level.L3)
+    limits = PromotionLimits(1000 * HOUR, 1)
+    candidate, counted = at(FULL, state=CandidateState.FROZEN), set[str]()
+    for i in range(30):
+        if anew and i == 3:
+            began = enter(candidate, TRIPLE, TRIPLE, OFFLINE, START + HOUR)
+            assert isinstance(began, StagedCandidate)
+            candidate = began
+        found = enter(candidate, TRIPLE, TRIPLE, FULL, START + HOUR)
+        assert isinstance(found, NotHere)
+        assert found.refutable is not None
+        part = window(
+            f"w{i}", {grave.obligation: counts(5, 200)},
+            start=START + timedelta(minutes=i), lasts=timedelta(minutes=1),
+        )  # fmt: skip
+        one = look(found.refutable, [grave], part, counted=counted, limits=limits, live=True,
+                   stopped=True)  # fmt: skip
+        assert one.candidate.window.counts == {grave.obligation: (5 * i + 5, 200 * i + 200)}
+        assert one.candidate.documents == i + 1
+        counted |= set(one.counted)
+        if one.outcome is not PromotionOutcome.HELD:
+            break
+        after = gathered(candidate, one.candidate)
+        assert (after.stage, after.state) == (candidate.stage, candidate.state)
+        candidate = after
+    assert one.outcome is PromotionOutcome.ROLLED_BACK
+    assert one.rows[0].reason.startswith("over the whole window")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stopped_triple_neither_advances_nor_begins_its_window_anew(stage: str) -> None:
+    mild = demand("MILD", level=Level.L1)
+    bad = window("w", {mild.obligation: counts(100, 1000)}, requests=1000)
+    for documents in (passing(stage, BOTH), (bad,)):
+        held = look(at(stage), (*BOTH, mild), *documents, live=True, stopped=True)
+        assert held.outcome is PromotionOutcome.HELD
+        assert (held.candidate.stage, held.candidate.epoch) == (stage, 1)
+
+
+def test_what_was_gathered_at_full_is_kept_until_the_triple_is_there_again() -> None:
+    counted = replace(at(FULL).window, counts={RATE.obligation: (5, 200)})
+    stopped = at(FULL, window=counted, state=CandidateState.FROZEN)
+    anew = enter(stopped, TRIPLE, TRIPLE, OFFLINE, START)
+    assert isinstance(anew, StagedCandidate)
+    assert anew.served == counted
+    canary = replace(anew, stage=CANARY, certificates=at(CANARY).certificates)
+    back = look(canary, BOTH, *passing(CANARY, BOTH), live=True).candidate
+    assert (back.stage, back.served, back.window.counts) == (FULL, None, {})
+    other = enter(stopped, TRIPLE, LIVE, OFFLINE, START)
+    assert isinstance(other, StagedCandidate)
+    assert other.served is None
+
+
+# --- runs that are not trusted any more -----------------------------------------------------------
+
+
+def test_a_window_that_counted_what_is_not_trusted_begins_anew() -> None:
+    report = EvidenceDocument(
+        DocumentKind.REPORT,
+        "r",
+        digest("r"),
+        frozenset(),
+        {RATE.obligation: counts(0, 300), MEAN.obligation: ObligationResult("held", "sample")},
+    )
+    signed = certificate("c", {EVERY.obligation: HELD})
+    found = look(at(CANARY), (*BOTH, MEAN), report, signed).candidate
+    assert set(found.shown) == {MEAN.obligation, EVERY.obligation}
+    assert without(found, set(), set(), START) == found
+    later = without(found, {report.identity}, {report.identity}, START + HOUR)
+    assert (later.window.since, later.window.counts, later.epoch) == (START + HOUR, {}, 2)
+    assert set(later.shown) == {EVERY.obligation}
+    assert later.certificates[CANARY] == (signed.identity,)
+    before = without(found, {report.identity}, set(), START + HOUR)
+    assert (before.window, set(before.shown)) == (found.window, {EVERY.obligation})
+    bare = without(found, {signed.identity}, {signed.identity}, START + HOUR)
+    assert set(bare.shown) == {MEAN.obligation}
+    assert bare.certificates[CANARY] == ()
 
 
 # --- missing, empty, wrong evidence ---------------------------------------------------------------
@@ -646,6 +730,7 @@ def test_a_candidate_is_read_as_it_was_written() -> None:
         at(OFFLINE),
         look(at(CANARY), (*BOTH, MEAN), signed, traffic, sampled("r", "held")).candidate,
         replace(at(FULL), incumbent=None, state=CandidateState.FROZEN),
+        replace(at(OFFLINE), served=look(at(CANARY), BOTH, traffic).candidate.window),
     ):
         text = canonical_json(candidate.to_json())
         assert StagedCandidate.from_json(strict_load(text, len(text))) == candidate
