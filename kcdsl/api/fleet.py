@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NOT_PASSED = "clause/not-passed"
 """The one refusal that is a result: a pair that does not keep the contract was certified so."""
+_ENDED = frozenset(("validity/expired", "sequence/revoked"))
+"""Refusals of a result that did not pass which leave what it withdrew withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ def fleet_of(
     program = contracts[0].program
     required = required_clauses(program, contracts[0].base)
     bodies: dict[str, Predicate] = {}
+    ended: dict[str, Predicate] = {}
     unused: dict[str, str] = {}
     for path in dict.fromkeys(certificates):
         found = _read(path, known, required, trust, moment)
@@ -58,9 +61,11 @@ def fleet_of(
             unused[str(path)] = found
         elif found[0] in bodies:
             unused[str(path)] = "it is named twice"
+        elif found[2]:
+            ended[found[0]], unused[str(path)] = found[1], found[2]
         else:
             files[found[0]], bodies[found[0]] = path, found[1]
-    for identity, why in _outdated(bodies).items():
+    for identity, why in _outdated(bodies, ended).items():
         unused[str(files[identity])] = why
         del bodies[identity]
     if not bodies:
@@ -78,13 +83,15 @@ def fleet_of(
     return FleetReading(fleet, program, required, bodies)
 
 
-def _outdated(bodies: Mapping[str, Predicate]) -> dict[str, str]:
+def _outdated(bodies: Mapping[str, Predicate], ended: Mapping[str, Predicate]) -> dict[str, str]:
     """Return why certificates count no more, by identity: a result of the same triple and stage
-    that is at least as new did not pass. What refutes a clause always counts."""
+    that is at least as new did not pass, whether or not it is in force (`ended`). What refutes a
+    clause always counts."""
     from kcdsl_certs.statement import Verdict
 
     newest: dict[tuple[str, str], tuple[int, str]] = {}
-    for identity, body in bodies.items():
+    every = {**ended, **bodies}
+    for identity, body in every.items():
         if body.verdict is not Verdict.PASSED:
             about = body.triple.digest, body.stage
             newest[about] = max(newest.get(about, (-1, "")), (body.sequence, identity))
@@ -96,7 +103,7 @@ def _outdated(bodies: Mapping[str, Predicate]) -> dict[str, str]:
             and identity != last
             and all(clause.verdict is not Verdict.FAILED for clause in body.clauses)
         ):
-            verdict = bodies[last].verdict
+            verdict = every[last].verdict
             found[identity] = f"sequence {sequence} of its triple and stage is {verdict}"
     return found
 
@@ -164,19 +171,23 @@ def _read(
     required: Sequence[RequiredClause],
     trust: Trust,
     moment: datetime,
-) -> tuple[str, Predicate] | str:
-    """Return identity and body of a certificate, or why it counts for nothing."""
+) -> tuple[str, Predicate, str] | str:
+    """Return identity and body of a certificate, with why it only withdraws older ones, or else an
+    empty text; or why it counts for nothing."""
     from kcdsl_certs.encoding.rejected import Rejected
-    from kcdsl_certs.statement import Predicate
+    from kcdsl_certs.statement import Predicate, Verdict
     from kcdsl_certs.statement.triple import INFER_CHECKPOINT
     from kcdsl_certs.verification.coverage import check_stated
     from kcdsl_certs.verification.inspection import inspect
 
     seen = inspect(read_certificate(path), trust, moment)
     refused = [check for check in seen.refusals if check.reason != _NOT_PASSED]
-    if refused or seen.authentic is not True:
-        return "; ".join(f"{check.detail} ({check.reason})" for check in refused)
+    why = "; ".join(f"{check.detail} ({check.reason})" for check in refused)
     body = seen.body
+    withdraws = isinstance(body, Predicate) and body.verdict is not Verdict.PASSED
+    may = _ENDED if withdraws else frozenset()
+    if seen.authentic is not True or any(check.reason not in may for check in refused):
+        return why
     if not isinstance(body, Predicate) or seen.stated is None or seen.identity is None:
         return "it is a weights transfer"
     named = body.triple.contract
@@ -190,7 +201,7 @@ def _read(
         check_stated(body, seen.stated, tuple(required))
     except Rejected as error:
         return f"{error.detail} ({error.reason})"
-    return seen.identity, body
+    return seen.identity, body, why
 
 
 # --- certificates of classes ----------------------------------------------------------------------

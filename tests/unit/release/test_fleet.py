@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from kcdsl.check.compile import load_program
 from kcdsl.release.issue import issue
 from kcdsl.release.results import proof_reference
 from kcdsl.verdict.studies.fleet import Direction, Fleet, FleetKernel, KernelPair
-from kcdsl_certs.signatures import Algorithm, SigningKey, generate
-from kcdsl_certs.statement import Verdict
+from kcdsl_certs.signatures import Algorithm, SigningKey, decode, generate, parse_bundle
+from kcdsl_certs.statement import Verdict, certificate_id
 from tests.support.release_scenes import CONTRACT, NOW, evidence_of, results, stand_in, tiny
 
 TRAIN = "{run: torch.eager, numerics: {preset: torch-eager, compute: %s}}"
@@ -198,6 +199,31 @@ def test_a_newer_result_that_did_not_pass_replaces_an_older_pass(
     assert states(document) == {"K1K2": "agree"}
     made.pair("a", "b", open_now, sequence=4, stage="shadow")
     document, _ = ask(made.words(*made.certificates[:3], *made.certificates[4:]), 0)
+
+
+@pytest.mark.parametrize("spoil", [failed, open_now])
+@pytest.mark.parametrize("how", ["expired", "revoked"])
+def test_a_result_that_did_not_pass_withdraws_older_passes_for_ever(
+    made: Scene, ask: Any, tmp_path: Path, how: str, spoil: Any
+) -> None:
+    """A failure does not end with its certificate, nor with its revocation."""
+    made.pair("b", "a")
+    old = made.pair("a", "b", sequence=1)
+    short = {"lifetime": timedelta(hours=1)} if how == "expired" else {}
+    newer = made.pair("a", "b", spoil, sequence=2, **short)
+    more: list[Any] = []
+    if how == "revoked":
+        identity = certificate_id(decode(parse_bundle(newer.read_bytes())).payload)
+        revoked = tmp_path / "revoked.toml"
+        revoked.write_text(f'revoked-certificates = ["{identity}"]\n')
+        more = ["--revocations", revoked]
+    document, _ = ask([*made.words(), *more], 3)
+    assert states(document) == {"K1K2": "open"}
+    assert set(document["unused"]) == {str(old), str(newer)}
+    assert how in document["unused"][str(newer)]
+    made.pair("a", "b", sequence=3)
+    document, _ = ask([*made.words(), *more], 0)
+    assert states(document) == {"K1K2": "agree"}
 
 
 def test_a_newer_open_result_does_not_hide_a_refutation(made: Scene, ask: Any) -> None:
