@@ -42,6 +42,7 @@ from kcdsl.release.promotion.recorded import (
 )
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import time_text
+from kcdsl_certs.statement import Verdict
 
 if TYPE_CHECKING:
     from kcdsl.release.register import Promotion, Register, Slot
@@ -233,7 +234,9 @@ class _Promotion:
             else:
                 register.record_triple(self.triple)
         weak: dict[str, tuple[str, ...]] = {}
-        newest = max(self.failures, default=0)
+        known = register.certificates(triple=self.triple.digest, stage=self.settings.stage)
+        failed = (one.sequence for one in known if one.verdict is not Verdict.PASSED)
+        newest = max((*self.failures, *failed), default=0)
         for name, (report, bundle) in given.items():
             if report.accepted:
                 assert trust is not None

@@ -202,6 +202,19 @@ def test_a_failure_that_was_decided_leaves_the_gate_to_its_decision(register: Re
     assert answer(register, NEW, CANARY) is GateAnswer.SUCCESSFUL
 
 
+@pytest.mark.parametrize("stage", [SHADOW, CANARY])
+def test_a_failure_closes_it_also_after_its_certificate_ended(
+    register: Register, stage: str
+) -> None:
+    """Of its stage, and of one before it."""
+    record(register, NEW, CANARY)
+    later = NOW + timedelta(days=3)
+    assert answer(register, NEW, CANARY, later) is GateAnswer.SUCCESSFUL
+    short = {"verdict": Verdict.FAILED, "lifetime": timedelta(days=1)}
+    recorded(register, certified(NEW, stage=stage, sequence=2, **short))
+    assert answer(register, NEW, CANARY, later) is GateAnswer.FAILED
+
+
 @pytest.mark.parametrize("how", ["failed", "revoked", "failed elsewhere"])
 def test_a_certificate_that_passed_does_not_hide_what_came_after_it(
     register: Register, how: str

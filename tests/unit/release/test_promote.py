@@ -455,6 +455,35 @@ def test_an_older_certificate_after_a_failed_one_is_not_valid(pipeline: Pipeline
     assert found.invalid[str(good)][0] == "register/superseded"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_failure_that_has_ended_withdraws_an_older_certificate(
+    pipeline: Pipeline, recorded: bool
+) -> None:
+    """Also in a dry run, and where the older one was not recorded before."""
+    good = pipeline.certificate("offline-ci")
+    pipeline.now += timedelta(minutes=1)
+    broken = [
+        replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2)) if c.id == "O-TRACE" else c
+        for c in pipeline.results()
+    ]
+    failed = pipeline.certificate("offline-ci", broken, days=1)
+    with pipeline.register() as register:
+        signers = trusted(*(key for key in pipeline.private_keys()))
+        given = [good, failed] if recorded else [failed]
+        register.record_certificates([one.read_bytes() for one in given], signers)
+    pipeline.now += timedelta(days=2)
+    for dry_run in (True, False):
+        found = pipeline.promote("offline-ci", good, dry_run=dry_run)
+        assert found.exit == 4
+        assert found.invalid[str(good)][0] == "register/superseded"
+        both = pipeline.promote("offline-ci", good, failed, dry_run=dry_run)
+        assert both.exit == 4
+        assert both.invalid[str(failed)][0] == "validity/expired"
+    with pipeline.register() as register:
+        assert register.promotions(slot=SLOT) == ()
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(
     ("verdict", "wanted"),
