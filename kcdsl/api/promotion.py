@@ -161,6 +161,7 @@ def promote(settings: PromoteSettings) -> Promoted:
             slot = register.slot(settings.slot)
             look = about.look(register, slot, weak)
             found = look.step
+            register.refuse_counted(settings.slot, triple.digest, about.traffic(found))
             changes = look.restarted or found.counted or found.outcome is not PromotionOutcome.HELD
             decision = about.decision(look, register, slot)
             told = [f"{r.clause}: {r.detail}" for r in decision.reasons if r.clause == NO_FALLBACK]
@@ -168,7 +169,9 @@ def promote(settings: PromoteSettings) -> Promoted:
                 for report in about.reports:
                     register.record_run(Run("evaluate", triple.digest, settings.stage, report))
                 try:
-                    slot = register.promote(settings.slot, slot.version, decision)
+                    slot = register.promote(
+                        settings.slot, slot.version, decision, about.traffic(look.step)
+                    )
                 except Stale as stale:
                     notes.append(
                         "the slot changed meanwhile: looked again beside its version "
@@ -277,6 +280,13 @@ class _Promotion:
         """Return the digests of the reports that are about the candidate."""
         documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
         return tuple(d.identity for d in documents if d.kind is DocumentKind.REPORT)
+
+    def traffic(self, found: PromotionStep) -> tuple[str, ...]:
+        """Return the digests of traffic that a step counted: of windows and of their rows."""
+        documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
+        windows = (each for each in documents if each.kind is DocumentKind.WINDOW)
+        known = {digest for each in windows for digest in (each.identity, *each.parts)}
+        return tuple(sorted(known & {*found.counted}))
 
     def look(self, register: Register, slot: Slot, weak: Mapping[str, tuple[str, ...]]) -> _Look:
         """Return what the evidence makes of the candidate as the slot is now, without the

@@ -113,10 +113,13 @@ def runs_in(
 
 
 def promotions_in(
-    connection: Connection, slot: str | None, candidate: str | None
+    connection: Connection, slot: str | None, candidate: str | None, naming: str | None = None
 ) -> Iterator[Promotion]:
-    """Yield decisions, in the order in which they were recorded."""
+    """Yield decisions, in the order in which they were recorded; with `naming` those in whose
+    record this text is."""
     wanted = _filtered(select(promotions), promotions.c, slot=slot, candidate=candidate)
+    if naming is not None:
+        wanted = wanted.where(promotions.c.record.contains(naming, autoescape=True))
     for row in connection.execute(wanted.order_by(promotions.c.event)):
         yield replace(read_record(PROMOTION, row.record), number=row.event, at=parse_time(row.time))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from sqlalchemy import Connection, insert, select
 
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import NOT_RECORDED
+from kcdsl.diagnostics.codes import NOT_RECORDED, PROMOTION_EVIDENCE
 from kcdsl.release.register import queries
 from kcdsl.release.register.appending import Chain
 from kcdsl.release.register.events import EventKind
@@ -171,6 +172,21 @@ def refuse_unfounded(
             _refuse_weak(queries.status_in(connection, identity, moment), decided.candidate)
     if decided.state is PromotionState.ROLLED_BACK and decided.incumbent != before.triple:
         _refuse_never_live(connection, decided)
+
+
+def refuse_counted(
+    connection: Connection, slot: str, candidate: str, traffic: Iterable[str]
+) -> None:
+    """Refuse evidence, by its digests, that counts for another candidate or in another slot."""
+    for digest in traffic:
+        for other in queries.promotions_in(connection, None, None, naming=digest):
+            if digest in other.evidence and (other.slot, other.candidate) != (slot, candidate):
+                raise refuse(
+                    PROMOTION_EVIDENCE,
+                    f"the traffic sha256:{digest[:12]} was counted for sha256:"
+                    f"{other.candidate[:12]} in {other.slot}",
+                    help="give the traffic of this candidate in this slot; it counts once",
+                )
 
 
 def _refuse_weak(status: CertificateStatus, candidate: str) -> None:

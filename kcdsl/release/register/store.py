@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -26,6 +26,7 @@ from kcdsl.release.register.recording import (
     record,
     record_run,
     record_triple,
+    refuse_counted,
     refuse_unfounded,
     run_of,
 )
@@ -205,13 +206,16 @@ class Register:
             event = chain.append(EventKind.REVOCATION, entry.to_json())
         return replace(entry, number=event.number)
 
-    def promote(self, slot: str, expected_version: int, promotion: Promotion) -> Slot:
+    def promote(
+        self, slot: str, expected_version: int, promotion: Promotion, traffic: Iterable[str] = ()
+    ) -> Slot:
         """Record a decision about a candidate, and move the slot where the decision says so.
 
         `expected_version` is that of the slot which the decision is about; each decision increments
         it. Raises Stale where the slot has another one, or where something else is live than the
         incumbent; Refusal where ADVANCED or PROMOTED rests on no certificate, or on one that is not
-        of the candidate, did not pass, or is not in force.
+        of the candidate, did not pass, or is not in force, or where `traffic`, digests of evidence,
+        was counted for another candidate or in another slot.
         """
         decided = replace(promotion, slot=slot, version=expected_version + 1)
         try:
@@ -227,6 +231,7 @@ class Register:
             except Rejected as error:
                 raise Stale(before, error.detail) from error
             refuse_unfounded(connection, decided, before, chain.moment)
+            refuse_counted(connection, slot, decided.candidate, traffic)
             chain.append(EventKind.PROMOTION, decided.to_json())
             return slot_in(connection, slot)
 
@@ -305,6 +310,11 @@ class Register:
         """Return decisions in the order in which they were recorded."""
         with self._reading() as connection:
             return tuple(queries.promotions_in(connection, slot, candidate))
+
+    def refuse_counted(self, slot: str, candidate: str, traffic: Iterable[str]) -> None:
+        """Raise Refusal where `promote` would for this traffic."""
+        with self._reading() as connection:
+            refuse_counted(connection, slot, candidate, traffic)
 
     def revocations(self) -> tuple[Revocation, ...]:
         """Return revocations in the order in which they were recorded."""

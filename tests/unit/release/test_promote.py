@@ -134,6 +134,38 @@ def test_a_window_counts_once_whatever_it_is_called(in_canary: Pipeline) -> None
     assert "1 of its 2 tables were counted before" in mixed.unused[str(joined)]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_traffic_that_counts_in_one_slot_does_not_count_in_another(
+    in_canary: Pipeline, dry_run: bool
+) -> None:
+    """Nor does it for another candidate; certificates are of the triple, and count in both."""
+    other = "chat/other"
+    in_canary.now += timedelta(minutes=1)
+    in_canary.promote("offline-ci", in_canary.certificate("offline-ci"), slot=other)
+    ready = in_canary.certificate("shadow"), in_canary.traffic("shadow")
+    assert in_canary.promote("shadow", *ready, slot=other).exit == 0
+    signed, window = in_canary.certificate("canary"), in_canary.traffic("canary", n=200)
+    assert in_canary.promote("canary", signed, window).recorded
+    with in_canary.register() as register:
+        found = register.promotions(slot=SLOT)
+    again = edited(window, environment__seed=1)
+    for given in ((window,), (signed, again)):
+        problem = refusal_of(
+            lambda given=given: in_canary.promote("canary", *given, slot=other, dry_run=dry_run)
+        )
+        assert problem.code is codes.PROMOTION_EVIDENCE
+        assert f"was counted for sha256:{found[0].candidate[:12]} in {SLOT}" in problem.message
+    with in_canary.register() as register:
+        decided = register.promotions(slot=other)
+        decision = replace(decided[-1], evidence=found[-1].evidence, certificates=(),
+                           state=PromotionState.HELD)  # fmt: skip
+        with pytest.raises(Refusal) as caught:
+            register.promote(other, register.slot(other).version, decision, found[-1].evidence)
+    assert caught.value.diagnostics[0].code is codes.PROMOTION_EVIDENCE
+    assert in_canary.promote("canary", signed, slot=other, dry_run=dry_run).exit == 3
+
+
 def test_a_planted_regression_rolls_back_freezes_or_blocks_by_its_level(tmp_path: Path) -> None:
     for level, outcome, state in (
         ("L1", PromotionOutcome.BLOCKED, CandidateState.ACTIVE),
