@@ -246,6 +246,7 @@ class AggregateCommand(Looks):
                 memory=self.memory,
                 threads=self.threads,
                 spill=None if self.spill is None else Path(self.spill),
+                content=self.stage is not None,
                 progress=progress,
             )
         text = json_text({**document, **window}, allow_nan=False)

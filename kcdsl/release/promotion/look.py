@@ -176,9 +176,8 @@ def why_unusable(
     """Return why a document does not count; None where it does."""
     if document.identity in seen or (document.parts and document.parts <= seen):
         return "it was counted before"
-    shared = len(document.parts & seen)
-    if shared and document.kind is DocumentKind.WINDOW:
-        return f"{shared} of its {len(document.parts)} tables were counted before"
+    if document.parts & seen:
+        return "rows of some of its tables were counted before"
     if not document.results:
         return "it has no results"
     unknown = sorted(document.results.keys() - demands.keys())

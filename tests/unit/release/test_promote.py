@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from kcdsl.api.checking import CheckSettings
@@ -131,7 +132,27 @@ def test_a_window_counts_once_whatever_it_is_called(in_canary: Pipeline) -> None
     joined = in_canary.aggregate("canary", [table, more], start, in_canary.now)
     assert joined == other
     mixed = in_canary.promote("canary", joined)
-    assert "1 of its 2 tables were counted before" in mixed.unused[str(joined)]
+    assert mixed.unused[str(joined)] == "rows of some of its tables were counted before"
+
+
+@pytest.mark.full
+def test_a_table_that_was_written_anew_counts_once(in_canary: Pipeline) -> None:
+    start = in_canary.now
+    window = in_canary.traffic("canary", n=200)
+    found = in_canary.promote("canary", in_canary.certificate("canary"), window)
+    assert found.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+    rows = pq.read_table(in_canary.folder / f"traffic-{in_canary.made - 1}.parquet")
+    one, two = (in_canary.folder / f"again-{i}.parquet" for i in (1, 2))
+    pq.write_table(rows.take(list(range(199, -1, -1))), one, compression="gzip", row_group_size=7)
+    again = in_canary.aggregate("canary", [one], start, in_canary.now)
+    counted = in_canary.promote("canary", again)
+    assert counted.unused == {str(again): "it was counted before"}
+    pq.write_table(rows.slice(0, 100), one)
+    pq.write_table(rows.slice(100), two)
+    parts = in_canary.aggregate("canary", [one, two], start, in_canary.now)
+    counted = in_canary.promote("canary", parts)
+    assert counted.unused == {str(parts): "rows of some of its tables were counted before"}
+    assert counted.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
 
 
 @pytest.mark.full

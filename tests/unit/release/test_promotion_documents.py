@@ -51,7 +51,7 @@ def window(row: dict[str, Any], requests: int = 600) -> dict[str, Any]:
     return {
         "schema": "kcdsl.aggregate/2", **base(ABOUT, row), "deferred": {},
         "window": window_of(ABOUT, CANARY, period),
-        "tables": {"files": [{"sha256": digest("table")}]},
+        "tables": {"files": [{"content": digest("table")}], "content": digest("table")},
         "slices": [{"slice": "all", "requests": requests}],
     }  # fmt: skip
 

@@ -26,6 +26,7 @@ from kcdsl_backends.empirical.questions.token_clauses import (
     limits_of,
     prepare,
 )
+from kcdsl_backends.empirical.sources.tokens.content import content_digests
 from kcdsl_backends.empirical.sources.tokens.database import (
     Asked,
     Database,
@@ -58,7 +59,8 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What a user asks for: metrics (none: those of the contract, else all), further limits by
-    metric, shares of percentiles, and means of the machine (see `engine.opened`)."""
+    metric, shares of percentiles, means of the machine (see `opened`), and whether the document has
+    digests of the rows (`content`)."""
 
     metrics: tuple[str, ...] = ()
     limits: Mapping[str, tuple[ValueLimit, ...]] | None = None
@@ -69,6 +71,7 @@ class Wish:
     memory: int | None = None
     threads: int | None = None
     spill: Path | None = None
+    content: bool = False
 
 
 def wish_for(
@@ -101,6 +104,7 @@ def aggregate(
     with opened(table, memory=wish.memory, threads=wish.threads, spill=wish.spill) as database:
         members = None if task is None else task.members
         slice_of = membership(table, members)
+        content = _add_content(files, database) if wish.content else {}
         if task is None:
             check_rows(database, members)
             terms: list[Term] = [Metric(one.metric) for one in asked]
@@ -136,11 +140,22 @@ def aggregate(
                 "rows": table.rows,
                 "left_out": left_out(database, members),
                 "files": list(files),
+                **content,
             },
             "environment": _environment(database, wish),
             "slices": slices,
             "sql": list(database.asked),
         }
+
+
+def _add_content(files: Sequence[dict[str, Any]], database: Database) -> dict[str, str]:
+    """Add the digest of the rows of each file that has any, and return that of all rows; raises
+    Refusal for a file with the rows of another one."""
+    whole, found = content_digests(database)
+    refuse_copies(database.table, [found.get(i, "") for i in range(len(files))], "rows")
+    for i, own in found.items():
+        files[i]["content"] = own
+    return {"content": whole}
 
 
 def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list[Asked]:

@@ -268,8 +268,9 @@ def left_out(database: Database, members: Sequence[Member] | None) -> int:
     return int(database.rows(query)[0]["n"])
 
 
-def refuse_copies(table: TokenTable, digests: Sequence[str]) -> None:
-    """Refuse a file that has rows and the bytes of another one (`digests`, by file)."""
+def refuse_copies(table: TokenTable, digests: Sequence[str], what: str = "bytes") -> None:
+    """Refuse a file that has rows and the bytes, or other content, of another one (`digests`, by
+    file)."""
     import pyarrow.parquet as pq
 
     first: dict[str, int] = {}
@@ -278,6 +279,6 @@ def refuse_copies(table: TokenTable, digests: Sequence[str]) -> None:
         if other != i and pq.read_metadata(table.files[i]).num_rows:
             raise refuse(
                 codes.TOKEN_TABLE,
-                f"{shown(table.files[i])} has the bytes of {shown(table.files[other])}",
+                f"{shown(table.files[i])} has the {what} of {shown(table.files[other])}",
                 help="every token of it would weigh twice: give it once",
             )

@@ -1,0 +1,105 @@
+"""Digests of rows: the same however they are written, another one for any other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
+from kcdsl_backends.empirical.sources.tokens.content import content_digests
+from kcdsl_backends.empirical.sources.tokens.database import opened
+from kcdsl_backends.empirical.sources.tokens.tables import open_tables
+
+COLUMNS: dict[str, list[Any]] = {
+    "request": ["a", "a", "b", "c"],
+    "slice": [["chat"], ["chat"], ["chat", "code"], ["code"]],
+    "position": [0, 1, 0, 0],
+    "kl": [0.25, 0.5, None, float("nan")],
+    "surface": ["x", None, "-", "1:x"],
+    "cached": [True, False, True, None],
+}
+
+
+def written(path: Path, table: pa.Table, **how: Any) -> Path:
+    pq.write_table(table, path, **how)
+    return path
+
+
+def digests(*paths: Path) -> tuple[str, dict[int, str]]:
+    with opened(open_tables(paths)) as database:
+        return content_digests(database)
+
+
+def table(changes: Mapping[str, Any] | None = None) -> pa.Table:
+    return pa.table({**COLUMNS, **(changes or {})})
+
+
+def test_the_same_rows_have_the_same_digest(tmp_path: Path) -> None:
+    wanted = digests(written(tmp_path / "plain.parquet", table()))
+    assert wanted[1] == {0: wanted[0]}
+    turned = table().take([3, 1, 0, 2]).select(list(reversed(COLUMNS)))
+    narrow = table(
+        {
+            "kl": pa.array(COLUMNS["kl"], pa.float32()),
+            "position": pa.array(COLUMNS["position"], pa.int8()),
+            "request": pa.array(COLUMNS["request"]).dictionary_encode(),
+            "surface": pa.array(COLUMNS["surface"], pa.large_string()),
+        }
+    )
+    for i, same in enumerate((turned, narrow)):
+        path = written(tmp_path / f"{i}.parquet", same, compression="gzip", row_group_size=1)
+        assert digests(path) == wanted
+    first, rest = table().slice(0, 1), table().slice(1)
+    parts = [written(tmp_path / f"part{i}.parquet", one) for i, one in enumerate((rest, first))]
+    whole, files = digests(*parts)
+    assert whole == wanted[0]
+    assert len({*files.values(), whole}) == 3
+    empty = written(tmp_path / "empty.parquet", table().slice(0, 0))
+    assert digests(parts[0], empty, parts[1]) == (whole, {0: files[0], 2: files[1]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"request": ["a", "a", "b", "d"]},
+        {"slice": [["chat"], ["chat"], ["code"], ["code"]]},
+        {"position": [0, 1, 0, 1]},
+        {"kl": [0.25, 0.5000001, None, float("nan")]},
+        {"kl": [0.25, 0.5, float("nan"), float("nan")]},
+        {"kl": [0.25, 0.5, None, None]},
+        {"surface": ["x", "-", "-", "1:x"]},
+        {"surface": ["x", None, None, "1:x"]},
+        {"surface": ["x", None, "-", "x"]},
+        {"cached": [True, True, True, None]},
+    ],
+)
+def test_other_rows_have_another_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plain, other = (
+        digests(written(tmp_path / f"{i}.parquet", table(one)))[0]
+        for i, one in enumerate(({}, changes))
+    )
+    assert plain != other
+
+
+def test_a_row_that_is_there_twice_counts_twice(tmp_path: Path) -> None:
+    """Sums are those of a multiset: two copies of a row do not cancel out."""
+    rows = [table(), table().take([0, 1, 2, 3, 0]), table().take([0, 1, 2, 3, 0, 0])]
+    found = {digests(written(tmp_path / f"{i}.parquet", one))[0] for i, one in enumerate(rows)}
+    assert len(found) == 3
+
+
+def test_a_copy_with_other_bytes_is_refused(tmp_path: Path) -> None:
+    rows = table().drop_columns(["position"])
+    one = written(tmp_path / "one.parquet", rows)
+    two = written(tmp_path / "two.parquet", rows, compression="gzip")
+    wish = Wish(quantiles=(Fraction(1, 2),), content=True)
+    with pytest.raises(Refusal) as caught:
+        aggregate([one, two], None, wish)
+    assert "two.parquet has the rows of" in caught.value.diagnostics[0].message
