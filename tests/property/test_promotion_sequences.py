@@ -1,0 +1,259 @@
+"""Whatever happens in whatever order: no stage is left out, and what failed does not serve.
+
+A slot is simulated beside the state machine, which is pure: looks at evidence of three triples,
+revocations, certificates that end, runs that are not trusted any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from fractions import Fraction
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kcdsl.ir.terms import Level
+from kcdsl.release.promotion import (
+    CANARY,
+    FULL,
+    OFFLINE,
+    CandidateState,
+    DocumentKind,
+    EvidenceDocument,
+    NotHere,
+    ObligationResult,
+    PromotionOutcome,
+    PromotionStep,
+    StagedCandidate,
+    enter,
+    gathered,
+    without,
+)
+from kcdsl.release.promotion.gate import GateAnswer, judge
+from kcdsl_certs.statement import STAGES
+from tests.support.promotions import HELD, HOUR, START, certificate, counts, demand, look, window
+
+MILD, RATE = demand("MILD", level=Level.L1), demand("RATE", level=Level.L2)
+EVERY = demand("EVERY", level=Level.L3, allowed=Fraction(0))
+DEMANDS = (MILD, RATE, EVERY)
+BROKEN = ObligationResult("violated", "census", 1, 1)
+BEYOND = counts(5000, 20_000)
+TRIPLES = ("a" * 64, "b" * 64, "c" * 64)
+triples, stages = st.sampled_from(TRIPLES), st.sampled_from(STAGES)
+FAILURES = (PromotionOutcome.BLOCKED, PromotionOutcome.FROZEN, PromotionOutcome.ROLLED_BACK)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """A slot as `kcdsl.api.promotion` keeps it, and what each triple came to, told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.made = START, 0
+        self.live: str | None = None
+        self.promoted: list[str] = []
+        self.candidates: dict[str, StagedCandidate] = {}
+        self.counted: dict[str, set[str]] = {one: set() for one in TRIPLES}
+        self.gone: set[str] = set()
+        self.ended: set[str] = set()
+        self.passed: dict[str, list[str]] = {one: [] for one in TRIPLES}
+        self.failed: set[str] = set()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    @rule(triple=triples, stage=stages)
+    def pass_it(self, triple: str, stage: str) -> None:
+        """Give evidence that passes."""
+        self._look(triple, stage, self._signed(), self._traffic())
+
+    @rule(triple=triples)
+    def pass_all(self, triple: str) -> None:
+        """Give evidence that passes, stage by stage."""
+        for stage in STAGES:
+            self._look(triple, stage, self._signed(), self._traffic())
+
+    @rule(triple=triples, stage=stages, signed=st.booleans())
+    def give_half(self, triple: str, stage: str, signed: bool) -> None:
+        """Give a certificate without traffic, or traffic without a certificate."""
+        self._look(triple, stage, self._signed() if signed else self._traffic())
+
+    @rule(triple=triples, stage=stages, which=st.sampled_from(DEMANDS), signed=st.booleans())
+    def violate(self, triple: str, stage: str, which: object, signed: bool) -> None:
+        """Give evidence that a clause is violated, beside evidence that it is not."""
+        assert which in DEMANDS
+        name = next(one.obligation for one in DEMANDS if one is which)
+        if signed:
+            bad = certificate(self._name(), {name: BROKEN}, valid=False)
+            self._look(triple, stage, bad, self._traffic())
+        else:
+            result = BROKEN if name == EVERY.obligation else BEYOND
+            self._look(triple, stage, self._signed(), self._traffic({name: result}))
+
+    @rule(triple=triples, stage=stages)
+    def spoil(self, triple: str, stage: str) -> None:
+        """Give traffic with a NaN."""
+        bad = {RATE.obligation: ObligationResult("invalid_evidence", "census")}
+        self._look(triple, stage, self._signed(), self._traffic(bad))
+
+    @rule(triple=triples, stage=stages, revoked=st.booleans())
+    def withdraw(self, triple: str, stage: str, revoked: bool) -> None:
+        """Revoke what a stage rests on, or let it end."""
+        if triple in self.candidates:
+            signed = self.candidates[triple].certificates.get(stage, ())
+            (self.gone if revoked else self.ended).update(signed)
+
+    @rule(triple=triples)
+    def distrust(self, triple: str) -> None:
+        """Mark the run of the last certificate of the present stage."""
+        known = self.candidates.get(triple)
+        if known is not None:
+            last = {*known.certificates.get(known.stage, ())[-1:]}
+            self.candidates[triple] = without(known, last, last, self.now)
+
+    # --- the slot ---------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        self.made += 1
+        return f"document {self.made}"
+
+    def _signed(self) -> EvidenceDocument:
+        return certificate(self._name(), {one.obligation: HELD for one in DEMANDS})
+
+    def _traffic(self, changes: Mapping[str, ObligationResult] | None = None) -> EvidenceDocument:
+        good = {one.obligation: counts(0, 20_000) for one in (MILD, RATE)}
+        return window(self._name(), {**good, **(changes or {})}, start=self.now, requests=20_000)
+
+    def _look(self, triple: str, stage: str, *documents: EvidenceDocument) -> None:
+        """Do as `kcdsl promote` does: enter the stage, take a step, record what came of it."""
+        self.now += HOUR
+        previous = self.candidates.get(triple)
+        entered = enter(previous, triple, self.live, stage, self.now, self._withdrawn(previous))
+        stopped = isinstance(entered, NotHere)
+        candidate = entered.refutable if isinstance(entered, NotHere) else entered
+        if candidate is None:
+            return
+        found = self._step(candidate, documents, stopped=stopped)
+        after = found.candidate
+        if stopped and found.outcome is not PromotionOutcome.ROLLED_BACK:
+            traffic = [one for one in documents if one.kind is DocumentKind.WINDOW]
+            found = self._step(candidate, traffic, stopped=True)
+            assert previous is not None
+            after = gathered(previous, found.candidate)
+            assert (after.stage, after.state) == (previous.stage, previous.state)
+            assert (after.certificates, after.shown) == (previous.certificates, previous.shown)
+        self.counted[triple] |= {*found.counted}
+        self.candidates[triple] = after
+        self._tell(previous, found, triple, stage)
+
+    def _step(
+        self, candidate: StagedCandidate, documents: object, *, stopped: bool
+    ) -> PromotionStep:
+        assert isinstance(documents, (tuple, list))
+        return look(
+            candidate,
+            DEMANDS,
+            *documents,
+            counted=self.counted[candidate.triple],
+            now=self.now,
+            ended=self.gone | self.ended,
+            live=self.live == candidate.triple,
+            stopped=stopped,
+        )
+
+    def _withdrawn(self, known: StagedCandidate | None) -> dict[str, str]:
+        signed = () if known is None else known.certificates.values()
+        return {one: "revoked" for each in signed for one in each if one in self.gone}
+
+    def _serves(self, triple: str, live: str | None) -> bool:
+        """Say whether the gate is open at `full`."""
+        known = self.candidates[triple]
+        answer, _ = judge(known, live, FULL, self._withdrawn(known), self.gone | self.ended)
+        return answer is GateAnswer.SUCCESSFUL
+
+    def _tell(
+        self, previous: StagedCandidate | None, found: PromotionStep, triple: str, stage: str
+    ) -> None:
+        """Keep what came of a look, and move the slot."""
+        candidate, passed = self.candidates[triple], self.passed[triple]
+        if previous is not None and previous.attempt != candidate.attempt:
+            passed.clear()
+        match found.outcome:
+            case PromotionOutcome.ADVANCED:
+                assert stage == STAGES[len(passed)], "a stage was left out or repeated"
+                assert candidate.stage == STAGES[len(passed) + 1]
+                passed.append(stage)
+                if stage == CANARY:
+                    assert passed == [*STAGES[:3]]
+                    self.failed.discard(triple)
+                    self.live = triple
+                    self.promoted.append(triple)
+            case PromotionOutcome.ROLLED_BACK if self.live == triple:
+                self.failed.add(triple)
+                earlier = [one for one in reversed(self.promoted) if one != triple]
+                self.live = next((one for one in earlier if self._serves(one, one)), None)
+                assert self.live not in self.failed, "a rollback to what had failed"
+                if self.live is not None:
+                    known = self.candidates[self.live]
+                    assert known.state is CandidateState.ACTIVE
+                    every = {one for each in known.certificates.values() for one in each}
+                    assert not every & self.gone, "a rollback to what was withdrawn"
+                    assert not {*known.signed(FULL)} <= self.ended | self.gone
+            case outcome if outcome in FAILURES and (candidate.state is not CandidateState.ACTIVE):
+                self.failed.add(triple)
+            case _:
+                pass
+
+    # --- what always holds ------------------------------------------------------------------------
+
+    @invariant()
+    def what_failed_does_not_serve(self) -> None:
+        """A gate is open at `full` for the live triple alone, and not after a failure."""
+        for triple in self.candidates:
+            if self._serves(triple, self.live):
+                assert triple == self.live
+                assert triple not in self.failed
+                assert self.candidates[triple].state is CandidateState.ACTIVE
+                assert self.passed[triple] == [*STAGES[:3]]
+
+    @invariant()
+    def what_was_rolled_back_is_not_live(self) -> None:
+        """A live triple was promoted, and not rolled back since."""
+        if self.live is not None:
+            assert self.live in self.promoted
+            assert self.candidates[self.live].state is not CandidateState.ROLLED_BACK
+
+    @invariant()
+    def certificates_of_all_earlier_stages_are_there(self) -> None:
+        """A candidate beyond a stage has a certificate of it."""
+        for known in self.candidates.values():
+            for stage in STAGES[: STAGES.index(known.stage)]:
+                assert known.certificates.get(stage)
+
+
+def test_something_serves() -> None:
+    """The machine is not closed whatever happens."""
+    slot = SlotMachine()
+    for triple in TRIPLES[:2]:
+        slot.pass_all(triple)
+        assert slot.live == triple
+        assert slot._serves(triple, triple)
+    slot.violate(TRIPLES[1], FULL, EVERY, signed=False)
+    assert slot.live == TRIPLES[0]
+    slot.violate(TRIPLES[0], OFFLINE, EVERY, signed=True)
+    assert slot.live is None
+    assert timedelta() < slot.now - START
+
+
+class TestSlots(SlotMachine.TestCase):  # type: ignore[misc, name-defined]
+    """Random sequences of a few events."""
+
+    settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.full
+class TestManySlots(SlotMachine.TestCase):  # type: ignore[misc, name-defined]
+    """Random sequences of many events."""
+
+    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
