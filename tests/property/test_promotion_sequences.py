@@ -13,7 +13,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kcdsl.ir.terms import Level
 from kcdsl.release.promotion import (
@@ -104,6 +104,20 @@ class SlotMachine(RuleBasedStateMachine):
             signed = self.candidates[triple].certificates.get(stage, ())
             (self.gone if revoked else self.ended).update(signed)
 
+    @precondition(lambda self: self.live is not None)
+    @rule(stage=stages, revoked=st.booleans())
+    def withdraw_what_is_live(self, stage: str, revoked: bool) -> None:
+        """Revoke what a stage of the live triple rests on, or let it end."""
+        assert self.live is not None
+        self.withdraw(self.live, stage, revoked)
+
+    @precondition(lambda self: self.live is not None)
+    @rule(stage=stages, signed=st.booleans())
+    def violate_what_is_live(self, stage: str, signed: bool) -> None:
+        """Give evidence that a clause of L3 is violated by the live triple."""
+        assert self.live is not None
+        self.violate(self.live, stage, EVERY, signed)
+
     @rule(triple=triples)
     def distrust(self, triple: str) -> None:
         """Mark the run of the last certificate of the present stage."""
@@ -172,6 +186,9 @@ class SlotMachine(RuleBasedStateMachine):
         answer, _ = judge(known, live, FULL, self._withdrawn(known), self.gone | self.ended)
         return answer is GateAnswer.SUCCESSFUL
 
+    def _rests_on(self, triple: str) -> set[str]:
+        return {one for each in self.candidates[triple].certificates.values() for one in each}
+
     def _tell(
         self, previous: StagedCandidate | None, found: PromotionStep, triple: str, stage: str
     ) -> None:
@@ -197,8 +214,7 @@ class SlotMachine(RuleBasedStateMachine):
                 if self.live is not None:
                     known = self.candidates[self.live]
                     assert known.state is CandidateState.ACTIVE
-                    every = {one for each in known.certificates.values() for one in each}
-                    assert not every & self.gone, "a rollback to what was withdrawn"
+                    assert not self._rests_on(self.live) & self.gone, "it was withdrawn"
                     assert not {*known.signed(FULL)} <= self.ended | self.gone
             case outcome if outcome in FAILURES and (candidate.state is not CandidateState.ACTIVE):
                 self.failed.add(triple)
@@ -216,6 +232,7 @@ class SlotMachine(RuleBasedStateMachine):
                 assert triple not in self.failed
                 assert self.candidates[triple].state is CandidateState.ACTIVE
                 assert self.passed[triple] == [*STAGES[:3]]
+                assert not self._rests_on(triple) & self.gone
 
     @invariant()
     def what_was_rolled_back_is_not_live(self) -> None:
@@ -249,7 +266,7 @@ def test_something_serves() -> None:
 class TestSlots(SlotMachine.TestCase):  # type: ignore[misc, name-defined]
     """Random sequences of a few events."""
 
-    settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+    settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.full
