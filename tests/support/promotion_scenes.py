@@ -42,20 +42,22 @@ class Pipeline:
     requests: int = 100
     keys: tuple[str, ...] = ("release.key",)
     """The files of the keys that sign certificates."""
+    url: str | None = None
+    """Where the register is; None for a file in the folder."""
 
     @classmethod
-    def of(cls, folder: Path) -> Pipeline:
+    def of(cls, folder: Path, url: str | None = None) -> Pipeline:
         """Write the contract and a key, and make the register."""
         tiny(folder)
         assert run_here("keygen", "-o", "release.key", cwd=folder).code == 0
-        pipeline = cls(folder)
+        pipeline = cls(folder, url=url)
         with Register.open(pipeline.place, create=True, clock=lambda: START):
             return pipeline
 
     @property
-    def place(self) -> Path:
-        """Return the file of the register."""
-        return self.folder / "register.db"
+    def place(self) -> str:
+        """Return where the register is."""
+        return self.url or str(self.folder / "register.db")
 
     @property
     def contract(self) -> Path:
@@ -133,7 +135,7 @@ class Pipeline:
     def promote(self, stage: str, *evidence: Path, **changes: Any) -> Any:
         """Look at evidence at the present time; returns what `promote` does, with its step."""
         settings = PromoteSettings(
-            register=str(self.place),
+            register=self.place,
             slot=SLOT,
             stage=stage,
             evidence=evidence,
