@@ -209,7 +209,7 @@ def test_a_result_that_did_not_pass_withdraws_older_passes_for_ever(
     """A failure does not end with its certificate, nor with its revocation."""
     made.pair("b", "a")
     old = made.pair("a", "b", sequence=1)
-    short = {"lifetime": timedelta(hours=1)} if how == "expired" else {}
+    short: dict[str, Any] = {"lifetime": timedelta(hours=1)} if how == "expired" else {}
     newer = made.pair("a", "b", spoil, sequence=2, **short)
     more: list[Any] = []
     if how == "revoked":

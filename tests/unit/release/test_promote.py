@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,8 @@ def test_traffic_that_counts_in_one_slot_does_not_count_in_another(
         found = register.promotions(slot=SLOT)
     again = edited(window, environment__seed=1)
     for given in ((window,), (signed, again)):
-        problem = refusal_of(
-            lambda given=given: in_canary.promote("canary", *given, slot=other, dry_run=dry_run)
-        )
+        ask = partial(in_canary.promote, "canary", *given, slot=other, dry_run=dry_run)
+        problem = refusal_of(ask)
         assert problem.code is codes.PROMOTION_EVIDENCE
         assert f"was counted for sha256:{found[0].candidate[:12]} in {SLOT}" in problem.message
     with in_canary.register() as register:
