@@ -610,12 +610,12 @@ def test_a_slot_that_changed_meanwhile_is_looked_at_again(
     signed = pipeline.certificate("offline-ci")
     real, calls = Register.promote, []
 
-    def slower(self: Register, slot: str, version: int, decision: Any) -> Any:
+    def slower(self: Register, slot: str, version: int, decision: Any, traffic: Any) -> Any:
         calls.append(version)
         if len(calls) == 1:
             other = replace(decision, state=PromotionState.HELD, progress=decision.progress)
             real(self, slot, version, replace(other, evidence=()))
-        return real(self, slot, version, decision)
+        return real(self, slot, version, decision, traffic)
 
     monkeypatch.setattr(Register, "promote", slower)
     with pytest.raises(Refusal) as caught:
@@ -631,7 +631,7 @@ def test_another_candidate_that_was_faster_lets_the_evidence_be_looked_at_again(
     signed = pipeline.certificate("offline-ci")
     real, calls = Register.promote, []
 
-    def slower(self: Register, slot: str, version: int, decision: Any) -> Any:
+    def slower(self: Register, slot: str, version: int, decision: Any, traffic: Any) -> Any:
         calls.append(version)
         if len(calls) == 1:
             from tests.support.registers import triple
@@ -648,7 +648,7 @@ def test_another_candidate_that_was_faster_lets_the_evidence_be_looked_at_again(
                 progress={},
             )
             real(self, slot, version, held)
-        return real(self, slot, version, decision)
+        return real(self, slot, version, decision, traffic)
 
     monkeypatch.setattr(Register, "promote", slower)
     found = pipeline.promote("offline-ci", signed)
