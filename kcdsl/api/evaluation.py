@@ -105,6 +105,24 @@ def measured(
     written. Raises Refusal."""
     from kcdsl.source.files import in_contract
 
+    evidence = gathered(contract, settings, program)
+    with in_contract(contract.path):
+        report: Report = measuring_backend().conclude(evidence)
+    return report
+
+
+def gathered(
+    contract: Contract,
+    settings: EvaluateSettings,
+    program: Program | None = None,
+    files: Artefacts | None = None,
+) -> Any:
+    """Return the evidence table of a contract, or of `program` in its place; nothing is written.
+
+    `files` says which files may be read. Raises Refusal.
+    """
+    from kcdsl.source.files import in_contract
+
     program = contract.program if program is None else program
     refuse_foreign_code(contract, allowed=settings.allow_code)
     backend, device = measuring_backend(), choose_device(settings.device)
@@ -119,9 +137,9 @@ def measured(
             looks=settings.looks,
             bound_seconds=settings.bound_seconds,
             progress=progress,
+            **({} if files is None else recording(backend.prepare, program, files)),
         )
-        report: Report = backend.conclude(backend.gather(setting, progress))
-    return report
+        return backend.gather(setting, progress)
 
 
 def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:

@@ -79,6 +79,17 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
     return data if most is None else data[:most]
 
 
+def is_parquet(path: Path) -> bool:
+    """Say whether a file begins or ends as Parquet files do; raises Refusal where there is none."""
+    mark = b"PAR1"
+    if read_bytes(path, len(mark)) == mark:
+        return True
+    with open_file(path) as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - len(mark)))
+        return stream.read() == mark
+
+
 def open_file(path: Path) -> BufferedReader:
     """Open a regular file to read; raises Refusal for what is missing or is no regular file."""
     try:

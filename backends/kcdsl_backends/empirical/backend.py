@@ -11,6 +11,7 @@ import torch
 
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import Report
+from kcdsl.verdict.studies.causes import Effect, Place
 from kcdsl.verdict.studies.pairing import RunComparison
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
@@ -18,7 +19,11 @@ from kcdsl_backends.empirical.collection.loading import prepare
 from kcdsl_backends.empirical.collection.parallel import ParallelPlan, Recipe
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
 from kcdsl_backends.empirical.decide.report import conclude
-from kcdsl_backends.empirical.questions.pairs import compare_runs
+from kcdsl_backends.empirical.questions.pairs import (
+    compare_runs,
+    effects_of,
+    refuse_other_requests,
+)
 from kcdsl_backends.empirical.questions.replay import same_functions, under
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import EvidenceTable
@@ -117,6 +122,14 @@ class EmpiricalBackend:
             references=references,
             untrusted=untrusted,
         )
+
+    def refuse_other_requests(self, one: EvidenceTable, two: EvidenceTable) -> None:
+        """Refuse (KC632) runs that are not about the same requests at one temperature."""
+        refuse_other_requests(one, two)
+
+    def effects(self, runs: Mapping[Place, EvidenceTable]) -> tuple[Effect, ...]:
+        """Return what a change of the checkpoint, of the kernels, and of both does."""
+        return effects_of(runs)
 
     def under(self, program: Program, base: Path, trace: Trace) -> EvidenceTable:
         """Return the evidence of a trace for a changed contract in the folder `base`.

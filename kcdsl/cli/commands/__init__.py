@@ -80,6 +80,10 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "gate": CommandEntry(
         "release.promotion:GateCommand", "say whether a triple may serve at a stage, also over HTTP"
     ),
+    "why": CommandEntry(
+        "release.why:WhyCommand",
+        "tell apart why a triple failed: loose contract, kernel build, or model update",
+    ),
     "fleet": CommandEntry(
         "release.check:FleetCommand", "say which kernels agree pairwise under one contract"
     ),

@@ -357,8 +357,10 @@ class ReplayCommand(RunsCode):
         A counterexample: 1 its run breaks its clause, 3 it does not. A trace: as the evaluation
         did.
         """
+        from kcdsl.source.files import is_parquet
+
         file = Path(self.file)
-        return self._trace(file) if _is_trace(file) else self._counterexample(file)
+        return self._trace(file) if is_parquet(file) else self._counterexample(file)
 
     def _counterexample(self, file: Path) -> Exit:
         from kcdsl.source.files import in_contract
@@ -479,19 +481,6 @@ def _print_run(program: Program, document: Mapping[str, Any], found: Replayed) -
 
 
 # --- traces --------------------------------------------------------------------------------------
-
-
-def _is_trace(file: Path) -> bool:
-    """Say whether a file begins or ends as Parquet files do; raises Refusal where there is none."""
-    from kcdsl.source.files import open_file, read_bytes
-
-    mark = b"PAR1"
-    if read_bytes(file, len(mark)) == mark:
-        return True
-    with open_file(file) as stream:
-        size = stream.seek(0, 2)
-        stream.seek(max(0, size - len(mark)))
-        return stream.read() == mark
 
 
 def _under(backend: Any, trace: Any, given: str) -> Concluded:

@@ -135,11 +135,11 @@ def _report(
     inputs: Mapping[str, str],
     parts: Iterable[str],
 ) -> EvidenceDocument:
-    _refuse_other_triple(_claimed(document, expected, document["kernels"]), expected, parts)
+    _refuse_other_triple(claimed_triple(document, expected, document["kernels"]), expected, parts)
     if INFER_CHECKPOINT in expected.checkpoint.companions:
         raise OtherSubject("it does not name the weights that the inference kernel read")
     weights = document["model"]["sha256"]
-    if weights is None or not _of_checkpoint(str(weights), expected):
+    if weights is None or not names_weights_of(str(weights), expected):
         raise OtherSubject("it is about other weights, or names none")
     data = {str(file["name"]): str(file["sha256"]) for file in document["data"]}
     for name, digest in data.items():
@@ -157,8 +157,13 @@ def _report(
     )
 
 
-def _claimed(document: Mapping[str, Any], expected: Triple, kernels: Mapping[str, Any]) -> Triple:
-    """Return the triple that a document says it is about; the checkpoint is compared elsewhere."""
+def claimed_triple(
+    document: Mapping[str, Any], expected: Triple, kernels: Mapping[str, Any]
+) -> Triple:
+    """Return the triple that a document says it is about; the checkpoint is compared elsewhere.
+
+    Raises OtherSubject, KeyError or TypeError for a document that does not say it.
+    """
     named = document["contract"]
     if not isinstance(named, dict):
         raise OtherSubject("it was not decided by a contract")
@@ -181,7 +186,7 @@ def _refuse_other_triple(claimed: Triple, expected: Triple, parts: Iterable[str]
         raise OtherSubject("; ".join(difference.detail for difference in found))
 
 
-def _of_checkpoint(weights: str, expected: Triple) -> bool:
+def names_weights_of(weights: str, expected: Triple) -> bool:
     """Say whether the digest by which reports name weights is that of the checkpoint: of one file
     its sha256, of several the digest of the manifest."""
     if len(weights) != _SHA256:
@@ -237,7 +242,7 @@ def _window(
         raise unusable(
             path, "it does not say of which triple, stage and time its tables are (`--stage`)"
         )
-    claimed = _claimed(document, expected, window["kernels"])
+    claimed = claimed_triple(document, expected, window["kernels"])
     if window["triple"] != f"sha256:{claimed.digest}":
         raise OtherSubject("its traffic was served with other weights, kernels or contract")
     _refuse_other_triple(claimed, expected, parts)

@@ -95,6 +95,12 @@ def triple_in(connection: Connection, digest: str) -> Triple | None:
     return Triple.from_json(strict_load(row.triple.encode("utf-8"), _LARGEST))
 
 
+def triples_in(connection: Connection) -> Iterator[Triple]:
+    """Yield triples, in the order in which they were recorded."""
+    for text in connection.execute(select(triples.c.triple).order_by(triples.c.event)).scalars():
+        yield Triple.from_json(strict_load(text.encode("utf-8"), _LARGEST))
+
+
 def run_in(connection: Connection, identity: str) -> Run | None:
     """Return a run by its identity."""
     row = connection.execute(select(runs).where(runs.c.identity == identity)).first()

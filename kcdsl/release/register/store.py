@@ -274,6 +274,11 @@ class Register:
         with self._reading() as connection:
             return queries.triple_in(connection, digest)
 
+    def triples(self) -> tuple[Triple, ...]:
+        """Return triples in the order in which they were recorded."""
+        with self._reading() as connection:
+            return tuple(queries.triples_in(connection))
+
     def run(self, identity: str) -> Run | None:
         """Return a run by its identity."""
         with self._reading() as connection:

@@ -66,8 +66,7 @@ def _parts(found: RunComparison) -> Iterator[Part | None]:
         f" an error of {100 * found.error:g} % over all rows together. Not shown is no proof of"
         " equality."
     )
-    head = ("clause", "slice", "incumbent", "candidate", "worse", "better", "difference", "")
-    yield Part("Clauses by slice", lead, head=head, rows=[_row(row) for row in found.rows])
+    yield changes_part("Clauses by slice", found.rows, lead)
     for kind, title in (("quality", "Quality and reward"), ("cost", "Runtime cost")):
         yield _measures(title, [row for row in found.measures if row.kind == kind])
     yield _baselines(found)
@@ -83,6 +82,12 @@ def _parts(found: RunComparison) -> Iterator[Part | None]:
     ):
         if texts:
             yield Part(title, lines=texts)
+
+
+def changes_part(title: str, rows: Sequence[PairedRow], lead: str = "") -> Part:
+    """Return the section of what a paired comparison says of each obligation."""
+    head = ("clause", "slice", "incumbent", "candidate", "worse", "better", "difference", "")
+    return Part(title, lead, head=head, rows=[_row(row) for row in rows])
 
 
 def _in_unit(row: PairedRow, value: float | None) -> str:

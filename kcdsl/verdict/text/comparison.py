@@ -34,7 +34,7 @@ _MOST_DIFFERENCES = 12
 
 def print_comparison(found: RunComparison, stream: TextIO) -> None:
     """Print the comparison; colours only where the stream is a terminal."""
-    parts: list[RenderableType] = [heading(found.contract), _changes_table(found.rows)]
+    parts: list[RenderableType] = [heading(found.contract), changes_table(found.rows)]
     parts += [
         Text(f"not compared: {row.clause} {row.slice}: {row.reason}", style="dim")
         for row in found.rows
@@ -68,7 +68,8 @@ def _measures_table(measures: Sequence[MeasureDelta]) -> Table:
     return table(columns, rows)
 
 
-def _changes_table(rows: Sequence[PairedRow]) -> Table:
+def changes_table(rows: Sequence[PairedRow]) -> Table:
+    """Return what a paired comparison says of each obligation."""
     return table(
         (
             *(short("clause", 15), folded("slice", 12), ">incumbent", ">candidate", ">units"),

@@ -18,6 +18,7 @@ from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions import baselines, pairs
+from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from tests.support.commands import run_here
 from tests.support.small_models import DECODER, write_model
@@ -353,7 +354,7 @@ def test_shares_are_compared_by_mcnemars_exact_test() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         before, after = rng.random(60) < 0.8, rng.random(60) < 0.7
-        found = pairs._of_shares(before, after)
+        found = paired.change_of_shares((before, after))
         worse, better = int((before & ~after).sum()), int((~before & after).sum())
         expected = stats.binomtest(worse, worse + better, alternative="greater").pvalue
         assert found.harm == pytest.approx(expected)
@@ -365,8 +366,8 @@ def test_one_unit_that_moves_is_no_change() -> None:
     kept = np.ones(1000, dtype=bool)
     one_lost = kept.copy()
     one_lost[0] = False
-    assert pairs._of_shares(kept, one_lost).harm == 0.5
-    assert pairs._of_shares(kept, kept).harm == 1.0
+    assert paired.change_of_shares((kept, one_lost)).harm == 0.5
+    assert paired.change_of_shares((kept, kept)).harm == 1.0
 
 
 @pytest.mark.full
@@ -377,8 +378,8 @@ def test_kernels_that_do_not_differ_are_rarely_called_different() -> None:
         chances = []
         for _ in range(20):
             before, after = rng.random(80) < 0.9, rng.random(80) < 0.9
-            chances.append(pairs._of_shares(before, after).harm)
-        false += bool(pairs._beyond(chances))
+            chances.append(paired.change_of_shares((before, after)).harm)
+        false += bool(paired.rejected(chances))
     assert stats.binomtest(false, 300, 0.05, alternative="greater").pvalue > 1e-3
 
 
@@ -431,7 +432,7 @@ def test_timed_runs_of_one_request_count_as_one_request() -> None:
         return SliceData("all", (), tuple(runs))
 
     term = Statistic("mean", Metric("latency"))
-    found = pairs._of_means(term, timed(1.0), timed(1.1), upward=False)
+    found = pairs._of_means(term, (timed(1.0), timed(1.1)), upward=False)
     assert found.n == 20
     assert found.delta == pytest.approx(0.1)
     assert found.harm < 1e-5

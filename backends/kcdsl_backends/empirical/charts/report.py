@@ -265,10 +265,11 @@ def _pairs(usable: Sequence[SamplingUnit], evidence: EvidenceTable) -> list[dict
         pairs = []
         for unit in usable:
             bound = evidence.certified.get(unit.key)
-            if bound is not None and name in bound.values and name in unit.values:
+            there = unit.values.get(name)
+            if bound is not None and name in bound.values and there is not None and there.size:
                 lower = name in LOWER_BOUNDS
                 worst = np.min if lower else np.max
-                values = np.abs(unit.values[name]) if name in MAGNITUDES else unit.values[name]
+                values = np.abs(there) if name in MAGNITUDES else there
                 pairs.append((unit.key, float(worst(values)), float(worst(bound.values[name]))))
         found.append(_chart(name, unit_of(measures.get(name)), pairs, len(usable)))
     for check in evidence.crosschecks:

@@ -219,7 +219,7 @@ def summarise_slice(data: SliceData, encoder: bool) -> SliceSummary:
     rows: dict[str, dict[str, float]] = {}
     for name in SUMMARY_METRICS[encoder]:
         values = [u.values[name] for u in data.requests if name in u.values and u.failure is None]
-        if not values or len(values) != len(data.requests):
+        if not values or len(values) != len(data.requests) or not all(v.size for v in values):
             continue
         higher = MEASURES[name].better == "higher"
         worst = np.sort([float(v.min() if higher else v.max()) for v in values])

@@ -1,9 +1,7 @@
-"""Candidate against incumbent: two evaluations on the same requests, compared unit by unit.
+"""Runs on the same requests, compared unit by unit: candidate against incumbent, and 2×2 designs.
 
-Requests differ more from each other than kernels do, so each request is compared with itself. Of a
-statement about units, only those count that keep the threshold in one run alone (McNemar 1947,
-exact by the binomial law); of a mean, the differences of the requests (the t law, by linearisation
-where requests have several tokens). Holm's method decides over all rows which of them changed.
+Requests differ more from each other than kernels do, so each request is compared with itself.
+Holm's method decides over all rows which of them changed.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_IN_TRACE
@@ -27,11 +24,26 @@ from kcdsl.verdict.model import InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.result import reason as verdict_reason
-from kcdsl.verdict.studies.pairing import Floor, MeasureDelta, PairedRow, PassRate, RunComparison
+from kcdsl.verdict.studies.causes import EFFECTS, Effect, Place
+from kcdsl.verdict.studies.pairing import (
+    Band,
+    Floor,
+    MeasureDelta,
+    PairedRow,
+    PassRate,
+    RunComparison,
+)
 from kcdsl_backends.empirical.decide.report import conclude, slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, units_of, worst_of_units
 from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
-from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, check_values, holm
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, check_values
+from kcdsl_backends.empirical.statistics.paired import (
+    ERROR,
+    PairedChange,
+    change_of_means,
+    change_of_shares,
+    rejected,
+)
 from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, SliceData
 from kcdsl_backends.empirical.table.requirements import (
     allowed_rate,
@@ -41,24 +53,30 @@ from kcdsl_backends.empirical.table.requirements import (
     threshold,
 )
 
-ERROR = 0.05
-FEWEST = 2
 _KINDS: Mapping[str, Any] = {"statistical": "quality", "runtime": "cost"}
+_Found = list[tuple[PairedRow, PairedChange | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """What was found of a row; `harm` and `use` are the one-sided chances without any change."""
+class _Run:
+    """What was measured and concluded of one run, by slice and by obligation."""
 
-    n: int
-    delta: float
-    low: float
-    high: float
-    harm: float
-    use: float
-    worse: int | None = None
-    better: int | None = None
-    compared_at: float | None = None
+    evidence: EvidenceTable
+    report: Report
+    slices: Mapping[str, SliceData]
+    results: Mapping[str, ClauseResult]
+    obligations: Mapping[str, Obligation]
+
+    @classmethod
+    def of(cls, evidence: EvidenceTable) -> _Run:
+        report = conclude(evidence)
+        return cls(
+            evidence,
+            report,
+            slice_data(evidence),
+            {row.obligation: row for row in report.clauses},
+            {obligation.id: obligation for obligation in _obligations(evidence)},
+        )
 
 
 def compare_runs(
@@ -75,55 +93,45 @@ def compare_runs(
     `untrusted` names files of them that are left out, with the reason. Raises Refusal (KC632) where
     the runs are not about the same requests, or not of one model at one temperature.
     """
-    _refuse_others(incumbent, candidate)
-    reports = [conclude(each) for each in (incumbent, candidate)]
-    sides = [
-        (slice_data(each), _results(report))
-        for each, report in zip((incumbent, candidate), reports, strict=True)
-    ]
-    own = reports[1].to_json()
+    refuse_other_requests(incumbent, candidate)
+    runs = [_Run.of(incumbent), _Run.of(candidate)]
+    report = runs[1].report
+    own = report.to_json()
     baselines = usable(own, history or {}, references or {}, untrusted or {})
-    decided = reports[1].clauses
-    banded = bands(decided, own, baselines.history, ERROR)
-    floored = floors(decided, baselines.references)
-    earlier = {o.id: o for o in _obligations(incumbent)}
-    found: list[tuple[PairedRow, _Change | None]] = []
-    for obligation in _obligations(candidate):
-        rows = [results.get(obligation.id) for _, results in sides]
-        if rows[1] is None:
-            continue
-        row = _row(obligation, rows[0], rows[1])
-        row = replace(
-            row, floor=floored.get(obligation.id), band=banded[obligation.id] if history else None
-        )
-        invalid = [side for side in rows if side and isinstance(side.verdict, InvalidEvidence)]
-        if invalid:
-            reason = f"invalid evidence: {verdict_reason(invalid[-1].verdict)}"
-            found.append((replace(row, reason=reason), None))
-            continue
-        before = earlier.get(obligation.id)
-        if rows[0] is None or before is None or not _same_question(before, obligation):
-            reason = "the incumbent's contract asks something else here"
-            found.append((replace(row, reason=reason), None))
-            continue
-        data = [slices[obligation.slice or ""] for slices, _ in sides]
-        try:
-            found.append((row, _changed(obligation, data[0], data[1], row.floor)))
-        except NotMeasurable as error:
-            found.append((replace(row, reason=str(error)), None))
+    banded = bands(report.clauses, own, baselines.history, ERROR) if history else {}
+    floored = floors(report.clauses, baselines.references)
     return RunComparison(
         candidate.contract,
         tuple(_differences(incumbent, candidate)),
         ERROR,
-        _judged(found),
-        tuple(_measures(sides[0][0], sides[1][0])),
+        _judged(_paired(runs, floored, banded)),
+        tuple(_measures(runs[0].slices, runs[1].slices)),
         len(baselines.history),
         len(baselines.references),
         baselines.unused or {},
     )
 
 
-def _refuse_others(incumbent: EvidenceTable, candidate: EvidenceTable) -> None:
+def effects_of(cells: Mapping[Place, EvidenceTable]) -> tuple[Effect, ...]:
+    """Return what a change of the checkpoint, of the kernels, and of both does to each obligation.
+
+    `cells` are runs on the same requests, by (checkpoint, kernels), each "previous" or "present".
+    One chance of error is shared by the rows of all effects.
+    """
+    runs = {place: _Run.of(evidence) for place, evidence in cells.items()}
+    found: list[tuple[str, str, _Found]] = [
+        (factor, at, _paired([runs[place] for place in places]))
+        for (factor, at), places in EFFECTS.items()
+        if all(place in runs for place in places)
+    ]
+    judged = iter(_judged([row for _, _, rows in found for row in rows]))
+    return tuple(
+        Effect(factor, at, tuple(next(judged) for _ in rows)) for factor, at, rows in found
+    )
+
+
+def refuse_other_requests(incumbent: EvidenceTable, candidate: EvidenceTable) -> None:
+    """Refuse (KC632) runs that are not about the same requests at one temperature."""
     known = [{r.key: r.tokens for r in each.requests} for each in (incumbent, candidate)]
     lacking = [key for key, tokens in known[1].items() if known[0].get(key) != tokens]
     lacking += [key for key in known[0] if key not in known[1]]
@@ -142,8 +150,41 @@ def _refuse_others(incumbent: EvidenceTable, candidate: EvidenceTable) -> None:
         )
 
 
-def _results(report: Report) -> dict[str, ClauseResult]:
-    return {row.obligation: row for row in report.clauses}
+def _paired(
+    runs: Sequence[_Run],
+    floored: Mapping[str, Floor] | None = None,
+    banded: Mapping[str, Band] | None = None,
+) -> _Found:
+    """Compare the runs obligation by obligation; the last of them is the candidate."""
+    last, found = runs[-1], _Found()
+    for name, obligation in last.obligations.items():
+        rows = [run.results.get(name) for run in runs]
+        if rows[-1] is None:
+            continue
+        row = replace(
+            _row(obligation, rows[0], rows[-1]),
+            floor=(floored or {}).get(name),
+            band=(banded or {}).get(name),
+        )
+        try:
+            _refuse_unequal(name, obligation, runs)
+            data = [run.slices[obligation.slice or ""] for run in runs]
+            found.append((row, _changed(obligation, data, row.floor)))
+        except NotMeasurable as error:
+            found.append((replace(row, reason=str(error)), None))
+    return found
+
+
+def _refuse_unequal(name: str, obligation: Obligation, runs: Sequence[_Run]) -> None:
+    """Raise NotMeasurable where a run has no valid evidence, or was asked something else."""
+    rows = [run.results.get(name) for run in runs]
+    invalid = [row for row in rows if row and isinstance(row.verdict, InvalidEvidence)]
+    if invalid:
+        raise NotMeasurable(f"invalid evidence: {verdict_reason(invalid[-1].verdict)}")
+    for run in runs:
+        asked = run.obligations.get(name)
+        if name not in run.results or asked is None or not _same_question(asked, obligation):
+            raise NotMeasurable("the incumbent's contract asks something else here")
 
 
 def _obligations(evidence: EvidenceTable) -> Iterator[Obligation]:
@@ -193,9 +234,9 @@ def _rate(row: ClauseResult) -> PassRate | None:
 
 
 def _changed(
-    obligation: Obligation, one: SliceData, two: SliceData, floor: Floor | None
-) -> _Change:
-    """Compare the units of both runs; raises NotMeasurable where that cannot be done.
+    obligation: Obligation, runs: Sequence[SliceData], floor: Floor | None
+) -> PairedChange:
+    """Compare the units of the runs; raises NotMeasurable where that cannot be done.
 
     Units are compared with the threshold, or with the noise floor where the threshold is stricter.
     """
@@ -205,10 +246,11 @@ def _changed(
         raise NotMeasurable("it is no comparison with a number")
     term, op, tau = found
     if term_text(term) == "failure_rate":
-        kept = [[unit.failure is None for unit in data.requests] for data in (one, two)]
-        return _of_shares(np.array(kept[0]), np.array(kept[1]))
+        ordered = [sorted(data.requests, key=lambda unit: unit.key) for data in runs]
+        kept = [np.array([unit.failure is None for unit in units]) for units in ordered]
+        return change_of_shares(kept)
     if is_mean(part):
-        return _of_means(term, one, two, upward=better_of(part) == "higher")
+        return _of_means(term, runs, upward=better_of(part) == "higher")
     if allowed_rate(part) is None or not isinstance(term, Statistic) or op == "==":
         raise NotMeasurable("it is no statement about single requests and no mean of them")
     if part.budget is not None and part.budget.unit == "windows":
@@ -217,68 +259,39 @@ def _changed(
     if floor is not None and floor.above:
         tau, op = Fraction(floor.value), {"<": "<=", ">": ">="}.get(op, op)
     shares = []
-    for data, order in zip((one, two), _orders(term.of, one, two), strict=True):
+    for data, order in zip(runs, _orders(term.of, runs), strict=True):
         worst = check_values(worst_of_units(term.of, data, side), term_text(term.of))[order]
         shares.append(np.array([HOLDS[op](Fraction(value), tau) for value in worst.tolist()]))
-    return replace(_of_shares(*shares), compared_at=float(tau))
+    return replace(change_of_shares(shares), compared_at=float(tau))
 
 
-def _orders(term: Term, one: SliceData, two: SliceData) -> tuple[list[int], list[int]]:
-    """Return the orders in which the units of two runs are those of the same requests, the first
+def _orders(term: Term, runs: Sequence[SliceData]) -> list[list[int]]:
+    """Return the orders in which the units of the runs are those of the same requests, the first
     timed run of a request beside its first. Raises NotMeasurable where there is none."""
     orders, keys = [], []
-    for data in (one, two):
+    for data in runs:
         own = [unit.key for unit in units_of(term, data)]
         orders.append(sorted(range(len(own)), key=own.__getitem__))
         keys.append(sorted(own))
-    if not keys[0] or keys[0] != keys[1]:
+    if not keys[0] or any(own != keys[0] for own in keys):
         raise NotMeasurable("other requests were measured or timed, or not as often")
-    return orders[0], orders[1]
+    return orders
 
 
-def _of_shares(before: Any, after: Any) -> _Change:
-    """Compare which units keep the threshold (McNemar's exact test)."""
-    n, worse = int(before.size), int(np.sum(before & ~after))
-    better = int(np.sum(~before & after))
-    if not n:
-        raise NotMeasurable("there are no units")
-    changed = worse + better
-    if not changed:
-        return _Change(n, 0.0, 0.0, 0.0, 1.0, 1.0, 0, 0)
-    share = stats.binomtest(better, changed)
-    limits = share.proportion_ci(1 - ERROR, method="exact")
-    low, high = (float((2 * limit - 1) * changed / n) for limit in (limits.low, limits.high))
-    harm = float(stats.binom.cdf(better, changed, 0.5))
-    use = float(stats.binom.cdf(worse, changed, 0.5))
-    return _Change(n, (better - worse) / n, low, high, harm, use, worse, better)
+def _of_means(term: Term, runs: Sequence[SliceData], *, upward: bool) -> PairedChange:
+    """Compare ratios of sums over requests."""
+    values, residuals = _means(term, runs)
+    return change_of_means(values, residuals, upward=upward)
 
 
-def _of_means(term: Term, one: SliceData, two: SliceData, *, upward: bool) -> _Change:
-    """Compare ratios of sums over requests, by the residuals of each request in both runs."""
-    values, residuals = _means(term, one, two)
-    away, n = residuals[1] - residuals[0], residuals[0].size
-    delta = values[1] - values[0]
-    if n < FEWEST:
-        raise NotMeasurable("a single request has no spread")
-    spread = float(np.std(away, ddof=1)) * math.sqrt(n)
-    if spread == 0.0:  # every request moved alike: as sure as n signs
-        sure = 2.0**-n if delta else 1.0
-        harm, use = (sure, 1.0) if (delta < 0) == upward else (1.0, sure)
-        return _Change(n, delta, delta, delta, harm, use)
-    half = float(stats.t.ppf(1 - ERROR / 2, n - 1)) * spread
-    falls = float(stats.t.cdf(delta / spread, n - 1))
-    harm, use = (falls, 1 - falls) if upward else (1 - falls, falls)
-    return _Change(n, delta, delta - half, delta + half, harm, use)
-
-
-def _means(term: Term, one: SliceData, two: SliceData) -> tuple[list[float], list[Array]]:
-    """Return the means of both runs, and how much each request moves them; the timed runs of a
+def _means(term: Term, runs: Sequence[SliceData]) -> tuple[list[float], list[Array]]:
+    """Return the means of the runs, and how much each request moves them; the timed runs of a
     request count as one."""
     inner = term.of if isinstance(term, Abs) else term
     if not isinstance(inner, Statistic):
         raise NotMeasurable("it is no mean")
     values, residuals = [], []
-    for data, order in zip((one, two), _orders(inner.of, one, two), strict=True):
+    for data, order in zip(runs, _orders(inner.of, runs), strict=True):
         sums, sizes = token_sums(inner.of, data)
         keys = np.array([unit.key for unit in units_of(inner.of, data)])[order]
         first = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
@@ -302,11 +315,11 @@ def _linear(sums: Array, sizes: Array) -> tuple[float, Array]:
 # --- all rows -------------------------------------------------------------------------------------
 
 
-def _judged(found: Sequence[tuple[PairedRow, _Change | None]]) -> tuple[PairedRow, ...]:
+def _judged(found: Sequence[tuple[PairedRow, PairedChange | None]]) -> tuple[PairedRow, ...]:
     """Say of every row whether it changed, with one chance of error over all of them."""
     compared = [change for _, change in found if change is not None]
-    worse = _beyond([change.harm for change in compared])
-    better = _beyond([change.use for change in compared])
+    worse = rejected([change.harm for change in compared])
+    better = rejected([change.use for change in compared])
     rows, place = [], 0
     for row, change in found:
         if change is None:
@@ -350,10 +363,8 @@ def _measures(
             term = Statistic("mean", Metric(metric))
             upward = definition.better == "higher"
             try:
-                found, (values, _) = (
-                    _of_means(term, one, two, upward=upward),
-                    _means(term, one, two),
-                )
+                values, residuals = _means(term, (one, two))
+                found = change_of_means(values, residuals, upward=upward)
             except NotMeasurable:
                 continue
             yield MeasureDelta(
@@ -369,14 +380,6 @@ def _measures(
                 found.low,
                 found.high,
             )
-
-
-def _beyond(chances: Sequence[float]) -> frozenset[int]:
-    """Return which hypotheses of no change are rejected, by Holm's method."""
-    error = Fraction(ERROR)
-    candidates = [i for i, chance in enumerate(chances) if chance <= ERROR]
-    rejected = holm(len(chances), error, candidates, lambda i, level: chances[i] <= level)
-    return rejected[0]
 
 
 def _differences(incumbent: EvidenceTable, candidate: EvidenceTable) -> Iterator[str]:

@@ -1,0 +1,88 @@
+"""Paired comparison of two runs, or of the four of a 2×2 design, unit by unit.
+
+Of shares, only units count that changed: as many as kept a threshold in one run alone (McNemar
+1947, exact by the binomial law). Of means, the changes of the requests (the t law). In a 2×2 design
+the change of a unit is the difference of two differences, the interaction of the factors; of shares
+it counts by its sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, holm
+
+ERROR = 0.05
+FEWEST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PairedChange:
+    """What was found of a row; `harm` and `use` are the one-sided chances without any change."""
+
+    n: int
+    delta: float
+    low: float
+    high: float
+    harm: float
+    use: float
+    worse: int | None = None
+    better: int | None = None
+    compared_at: float | None = None
+
+
+def contrast(runs: Sequence[Any]) -> Any:
+    """Return second - first of two runs; of four, (fourth - third) - (second - first)."""
+    first, second, *others = runs
+    change = second - first
+    return (others[1] - others[0]) - change if others else change
+
+
+def change_of_shares(kept: Sequence[Any]) -> PairedChange:
+    """Compare which units keep the threshold, one array for each run (McNemar's exact test)."""
+    moved = contrast([np.asarray(each, dtype=np.int8) for each in kept])
+    n, worse, better = int(moved.size), int(np.sum(moved < 0)), int(np.sum(moved > 0))
+    if not n:
+        raise NotMeasurable("there are no units")
+    changed = worse + better
+    if not changed:
+        return PairedChange(n, 0.0, 0.0, 0.0, 1.0, 1.0, 0, 0)
+    share = stats.binomtest(better, changed)
+    limits = share.proportion_ci(1 - ERROR, method="exact")
+    low, high = (float((2 * limit - 1) * changed / n) for limit in (limits.low, limits.high))
+    harm = float(stats.binom.cdf(better, changed, 0.5))
+    use = float(stats.binom.cdf(worse, changed, 0.5))
+    return PairedChange(n, (better - worse) / n, low, high, harm, use, worse, better)
+
+
+def change_of_means(
+    values: Sequence[float], residuals: Sequence[Any], *, upward: bool
+) -> PairedChange:
+    """Compare ratios of sums over requests, by the residuals of each request in every run."""
+    away, delta = contrast(residuals), float(contrast(values))
+    n = int(away.size)
+    if n < FEWEST:
+        raise NotMeasurable("a single request has no spread")
+    spread = float(np.std(away, ddof=1)) * math.sqrt(n)
+    if spread == 0.0:  # every request moved alike: as sure as n signs
+        sure = 2.0**-n if delta else 1.0
+        harm, use = (sure, 1.0) if (delta < 0) == upward else (1.0, sure)
+        return PairedChange(n, delta, delta, delta, harm, use)
+    half = float(stats.t.ppf(1 - ERROR / 2, n - 1)) * spread
+    falls = float(stats.t.cdf(delta / spread, n - 1))
+    harm, use = (falls, 1 - falls) if upward else (1 - falls, falls)
+    return PairedChange(n, delta, delta - half, delta + half, harm, use)
+
+
+def rejected(chances: Sequence[float]) -> frozenset[int]:
+    """Return which hypotheses of no change are rejected, by Holm's method."""
+    error = Fraction(ERROR)
+    candidates = [i for i, chance in enumerate(chances) if chance <= ERROR]
+    return holm(len(chances), error, candidates, lambda i, level: chances[i] <= level)[0]

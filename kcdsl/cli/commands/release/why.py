@@ -1,0 +1,79 @@
+"""`kcdsl why`: which of three causes made a triple fail in production."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kcdsl.cli.commands.release.promotion import digest
+from kcdsl.cli.common import argument, value, values
+from kcdsl.cli.common.options import (
+    Device,
+    RunsCode,
+    device_option,
+    json_option,
+    register_option,
+    register_place,
+)
+from kcdsl.cli.common.output import deliver, print_json, progress_bars, say
+from kcdsl.exits import Exit
+
+
+def _named_checkpoint(text: str) -> tuple[str, Path]:
+    """Return the digest and the path of DIGEST=PATH."""
+    stated, found, path = text.partition("=")
+    if not found or not path:
+        raise argparse.ArgumentTypeError(f"must be DIGEST=PATH, not {text[:80]!r}")
+    return digest(stated), Path(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhyCommand(RunsCode):
+    """Tell apart why a triple failed: loose contract, regressed kernels, or the model update."""
+
+    trace: str = argument("TRACE", "trace.parquet, or report.json, of the triple that failed")
+    register: str | None = register_option("that has the triple and those before it")
+    evidence: tuple[str, ...] = values(
+        "TRACE", "a run of earlier weights or kernels on the same requests; repeatable"
+    )
+    contract: tuple[str, ...] = values(
+        "CONTRACT", "run its kernels here where a run is missing; repeatable"
+    )
+    checkpoint: tuple[tuple[str, Path], ...] = values(
+        "DIGEST=PATH", "weights for such runs, by their digest; repeatable", read=_named_checkpoint
+    )
+    device: Device = device_option()
+    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
+    json: bool = json_option()
+
+    def run(self) -> Exit:
+        """Explain: 0 none of the three causes, 1 at least one is shown, 3 none is shown and one is
+        not decided."""
+        from kcdsl.api.causes import WhySettings, explain
+
+        found = explain(
+            WhySettings(
+                trace=Path(self.trace),
+                register=register_place(self.register),
+                evidence=self.evidence,
+                contract=self.contract,
+                checkpoint=dict(self.checkpoint),
+                device=self.device,
+                allow_code=self.allow_code,
+                progress=progress_bars,
+            )
+        )
+        if self.html is not None:
+            from kcdsl.verdict.html.causes import causes_page
+
+            deliver(causes_page(found), self.html)
+            say(f"wrote {self.html}")
+        if self.json:
+            print_json(found.to_json())
+        elif self.html is None:
+            from kcdsl.verdict.text.causes import print_causes
+
+            print_causes(found, sys.stdout)
+        return found.exit

@@ -1,0 +1,398 @@
+"""Why a triple failed in production: the document of `kcdsl why`.
+
+Three causes are told apart: the contract admits what went wrong, the kernel build regressed, or the
+update of the model interacted with the kernels. A change is held responsible where the clause held
+without it, is violated with it, and the paired difference of the two runs is shown.
+
+Plain frozen data, JSON with the schema "kcdsl.why/1" (`why.schema.json`) and nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
+
+from kcdsl.exits import Exit
+from kcdsl.ir.obligations import HOLDS, obligations_of, slices_of
+from kcdsl.ir.tables import expand_tables
+from kcdsl.ir.terms import Clause, Program
+from kcdsl.verdict.records import Record
+from kcdsl.verdict.studies.pairing import PairedRow, worse_text
+from kcdsl_certs.statement import CertifiedClause, Verdict
+
+WHY_SCHEMA = "kcdsl.why/1"
+Factor = Literal["kernels", "checkpoint"]
+Place = tuple[str, str]
+"""Which checkpoint and which kernels a run is of, each `PREVIOUS` or `PRESENT`."""
+Certified = Mapping[str, tuple[CertifiedClause, str]]
+"""Results of certificates, with the identity of the certificate, by obligation."""
+
+PREVIOUS, PRESENT = "previous", "present"
+CHECKPOINT: Factor = "checkpoint"
+KERNELS: Factor = "kernels"
+INTERACTION = "interaction"
+FAILED = (PRESENT, PRESENT)
+"""The run that is explained."""
+EFFECTS: Mapping[tuple[str, str], tuple[Place, ...]] = {
+    (KERNELS, PREVIOUS): ((PREVIOUS, PREVIOUS), (PREVIOUS, PRESENT)),
+    (KERNELS, PRESENT): ((PRESENT, PREVIOUS), FAILED),
+    (CHECKPOINT, PREVIOUS): ((PREVIOUS, PREVIOUS), (PRESENT, PREVIOUS)),
+    (CHECKPOINT, PRESENT): ((PREVIOUS, PRESENT), FAILED),
+    (INTERACTION, ""): (
+        (PREVIOUS, PREVIOUS), (PREVIOUS, PRESENT), (PRESENT, PREVIOUS), FAILED,
+    ),
+}  # fmt: skip
+"""What changes, at which state of the other factor, and the runs that show it, the earlier ones
+first."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedRow(Record):
+    """One obligation on the trace, and whether the run is inside what the contract admits.
+
+    `value` and `threshold` are in base units of `unit`. `certified` is the bound, or the confidence
+    limit, of the newest certificate in force; `certificate` is one that shows what the run leaves
+    open.
+    """
+
+    obligation: str
+    clause: str
+    slice: str
+    level: str
+    requirement: str
+    unit: str
+    op: str
+    threshold: float | None
+    value: float | None
+    verdict: str
+    state: Literal["inside", "outside", "open"]
+    certified: float | None = None
+    certificate: str | None = None
+    reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return its name: clause, slice and level."""
+        level = self.level and f"({self.level})"
+        return " ".join(filter(None, (self.clause, self.slice, level)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvidence(Record):
+    """The run of one checkpoint with one pair of kernels, its identity in the register, and its
+    verdict; `missing` says what would be one where there is none."""
+
+    checkpoint: str
+    kernels: str
+    source: Literal["file", "evaluated", "missing"]
+    file: str | None = None
+    run: str | None = None
+    verdict: str | None = None
+    missing: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Return which checkpoint and which kernels it is of."""
+        return self.checkpoint, self.kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Effect(Record):
+    """What a change of one factor does while the other one stays `at` a state.
+
+    Of an interaction, `delta` is the difference of two differences, and `worse` and `better` count
+    units by its sign.
+    """
+
+    factor: str
+    at: str
+    rows: tuple[PairedRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause(Record):
+    """One of the three causes, the evidence for or against it, and what is missing to decide."""
+
+    cause: Literal["contract", "kernels", "checkpoint"]
+    state: Literal["shown", "excluded", "undecided"]
+    because: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation(Record):
+    """The causes of a failure, with all that they rest on.
+
+    `found_by` says how the previous triple was found, or why there is none, `changed` what differs
+    between it and the present one, by factor, and `distrusted` why the trace itself counts for
+    nothing. `verdicts` are those of each obligation in each run; they are not written.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ("causes", "exit")
+
+    trace: str
+    contract: Mapping[str, str]
+    triple: str | None
+    previous: str | None
+    found_by: str
+    changed: Mapping[str, tuple[str, ...]]
+    error: float
+    agreed: tuple[AgreedRow, ...]
+    runs: tuple[RunEvidence, ...]
+    effects: tuple[Effect, ...]
+    verdicts: Mapping[Place, Mapping[str, str]]
+    distrusted: str = ""
+    unused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def causes(self) -> tuple[Cause, Cause, Cause]:
+        """Return the three causes: contract, kernels, checkpoint."""
+        if self.distrusted:
+            lacking = (self.distrusted,)
+            return (
+                Cause("contract", "undecided", (), lacking),
+                Cause("kernels", "undecided", (), lacking),
+                Cause("checkpoint", "undecided", (), lacking),
+            )
+        return (
+            _contract(self.agreed),
+            _change(self, KERNELS, _by_kernels),
+            _change(self, CHECKPOINT, _by_checkpoint),
+        )
+
+    @property
+    def exit(self) -> Exit:
+        """Return 1 where a cause is shown, 3 where none is and one is undecided, else 0."""
+        states = {cause.state for cause in self.causes}
+        if "shown" in states:
+            return Exit.VIOLATED
+        return Exit.INCONCLUSIVE if "undecided" in states else Exit.HELD
+
+    def row(self, factor: str, at: str, obligation: str) -> PairedRow | None:
+        """Return an obligation in an effect; None where a run is missing or says nothing of it."""
+        found = (e for e in self.effects if (e.factor, e.at) == (factor, at))
+        return next((row for e in found for row in e.rows if row.obligation == obligation), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document "kcdsl.why/1"."""
+        document = {"schema": WHY_SCHEMA, **Record.to_json(self)}
+        del document["verdicts"]
+        return document
+
+
+# --- what was agreed ------------------------------------------------------------------------------
+
+
+def agreed_rows(
+    report: Mapping[str, Any], program: Program | None, certified: Certified
+) -> Iterator[AgreedRow]:
+    """Yield every obligation of a contract, and whether the run of a report is inside of it.
+
+    `certified` are results of certificates in force. They count where the run decides nothing.
+    Raises KeyError, TypeError or ValueError for a document of another shape.
+    """
+    for row in report["clauses"]:
+        signed, verdict = certified.get(row["obligation"]), row["verdict"]
+        shown = verdict == "inconclusive" and signed is not None and _admits(signed[0], row)
+        known = [row[name] for name in _FIELDS]
+        yield _agreed(known, _STATES.get(verdict, "open"), signed, shown, row["reason"] or "")
+    clauses = () if program is None else expand_tables(program).clauses
+    for name, why in report["deferred"].items():
+        id, _, slice = name.partition(" on ")
+        stated = [clause for clause in clauses if clause.id == id]
+        for clause in stated:
+            yield from _deferred(clause, slice, why, certified)
+        if not stated:
+            unknown = (name, id, slice, *[""] * 4, None, None, "not_decided")
+            yield _agreed(unknown, "open", None, False, why)
+
+
+_FIELDS = (
+    *("obligation", "clause", "slice", "level", "requirement"),
+    *("unit", "op", "threshold", "value", "verdict"),
+)
+_STATES: Mapping[str, Any] = {"held": "inside", "violated": "outside"}
+
+
+def _deferred(clause: Clause, slice: str, why: str, certified: Certified) -> Iterator[AgreedRow]:
+    """Yield obligations that measuring does not decide: a certificate may show them."""
+    for part in (slice,) if slice else slices_of(clause):
+        for obligation in obligations_of(clause, part):
+            signed = certified.get(obligation.id)
+            shown = signed is not None and signed[0].verdict is Verdict.PASSED
+            named = (obligation.id, clause.id, part or "", clause.level.value, clause.text)
+            limit: tuple[str, str, float | None] = ("", "", None)
+            if signed is not None:
+                limit = (signed[0].unit, signed[0].op, float(signed[0].tau))
+            yield _agreed((*named, *limit, None, "not_decided"), "open", signed, shown, why)
+
+
+def _agreed(
+    known: Sequence[Any],
+    state: Any,
+    signed: tuple[CertifiedClause, str] | None,
+    shown: bool,
+    reason: str,
+) -> AgreedRow:
+    limit, identity = (None, None) if signed is None else (_limit(signed[0]), signed[1])
+    more = ("inside", limit, identity, reason) if shown else (state, limit, None, reason)
+    return AgreedRow(*known, *more)
+
+
+def _admits(result: CertifiedClause, row: Mapping[str, Any]) -> bool:
+    """Say whether a certificate shows a requirement, and the value of a run keeps both the
+    threshold and the certified bound."""
+    exact = row["exact"]
+    if result.verdict is not Verdict.PASSED or result.op != row["op"] or None in exact.values():
+        return False
+    bound = result.tau if result.bound is None else Fraction(result.bound)
+    return Fraction(exact["threshold"]) == result.tau and all(
+        HOLDS[result.op](Fraction(exact["value"]), limit) for limit in (result.tau, bound)
+    )
+
+
+def _limit(result: CertifiedClause) -> float | None:
+    limit = result.low if result.op in (">=", ">") else result.high
+    return limit if result.bound is None else result.bound
+
+
+def _contract(rows: Sequence[AgreedRow]) -> Cause:
+    """Decide on the contract: it is too loose if the run is inside what every clause admits."""
+    outside = tuple(f"{row.label} is violated" for row in rows if row.state == "outside")
+    if outside:
+        return Cause("contract", "excluded", outside)
+    signed = [row for row in rows if row.certificate is not None]
+    because = tuple(f"{row.label}: certified by sha256:{row.certificate}" for row in signed)
+    left = tuple(f"{row.label}: {row.reason}" for row in rows if row.state == "open")
+    if left or not rows:
+        return Cause("contract", "undecided", because, left or ("no clause was decided",))
+    held = f"{len(rows) - len(signed)} of {len(rows)} rows hold on the trace"
+    return Cause("contract", "shown", (held, *because))
+
+
+# --- a change -------------------------------------------------------------------------------------
+
+
+_Finding = tuple[bool | None, str]
+"""Whether a change broke an obligation, None where that is not decided, and why."""
+
+
+def _change(
+    told: Explanation, factor: Factor, decide: Callable[[Explanation, AgreedRow], _Finding]
+) -> Cause:
+    """Decide on a change: it is a cause if it broke an obligation that the trace violates."""
+    if told.previous is not None and not told.changed[factor]:
+        return Cause(factor, "excluded", (f"the {factor} did not change",))
+    outside = [row for row in told.agreed if row.state == "outside"]
+    left = tuple(f"{row.label}: {row.reason}" for row in told.agreed if row.state == "open")
+    if not told.agreed or (told.previous is None and (outside or left)):
+        return Cause(factor, "undecided", (), (told.found_by, *left))
+    found = [decide(told, row) for row in outside]
+    shown, against, missing = (
+        tuple(dict.fromkeys(why for broke, why in found if broke is answer))
+        for answer in (True, False, None)
+    )
+    if shown:
+        return Cause(factor, "shown", shown, missing)
+    if missing or left:
+        return Cause(factor, "undecided", against, (*missing, *left))
+    return Cause(factor, "excluded", against or ("no clause is violated on the trace",))
+
+
+def _by_kernels(told: Explanation, row: AgreedRow) -> _Finding:
+    """Say whether the kernels broke an obligation with the previous checkpoint too: with the
+    present one alone, the checkpoint interacts with them."""
+    late = _broke(told, KERNELS, PRESENT, row)
+    if not told.changed[CHECKPOINT]:
+        return late
+    early = _broke(told, KERNELS, PREVIOUS, row)
+    alone = told.verdicts.get((PREVIOUS, PRESENT), {}).get(row.obligation)
+    if early[0]:
+        return early
+    if alone == "held":
+        return False, f"{row.label}: the previous checkpoint holds with the present kernels"
+    if late[0] and alone != "violated":
+        unknown = f"{row.label}: the previous checkpoint with the present kernels is not decided"
+        return None, unknown if early[0] is False else early[1]
+    return late if late[0] else _joined(early, late)
+
+
+def _by_checkpoint(told: Explanation, row: AgreedRow) -> _Finding:
+    """Say whether the checkpoint broke an obligation with either pair of kernels."""
+    late = _broke(told, CHECKPOINT, PRESENT, row)
+    if not told.changed[KERNELS]:
+        return late
+    early = _broke(told, CHECKPOINT, PREVIOUS, row)
+    if late[0]:
+        before = told.verdicts.get((PRESENT, PREVIOUS), {}).get(row.obligation)
+        alone = "; with the previous kernels the present checkpoint holds"
+        return True, late[1] + (alone if before == "held" else "")
+    return early if early[0] else _joined(early, late)
+
+
+def _joined(one: _Finding, two: _Finding) -> _Finding:
+    """Return that neither finding names a cause: it is open where either is."""
+    left = [why for broke, why in (one, two) if broke is None]
+    return (None, "; ".join(left)) if left else one
+
+
+def _broke(told: Explanation, factor: Factor, at: str, asked: AgreedRow) -> _Finding:
+    """Say whether a change of one factor broke an obligation: it held before, is violated after,
+    and the paired difference is shown."""
+    title = f"{asked.label}, {effect_title(told, factor, at)}"
+    row = told.row(factor, at, asked.obligation)
+    if row is None:
+        places = EFFECTS[factor, at]
+        lacking = [run.missing for run in told.runs if run.place in places and run.missing]
+        return None, f"{title}: {'; '.join(lacking) or 'the runs do not decide it'}"
+    before, after = row.verdicts
+    if before == "violated":
+        return False, f"{title}: violated without the change, too"
+    if after == "held":
+        return False, f"{title}: it still holds"
+    if (before, after) != ("held", "violated"):
+        states = f"{before or 'not decided'} before, {after} after"
+        return None, f"{title}: {states}{f' ({row.reason})' if row.reason else ''}"
+    if row.change != "regressed":
+        return None, f"{title}: the difference is not shown{f' ({row.reason})' * bool(row.reason)}"
+    return True, f"{title}: held before, violated after; {worse_text(row)}"
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+TITLES: Mapping[str, str] = {
+    "contract": "the contract is too loose",
+    "kernels": "the kernel build regressed",
+    "checkpoint": "the model update interacted with the kernels",
+}
+STATES: Mapping[str, tuple[str, str]] = {
+    "shown": ("yes", "violated"),
+    "excluded": ("no", "held"),
+    "undecided": ("not decided", "inconclusive"),
+}
+"""The word for each state of a cause, and the verdict that has its colour."""
+FOOT = (
+    "a change is a cause only where the clause held without it, is violated with it, and the"
+    " difference of the runs is shown; that there was an incident is the word of who asks"
+)
+
+
+def effect_title(told: Explanation, factor: str, at: str) -> str:
+    """Return what an effect compares."""
+    if factor == INTERACTION:
+        return "interaction of checkpoint and kernels"
+    other = KERNELS if factor == CHECKPOINT else CHECKPOINT
+    return f"other {factor}" + (f" with the {at} {other}" if told.changed[other] else "")
+
+
+def history_lines(told: Explanation) -> Iterator[str]:
+    """Yield how the previous triple was found, what differs, and what counts for nothing."""
+    name = "none" if told.previous is None else f"sha256:{told.previous[:12]}"
+    yield f"previous triple: {name}, {told.found_by}"
+    for texts in told.changed.values():
+        yield from texts
+    for file, why in told.unused.items():
+        yield f"not used: {file}: {why}"

@@ -1,0 +1,364 @@
+"""`kcdsl why`: planted causes of a failure are told apart, and nothing is guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kcdsl.api.causes import WhySettings, explain
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.verdict.html.causes import causes_page
+from kcdsl.verdict.studies.causes import EFFECTS, Explanation
+from kcdsl_backends.empirical.decide.report import conclude
+from tests.support.evidence import clause
+from tests.support.why_scenes import Scene, both, certified
+
+OLD, NEW = ("old", "old"), ("new", "new")
+OTHERS = (OLD, ("old", "new"), ("new", "old"))
+
+
+def states(found: Explanation) -> tuple[str, ...]:
+    """Return the states of contract, kernels and checkpoint."""
+    return tuple(cause.state for cause in found.causes)
+
+
+def words(found: Explanation, cause: int) -> str:
+    """Return all that is said of a cause."""
+    one = found.causes[cause]
+    return " | ".join((*one.because, *one.missing))
+
+
+# --- planted causes -------------------------------------------------------------------------------
+
+
+def test_a_failure_inside_of_the_contract_means_that_it_is_too_loose(tmp_path: Path) -> None:
+    scene = both(tmp_path, {NEW}, bad=3)
+    found = scene.why(NEW, *OTHERS)
+    assert states(found) == ("shown", "excluded", "excluded")
+    assert "2 of 2 rows hold on the trace" in words(found, 0)
+    assert found.exit == 1
+
+
+def test_a_new_kernel_build_that_breaks_a_clause_is_named(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {("old", "new"): 12})
+    scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
+    found = scene.why(("old", "new"), OLD)
+    assert states(found) == ("excluded", "shown", "excluded")
+    assert "N-KL all (L2), other kernels: held before, violated after" in words(found, 1)
+    assert "12 of 40 requests kept the threshold before and do not now, 0" in words(found, 1)
+    assert "did not change" in words(found, 2)
+    row = found.row("kernels", "present", "N-KL/all/0")
+    assert row is not None
+    assert row.delta == -12 / 40
+    assert row.high is not None
+    assert row.high < 0
+
+
+def test_new_weights_that_break_a_clause_on_the_same_kernels_are_named(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {("new", "old"): 12})
+    scene.register(scene.triple("old", "old"), scene.triple("new", "old"))
+    found = scene.why(("new", "old"), OLD)
+    assert states(found) == ("excluded", "excluded", "shown")
+    assert "other checkpoint: held before, violated after" in words(found, 2)
+
+
+EXPECTED = {
+    # what is broken beside the run that failed: (kernels, checkpoint)
+    (): ("excluded", "shown"),  # the two together alone
+    (("old", "new"),): ("shown", "excluded"),
+    (("new", "old"),): ("excluded", "shown"),
+    (("old", "new"), ("new", "old")): ("shown", "shown"),
+    (OLD,): ("excluded", "shown"),
+    (OLD, ("old", "new")): ("shown", "excluded"),
+    (OLD, ("new", "old")): ("excluded", "shown"),
+    (OLD, ("old", "new"), ("new", "old")): ("excluded", "excluded"),
+}
+
+
+@pytest.mark.parametrize("broken", EXPECTED, ids=str)
+def test_two_changes_are_told_apart_by_all_four_runs(
+    tmp_path: Path, broken: tuple[tuple[str, str], ...]
+) -> None:
+    scene = both(tmp_path, {NEW, *broken})
+    found = scene.why(NEW, *OTHERS)
+    assert states(found) == ("excluded", *EXPECTED[broken])
+    assert found.exit == (0 if states(found) == ("excluded",) * 3 else 1)
+    assert len(found.effects) == 5
+
+
+def test_what_fails_together_alone_is_an_interaction_with_its_size(tmp_path: Path) -> None:
+    found = both(tmp_path, {NEW}).why(NEW, *OTHERS)
+    row = found.row("interaction", "", "N-KL/all/0")
+    assert row is not None
+    assert (row.worse, row.better, row.delta, row.change) == (12, 0, -12 / 40, "regressed")
+    assert "with the previous kernels the present checkpoint holds" in words(found, 2)
+    (tmp_path / "apart").mkdir()
+    apart = both(tmp_path / "apart", {NEW, ("old", "new")}).why(NEW, *OTHERS)
+    none = apart.row("interaction", "", "N-KL/all/0")
+    assert none is not None
+    assert (none.worse, none.better, none.change) == (0, 0, "unchanged")
+
+
+def test_swapped_runs_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(tmp_path, {("old", "new"): 12})
+    scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
+    swapped = {key: places[::-1] for key, places in EFFECTS.items()}
+    monkeypatch.setattr("kcdsl_backends.empirical.questions.pairs.EFFECTS", swapped)
+    assert states(scene.why(("old", "new"), OLD)) != ("excluded", "shown", "excluded")
+
+
+# --- not decided ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", OTHERS)
+def test_a_missing_run_is_named_and_nothing_is_guessed(
+    tmp_path: Path, missing: tuple[str, str]
+) -> None:
+    scene = both(tmp_path, {NEW})
+    found = scene.why(NEW, *(one for one in OTHERS if one != missing))
+    (lacking,) = [run for run in found.runs if run.source == "missing"]
+    assert lacking.place == tuple({"old": "previous", "new": "present"}[one] for one in missing)
+    if missing == ("old", "new"):  # without it, an interaction looks like a regression
+        assert states(found)[1:] == ("undecided", "undecided")
+        assert lacking.missing in words(found, 1)
+        assert lacking.missing in words(found, 2)
+    else:
+        assert states(found)[1:] == ("excluded", "shown")
+
+
+def test_without_other_runs_only_the_contract_is_decided(tmp_path: Path) -> None:
+    found = both(tmp_path, {NEW}).why(NEW)
+    assert states(found) == ("excluded", "undecided", "undecided")
+    assert found.exit == 3
+    assert found.effects == ()
+
+
+@pytest.mark.parametrize("marked", [OLD, ("old", "new")])
+def test_a_run_that_is_not_trusted_does_not_count(tmp_path: Path, marked: tuple[str, str]) -> None:
+    scene = Scene(tmp_path, {("old", "new"): 12})
+    scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
+    scene.record(scene.trace(*marked), scene.triple(*marked), trusted=False)
+    found = scene.why(("old", "new"), OLD)
+    assert states(found)[1] == "undecided"
+    assert "overheated" in words(found, 1) + str(found.unused)
+    if marked == ("old", "new"):
+        assert states(found) == ("undecided",) * 3
+
+
+def test_a_difference_that_is_not_shown_is_no_cause(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {OLD: 4, ("old", "new"): 5})
+    scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
+    found = scene.why(("old", "new"), OLD)
+    assert states(found) == ("excluded", "undecided", "excluded")
+    assert "difference is not shown" in words(found, 1)
+
+
+@pytest.mark.parametrize("which", ["present", "previous"])
+@pytest.mark.parametrize("how", ["nan", "empty", "failed"])
+def test_invalid_evidence_decides_nothing(tmp_path: Path, how: str, which: str) -> None:
+    scene = Scene(tmp_path, {("old", "new"): 12})
+    scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
+    table = scene.table("old", {"present": "new", "previous": "old"}[which])
+    runs = {}
+    for key, run in table.runs.items():
+        values: dict[str, Any] = dict(run.unit.values)
+        values["kl"] = {"nan": values["kl"] * np.nan, "empty": np.zeros(0)}.get(how, values["kl"])
+        unit = replace(run.unit, values=values)
+        if how == "failed":
+            unit = replace(unit, values={}, failure="out of memory")
+        runs[key] = replace(run, unit=unit)
+    path = scene.write(replace(table, runs=runs), "spoiled")
+    found = scene.why(path, OLD) if which == "present" else scene.why(("old", "new"), path)
+    assert "shown" not in states(found)
+    assert found.causes[1].state == "undecided"
+    assert found.exit == 3
+
+
+def test_a_trace_without_requests_decides_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, count=0)
+    scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
+    found = scene.why(("old", "new"), OLD)
+    assert states(found) == ("undecided", "undecided", "excluded")
+
+
+def test_a_register_without_the_triple_decides_the_contract_alone(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {NEW: 12})
+    scene.register(scene.triple("old", "old"))
+    found = scene.why(NEW, OLD)
+    assert states(found) == ("excluded", "undecided", "undecided")
+    assert "no triple that it fits" in words(found, 1)
+    assert list(found.unused.values()) == [found.found_by]
+
+
+def test_the_first_triple_of_a_contract_has_none_before_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {NEW: 12})
+    scene.register(scene.triple("new", "new"))
+    assert "no earlier triple" in words(scene.why(NEW), 1)
+
+
+# --- which runs count -----------------------------------------------------------------------------
+
+
+def test_the_incumbent_of_the_last_decision_is_the_previous_triple(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {NEW: 12})
+    scene.register(scene.triple("old", "old"), scene.triple("new", "new"), promoted=True)
+    scene.register(scene.triple("other", "old"))
+    found = scene.why(NEW)
+    assert found.previous == scene.triple("old", "old").digest
+    assert "the incumbent of decision" in found.found_by
+
+
+def test_runs_of_others_are_named_and_not_used(tmp_path: Path) -> None:
+    scene = both(tmp_path, {NEW})
+    fewer = Scene(tmp_path, count=39)
+    stray = {
+        "weights": scene.write(scene.table("stranger", "old"), "stranger"),
+        "kernels": scene.write(scene.table("old", "stranger"), "build"),
+        "requests": fewer.write(fewer.table("old", "old"), "fewer"),
+        "itself": scene.write(scene.table("new", "new", seed=1), "again"),
+        "report": tmp_path / "report.json",
+    }
+    stray["report"].write_text(json.dumps(conclude(scene.table("old", "old")).to_json()))
+    found = scene.why(NEW, *stray.values())
+    reasons = {name: found.unused[str(path)] for name, path in stray.items()}
+    assert "other weights" in reasons["weights"]
+    assert "torch" in reasons["kernels"] or "software" in reasons["kernels"]
+    assert "other requests" in reasons["requests"]
+    assert "triple that failed" in reasons["itself"]
+    assert "no units" in reasons["report"]
+    assert len([run for run in found.runs if run.source == "missing"]) == 3
+
+
+def test_a_second_run_of_the_same_pair_is_named(tmp_path: Path) -> None:
+    scene = both(tmp_path, {NEW})
+    again = scene.write(scene.table("old", "old", drift=2e-2), "second")
+    found = scene.why(NEW, OLD, again)
+    assert "same checkpoint and kernels" in found.unused[str(again)]
+
+
+def test_what_belongs_to_the_weights_is_told_apart_by_recorded_runs_alone(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {("old", "old"): 12})
+    before = scene.triple("old", "old")
+    other = replace(before.checkpoint, companions={"tokenizer": "2" * 64})
+    scene.register(replace(before, checkpoint=other), before)
+    failed = scene.trace("old", "old")
+    scene.record(failed, before)
+    earlier = Scene(tmp_path)
+    run = earlier.write(earlier.table("old", "old"), "earlier")
+    assert "record its run" in scene.why(failed, run).unused[str(run)]
+    scene.record(run, replace(before, checkpoint=other))
+    found = scene.why(failed, run)
+    assert states(found) == ("excluded", "excluded", "shown")
+    assert [cell.run is not None for cell in found.runs] == [True, True]
+
+
+def test_another_host_is_no_other_kernel(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {NEW: 12})
+    scene.register(scene.triple("old", "new"), scene.triple("new", "new"))
+    table = scene.table("old", "new")
+    for side in table.kernels.values():
+        side["fingerprint"]["hardware"] = {"host": "production"}  # type: ignore[index]
+    found = scene.why(NEW, scene.write(table, "elsewhere"))
+    assert states(found) == ("excluded", "excluded", "shown")
+
+
+# --- certificates ---------------------------------------------------------------------------------
+
+SAMPLED = (clause("N-KL", "mean", "kl", "1/1000", sample=True),)
+
+
+def sampled(folder: Path, **changes: Any) -> Scene:
+    """Return a scene with a clause that so few requests do not decide, and a certificate."""
+    scene = Scene(folder, clauses=SAMPLED, count=6)
+    triple = scene.triple("new", "new")
+    scene.register(scene.triple("old", "old"), triple)
+    scene.certify(triple, certified(**changes))
+    return scene
+
+
+def test_a_run_within_what_was_certified_is_inside_of_the_contract(tmp_path: Path) -> None:
+    found = sampled(tmp_path).why(NEW)
+    assert found.agreed[0].verdict == "inconclusive"
+    assert states(found)[0] == "shown"
+    assert "certified by sha256:" in words(found, 0)
+
+
+def test_without_a_certificate_that_passed_an_open_clause_stays_open(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, clauses=SAMPLED, count=6)
+    scene.register(scene.triple("old", "old"), scene.triple("new", "new"))
+    assert states(scene.why(NEW)) == ("undecided",) * 3
+    other = Scene(tmp_path / "other", clauses=SAMPLED, count=6)
+    other.folder.mkdir()
+    other.register(other.triple("old", "old"), other.triple("new", "new"))
+    other.certify(other.triple("old", "old"), certified())
+    assert states(other.why(NEW))[0] == "undecided"
+
+
+# --- shown ----------------------------------------------------------------------------------------
+
+
+def test_a_report_alone_decides_the_contract(tmp_path: Path) -> None:
+    scene = both(tmp_path, {NEW})
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(conclude(scene.table("new", "new")).to_json()))
+    found = scene.why(path, OLD)
+    assert states(found) == ("excluded", "undecided", "undecided")
+    assert "no units" in words(found, 1)
+
+
+def test_the_command_prints_text_json_and_a_page(
+    tmp_path: Path, cli: Any, follows: Callable[..., None]
+) -> None:
+    scene = both(tmp_path, {NEW})
+    command: list[Any] = ["why", scene.trace(*NEW), "--register", scene.place]
+    for one in OTHERS:
+        command += ["--evidence", scene.trace(*one)]
+    ran = cli(*command)
+    assert ran.code == 1, ran.stderr
+    assert "the model update interacted with the kernels: yes" in ran.stdout
+    assert "the kernel build regressed: no" in ran.stdout
+    document = json.loads(cli(*command, "--json").stdout)
+    follows(document, "kcdsl.why/1")
+    assert [cause["state"] for cause in document["causes"]] == ["excluded", "excluded", "shown"]
+    assert cli(*command, "--html", tmp_path / "why.html").code == 1
+    page = (tmp_path / "why.html").read_text(encoding="utf-8")
+    assert "<h1>The model update interacted with the kernels</h1>" in page
+    lacking = cli(*command[:-2])
+    assert lacking.code == 1
+    follows(json.loads(cli("why", scene.trace(*OLD), "--register", scene.place, "--json").stdout))
+
+
+def test_the_page_escapes_what_files_are_called(tmp_path: Path) -> None:
+    found = both(tmp_path, {NEW}).why(NEW)
+    page = causes_page(replace(found, trace="<script>", unused={"<img>": "<b>"}))
+    assert "<script>" not in page
+    assert "<img>" not in page
+
+
+def test_damaged_files_and_wrong_digests_are_refused(tmp_path: Path, cli: Any) -> None:
+    scene = both(tmp_path, {NEW})
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(scene.trace(*OLD).read_bytes()[:-9] + b"PAR1")
+    with pytest.raises(Refusal) as refused:
+        scene.why(NEW, cut)
+    assert refused.value.diagnostics[0].code in (codes.TRACE_CHANGED, codes.TRACE_FILE)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"other")
+    with pytest.raises(Refusal) as refused:
+        explain(
+            WhySettings(
+                trace=scene.trace(*NEW),
+                register=str(scene.place),
+                checkpoint={"0" * 64: weights},
+            )
+        )
+    assert refused.value.diagnostics[0].code is codes.ARTEFACT_REFUSED
+    asked = ("why", scene.trace(*NEW), "--register", scene.place, "--checkpoint")
+    assert cli(*asked, "model.safetensors").code == 2
+    assert cli("why", scene.trace(*NEW), "--register", tmp_path / "none.db").code == 2
