@@ -67,6 +67,7 @@ SYNOPSES = {
     "docs/reference/report.md": "report",
     "docs/reference/show.md": "show",
     "docs/reference/verify.md": "verify",
+    "docs/reference/why.md": "why",
 }
 """Pages whose block ```text is the synopsis of a command."""
 

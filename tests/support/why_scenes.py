@@ -19,7 +19,7 @@ from kcdsl.verdict.studies.causes import Explanation
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.trace import trace_bytes
-from kcdsl_certs.statement import CertifiedClause, Checkpoint, Contract, Kernel, Triple
+from kcdsl_certs.statement import CertifiedClause, Checkpoint, Contract, Kernel, Scope, Triple
 from tests.support.evidence import clause, evidence
 from tests.support.registers import TRUSTED, bundle, clock, predicate, recorded
 
@@ -126,10 +126,12 @@ class Scene:
                     )  # fmt: skip
                     register.promote(slot.name, slot.version, decided)
 
-    def certify(self, triple: Triple, *clauses: CertifiedClause) -> None:
-        """Record a certificate with other results."""
+    def certify(self, triple: Triple, result: CertifiedClause, sequence: int = 1) -> None:
+        """Record a certificate of one result."""
+        body = predicate(triple, sequence=sequence, verdict=result.verdict)
+        body = replace(body, clauses=(result,), scope=Scope(True, ((result.id, result.slice),)))
         with Register.open(self.place, create=True, clock=clock) as register:
-            recorded(register, bundle(replace(predicate(triple), clauses=clauses)), TRUSTED)
+            recorded(register, bundle(body), TRUSTED)
 
     def record(self, path: Path, triple: Triple, *, trusted: bool = True) -> None:
         """Record the run of a trace, and mark it."""

@@ -170,7 +170,7 @@ class LspCommand(Command):
 
 _FILES = {
     "PATH", "FILE", "CONTRACT", "OLD", "NEW", "CERT", "CHECKPOINT", "STATEMENT", "REPORT", "TABLE",
-    "KEY", "PUB", "CODE|METRIC|CLAUSE", "FORMAT[=FILE]",
+    "TRACE", "KEY", "PUB", "CODE|METRIC|CLAUSE", "FORMAT[=FILE]",
 }  # fmt: skip
 """What stands in the help for a file."""
 _FOLDERS = {"DIR", "FOLDER"}

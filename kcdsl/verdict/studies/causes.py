@@ -357,7 +357,7 @@ def _broke(told: Explanation, factor: Factor, at: str, asked: AgreedRow) -> _Fin
         return None, f"{title}: {states}{f' ({row.reason})' if row.reason else ''}"
     if row.change != "regressed":
         return None, f"{title}: the difference is not shown{f' ({row.reason})' * bool(row.reason)}"
-    return True, f"{title}: held before, violated after; {worse_text(row)}"
+    return True, f"{title}: held before, violated after; {worse_text(row).partition(': ')[2]}"
 
 
 # --- for people -----------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def effect_title(told: Explanation, factor: str, at: str) -> str:
     if factor == INTERACTION:
         return "interaction of checkpoint and kernels"
     other = KERNELS if factor == CHECKPOINT else CHECKPOINT
-    return f"other {factor}" + (f" with the {at} {other}" if told.changed[other] else "")
+    return f"change of the {factor}" + (f" with the {at} {other}" if told.changed[other] else "")
 
 
 def history_lines(told: Explanation) -> Iterator[str]:
