@@ -320,8 +320,7 @@ def _runs(
         if one is None:
             triple = wanted[place]
             missing = (
-                f"no run of the checkpoint {triple.checkpoint.name} "
-                f"sha256:{triple.checkpoint.digest[:12]} with the inference kernel "
+                f"no run: {triple.checkpoint.name} sha256:{triple.checkpoint.digest[:12]}, "
                 f"{triple.infer.name} sha256:{triple.infer.digest[:12]}"
             )
             yield RunEvidence(*place, "missing", missing=missing)

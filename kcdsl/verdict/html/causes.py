@@ -8,6 +8,7 @@ from kcdsl.verdict.model import SHOWN, SIGNS
 from kcdsl.verdict.quantities import UNREACHED, quantity
 from kcdsl.verdict.studies.causes import (
     FOOT,
+    INTERACTION,
     STATES,
     TITLES,
     Explanation,
@@ -15,6 +16,11 @@ from kcdsl.verdict.studies.causes import (
     history_lines,
 )
 
+_CHANGE = "The incumbent is the run before this change, the candidate the one after it."
+_INTERACTION = (
+    "The incumbent is the run before both changes, the candidate the one after both. The difference"
+    " is that of two: what the kernels change on the present checkpoint, and on the previous one."
+)
 _HEADLINES = {
     0: ("held", "None of the three causes"),
     3: ("inconclusive", "The cause is not decided"),
@@ -41,7 +47,7 @@ def causes_page(found: Explanation) -> str:
             SheetCell(run.checkpoint),
             SheetCell(run.kernels),
             SheetCell(run.missing or run.file or "evaluated here"),
-            _verdict(run.verdict or ""),
+            _verdict(run.verdict or "missing"),
         ]
         for run in found.runs
     ]
@@ -65,7 +71,8 @@ def causes_page(found: Explanation) -> str:
     ]
     for effect in found.effects:
         title = effect_title(found, effect.factor, effect.at)
-        parts.append(changes_part(f"{title[:1].upper()}{title[1:]}", effect.rows))
+        lead = _INTERACTION if effect.factor == INTERACTION else _CHANGE
+        parts.append(changes_part(f"{title[:1].upper()}{title[1:]}", effect.rows, lead))
     parts.append(Part("Triples", lines=list(history_lines(found))))
     return document_page(
         Sheet(
@@ -82,5 +89,6 @@ def causes_page(found: Explanation) -> str:
 
 
 def _verdict(name: str) -> SheetCell:
-    known = name in SHOWN
-    return SheetCell(SHOWN[name][0] if known else "? not decided", colour=name if known else "")
+    if name in SHOWN:
+        return SheetCell(SHOWN[name][0], colour=name)
+    return SheetCell(name.replace("_", " "), colour="none")

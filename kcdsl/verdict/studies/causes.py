@@ -97,6 +97,11 @@ class RunEvidence(Record):
         """Return which checkpoint and which kernels it is of."""
         return self.checkpoint, self.kernels
 
+    @property
+    def title(self) -> str:
+        """Return its place in words."""
+        return f"the {self.checkpoint} checkpoint with the {self.kernels} kernels"
+
 
 @dataclass(frozen=True, slots=True)
 class Effect(Record):
@@ -345,8 +350,9 @@ def _broke(told: Explanation, factor: Factor, at: str, asked: AgreedRow) -> _Fin
     row = told.row(factor, at, asked.obligation)
     if row is None:
         places = EFFECTS[factor, at]
-        lacking = [run.missing for run in told.runs if run.place in places and run.missing]
-        return None, f"{title}: {'; '.join(lacking) or 'the runs do not decide it'}"
+        lacking = [run.title for run in told.runs if run.place in places and run.missing]
+        why = f"no run of {' nor of '.join(lacking)}" if lacking else "the runs do not decide it"
+        return None, f"{title}: {why}"
     before, after = row.verdicts
     if before == "violated":
         return False, f"{title}: violated without the change, too"

@@ -229,7 +229,8 @@ def floor_text(row: PairedRow) -> str:
     """Return a threshold that is stricter than what reference builds differ by."""
     floor = row.floor
     assert floor is not None
+    differ = "differs" if floor.builds == 1 else "differ"
     return (
-        f"{row.clause} {row.slice} asks {row.op} {number_text(row.threshold)}, {floor.builds} "
-        f"reference builds differ by {number_text(floor.value)}"
+        f"{row.clause} {row.slice} asks {row.op} {number_text(row.threshold)}, "
+        f"{counted(floor.builds, 'reference build')} {differ} by {number_text(floor.value)}"
     )

@@ -29,7 +29,7 @@ def print_causes(found: Explanation, stream: TextIO) -> None:
     runs = (
         (
             *(run.checkpoint, run.kernels, run.missing or run.file or "evaluated here"),
-            Text(*SHOWN.get(run.verdict or "", _OPEN)),
+            Text(*SHOWN.get(run.verdict or "", ("missing", "yellow"))),
         )
         for run in found.runs
     )

@@ -1,0 +1,136 @@
+"""The pages of `kcdsl show`, `compare`, `fleet` and `why` in a real browser."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from kcdsl.verdict.html.causes import causes_page
+from kcdsl.verdict.html.certificate import certificate_page
+from kcdsl.verdict.html.comparison import comparison_page
+from kcdsl.verdict.html.fleet import fleet_page
+from kcdsl.verdict.studies.fleet import CheckedClass, Direction, Fleet, FleetKernel, KernelPair
+from kcdsl.verdict.studies.reading import reading_of
+from kcdsl_backends.empirical.questions.pairs import compare_runs
+from kcdsl_certs.verification.inspection import inspect
+from tests.support.browser import Browser
+from tests.support.evidence import evidence
+from tests.support.why_scenes import both
+
+pytestmark = pytest.mark.programs
+
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
+VECTORS = Path(__file__).parents[2] / "certs" / "vectors"
+NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
+
+
+def certificate(name: str) -> str:
+    """Return the page of a test vector, with no key that is trusted."""
+    path = VECTORS / f"{name}.cert.json"
+    found = inspect(path.read_bytes(), None, NOON)
+    return certificate_page(reading_of(str(path), found, None, NOON))
+
+
+def comparison() -> str:
+    """Return the page of two runs that differ in every direction, with bands and a floor."""
+    one, two = evidence(drift=1e-2), evidence(drift=5e-2, seed=0)
+    return comparison_page(compare_runs(one, two, history={}, references={}))
+
+
+def fleet() -> str:
+    """Return the page of five kernels that agree, disagree or are open, in two classes."""
+    kernels = tuple(
+        FleetKernel(f"K{n}", f"vendor.attention.kernel-{n}", f"{n:064x}") for n in range(1, 6)
+    )
+    states = itertools.cycle(("held", "held", "violated", "held", "inconclusive"))
+    pairs = []
+    for one, two in itertools.combinations(("K1", "K2", "K3", "K4", "K5"), 2):
+        state = next(states)
+        why = () if state == "held" else ("N-KL on all is violated: 12 of 40 requests are beyond",)
+        directions = (
+            Direction(one, two, state, ("a" * 64,), why),
+            Direction(two, one, "held", ("b" * 64,), ()),
+        )
+        pairs.append(KernelPair(one, two, directions))
+    checked = (CheckedClass("class-1.cert.json", ("K1", "K2"), "class/other", "K2 is no member"),)
+    unused = {"stray.cert.json": "it is named twice"}
+    contract = {"name": "serving", "version": "1.2.0"}
+    return fleet_page(Fleet(contract, "c" * 64, kernels, tuple(pairs), unused, checked))
+
+
+def causes(folder: Path) -> str:
+    """Return the page of a model update that interacts with new kernels, one run not in place."""
+    scene = both(folder, {("new", "new")})
+    others = (("old", "new"), ("new", "old"), ("old", "old"))
+    return causes_page(scene.why(("new", "new"), *others))
+
+
+def undecided(folder: Path) -> str:
+    """Return the page of a failure about which runs are missing."""
+    return causes_page(both(folder, {("new", "new")}).why(("new", "new")))
+
+
+PAGES: dict[str, Callable[[Path], str]] = {
+    "show-proof": lambda folder: certificate("valid"),
+    "show-failed": lambda folder: certificate("failed"),
+    "show-refused": lambda folder: certificate("bundle-bom"),
+    "compare": lambda folder: comparison(),
+    "fleet": lambda folder: fleet(),
+    "why": causes,
+    "why-undecided": undecided,
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the files of the pages."""
+    found = {}
+    for name, made in PAGES.items():
+        folder = tmp_path_factory.mktemp(name)
+        found[name] = folder / f"{name}.html"
+        found[name].write_text(made(folder), encoding="utf-8")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)]
+)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_quiet_and_readable(
+    chromium: Browser, files: dict[str, Path], name: str, width: int, dark: bool
+) -> None:
+    page = chromium.open(files[name], width=width, dark=dark)
+    assert page.complaints == []
+    assert [url for url in page.requested if not url.startswith(("file:", "data:"))] == []
+    wide, there = page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert wide <= there
+    assert page.evaluate("document.scripts.length") == 0
+    contrasts = page.evaluate(CONTRAST)
+    assert len(contrasts) > 10
+    assert [found for found in contrasts if found[0] < 4.5] == []
+    unreachable = "[...document.querySelectorAll('.scroll')].filter(e => e.tabIndex < 0).length"
+    assert page.evaluate(unreachable) == 0
+    dead = (
+        "[...document.querySelectorAll('nav a')]"
+        ".filter(a => !document.querySelector(a.getAttribute('href'))).length"
+    )
+    assert page.evaluate(dead) == 0
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_text_of_a_cell_is_cut_or_lies_on_another(
+    chromium: Browser, files: dict[str, Path], name: str
+) -> None:
+    page = chromium.open(files[name], width=1280)
+    cut = page.evaluate(
+        """[...document.querySelectorAll("td, th, dd, dt, .pill, .facts *")].filter((e) =>
+          e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline"
+        ).map((e) => e.textContent.slice(0, 60))"""
+    )
+    assert cut == []
