@@ -15,11 +15,13 @@ from kcdsl.api.causes import WhySettings, explain
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import EvidenceKind
 from kcdsl.release.artefacts import checkpoint_manifest
+from kcdsl.release.register import Register
 from kcdsl.verdict.html.causes import causes_page
 from kcdsl.verdict.studies.causes import EFFECTS, Explanation, agreed_rows
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_certs.statement import Verdict
 from tests.support.evidence import clause
+from tests.support.registers import clock
 from tests.support.small_models import DECODER, write_model
 from tests.support.why_scenes import CLAUSES, Scene, both, certified
 
@@ -224,11 +226,13 @@ def test_the_incumbent_of_the_last_decision_is_the_previous_triple(tmp_path: Pat
 def test_runs_of_others_are_named_and_not_used(tmp_path: Path) -> None:
     scene = both(tmp_path, {NEW})
     fewer = Scene(tmp_path, count=39)
+    other = scene.table("old", "old")
     stray = {
         "weights": scene.write(scene.table("stranger", "old"), "stranger"),
         "kernels": scene.write(scene.table("old", "stranger"), "build"),
         "requests": fewer.write(fewer.table("old", "old"), "fewer"),
         "itself": scene.write(scene.table("new", "new", seed=1), "again"),
+        "contract": scene.write(replace(other, contract={**other.contract, "name": "x"}), "x"),
         "report": tmp_path / "report.json",
     }
     stray["report"].write_text(json.dumps(conclude(scene.table("old", "old")).to_json()))
@@ -238,6 +242,7 @@ def test_runs_of_others_are_named_and_not_used(tmp_path: Path) -> None:
     assert "torch" in reasons["kernels"] or "software" in reasons["kernels"]
     assert "other requests" in reasons["requests"]
     assert "triple that failed" in reasons["itself"]
+    assert "another contract" in reasons["contract"]
     assert "no units" in reasons["report"]
     assert len([run for run in found.runs if run.source == "missing"]) == 3
 
@@ -294,6 +299,13 @@ def test_a_run_within_what_was_certified_is_inside_of_the_contract(tmp_path: Pat
     assert found.agreed[0].verdict == "inconclusive"
     assert states(found)[0] == "shown"
     assert "certified by sha256:" in words(found, 0)
+
+
+def test_a_revoked_certificate_shows_nothing(tmp_path: Path) -> None:
+    scene = sampled(tmp_path)
+    with Register.open(scene.place, clock=clock) as register:
+        register.revoke(register.certificates()[0].identity, "regression")
+    assert states(scene.why(NEW))[0] == "undecided"
 
 
 def test_without_a_certificate_that_passed_an_open_clause_stays_open(tmp_path: Path) -> None:
