@@ -355,12 +355,10 @@ def test_a_bound_that_the_run_exceeds_certifies_nothing() -> None:
         report = {"clauses": [row | change], "deferred": {}}
         (found,) = agreed_rows(report, None, {"N-KL/all/0": (signed, "1" * 64)})
         assert found.state == state, change
-    (found,) = agreed_rows(
-        {"clauses": [row], "deferred": {}},
-        None,
-        {"N-KL/all/0": (replace(signed, bound=5e-5), "1" * 64)},
-    )
-    assert (found.state, found.certified) == ("open", 5e-5)
+    for result in (replace(signed, bound=5e-5), replace(signed, verdict=Verdict.FAILED)):
+        known = {"N-KL/all/0": (result, "1" * 64)}
+        (found,) = agreed_rows({"clauses": [row], "deferred": {}}, None, known)
+        assert (found.state, found.certified) == ("open", result.bound)
 
 
 # --- shown ----------------------------------------------------------------------------------------
