@@ -144,10 +144,6 @@ def explain(settings: WhySettings) -> Explanation:
         agreed=agreed,
         runs=tuple(_runs(wanted, found, history)),
         effects=backend.effects(cells) if len(cells) > 1 else (),
-        verdicts={
-            place: {row["obligation"]: row["verdict"] for row in one.document["clauses"]}
-            for place, one in found.items()
-        },
         distrusted="" if run is None or run.trusted else f"its run is not trusted: {run.reason}",
         unused=unused,
     )

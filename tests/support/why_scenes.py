@@ -73,6 +73,10 @@ class Scene:
         return replace(
             found,
             runs=runs,
+            slices={"all": found.slices["all"]},
+            certified={},
+            floor={},
+            crosschecks=(),
             prechecks=prechecks,
             contract={
                 "name": "demo", "version": "1.0.0", "digest": f"sha256:{digest(found.program)}",

@@ -132,7 +132,7 @@ class Explanation(Record):
 
     `found_by` says how the previous triple was found, or why there is none, `changed` what differs
     between it and the present one, by factor, and `distrusted` why the trace itself counts for
-    nothing. `verdicts` are those of each obligation in each run; they are not written.
+    nothing.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("causes", "exit")
@@ -147,7 +147,6 @@ class Explanation(Record):
     agreed: tuple[AgreedRow, ...]
     runs: tuple[RunEvidence, ...]
     effects: tuple[Effect, ...]
-    verdicts: Mapping[Place, Mapping[str, str]]
     distrusted: str = ""
     unused: Mapping[str, str] = field(default_factory=dict)
 
@@ -182,9 +181,7 @@ class Explanation(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.why/1"."""
-        document = {"schema": WHY_SCHEMA, **Record.to_json(self)}
-        del document["verdicts"]
-        return document
+        return {"schema": WHY_SCHEMA, **Record.to_json(self)}
 
 
 # --- what was agreed ------------------------------------------------------------------------------
@@ -313,7 +310,7 @@ def _by_kernels(told: Explanation, row: AgreedRow) -> _Finding:
     if not told.changed[CHECKPOINT]:
         return late
     early = _broke(told, KERNELS, PREVIOUS, row)
-    alone = told.verdicts.get((PREVIOUS, PRESENT), {}).get(row.obligation)
+    alone = _before(told, CHECKPOINT, row)
     if early[0]:
         return early
     if alone == "held":
@@ -331,10 +328,15 @@ def _by_checkpoint(told: Explanation, row: AgreedRow) -> _Finding:
         return late
     early = _broke(told, CHECKPOINT, PREVIOUS, row)
     if late[0]:
-        before = told.verdicts.get((PRESENT, PREVIOUS), {}).get(row.obligation)
         alone = "; with the previous kernels the present checkpoint holds"
-        return True, late[1] + (alone if before == "held" else "")
+        return True, late[1] + (alone if _before(told, KERNELS, row) == "held" else "")
     return early if early[0] else _joined(early, late)
+
+
+def _before(told: Explanation, factor: Factor, asked: AgreedRow) -> str:
+    """Return the verdict of a run without one change; empty where it is not comparable."""
+    row = told.row(factor, PRESENT, asked.obligation)
+    return "" if row is None or row.change == "not_compared" else row.verdicts[0]
 
 
 def _joined(one: _Finding, two: _Finding) -> _Finding:
@@ -353,16 +355,17 @@ def _broke(told: Explanation, factor: Factor, at: str, asked: AgreedRow) -> _Fin
         lacking = [run.title for run in told.runs if run.place in places and run.missing]
         why = f"no run of {' nor of '.join(lacking)}" if lacking else "the runs do not decide it"
         return None, f"{title}: {why}"
+    if row.change == "not_compared":
+        return None, f"{title}: {row.reason}"
     before, after = row.verdicts
     if before == "violated":
         return False, f"{title}: violated without the change, too"
     if after == "held":
         return False, f"{title}: it still holds"
     if (before, after) != ("held", "violated"):
-        states = f"{before or 'not decided'} before, {after} after"
-        return None, f"{title}: {states}{f' ({row.reason})' if row.reason else ''}"
+        return None, f"{title}: {before} before, {after} after"
     if row.change != "regressed":
-        return None, f"{title}: the difference is not shown{f' ({row.reason})' * bool(row.reason)}"
+        return None, f"{title}: the difference is not shown"
     return True, f"{title}: held before, violated after; {worse_text(row).partition(': ')[2]}"
 
 

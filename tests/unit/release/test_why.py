@@ -211,6 +211,17 @@ def test_the_first_triple_of_a_contract_has_none_before_it(tmp_path: Path) -> No
     assert "no earlier triple" in words(scene.why(NEW), 1)
 
 
+@pytest.mark.parametrize("limit", ["1/10", "1/100000"])
+def test_verdicts_of_another_question_count_for_nothing(tmp_path: Path, limit: str) -> None:
+    scene = both(tmp_path, {NEW})
+    earlier = Scene(tmp_path, clauses=(clause("N-KL", "quantile", "kl", limit, q="9/10"),))
+    runs = [earlier.write(earlier.table(*one), f"other-{'-'.join(one)}") for one in OTHERS]
+    found = scene.why(NEW, *runs)
+    assert states(found) == ("excluded", "undecided", "undecided")
+    assert "asks something else" in words(found, 1)
+    assert "asks something else" in words(found, 2)
+
+
 # --- which runs count -----------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from kcdsl.verdict.model import InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.result import reason as verdict_reason
-from kcdsl.verdict.studies.causes import EFFECTS, Effect, Place
+from kcdsl.verdict.studies.causes import EFFECTS, FAILED, Effect, Place
 from kcdsl.verdict.studies.pairing import (
     Band,
     Floor,
@@ -104,7 +104,7 @@ def compare_runs(
         candidate.contract,
         tuple(_differences(incumbent, candidate)),
         ERROR,
-        _judged(_paired(runs, floored, banded)),
+        _judged(_paired(runs, runs[1].obligations, floored, banded)),
         tuple(_measures(runs[0].slices, runs[1].slices)),
         len(baselines.history),
         len(baselines.references),
@@ -115,12 +115,14 @@ def compare_runs(
 def effects_of(cells: Mapping[Place, EvidenceTable]) -> tuple[Effect, ...]:
     """Return what a change of the checkpoint, of the kernels, and of both does to each obligation.
 
-    `cells` are runs on the same requests, by (checkpoint, kernels), each "previous" or "present".
+    `cells` are runs on the same requests, by (checkpoint, kernels), each "previous" or "present";
+    that of both present is there, and its contract says what is asked.
     One chance of error is shared by the rows of all effects.
     """
     runs = {place: _Run.of(evidence) for place, evidence in cells.items()}
+    asked = runs[FAILED].obligations
     found: list[tuple[str, str, _Found]] = [
-        (factor, at, _paired([runs[place] for place in places]))
+        (factor, at, _paired([runs[place] for place in places], asked))
         for (factor, at), places in EFFECTS.items()
         if all(place in runs for place in places)
     ]
@@ -152,12 +154,13 @@ def refuse_other_requests(incumbent: EvidenceTable, candidate: EvidenceTable) ->
 
 def _paired(
     runs: Sequence[_Run],
+    asked: Mapping[str, Obligation],
     floored: Mapping[str, Floor] | None = None,
     banded: Mapping[str, Band] | None = None,
 ) -> _Found:
-    """Compare the runs obligation by obligation; the last of them is the candidate."""
-    last, found = runs[-1], _Found()
-    for name, obligation in last.obligations.items():
+    """Compare the runs on what is asked; the last of them is the candidate."""
+    found = _Found()
+    for name, obligation in asked.items():
         rows = [run.results.get(name) for run in runs]
         if rows[-1] is None:
             continue
