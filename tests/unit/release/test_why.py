@@ -222,6 +222,14 @@ def test_verdicts_of_another_question_count_for_nothing(tmp_path: Path, limit: s
     assert "asks something else" in words(found, 2)
 
 
+def test_two_runs_of_another_question_exclude_nothing(tmp_path: Path) -> None:
+    scene = both(tmp_path, {NEW, ("old", "new")})
+    loose = Scene(tmp_path, {}, (clause("N-KL", "quantile", "kl", "1/10", q="9/10"),))
+    runs = [loose.write(loose.table(*one), "-".join(one)) for one in (OLD, ("new", "old"))]
+    found = scene.why(NEW, ("old", "new"), *runs)
+    assert states(found) == ("excluded", "undecided", "undecided")
+
+
 # --- which runs count -----------------------------------------------------------------------------
 
 
@@ -286,7 +294,7 @@ def test_another_host_is_no_other_kernel(tmp_path: Path) -> None:
     scene.register(scene.triple("old", "new"), scene.triple("new", "new"))
     table = scene.table("old", "new")
     for side in table.kernels.values():
-        side["fingerprint"]["hardware"] = {"host": "production"}  # type: ignore[index]
+        side["fingerprint"]["hardware"] = {"host": "production"}
     found = scene.why(NEW, scene.write(table, "elsewhere"))
     assert states(found) == ("excluded", "excluded", "shown")
 
@@ -478,11 +486,11 @@ def test_missing_runs_are_made_by_contracts_and_checkpoints_of_this_machine(
         "/model.safetensors"
         for name in ("old", "new")
     ]
-    words = ("why", "out-new/trace.parquet", *register, "--contract", "old.yaml", "--contract")
-    made = (*words, "new.yaml", "--checkpoint", digests[0], "--checkpoint", digests[1], "--json")
-    document = json.loads(cli(*made, cwd=tmp_path).stdout)
+    why = ("why", "out-new/trace.parquet", "--json", *register, "--contract", "old.yaml")
+    both_of = ("--contract", "new.yaml", "--checkpoint", digests[0], "--checkpoint", digests[1])
+    document = json.loads(cli(*why, *both_of, cwd=tmp_path).stdout)
     assert [run["source"] for run in document["runs"]] == ["evaluated"] * 3 + ["file"]
     assert [cause["state"] for cause in document["causes"]] == ["excluded", "shown", "excluded"]
-    fewer = json.loads(cli(*words[:-1], "--json", cwd=tmp_path).stdout)
+    fewer = json.loads(cli(*why, cwd=tmp_path).stdout)
     assert [run["source"] for run in fewer["runs"]].count("missing") == 2
     assert fewer["causes"][1]["state"] == "undecided"
