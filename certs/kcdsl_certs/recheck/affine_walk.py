@@ -263,7 +263,7 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     before = form.uncast if steps is None else steps
     if before is not None:
         entry, reference = before.entry, before.reference
-    around = box.widen(box.exact(reference), form.reach if entry is None else entry.reach)
+    around = box.widen(box.exact(reference), form.reach if entry is None else entry.nearest)
     lo, hi = around.lo.copy(), around.hi.copy()
     step, floor = min(_WIDEST, _room(at)), at.tape.last_floor
     for first in range(0, form.shape[-1], step):

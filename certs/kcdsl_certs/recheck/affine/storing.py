@@ -92,13 +92,17 @@ class Formed:
         return np.asarray(found)
 
     @property
-    def deviation(self) -> Floats:
-        """Return β ≥ |v - f̃|."""
+    def loose(self) -> Floats:
+        """Return β ≥ |v - f̃| by what comes from the operands alone: adjoints round in its size."""
         found = self.carried + self.radius
         for more in (self.bent, None if self.centre is None else np.abs(self.centre)):
             found = found if more is None else found + more
-        found = raised(found) + TINY
-        return found if self.within is None else np.minimum(found, self.within)
+        return np.asarray(raised(found) + TINY)
+
+    @property
+    def deviation(self) -> Floats:
+        """Return the smallest β ≥ |v - f̃| that is known."""
+        return self.loose if self.within is None else np.minimum(self.loose, self.within)
 
 
 def settle_form(
@@ -123,7 +127,7 @@ def settle_form(
     bare, formed = formed, formed.cast_early
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
-    loose, passed = deviation, None
+    loose, passed = formed.loose, None
     if rounds and sums:
         passed = before_casts.passed(walk, node, _unstored(walk, formed))
     if passed is not None:
@@ -219,7 +223,8 @@ def settle_form(
         averaged=averaged,
         shared=shared,
     )
-    if passed is not None:  # adjoints round as what was not found by passes
+    if passed is not None or formed.within is not None:  # adjoints round as what is loose
+        loose = loose if formed.sure is None else np.where(formed.sure, 0.0, loose)
         entry = replace(entry, reach=raised(loose + reach), near=reach)
     found = None if steps is None else steps.cases
     place = walk.tape.add(entry)
@@ -257,7 +262,7 @@ def _several(
     reach = common.deviation
     if formed.within is not None:
         reach = np.minimum(reach, formed.within)
-    entry, norms = replace(_unstored(walk, common), reach=reach), None
+    entry, norms = replace(_unstored(walk, common), near=reach), None
     place = walk.tape.add(entry)
     around = None
     if rounds and sums:
@@ -319,7 +324,7 @@ def _apart(
     if formed.early is not None:
         early, known = formed.early.u, formed.early.known
     entry = _unstored(walk, formed)
-    reach = entry.reach if lower is None else np.minimum(entry.reach, lower)
+    reach = entry.nearest if lower is None else np.minimum(entry.nearest, lower)
     whole = raised(reach.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
     total = whole.copy()
     if norms is not None:
@@ -369,13 +374,14 @@ def _tight(walk: Walk, formed: Formed) -> Floats:
 def _unstored(walk: Walk, formed: Formed) -> TapeEntry:
     """Return the entry of a result before it is stored."""
     entry = TapeEntry(
-        formed.deviation,
+        formed.loose,
         formed.operands,
         raised(formed.radius) + TINY,
         formed.centre,
         None,
         formed.curved,
         formed.share,
+        near=None if formed.within is None else formed.deviation,
         split=_split(walk, formed),
         averaged=formed.averaged,
         shared=formed.shared,
