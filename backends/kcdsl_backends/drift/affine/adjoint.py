@@ -149,6 +149,68 @@ def part_of(adjoint: Adjoint, dim: int, offset: int, shape: tuple[int, ...]) -> 
     return Adjoint(values, tuple(window), shape)
 
 
+def diagonal(values: Tensor) -> Tensor | None:
+    """Return the diagonal of functionals [n, n] that read one element each; None of others."""
+    if values.shape[0] != values.shape[1]:
+        return None
+    found = values.diagonal()
+    return found if int(values.count_nonzero()) == int(found.count_nonzero()) else None
+
+
+FEW = 64
+"""Columns that are not worth being looked at for multiples of one another."""
+PARTS = 8
+"""Parts of the rows of a matrix, each of which is multiplied with those up to it."""
+
+
+def square_of(matrix: Tensor) -> Tensor:
+    """Return A Aᵀ of a matrix [B, n]; what lies above the diagonal is copied from below."""
+    count = len(matrix)
+    size = max(64, -(-count // PARTS))
+    found = matrix.new_empty(count, count)
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        torch.mm(matrix[start:stop], matrix[:stop].T, out=found[start:stop, :stop])
+        found[:start, start:stop] = found[start:stop, :start].T
+    return found
+
+
+SAME = 2.0**-40
+"""Up to this share of a column it may be off from a multiple of another one."""
+
+
+def parallel(columns: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Add up the sizes of columns [B, n] that are multiples of one another.
+
+    b_j w_j for many j is one column b_j Σ|w_j|: the norm of Σ b_j w_j ξ_j over |ξ_j| <= 1 is the
+    same. Returned with it is a bound [B] of what the others are off from such multiples; None where
+    the columns are as they were.
+    """
+    count, n = columns.shape
+    if n < 2 * FEW or count < 2:
+        return columns, None
+    angles = torch.arange(1, count + 1, dtype=columns.dtype, device=columns.device)
+    first, second = torch.stack([(angles * 0.7).cos(), (angles * 1.3).sin()]) @ columns
+    ratio, order = (first / second).sort()
+    begins = torch.ones_like(order, dtype=torch.bool)
+    begins[1:] = ~((ratio[1:] - ratio[:-1]).abs() <= 2.0**-32 * ratio[1:].abs())
+    places = begins.nonzero()[:, 0]
+    if 2 * len(places) > n:
+        return columns, None
+    group = begins.cumsum(0) - 1
+    lead = order[places][group]
+    times = (first[order] / first[lead]).nan_to_num(0.0, 0.0, 0.0)
+    chosen = columns[:, order]
+    off = (chosen - columns[:, lead] * times).abs_()
+    most = chosen.abs().amax(0)
+    same = off.amax(0) <= SAME * most
+    size = torch.zeros(len(places), dtype=columns.dtype, device=columns.device)
+    size.index_add_(0, group, torch.where(same, times.abs(), 0.0))
+    lost = torch.where(same, off + 2.0**-50 * chosen.abs(), 0.0).sum(-1)
+    joined = columns[:, order[places]] * (size * MORE)
+    return torch.cat([joined, chosen[:, ~same]], 1), lost * MORE
+
+
 def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
     """Return functionals of x.permute(dims) as functionals of x."""
     if list(dims) == list(range(len(dims))):
@@ -308,7 +370,11 @@ MORE = 1.0 + 2.0**-30
 
 def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
     """Bound |a·e| by √(aᵀ P a) for functionals a [B, n] -> [B]; infinite where that is none."""
-    value = ((functionals @ matrix) * functionals).sum(-1)
+    alone = diagonal(functionals)
+    if alone is None:
+        value = ((functionals @ matrix) * functionals).sum(-1)
+    else:
+        value = alone.square() * matrix.diagonal()
     found = (value.clamp_min(0) + _rounding(matrix, functionals)).sqrt() * MORE
     return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
@@ -317,6 +383,9 @@ def image(matrix: Tensor, functionals: Tensor) -> Tensor:
     """Return A P Aᵀ for functionals A [B, n], with what float64 may have lost on the diagonal."""
     lost = float(_rounding(matrix, functionals).sum())
     unit = torch.eye(functionals.shape[0], dtype=matrix.dtype, device=matrix.device)
+    alone = diagonal(functionals)
+    if alone is not None:
+        return alone[:, None] * matrix * alone + lost * unit
     return functionals @ matrix @ functionals.T + lost * unit
 
 
@@ -336,7 +405,8 @@ def longest(matrix: Tensor, functionals: Tensor) -> float:
     if int(failed) or not math.isfinite(trace):
         return math.inf
     sized = functionals @ root
-    size = math.sqrt(largest_eigenvalue(sized.T @ sized, float(sized.square().sum()) * MORE))
+    products = square_of(sized.T)
+    size = math.sqrt(largest_eigenvalue(products, float(sized.square().sum()) * MORE))
     lost = gamma(n + 4) * float(functionals.norm() * root.norm())
     return (size + lost) * MORE
 
@@ -344,14 +414,14 @@ def longest(matrix: Tensor, functionals: Tensor) -> float:
 def stretch(functionals: Tensor) -> float:
     """Bound the largest singular value of functionals [B, n]."""
     few = functionals.shape[0] <= functionals.shape[1]
-    products = functionals @ functionals.T if few else functionals.T @ functionals
+    products = square_of(functionals if few else functionals.T)
     trace = float(functionals.square().sum()) * MORE
     return math.sqrt(largest_eigenvalue(products, trace)) * MORE
 
 
 def product_of(functionals: Tensor) -> Tensor:
     """Return A Aᵀ of functionals A [B, n], with what float64 may have lost on the diagonal."""
-    products = functionals @ functionals.T
+    products = square_of(functionals)
     lost = 4 * gamma(functionals.shape[1] + 8) * float(functionals.square().sum())
     return products + lost * torch.eye(len(products), dtype=products.dtype).to(products)
 

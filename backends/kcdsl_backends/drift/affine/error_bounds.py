@@ -17,11 +17,14 @@ from kcdsl_backends.drift.affine.adjoint import (
     around_sum,
     at,
     by_rows,
+    diagonal,
     image,
     largest_eigenvalue,
     longest,
     meet,
+    parallel,
     quadratic,
+    square_of,
     whole,
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
@@ -65,19 +68,35 @@ class _Gram:
     def add(self, functional: Adjoint, radius: Tensor) -> None:
         """Take in a symbol for every element."""
         part = radius.expand(functional.shape)[at(functional.window)].flatten()
+        values = functional.values.flatten(1)
+        alone = diagonal(values)
+        if alone is not None:
+            self._apart(alone * part)
+            return
         some = part != 0
         if bool(some.all()):
-            self.columns(functional.values.flatten(1) * part)
+            self.columns(values * part)
         elif bool(some.any()):
-            self.columns(functional.values.flatten(1)[:, some] * part[some])
+            self.columns(values[:, some] * part[some])
 
     def columns(self, columns: Tensor) -> None:
-        """Take in symbols with these columns [B, n]."""
+        """Take in symbols with these columns [B, n]; what is parallel is one symbol."""
+        columns, lost = parallel(columns)
+        if lost is not None:
+            self.loose += lost
         sizes = columns.norm(dim=0)
-        self.products.addmm_(columns / sizes.clamp_min(2.0**-900), columns.T)
+        self.products += square_of(columns / sizes.clamp_min(2.0**-900).sqrt())
         self.trace += float(sizes.sum())
         if self.single is not None:
             self.single += columns.abs().sum(-1) * SAFE
+
+    def _apart(self, sizes: Tensor) -> None:
+        """Take in one symbol for each functional, which no other reads."""
+        sizes = sizes.abs()
+        self.products.diagonal().add_(sizes)
+        self.trace += float(sizes.sum())
+        if self.single is not None:
+            self.single += sizes * SAFE
 
     def rows(self, functional: Adjoint, bound: RowBound) -> None:
         """Take in all that an entry is off by, whose rows have a bound: a symbol for each element

@@ -18,7 +18,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, at, largest_eigenvalue, reached
+from kcdsl_backends.drift.affine.adjoint import (
+    Adjoint,
+    Ellipsoids,
+    at,
+    diagonal,
+    largest_eigenvalue,
+    reached,
+    square_of,
+)
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums
@@ -473,8 +481,12 @@ class Remainder:
         order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
         one_by_one = float(_largest(columns, most[None], total, order))
         scaled = (a.values * most.sqrt()).flatten(1)
-        products = scaled @ scaled.T
-        spread = largest_eigenvalue(products, float(scaled.square().sum()) * SAFE)
+        alone = diagonal(scaled)
+        if alone is not None:
+            spread = float(alone.square().amax()) * SAFE
+        else:
+            products = square_of(scaled)
+            spread = largest_eigenvalue(products, float(scaled.square().sum()) * SAFE)
         return min(one_by_one, math.sqrt(spread * float(total.sum()) * SAFE) * SAFE)
 
 

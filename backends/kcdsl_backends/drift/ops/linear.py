@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Adjoint, Row, largest_eigenvalue, longest
+from kcdsl_backends.drift.affine.adjoint import (
+    Adjoint,
+    Row,
+    diagonal,
+    largest_eigenvalue,
+    longest,
+    square_of,
+)
 from kcdsl_backends.drift.affine.error_bounds import norms, rows
 from kcdsl_backends.drift.affine.independent import Roundings, of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
@@ -244,7 +251,12 @@ class _LastProduct:
             if same and torch.equal(known.values, a.values):
                 return found
         self.last = None
-        found = a.values @ self.weight[slice(*a.window[-1])].to(torch.float64)
+        weight = self.weight[slice(*a.window[-1])].to(torch.float64)
+        alone = diagonal(a.values.flatten(1)) if a.single_row else None
+        if alone is None:
+            found = a.values @ weight
+        else:
+            found = (alone[:, None] * weight).reshape(*a.values.shape[:-1], -1)
         if a.single_row:
             self.last = a, found
         return found
@@ -390,7 +402,7 @@ class BeforeLinear:
         """Bound |√weights W e_x|₂ / |e_x/scale|₂."""
         scaled = weights.sqrt()[:, None] * self.weight * scale
         trace = float(scaled.square().sum()) * SAFE
-        return math.sqrt(largest_eigenvalue(scaled.T @ scaled, trace))
+        return math.sqrt(largest_eigenvalue(square_of(scaled.T), trace))
 
     def _and_own(self, moved: float, weights: Tensor, row: Row) -> Tensor:
         """Bound the sum of a row by |√weights W e_x|₂ <= moved and what the linear adds."""

@@ -60,6 +60,38 @@ def units(shape: tuple[int, ...], row: tuple[int, ...], first: int, count: int) 
     return Adjoint(np.eye(count).reshape(count, *ones, count), (*row, first))
 
 
+def reads_one_each(values: Floats) -> bool:
+    """Return whether functionals [n, n] read one element each, and no two the same."""
+    if values.shape[0] != values.shape[1]:
+        return False
+    return bool(np.count_nonzero(values) == np.count_nonzero(np.diagonal(values)))
+
+
+_SAME = 2.0**-40  # as far apart columns with the largest element 1 may be and count as parallel
+
+
+def gathered(columns: Floats) -> tuple[Floats, Floats]:
+    """Return columns [B, n] without zeros with one for all that are parallel, of their sizes
+    together; and a bound [B] of what those that were left out are off from it."""
+    nothing, n = np.zeros(len(columns)), columns.shape[1]
+    peaks = np.take_along_axis(columns, np.abs(columns).argmax(axis=0)[None], axis=0)[0]
+    marks = np.cos(np.arange(len(columns), dtype=np.float64)) @ columns / peaks
+    order = np.argsort(marks)
+    begins = np.diff(marks[order], prepend=-np.inf) > 2.0**-36 * (1 + np.abs(marks[order]))
+    if 2 * np.count_nonzero(begins) > n:
+        return columns, nothing
+    sizes, group = np.abs(peaks[order]), np.cumsum(begins) - 1
+    each = columns[:, order] / peaks[order]
+    first = each[:, begins]
+    away = np.abs(each - first[:, group])
+    same = away.max(axis=0) <= _SAME
+    known = np.where(same, sizes, 0.0)
+    lost = np.where(same, away + 2.0**-50 * np.abs(each), 0.0) @ known
+    whole = np.bincount(group, weights=known, minlength=first.shape[1])
+    found = np.concatenate([first * (whole * (1 + 2.0**-40)), columns[:, order[~same]]], axis=1)
+    return found, lost * (1 + 2.0**-40)
+
+
 def embedded(adjoint: Adjoint, start: tuple[int, ...], extent: tuple[int, ...]) -> Adjoint:
     """Return the same functionals on a larger window."""
     if (start, extent) == (adjoint.start, adjoint.extent):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats
 from kcdsl_certs.recheck.interval.state import gamma
 
@@ -72,14 +72,21 @@ _MORE = 1 + 2.0**-30
 
 def extent_along(shape: Floats, functionals: Floats) -> Floats:
     """Return bounds [B] of functionals [B, n] on an ellipsoid, infinite where nothing is known."""
-    squares = np.einsum("bi,bi->b", functionals @ shape, functionals)
+    if reads_one_each(functionals):
+        squares = np.diagonal(functionals) ** 2 * np.diagonal(shape)
+    else:
+        squares = np.einsum("bi,bi->b", functionals @ shape, functionals)
     found = np.sqrt(np.maximum(squares, 0.0) + _lost(shape, functionals)) * _MORE
     return np.where(np.isfinite(found), found, np.inf)
 
 
 def moved(shape: Floats, functionals: Floats) -> Floats:
     """Return the ellipsoid A P Aᵀ of functionals A [B, n], raised by what the products lost."""
-    product = functionals @ shape @ functionals.T
+    if reads_one_each(functionals):
+        alone = np.diagonal(functionals)
+        product = alone[:, None] * shape * alone
+    else:
+        product = functionals @ shape @ functionals.T
     return np.asarray(product + np.eye(len(product)) * _lost(shape, functionals).sum())
 
 

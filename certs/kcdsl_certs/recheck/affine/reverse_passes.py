@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, gathered, merged, reads_one_each, units
 from kcdsl_certs.recheck.affine.ellipsoids import (
     extent_along,
     largest,
@@ -180,20 +180,32 @@ class _Length:
 
     def symbols(self, adjoint: Adjoint, radius: Floats) -> None:
         """Add one symbol for each element of an entry."""
-        self.columns((adjoint.values * radius[adjoint.window]).reshape(self.count, -1))
+        columns = (adjoint.values * radius[adjoint.window]).reshape(self.count, -1)
+        if reads_one_each(columns):
+            sizes = np.abs(np.diagonal(columns))
+            self.alone(sizes)
+            self._squares(np.diag(sizes), float(sizes.sum()))
+        else:
+            self.columns(columns)
 
     def columns(self, columns: Floats) -> None:
-        """Add one symbol for each column."""
-        self.alone(np.abs(columns).sum(axis=1))
+        """Add one symbol for each column; of parallel ones, one for all."""
         sizes = np.linalg.norm(columns, axis=0)
         some = sizes > _LOST
         self.more += _LOST * sizes.size
         if not some.any():
             return
-        columns, sizes = columns[:, some], sizes[some]
-        product = (columns / sizes) @ columns.T
+        columns, lost = gathered(columns if some.all() else columns[:, some])
+        self.each = self.each + lost
+        self.alone(np.abs(columns).sum(axis=1))
+        sizes = np.linalg.norm(columns, axis=0)
+        scaled = columns / np.sqrt(sizes)
+        self._squares(scaled @ scaled.T, float(sizes.sum()))
+
+    def _squares(self, product: Floats, trace: float) -> None:
+        """Add Σ b bᵀ/|b| and Σ |b|."""
         self.gram = product if self.gram is None else self.gram + product
-        self.trace += float(sizes.sum())
+        self.trace += trace
 
     def add(self, below: _Length, ratio: float) -> None:
         """Add what lies below an entry, and up to `ratio` times that once more."""

@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
 from kcdsl_certs.recheck.affine.storing import Early, Formed, settle_form
@@ -349,7 +349,10 @@ def _through(weight: Floats) -> Pull:
             found = last[0][2]
         else:
             last.clear()
-            found = flat @ weight[columns]
+            if alone and reads_one_each(flat):
+                found = np.diagonal(flat)[:, None] * weight[columns]
+            else:
+                found = flat @ weight[columns]
             if alone:
                 last.append((flat.copy(), columns, found))
         values = found.reshape(adjoint.batch, *adjoint.extent[:-1], weight.shape[1])

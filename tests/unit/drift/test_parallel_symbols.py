@@ -1,0 +1,81 @@
+"""Parallel columns of symbols count as one (Rule 1.4), in both programs: nothing is lost by it, and
+what is not quite parallel is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.drift.affine.adjoint import diagonal, parallel
+from kcdsl_certs.recheck.affine.adjoint import gathered, reads_one_each
+
+Floats = np.ndarray
+COUNT, WAYS, EACH = 12, 9, 40
+
+
+def _joined(program: str, columns: Floats) -> tuple[Floats, Floats]:
+    if program == "checker":
+        return gathered(columns)
+    found, lost = parallel(torch.from_numpy(columns))
+    return found.numpy(), np.zeros(len(columns)) if lost is None else lost.numpy()
+
+
+def _columns(seed: int, away: float = 0.0) -> Floats:
+    """Return columns of which many are parallel, but for relative errors of this size."""
+    rng = np.random.default_rng(seed)
+    ways = rng.standard_normal((COUNT, WAYS))
+    sizes = rng.standard_normal((WAYS, EACH)) * np.exp2(rng.uniform(-20, 20, (WAYS, EACH)))
+    whole = (ways[:, :, None] * sizes).reshape(COUNT, -1)
+    whole = whole * (1 + away * rng.uniform(-1, 1, whole.shape))
+    return np.ascontiguousarray(whole[:, rng.permutation(whole.shape[1])])
+
+
+@pytest.mark.parametrize("program", ["prover", "checker"])
+@pytest.mark.parametrize("away", [0.0, 2.0**-52, 2.0**-44, 2.0**-38, 2.0**-30])
+def test_no_sum_of_symbols_is_beyond_its_bound(program: str, away: float) -> None:
+    for seed in range(8):
+        columns = _columns(seed, away)
+        found, lost = _joined(program, columns)
+        rng = np.random.default_rng(seed)
+        functionals = [*rng.standard_normal((20, COUNT)), *np.eye(COUNT)]
+        for a in functionals:  # the largest value over all symbols, exactly
+            most = np.abs(a @ columns).sum()
+            bound = np.abs(a @ found).sum() + np.abs(a) @ lost
+            assert most <= bound * (1 + 2.0**-48)
+            assert bound <= most * (1 + 2.0**-20) + 2.0**-30 * np.abs(a) @ np.abs(columns).sum(1)
+
+
+@pytest.mark.parametrize("program", ["prover", "checker"])
+def test_as_many_columns_are_left_as_there_are_ways(program: str) -> None:
+    found, _ = _joined(program, _columns(1))
+    assert found.shape[1] == WAYS
+
+
+@pytest.mark.parametrize("program", ["prover", "checker"])
+def test_columns_of_other_ways_stay(program: str) -> None:
+    columns = np.random.default_rng(2).standard_normal((COUNT, WAYS * EACH))
+    found, lost = _joined(program, columns)
+    assert np.array_equal(found, columns)
+    assert not lost.any()
+
+
+@pytest.mark.parametrize("away", [2.0**-30, 2.0**-20])
+@pytest.mark.parametrize("program", ["prover", "checker"])
+def test_columns_that_only_nearly_agree_are_not_joined(program: str, away: float) -> None:
+    found, _ = _joined(program, _columns(3, away))
+    assert found.shape[1] > WAYS * EACH // 2
+
+
+def test_functionals_of_one_element_each_are_known() -> None:
+    once = np.diag([1.0, 0.0, -2.0])
+    twice = once.copy()
+    twice[0, 2] = 2.0**-1000
+    alone = diagonal(torch.from_numpy(once))
+    assert alone is not None
+    assert alone.tolist() == [1.0, 0.0, -2.0]
+    assert diagonal(torch.from_numpy(twice)) is None
+    assert diagonal(torch.from_numpy(once[:2])) is None
+    assert reads_one_each(once)
+    assert not reads_one_each(twice)
+    assert not reads_one_each(once[:2])
