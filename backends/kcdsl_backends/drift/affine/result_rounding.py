@@ -260,6 +260,8 @@ def _apart(
     total, floor = whole, run.tape.near
     columns = entry.shape[-1]
     asked = lengths is None and node.op in SUMMED
+    if node.name in run.lowered and not _summed(run, node):  # its elements are known well enough
+        asked = False
     if asked and run.passing(node, place, "norm", needed, floor):
         unit = torch.eye(columns, dtype=torch.float64, device=whole.device)
         lengths = norms(run.tape, place, unit, needed, floor)
@@ -274,13 +276,20 @@ def _apart(
     return SplitError((radius + run.rounding.faint(form)) * SAFE, rest.nonlinear())
 
 
+def _summed(run: KernelRun, node: Node) -> bool:
+    """Say whether elements of a result are added up somewhere: where sums with others alone lead to
+    the output, each counts by itself."""
+    readers = [reader for reader in run.graph.nodes if node.name in reader.inputs]
+    return any(reader.op not in ("add", "sub") or _summed(run, reader) for reader in readers)
+
+
 def _tightened(run: KernelRun, entry: TapeEntry) -> TapeEntry:
     """Return an entry that is not on the tape, its error bound from reverse passes."""
     place = run.tape.add(entry)
     everywhere = torch.ones_like(entry.error_bound[..., :1], dtype=torch.bool)
     error_bound = elements(run.tape, place, everywhere)
     run.tape.entries.pop()
-    return replace(entry, error_bound=error_bound * SAFE)
+    return replace(entry, error_bound=error_bound * SAFE, carried=entry.widest)
 
 
 def stored_format(run: KernelRun, node: Node) -> Format:
@@ -342,6 +351,7 @@ def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | N
         roundings=None if parts is None else parts.where(~stairs, gap * SAFE),
         one_row=None if entry.one_row is None else entry.one_row.where(keep),
         shared=shared,
+        carried=None if entry.carried is None else (entry.carried + cast) * SAFE,
     )
 
 

@@ -390,13 +390,15 @@ def rows(needed: Bools) -> Iterator[Row]:
     return (row for row in np.ndindex(*needed.shape[:-1]) if needed[row].any())
 
 
-def surround(walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floor: int) -> None:
-    """Find ellipsoids around the errors of rows of an entry."""
-    found = {}
+def surround(walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floor: int) -> Floats:
+    """Find ellipsoids around the errors of rows of an entry; return bounds of the norms of these
+    rows [..., 1], infinite in others."""
+    found, norms = {}, np.full(needed.shape, np.inf)
     for row in rows(needed):
-        whole = units(shape, row, 0, shape[-1])
-        found[tuple(map(int, row))] = ellipsoid(walk.tape, place, whole, floor)
+        whole = surrounded(walk.tape, place, units(shape, row, 0, shape[-1]), floor)
+        found[tuple(map(int, row))], norms[row] = whole.shape, whole.norm
     walk.tape.surround(place, found)
+    return norms
 
 
 def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0) -> Floats:

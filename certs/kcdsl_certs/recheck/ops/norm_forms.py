@@ -245,11 +245,11 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
         directed = raised(_along(walk, x, at, needed, centred) / least)
         along = np.minimum(along, np.minimum(wide, directed))
 
-    cut = walk.tape.cut
+    cut, norms = walk.tape.cut, np.full(at.v.shape, np.inf)
     needed = walk.chosen(node, name, "ellipsoid", cut)
     if needed.any() and x.place:
         if not walk.tape.entries[x.place].ellipsoids:  # else from before the cast of the input
-            reverse_passes.surround(walk, x.place, x.shape, needed, cut)
+            norms = reverse_passes.surround(walk, x.place, x.shape, needed, cut)
         found = _within(walk, x, centred)
         if not centred:
             x = reverse_passes.kept(walk, name, np.minimum(x.reach, found))
@@ -264,6 +264,7 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
     if not bool((along < _FARTHEST).all()):
         raise Rejected("bound/not-finite", "the input of a norm moves too far along itself")
     square = _square(walk, x, delta, walk.chosen(node, name, "norm"), centred)
+    square = np.minimum(square, raised(norms**2 / x.shape[-1]) + TINY)  # |δ| ≤ |e|
     z = raised(square / (least * (1 - along) ** 2))
     shrink = raised(z / (1 + z + np.sqrt(1 + z)))
     chi = raised(np.maximum(along / (1 - along), (along + shrink) / (1 + along)))

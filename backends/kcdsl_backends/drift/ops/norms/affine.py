@@ -201,14 +201,18 @@ def _moved(
     known = torch.zeros_like(early)  # rows with an ellipsoid from before the cast of the input
     for row in tape.entries[index].ellipsoids:
         known[row] = True
+    deep = torch.zeros_like(early)  # rows whose norm is known from a pass down to the input
+    lengths = torch.full_like(mean, torch.inf)
     if run.passing(node, index, "ellipsoid", early, tape.cut) and index != run.plain:
         if not bool(known.any()):
-            surround_rows(tape, index, early, tape.cut)
+            deep = early & (tape.cut == INPUT)
+            lengths = surround_rows(tape, index, early, tape.cut)[1]
         found = _within(tape, index, centred=centred)
         if not centred:
             tape.tighten(index, found)
         error_bound, mean = lowered(found, early)
-    square = _square(tape, index, error_bound, centred=centred)
+    together = lengths.square() / n * SAFE
+    square = torch.minimum(_square(tape, index, error_bound, centred=centred), together)
     needed = ~(square <= run.negligible * v) & ~known
     if run.passing(node, index, "deviations" if centred else "reach", needed):
         if centred:
@@ -217,14 +221,14 @@ def _moved(
             found = elements(tape, index, needed)
             tape.tighten(index, found)
         error_bound, mean = lowered(found, needed)
-        square = _square(tape, index, error_bound, centred=centred)
+        square = torch.minimum(_square(tape, index, error_bound, centred=centred), together)
     if not bool((mean < FARTHEST).all()):
         raise NoBound(node.name, _TOO_FAR)
-    needed = ~(mean <= SMALL) & ~known
+    needed = ~(mean <= SMALL) & ~known & ~deep
     if run.passing(node, index, "norm", needed):
         unit = torch.eye(n, dtype=torch.float64, device=c.device)
-        together = norms(tape, index, unit - 1 / n if centred else unit, needed)
-        square = torch.minimum(square, together.square() / n * SAFE)
+        lengths = norms(tape, index, unit - 1 / n if centred else unit, needed)
+        square = torch.minimum(square, lengths.square() / n * SAFE)
     square = square / (v * (1 - mean) ** 2) * SAFE
     shrink = square / (1 + square + torch.sqrt(1 + square)) * SAFE
     factor = torch.maximum(mean / (1 - mean), (mean + shrink) / (1 + mean)) * SAFE
