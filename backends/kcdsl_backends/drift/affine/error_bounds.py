@@ -352,14 +352,19 @@ def _elements_before(
 
 
 def tighten_error(
-    run: KernelRun, node: Node, index: int, needed: Callable[[Tensor], Tensor]
+    run: KernelRun,
+    node: Node,
+    index: int,
+    needed: Callable[[Tensor], Tensor],
+    floors: Sequence[int] | None = None,
 ) -> None:
     """Lower the error bound of an entry that an operation reads by reverse passes, in the rows
-    [..., 1] where `needed` says of an error bound that it is not good enough yet."""
+    [..., 1] where `needed` says of an error bound that it is not good enough yet. They stop at one
+    of `floors` after the other, by default everywhere where they may."""
     tape = run.tape
     if _lowered(run, tape.entries[index].name):
         return
-    for floor in tape.floors:
+    for floor in tape.floors if floors is None else floors:
         rows = needed(tape.entries[index].error_bound)
         if not run.passing(node, index, "reach", rows, floor):
             return

@@ -16,7 +16,7 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.error_bounds import tighten_error, weighted_norms
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Remainder, TapeEntry
+from kcdsl_backends.drift.affine.tape import INPUT, PASS, Adjoints, Remainder, TapeEntry
 from kcdsl_backends.drift.boxes import EPS, SAFE, Box, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, times
 from kcdsl_backends.drift.boxes.state import State, Step, settle
@@ -316,19 +316,26 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
         _, _, sums, large = known(error_bound)
         return large & ~(sums <= worth)
 
-    tighten_error(run, node, index, matters)
-    error_bound = run.tape.entries[index].error_bound
-    box, square = _around(h, error_bound)
-    least, most, sums, large = known(error_bound)
-    steepest, floor = torch.maximum(least.abs(), most.abs()), run.tape.near
+    near = run.tape.near
+    later = near != INPUT and not bool(run.tape.radius.any())  # passes to the input, if at all
+    floors = run.tape.floors
+    tighten_error(run, node, index, matters, floors[:1] if later else floors)
+    least, most, sums, large = known(run.tape.entries[index].error_bound)
+    steepest, sharper = torch.maximum(least.abs(), most.abs()), torch.full_like(sums, torch.inf)
     if before is not None:
         needed = ~large & ~(sums <= worth)
-        if run.passing(node, before.source, "norm", needed, floor):
-            sums = before.sharpened(run.tape, steepest, sums, needed, floor)
+        if run.passing(node, before.source, "norm", needed, near):
+            sharper = before.sharpened(run.tape, steepest, sharper, needed, near)
     needed = large & ~(sums <= worth)
-    if run.passing(node, index, "norm", needed, floor):
-        together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed, floor)
-        sums = torch.minimum(sums, together.square() / 2 * SAFE)
+    if run.passing(node, index, "norm", needed, near):
+        together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed, near)
+        sharper = torch.minimum(sharper, together.square() / 2 * SAFE)
+    if later:
+        tighten_error(run, node, index, lambda e: matters(e) & ~(sharper <= worth), floors[1:])
+    error_bound = run.tape.entries[index].error_bound
+    box, square = _around(h, error_bound)
+    least, most, sums, _ = known(error_bound)
+    sums = torch.minimum(sums, sharper)
     linear = slope.abs() * error_bound * SAFE
     slopes = function.slopes(box)
     wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * error_bound * SAFE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint, summed
+from kcdsl_backends.drift.affine.error_bounds import norms
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints
+from kcdsl_backends.drift.affine.tape import INPUT, PASS, Adjoints, Remainder
 from kcdsl_backends.drift.boxes import EPS, SAFE, Box, NoBound, gamma, refuse_wide, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, added, times
 from kcdsl_backends.drift.boxes.state import State, Step
@@ -221,7 +223,10 @@ def affine_mul(run: KernelRun, node: Node) -> None:
     """Append a * b."""
     refuse_wide(run.nodes, node, run.rounding.numerics)
     _same_shape(node, run.operand(node, 0), run.operand(node, 1))
-    tighten_product(run, node, torch.mul)
+    tighten_product(run, node, torch.mul, run.tape.floors[:1])
+    sums = _sums_by_norms(run, node)
+    if sums is None or bool(run.tape.radius.any()):
+        tighten_product(run, node, torch.mul, run.tape.floors[1:])
     a, b = run.operand(node, 0), run.operand(node, 1)
     reference = a.reference * b.reference
     linear = (a.error_bound * b.reference.abs() + a.reference.abs() * b.error_bound) * SAFE
@@ -234,7 +239,7 @@ def affine_mul(run: KernelRun, node: Node) -> None:
         found = [] if a.index is None else [(a.index, adjoint.times(b.reference))]
         return found if b.index is None else [*found, (b.index, adjoint.times(a.reference))]
 
-    rest = (second + own + faint) * SAFE
+    rest = (own + faint if sums is not None else second + own + faint) * SAFE
     parts = Roundings.one(rest, rounded * SAFE)
     first, other = run.again(node, 0), run.again(node, 1)
     again = added(times(first, b.size), times(other, a.size))
@@ -244,7 +249,28 @@ def affine_mul(run: KernelRun, node: Node) -> None:
     if again is not None:
         internal = internal + run.rounding.u_function * again
     result = Result(reference, vjp, linear, internal, roundings=parts, again=again)
+    if sums is not None:
+        remainder = Remainder(-second, second, sums).nonlinear()
+        result = replace(result, nonlinear=remainder, extra=second)
     round_result(run, node, result)
+
+
+def _sums_by_norms(run: KernelRun, node: Node) -> Tensor | None:
+    """Bound Σ|e_a e_b| <= |e_a|₂ |e_b|₂ in every row [..., 1] of a product, by passes that stop at
+    ellipsoids, where elements do not say that it is negligible; None where they do everywhere, or
+    without ellipsoids."""
+    a, b, floor = run.operand(node, 0), run.operand(node, 1), run.tape.near
+    if a.index is None or b.index is None or floor == INPUT:
+        return None
+    sums = (a.error_bound * b.error_bound).sum(-1, keepdim=True) * SAFE
+    worth = run.negligible * (a.reference * b.reference).abs().sum(-1, keepdim=True)
+    needed, lengths = ~(sums <= worth), []
+    unit = torch.eye(a.reference.shape[-1], dtype=torch.float64, device=sums.device)
+    for index in (a.index, b.index):
+        if not run.passing(node, index, "norm", needed, floor):
+            return None
+        lengths.append(norms(run.tape, index, unit, needed, floor))
+    return torch.minimum(sums, lengths[0] * lengths[1] * SAFE)
 
 
 def affine_scale(run: KernelRun, node: Node) -> None:

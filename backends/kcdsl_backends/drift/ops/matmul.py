@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,8 +80,14 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
     round_result(run, node, formed, accumulates=True)
 
 
-def tighten_product(run: KernelRun, node: Node, times: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Tighten the error bounds of both factors of a product while their product matters."""
+def tighten_product(
+    run: KernelRun,
+    node: Node,
+    times: Callable[[Tensor, Tensor], Tensor],
+    floors: Sequence[int] | None = None,
+) -> None:
+    """Tighten the error bounds of both factors of a product while their product matters, by passes
+    that stop at `floors`; by default everywhere where they may."""
     a, b = run.operand(node, 0), run.operand(node, 1)
     if a.index is None or b.index is None:
         return
@@ -93,7 +99,7 @@ def tighten_product(run: KernelRun, node: Node, times: Callable[[Tensor, Tensor]
             pair = (error_bound, rest) if index == a.index else (rest, error_bound)
             return (error_bound > 0).any(-1, keepdim=True) & (times(*pair).sum() > worth)
 
-        tighten_error(run, node, index, matters)
+        tighten_error(run, node, index, matters, floors)
 
 
 def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> Result:

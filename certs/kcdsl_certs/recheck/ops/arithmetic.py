@@ -9,11 +9,12 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
+from kcdsl_certs.recheck.affine.curves import Remainder
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
-from kcdsl_certs.recheck.affine.reverse_passes import until
+from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Pull
+from kcdsl_certs.recheck.affine.tape import NonlinearPart, Pull
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, ULP, UNIT, Box, Floats, magnitude, raised
@@ -218,17 +219,25 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return a * b."""
     node.attrs.exactly()
     a, b = form_of(inputs[0]), form_of(inputs[1])
-    reference = a.reference * b.reference
+    reference, sums = a.reference * b.reference, None
     if a.shape == b.shape:
         for name in node.inputs:
             until(walk, node, name)
         a, b = (form_of(walk.forms[name]) for name in node.inputs)
+        sums = _sums(walk, node, a)
     carried = raised(a.reach * np.abs(b.reference) + np.abs(a.reference) * b.reach)
-    rest = a.reach * b.reach
+    rest = raised(a.reach * b.reach)
     own = 2 * UNIT * np.abs(reference) + TINY
     size = raised(np.abs(reference) + own + carried + rest)
     error, faint = raised(walk.kernel.inner.u * size), underflow(walk.kernel)
-    others = rest + own + faint + _copies(reference, a, b) * carried
+    others = own + faint + _copies(reference, a, b) * carried
+    bent: Floats | None = None
+    curved: tuple[NonlinearPart, ...] = ()
+    if sums is None:
+        others = others + rest
+    else:
+        boxed = raised(rest.sum(axis=-1, keepdims=True) * (1 + 2 * rest.shape[-1] * UNIT))
+        bent, curved = rest, (Remainder(-rest, rest, np.minimum(sums, boxed)).curve,)
     radius, split = raised(others + error), only_sure(others).with_one(error)
     left, right = _broadcast(b, reference), _broadcast(a, reference)
     operands = operands_of((a, times(left, a.shape)), (b, times(right, b.shape)))
@@ -236,8 +245,22 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     apart = plus(by(one, b.size), by(two, a.size), None if two is None else by(one, two))
     if apart is not None:
         radius = raised(radius + walk.kernel.inner.u * apart)
-    formed = Formed(reference, carried, operands, radius, split=split, own=apart)
+    formed = Formed(
+        *(reference, carried, operands, radius), bent=bent, curved=curved, split=split, own=apart
+    )
     return settled(walk, node, formed)
+
+
+def _sums(walk: Walk, node: Node, like: Form) -> Floats | None:
+    """Return a bound of Σ|e_a e_b| in every row [..., 1] by the norms that a product asks of both
+    errors, infinite where it asks none; None where it asks none at all, or without names."""
+    if walk.passes.rows is None or walk.tape.budget is not None:
+        return None
+    identity = np.eye(like.shape[-1])
+    one, two = (asked_together(walk, node, name, lambda _: identity) for name in node.inputs)
+    known = np.isfinite(one) & np.isfinite(two)
+    both = np.where(known, one, 0.0) * np.where(known, two, 0.0)
+    return raised(np.where(known, both, np.inf)) if known.any() else None
 
 
 def scale_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
