@@ -15,7 +15,6 @@ from kcdsl_certs.recheck.interval.box import TINY, Floats, raised
 from kcdsl_certs.recheck.interval.state import Held
 
 _MORE = 1 + 2.0**-38
-_LOOKED_AT = 256  # about so many elements of a row, to find a price
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +55,16 @@ def most_of(weights: Floats, caps: Floats, total: Floats) -> Floats:
     """Return a bound of Σ w·t, 0 ≤ t ≤ caps, with rows of t that sum to at most `total`.
 
     It is λ·total + Σ max(w - λ, 0)·caps for any λ ≥ 0; that λ is best at which elements of larger
-    weight use up the total. In long rows it is looked for among some of them. weights and caps are
-    [B, ..., n], total [..., 1]; returned is [B].
+    weight use up the total. weights and caps are [B, ..., n], total [..., 1]; returned is [B].
     """
-    caps, n = np.broadcast_to(caps, weights.shape), weights.shape[-1]
-    step = max(1, n // _LOOKED_AT)
-    some = weights[..., ::step]
-    order = np.argsort(-some, axis=-1)
-    ordered = np.take_along_axis(some, order, axis=-1)
-    used = np.cumsum(np.take_along_axis(caps[..., ::step] * step, order, axis=-1), axis=-1)
+    caps = np.broadcast_to(caps, weights.shape)
+    order = np.argsort(-weights, axis=-1)
+    ordered = np.take_along_axis(weights, order, axis=-1)
+    used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
     last = (used < total).sum(axis=-1, keepdims=True)
-    price = np.take_along_axis(ordered, np.minimum(last, some.shape[-1] - 1), axis=-1)
-    price = np.where(last < some.shape[-1], price, 0.0)
+    n = weights.shape[-1]
+    price = np.take_along_axis(ordered, np.minimum(last, n - 1), axis=-1)
+    price = np.where(last < n, price, 0.0)
     over = (np.maximum(weights - price, 0.0) * caps).sum(axis=-1)
     # a price of 0 costs nothing, whatever the total, which may be infinite
     paid = np.where(price > 0, price * np.where(price > 0, total, 0.0), 0.0)[..., 0]
