@@ -82,8 +82,8 @@ LIMIT = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run of the command took; `bound` is None where there is none, `said` is what it told
-    beforehand, in seconds (None where it told nothing)."""
+    """What one run of the command took; `bound` is None where the checker confirms none,
+    `said` is what it told beforehand, in seconds (None where it told nothing)."""
 
     cpu: float
     wall: float
@@ -185,9 +185,15 @@ def _run(folder: Path, row: Row, limit: float) -> Cost:
         text = answer.read()
     if not ended and status not in (0, 3):  # 3: inconclusive, as where there is no bound
         raise SystemExit(f"{row.name}: {text[-400:]}{told.read_text()[-400:]}")
-    bound = None if ended else json.loads(text)["goals"][0]["bound"]
+    bound = None
+    if not ended:
+        (goal,) = json.loads(text)["goals"]
+        if goal["evidence"]["confirmed"]:
+            bound = float(goal["bound"])
+        else:
+            print(f"  {row.name}: {goal['reason']}", file=sys.stderr)
     said = _told(told.read_text().splitlines())
-    return Cost(used[0], wall, used[1], None if bound is None else float(bound), said, ended)
+    return Cost(used[0], wall, used[1], bound, said, ended)
 
 
 def _awaited(child: subprocess.Popen[bytes], until: float) -> tuple[bool, int, tuple[float, float]]:
