@@ -21,6 +21,8 @@ SCALES = ("input_scale", "activation_scale", "input_global_scale", "_weight_act_
 ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
 CACHES = {"k_scale": "keys", "v_scale": "values"}
 """Names of static scales of what a linear forms for the cache, as ModelOpt stores them."""
+_OUTPUTS = {"k_proj": "keys", "v_proj": "values"}
+"""Linears whose `output_scale` is that of the cache, as compressed-tensors stored it."""
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _SIGNED = frozenset({"I8", "I32", "I64"})
 
@@ -60,13 +62,20 @@ def stored_inputs(
     return StoredInputs(tuple(found.tolist()), points.pop())
 
 
+def cache_scales(base: str) -> dict[str, str]:
+    """Return the names of static scales of a cache beside a linear, with what they scale: "keys" or
+    "values"."""
+    own = _OUTPUTS.get(base.rpartition(".")[2])
+    return CACHES if own is None else {**CACHES, "output_scale": own}
+
+
 def refuse_other_cache(
     read: Callable[[str], Tensor], key: str, kinds: Mapping[str, str], stated: KvCache | None
 ) -> None:
     """Refuse (KC463) scales of cached keys and values that the numerics state otherwise than they
     are stored beside the linear with this weight, which forms them."""
     base = key.removesuffix(".weight")
-    for part, side in CACHES.items():
+    for part, side in cache_scales(base).items():
         if stated is None or f"{base}.{part}" not in kinds:
             continue
         if kinds[f"{base}.{part}"] not in _FLOATS:

@@ -23,10 +23,7 @@ PLAIN = frozenset({"F32", "F16", "BF16"})
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of eight that each four bits of a word of AWQ hold, from the lowest bits on."""
-_INERT_PARTS = (
-    *(*inputs.SCALES, *inputs.ZERO_POINTS, *inputs.CACHES),
-    *("output_scale", "weight_shape"),
-)
+_INERT_PARTS = (*inputs.SCALES, *inputs.ZERO_POINTS, "weight_shape")
 """Tensors beside a weight that are none of its numbers; those of inputs and of caches are compared
 with what the numerics state (`inputs`)."""
 
@@ -83,7 +80,8 @@ class Scheme:
         for name in names:
             base, _, part = name.rpartition(".")
             if part == self.codes and (part != "weight" or kinds[name] not in PLAIN):
-                mine = {f"{base}.{one}" for one in (part, *self.parts, *_INERT_PARTS)}
+                inert = (*_INERT_PARTS, *inputs.cache_scales(base))
+                mine = {f"{base}.{one}" for one in (part, *self.parts, *inert)}
                 found[f"{base}.weight"] = frozenset(mine & kinds.keys())
         return found
 
@@ -146,6 +144,7 @@ def compressed_tensors_scheme(config: Mapping[str, Any]) -> Scheme:
             raise unknown("weights of a group", weights, ("a scheme",))
         if group.get("format") not in (None, kind):
             raise unknown("format of a group", group["format"], (kind,))
+        allow(group, "output_activations", (None,), None)
         allow(weights, "dynamic", (False, None), False)
         if kind == _NVFP4:
             allow(weights, "type", ("float",), None)
@@ -317,20 +316,30 @@ def gptq_scheme(config: Mapping[str, Any]) -> Scheme:
     bits = allow(config, "bits", (2, 4, 8), None)
     version = allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
     allow(config, "is_marlin_format", (False, None), None)
+    symmetric = allow(config, "sym", (True, False, None), None)
     if config.get("dynamic"):
         raise unknown("dynamic", "set", ("none",))
     offset = 0 if version == "gptq_v2" else 1
+    zero = (1 << (int(bits) - 1)) - offset if symmetric else None
 
     def decode(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-        return _decode_gptq(read, base, kinds, bits, offset)
+        return _decode_gptq(read, base, kinds, bits, offset, zero)
 
     return Scheme("gptq", "qweight", ("qzeros", "scales", "g_idx"), decode, int(bits))
 
 
 def _decode_gptq(
-    read: Reader, base: str, kinds: Mapping[str, Any], bits: int, offset: int
+    read: Reader,
+    base: str,
+    kinds: Mapping[str, Any],
+    bits: int,
+    offset: int,
+    symmetric: int | None,
 ) -> QuantisedWeight:
-    """Return (code - z)·s; words hold inputs of one output, and z of a group is one less there."""
+    """Return (code - z)·s; words hold inputs of one output, and z of a group is one less there.
+
+    With `symmetric` codes all are stored with this z: kernels of such codes do not read it.
+    """
     name = f"{base}.weight"
     for part in ("qzeros", "scales"):
         need(f"{base}.{part}" in kinds, name, f"it has no {part}")
@@ -342,6 +351,8 @@ def _decode_gptq(
     need(scale.shape[1] == out and inputs % scale.shape[0] == 0, name, "its scales do not fit")
     if offset and bool((zero == (1 << bits) - 1).any()):
         raise broken(name, "a zero point is one more than its bits hold, which libraries differ in")
+    middle = symmetric is None or bool((zero == symmetric).all())
+    need(middle, name, "it is symmetric by its configuration, and its zero points are others")
     if f"{base}.g_idx" in kinds:
         groups = read(f"{base}.g_idx").long()
         fits = len(groups) == inputs and 0 <= int(groups.min()) <= int(groups.max()) < len(scale)

@@ -37,6 +37,7 @@ from kcdsl.model.checkpoint.quantised import (
     PLAIN,
     QuantisedWeight,
     Scheme,
+    broken,
     is_sound,
 )
 from kcdsl.model.checkpoint.ranges import HashedFile, changed, hashed_file, manifest_of
@@ -105,7 +106,10 @@ class ServedWeights(Mapping[str, Tensor]):
         if key not in self.matrices or self.scheme is None:
             return None
         kinds = {part: one.kind for part, one in self.stored.items()}
-        found = self.scheme.decode(self._raw, key.removesuffix(".weight"), kinds)
+        try:
+            found = self.scheme.decode(self._raw, key.removesuffix(".weight"), kinds)
+        except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+            raise broken(key, f"its tensors do not fit its format: {excerpt(error)}") from None
         if tuple(found.value.shape) != self.shapes[key]:
             raise _other_shape(key, tuple(found.value.shape), self.shapes[key])
         return found

@@ -68,6 +68,7 @@ def torchao_scheme(metadata: Mapping[str, str]) -> Scheme:
         others = [part for part in parts if part not in ("qdata", *_PARTS)]
         if others:
             raise unknown(f"the part {excerpt(others[0])} of", name, ("qdata", *_PARTS))
+        _refuse_limits(name, found["_data"].get("act_quant_kwargs"))
         told[name] = found
 
     def decode(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
@@ -84,6 +85,16 @@ def torchao_scheme(metadata: Mapping[str, str]) -> Scheme:
         if found["_type"] == "Int4Tensor"
     }
     return Scheme("torchao", "_weight_qdata", places, decode, others=halves)
+
+
+def _refuse_limits(name: str, kwargs: object) -> None:
+    """Refuse (KC455) dynamic scales of inputs with limits, and codes of inputs in half their
+    range."""
+    fields = kwargs.get("_data") if isinstance(kwargs, dict) else None
+    for field in ("hp_value_lb", "hp_value_ub", "reduce_range"):
+        value = fields.get(field) if isinstance(fields, dict) else None
+        if value is not None and value is not False:
+            raise unknown(f"the {field} of the inputs of {excerpt(name)},", value, (None,))
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

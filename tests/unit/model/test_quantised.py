@@ -99,6 +99,7 @@ def test_blocks_of_fp8_may_be_cut_off(tmp_path: Path, shape: tuple[int, int]) ->
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": True}, "activation_scale_ub True"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "sym": "yes"}, "sym"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "marlin-24"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
@@ -115,6 +116,90 @@ def test_a_variant_that_is_not_read_is_refused_by_name(
     with pytest.raises(Refusal, match=word) as refused:
         pair(folder)
     assert refused.value.diagnostics[0].code == MODEL_CONFIG
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+COMPRESSED = FORMATS["fp8 tensor"][0]
+GROUP = COMPRESSED["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq", {**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}),
+        ("gptq", {**GPTQ, "is_marlin_format": True}),
+        ("gptq", {**GPTQ, "sym": True}),
+        ("fp8 tensor", {**COMPRESSED, "transform_config": {"config_groups": {}}}),
+        ("fp8 tensor", {**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}),
+        ("fp8 tensor", {**COMPRESSED, "quantization_status": "initialized"}),
+        ("fp8 tensor", {**COMPRESSED, "config_groups": []}),
+        ("fp8 tensor", {**COMPRESSED, "config_groups": {"a": {**GROUP, "format": "dense"}}}),
+        (
+            "fp8 tensor",
+            {**COMPRESSED, "config_groups": {"a": {**GROUP, "output_activations": {}}}},
+        ),
+    ],
+)
+def test_both_programs_refuse_what_says_other_weights(
+    folder: Path, name: str, change: dict[str, object]
+) -> None:
+    place, key = folder / "quantised", "model.layers.0.mlp.up_proj.weight"
+    quantise(folder, place, name)
+    read_served(place, {key}).matrix(key)
+    document = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**document, "quantization_config": change}))
+    with pytest.raises(Refusal):
+        pair(folder).served.quantised(key)  # type: ignore[union-attr]
+    with pytest.raises(Rejected, match=r"compressed-tensors with|GPTQ with|symmetric|attribute"):
+        read_served(place, {key}).matrix(key)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_symmetric_codes_of_gptq_are_read(folder: Path, second: bool) -> None:
+    place, key = folder / "quantised", "model.layers.0.mlp.up_proj.weight"
+    quantise(folder, place, "gptq v2" if second else "gptq")
+    path, config = place / "model.safetensors", place / "config.json"
+    held = load_file(path)
+    stored = 0x88888888 if second else 0x77777777
+    number = stored - (1 << 32) if second else stored
+    save_file(
+        {k: torch.full_like(t, number) if k.endswith("qzeros") else t for k, t in held.items()},
+        path,
+    )
+    document = json.loads(config.read_text())
+    document["quantization_config"]["sym"] = True
+    config.write_text(json.dumps(document))
+    served = pair(folder).served
+    assert served is not None
+    assert np.array_equal(served[key].numpy(), read_served(place, {key}).matrix(key).value)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("fp8 channel", {"weight_scale": torch.ones(48, 1, 1)}),
+        ("fp8 channel", {"weight_scale": torch.ones(48, 0)}),
+        ("int4 group", {"weight_shape": torch.tensor(48)}),
+        ("int4 group", {"weight_g_idx": torch.tensor(0, dtype=torch.int32)}),
+        ("gptq", {"qzeros": torch.zeros(0, 6, dtype=torch.int32)}),
+        ("gptq", {"g_idx": torch.tensor(0, dtype=torch.int32)}),
+        ("awq", {"qzeros": torch.zeros(6, dtype=torch.int32)}),
+        ("nvfp4", {"weight_packed": torch.zeros(48 * 16, dtype=torch.uint8)}),
+    ],
+)
+def test_tensors_of_another_shape_are_refused(
+    folder: Path, name: str, part: dict[str, torch.Tensor]
+) -> None:
+    place, base = folder / "quantised", "model.layers.0.mlp.up_proj"
+    quantise(folder, place, name)
+    path = place / "model.safetensors"
+    save_file({**load_file(path), **{f"{base}.{n}": t for n, t in part.items()}}, path)
+    with pytest.raises(Refusal) as refused:
+        pair(folder).served.quantised(f"{base}.weight")  # type: ignore[union-attr]
+    assert refused.value.diagnostics[0].code == CHECKPOINT_TENSORS
+    with pytest.raises(Rejected) as rejected:
+        read_served(place, {f"{base}.weight"}).matrix(f"{base}.weight")
+    assert rejected.value.reason == "served/tensor"
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("modelopt")])
@@ -280,6 +365,10 @@ def test_both_programs_read_what_another_program_wrote(
         ("int4_group", {"target_dtype": {"_data": "int3"}}, CHECKPOINT_TENSORS),
         ("int4_group", {"target_dtype": None}, CHECKPOINT_TENSORS),
         ("float8_row", None, CHECKPOINT_TENSORS),
+        ("float8_row", {"act_quant_kwargs": {"_data": {"hp_value_ub": 1.0}}}, MODEL_CONFIG),
+        ("float8_row", {"act_quant_kwargs": {"_data": {"hp_value_ub": 0}}}, MODEL_CONFIG),
+        ("float8_row", {"act_quant_kwargs": {"_data": {"hp_value_lb": 1.0}}}, MODEL_CONFIG),
+        ("int8_row", {"act_quant_kwargs": {"_data": {"reduce_range": True}}}, MODEL_CONFIG),
         *(
             ("int4_zero_points_bfloat16", change, code)
             for change, code in (

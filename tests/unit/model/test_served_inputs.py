@@ -55,7 +55,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def both(
-    folder: Path, name: str, activations: dict[str, Any], **more: dict[str, Any]
+    folder: Path,
+    name: str,
+    activations: dict[str, Any],
+    key: str = KEY,
+    **more: dict[str, Any],
 ) -> tuple[str, str]:
     """Return what either program finds in the numerics of codes with such inputs, and in more of
     them: "" or why not."""
@@ -70,16 +74,16 @@ def both(
     assert model.served is not None
     found = ["", ""]
     try:
-        model.served.refuse_other_storage(KEY, numerics)
+        model.served.refuse_other_storage(key, numerics)
     except Refusal as refused:
         found[0] = f"{refused.diagnostics[0].code.id} {refused.diagnostics[0].message}"
     kernel = replace(parse_kernel(numerics.to_json(), "infer"), served=True)
     tensors, served = read(folder / "model.safetensors").tensors, folder / "quantised"
-    single = load_file(folder / "model.safetensors")[KEY].numpy()
+    single = load_file(folder / "model.safetensors")[key].numpy()
     digest = array_digest("float32", single.shape, single.tobytes())
-    held = Parameters(tensors, {KEY: digest}, read_served(served, {KEY}))
+    held = Parameters(tensors, {key: digest}, read_served(served, {key}))
     try:
-        held.linear(KEY, kernel)
+        held.linear(key, kernel)
     except Rejected as rejected:
         found[1] = f"{rejected.reason} {rejected}"
     return found[0], found[1]
@@ -256,6 +260,48 @@ def test_stored_scales_of_a_cache_are_those_of_the_numerics(
     stored(folder, "modelopt fp8", k_scale=torch.tensor(0.5), v_scale=number(0.25))
     found = both(folder, "modelopt fp8", {"format": "fp8_e4m3", "scale": "per_tensor"}, **stated)
     assert found == ("", "") if able else all(found)
+
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("linear", "stated", "able"),
+    [
+        ("k_proj", {}, True),
+        ("k_proj", cache(key_scale=0.5, value_scale=3.0), True),
+        ("v_proj", cache(key_scale=3.0, value_scale=0.5), True),
+        ("k_proj", cache(key_scale=3.0, value_scale=0.5), False),
+        ("v_proj", cache(key_scale=0.5, value_scale=3.0), False),
+        ("k_proj", cache("per_head"), False),
+    ],
+)
+def test_scales_of_keys_and_values_as_compressed_tensors_stored_them(
+    folder: Path, linear: str, stated: dict[str, Any], able: bool
+) -> None:
+    quantise(folder, folder / "quantised", "fp8 tensor")
+    path, key = folder / "quantised" / "model.safetensors", f"{ATTENTION}.{linear}.weight"
+    save_file({**load_file(path), f"{ATTENTION}.{linear}.output_scale": number(0.5)}, path)
+    inputs = {"format": "fp8_e4m3", "scale": "per_tensor"}
+    found = both(folder, "fp8 tensor", inputs, key, **stated)
+    assert found == ("", "") if able else all(found)
+
+
+def test_scales_of_other_outputs_are_refused(folder: Path) -> None:
+    """A kernel may quantise what such a linear gives, and no rule of bounds has this rounding."""
+    quantise(folder, folder / "quantised", "fp8 tensor")
+    path = folder / "quantised" / "model.safetensors"
+    save_file({**load_file(path), f"{BASE}.output_scale": number(0.5)}, path)
+    with pytest.raises(Refusal, match="output_scale"):
+        both(folder, "fp8 tensor", {"format": "fp8_e4m3", "scale": "per_tensor"})
+    tensors = read(folder / "model.safetensors").tensors
+    single = load_file(folder / "model.safetensors")[KEY].numpy()
+    digest = array_digest("float32", single.shape, single.tobytes())
+    held = Parameters(tensors, {KEY: digest}, read_served(folder / "quantised", {KEY}))
+    plain = resolve({"preset": "torch-eager", "compute": "bfloat16"})
+    kernel = replace(parse_kernel(plain.to_json(), "infer"), served=True)
+    with pytest.raises(Rejected, match="outputs of"):
+        held.linear(KEY, kernel)
 
 
 def test_both_programs_read_transposed_matrices(tmp_path: Path) -> None:

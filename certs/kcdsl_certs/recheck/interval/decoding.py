@@ -82,8 +82,8 @@ def parsed(data: bytes) -> dict[str, Any]:
 def decode(served: Parts, base: str) -> Decoded:
     """Return the matrix with this name less ".weight".
 
-    Raises Rejected "served/method" or "served/config"; ValueError, KeyError, IndexError, TypeError
-    or OverflowError for tensors that do not fit its format.
+    Raises Rejected "served/method" or "served/config"; ValueError, LookupError, TypeError,
+    AttributeError or ArithmeticError for what does not fit its format.
     """
     method = served.method
     if not isinstance(method, dict):
@@ -137,6 +137,10 @@ def _modelopt(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
 
 def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
     form = method.get("format")
+    others = [name for name in ("transform_config", "sparsity_config") if method.get(name)]
+    others += [name for name, group in method["config_groups"].items() if _apart(group, form)]
+    if others or method.get("quantization_status") not in ("compressed", "frozen", None):
+        raise Rejected("served/method", f"compressed-tensors with {str(others)[:60]}")
     if form in ("float-quantized", "int-quantized", "naive-quantized"):
         return _bytes(served, base)
     if form == "nvfp4-pack-quantized":
@@ -159,6 +163,11 @@ def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
         codes = codes - _tiles(zeros.astype(np.float32), codes.shape, _order(served, base))[0]
         return _product(codes, served, base, "")
     return _product(codes, served, base, {4: "int4", 8: "int8"}.get(width, ""))
+
+
+def _apart(group: Mapping[str, Any], form: object) -> bool:
+    """Say whether a group of linears is stored in another format, or quantises what they give."""
+    return group.get("format") not in (form, None) or group.get("output_activations") is not None
 
 
 def _bytes(served: Parts, base: str) -> Decoded:
@@ -242,6 +251,11 @@ def _torchao(served: Parts, base: str) -> Decoded:
         raise ValueError(f"{len(texts)} texts of metadata say what it is")
     told = parsed(texts.pop().encode())
     tensor, kind = served.part(base, "_weight_qdata"), str(told.get("_type"))[:60]
+    of_inputs = told["_data"].get("act_quant_kwargs") or {}
+    limits = ("hp_value_lb", "hp_value_ub", "reduce_range")
+    given = [of_inputs.get("_data", {}).get(name) for name in limits]
+    if any(one is not None and one is not False for one in given):
+        raise Rejected("served/method", f"torchao {kind!r} with limits of its inputs")
     if kind == "Int4Tensor":
         return _added(served, base, told)
     names = {
@@ -395,6 +409,8 @@ def _gptq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
     bits, form = method.get("bits"), method.get("checkpoint_format")
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2", None):
         raise Rejected("served/method", f"GPTQ of {bits!r} bits, {str(form)[:40]!r}")
+    if method.get("dynamic") or method.get("is_marlin_format"):
+        raise Rejected("served/method", "GPTQ with bits of some matrices, or packed for Marlin")
     one = 0 if form == "gptq_v2" else 1
     scales = numbers(served.part(base, "scales"))
     words = integers(served.part(base, "qweight"), "I32")
@@ -404,6 +420,8 @@ def _gptq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
         raise ValueError("the scales do not fit")
     if one and (zeros == 2**bits - 1).any():
         raise ValueError("a zero point is more than its bits hold")
+    if method.get("sym") and (zeros + one != 2 ** (bits - 1)).any():
+        raise ValueError("symmetric codes have zero points, which kernels of them do not read")
     groups = np.arange(len(codes)) // (len(codes) // len(scales))
     if served.has(base, "g_idx"):
         groups = integers(served.part(base, "g_idx"), "I32").astype(np.int64)

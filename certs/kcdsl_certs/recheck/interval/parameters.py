@@ -251,11 +251,16 @@ def _refuse_other_inputs(served: Served, key: str, kernel: KernelNumerics) -> No
 
 
 def _refuse_other_cache(served: Served, key: str, kernel: KernelNumerics) -> None:
-    """Refuse a cache whose scales are not those that the checkpoint has for keys or values."""
-    cache = kernel.cache
+    """Refuse a cache whose scales are not those that the checkpoint has for keys or values, and
+    scales of other outputs."""
+    forms, cache = key.split(".")[-2:-1], kernel.cache
+    if forms not in (["k_proj"], ["v_proj"]) and served.cached(key, "output_scale") is not None:
+        raise Rejected("parameter/served", f"the outputs of {key!r} are quantised")
     if cache is None:
         return
-    for name, static in (("k_scale", cache.keys), ("v_scale", cache.values)):
+    outputs = cache.keys if forms == ["k_proj"] else cache.values
+    names = ("k_scale", cache.keys), ("v_scale", cache.values), ("output_scale", outputs)
+    for name, static in names:
         scale = served.cached(key, name)
         if scale is None:
             continue

@@ -33,7 +33,7 @@ _PARTS = (
     "qzeros", "scales", "g_idx", "_weight_qdata", "_weight_scale", "_weight_zero_point",
     "_weight_act_pre_scale", "pre_quant_scale", "input_scale_ub",
     *("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale"),
-    *("input_zero_point", "_weight_act_quant_zero_point", "k_scale", "v_scale"),
+    *("input_zero_point", "_weight_act_quant_zero_point", "k_scale", "v_scale", "output_scale"),
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ class Served:
             if len(self._codes(base)) > 1:
                 raise ValueError("it is stored twice")
             found = decode(Parts(self.tensors, self.method, self.metadata), base)
-        except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
         if not np.isfinite(found.value).all() or not np.isfinite(found.largest_scale):
             raise Rejected("parameter/not-finite", f"{key!r} holds NaN or infinity")
@@ -95,7 +95,7 @@ class Served:
 
     def cached(self, key: str, name: str) -> float | None:
         """Return the scale of what the linear with this weight forms for a cache: "k_scale" of
-        keys, "v_scale" of values.
+        keys, "v_scale" of values, "output_scale" of whichever it forms.
 
         Raises Rejected "served/tensor" for what is not one float.
         """
