@@ -296,7 +296,8 @@ class _Promotion:
         previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
         untrusted, counted, passed = untrusted_in(history, register)
         if previous is not None:
-            given = [r.certificate for r, _ in self.evidence.certificates.values() if r.certificate]
+            read = self.evidence.certificates.items()
+            given = [r.certificate for name, (r, _) in read if r.certificate and name not in weak]
             withdrawn, ended = standing_of(previous, register, now, given)
             withdrawn |= passed
             previous = without(previous, untrusted.keys(), counted, now)

@@ -145,6 +145,8 @@ def _report(
     for name, digest in data.items():
         if inputs.get(name) != digest:
             raise OtherSubject(f"its data {name} is not that of the contract")
+    if inputs and not data:
+        raise OtherSubject("it names no data of the contract")
     looks = document.get("statistics", {}).get("looks", 1)
     return EvidenceDocument(
         DocumentKind.REPORT,

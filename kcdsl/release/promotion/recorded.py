@@ -67,6 +67,7 @@ def untrusted_in(
         window = {*each.evidence} | (window if before.epoch == after.epoch else set())
         if after.stage != before.stage:
             passed |= window | {one.document for one in before.shown.values()}
+            passed |= {*after.certificates.get(before.stage, ())}
             window = set()
         before = after
     return why, frozenset(why.keys() & window), {one: why[one] for one in why.keys() & passed}

@@ -26,10 +26,18 @@ from kcdsl.release.register import (
     Register,
     Run,
 )
-from kcdsl_certs.statement import STAGES, Triple, Verdict
+from kcdsl_certs.statement import STAGES, EvidenceFile, Triple, Verdict
 from tests.support.promotions import at
 from tests.support.promotions import digest as digest_of
-from tests.support.registers import NOW, TRUSTED, certified, recorded, triple
+from tests.support.registers import (
+    NOW,
+    TRUSTED,
+    bundle,
+    certified,
+    predicate,
+    recorded,
+    triple,
+)
 
 SLOT = "chat/production"
 LIVE, NEW = triple("live"), triple("new")
@@ -74,7 +82,12 @@ def record(
 
 
 def decide(
-    register: Register, about: Triple, candidate: StagedCandidate, state: PromotionState, stage: str
+    register: Register,
+    about: Triple,
+    candidate: StagedCandidate,
+    state: PromotionState,
+    stage: str,
+    evidence: tuple[str, ...] = (),
 ) -> None:
     slot = register.slot(SLOT)
     last = list(candidate.certificates.values())[-1] if candidate.certificates else ()
@@ -87,6 +100,7 @@ def decide(
         state=state,
         reasons=(PromotionReason("N-KL", "60 of 600 are beyond", "long"),),
         certificates=last if state in (PromotionState.ADVANCED, PromotionState.PROMOTED) else (),
+        evidence=evidence,
         progress=candidate.to_json(),
     )
     register.promote(SLOT, slot.version, decision)
@@ -94,6 +108,33 @@ def decide(
 
 def answer(register: Register, about: Triple, stage: str, now: datetime = NOW) -> GateAnswer:
     return ask(register, SLOT, stage, about.digest, now).answer
+
+
+def test_a_certificate_of_an_earlier_window_whose_run_is_not_trusted_closes_it(
+    register: Register,
+) -> None:
+    """A window that began anew keeps the certificates of its stage, and a candidate advances by
+    them."""
+    earlier = record(register, NEW, CANARY)
+    report = EvidenceFile("report", "report.json", digest_of("report"))
+    body = replace(predicate(NEW, stage=CANARY), evidence=(report,))
+    signed = recorded(register, bundle(body)).identity
+    held = {one: (identity,) for one, identity in earlier.items()} | {CANARY: (signed,)}
+    looks = [
+        (CANARY, 1, PromotionState.HELD, signed),
+        (CANARY, 2, PromotionState.BLOCKED, digest_of("a window")),
+        (FULL, 2, PromotionState.PROMOTED, digest_of("another window")),
+    ]
+    for stage, epoch, state, counted in looks:
+        candidate = replace(
+            at(stage), triple=NEW.digest, incumbent=LIVE.digest, epoch=epoch, certificates=held
+        )
+        decide(register, NEW, candidate, state, stage, (counted,))
+    assert answer(register, NEW, FULL) is GateAnswer.SUCCESSFUL
+    run = register.run_of(signed)
+    assert run is not None
+    register.mark_run(run.identity, trusted=False, reason="a shared machine")
+    assert answer(register, NEW, FULL) is GateAnswer.INCONCLUSIVE
 
 
 # --- answers --------------------------------------------------------------------------------------

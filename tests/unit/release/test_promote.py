@@ -576,6 +576,34 @@ def test_a_revoked_certificate_stops_its_candidate(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.full
+def test_a_revoked_certificate_stops_its_candidate_though_it_is_given_again(
+    in_canary: Pipeline,
+) -> None:
+    """Beside a result that did not pass, certificates that do not count are left out, and the look
+    goes on."""
+    good = in_canary.certificate("canary")
+    in_canary.promote("canary", good)
+    with in_canary.register() as register:
+        identity = certificate_id(decode(parse_bundle(good.read_bytes())).payload)
+        register.revoke(identity, "wrong data")
+    in_canary.now += timedelta(minutes=1)
+    undecided = [
+        replace(c, verdict=Verdict.INCONCLUSIVE, value=None, reason="no data")
+        if c.id == "O-TRACE"
+        else c
+        for c in in_canary.results()
+    ]
+    failed = in_canary.certificate("canary", undecided)
+    in_canary.now += timedelta(minutes=1)
+    given = (good, failed, in_canary.certificate("canary"), in_canary.traffic("canary"))
+    problem = refusal_of(lambda: in_canary.promote("canary", *given))
+    assert problem.code is codes.PROMOTION_STAGE
+    assert "wrong data" in problem.message
+    with in_canary.register() as register:
+        assert register.slot(SLOT).triple is None
+
+
+@pytest.mark.full
 def test_certificates_of_two_triples_are_refused(pipeline: Pipeline) -> None:
     pipeline.until("offline-ci")
     one = pipeline.certificate("offline-ci")

@@ -13,7 +13,13 @@ import pytest
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import Family
 from kcdsl.release.promotion import CANARY, DocumentKind, EvidenceDocument, Period
-from kcdsl.release.promotion.documents import LONGEST_REASON, MOST_COUNTED, read_evidence, window_of
+from kcdsl.release.promotion.documents import (
+    LONGEST_REASON,
+    MOST_COUNTED,
+    OtherSubject,
+    read_evidence,
+    window_of,
+)
 from kcdsl.verdict.model import EXITS
 from kcdsl_certs.statement import Triple
 from tests.support.promotions import at, counts, demand, digest, look
@@ -108,6 +114,14 @@ def test_only_a_proof_shows_a_rate_of_traffic_without_counts(kind: str) -> None:
 )
 def test_counts_that_no_register_can_add_are_refused(read: Read, make: Any, counted: Any) -> None:
     assert "the counts of N-KL" in refused(read, make({**ROW, "exceedance": counted}))
+
+
+def test_a_report_that_names_no_data_does_not_count(tmp_path: Path) -> None:
+    """By its data a second copy of a report is recognised."""
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report(ROW)), encoding="utf-8")
+    with pytest.raises(OtherSubject, match="no data"):
+        read_evidence(path, [RATE], ABOUT, {"data.jsonl": digest("data")}, CANARY, ())
 
 
 def test_a_number_beyond_floats_is_refused(read: Read) -> None:
