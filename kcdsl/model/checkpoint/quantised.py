@@ -317,13 +317,14 @@ def gptq_scheme(config: Mapping[str, Any]) -> Scheme:
     version = allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
     allow(config, "is_marlin_format", (False, None), None)
     symmetric = allow(config, "sym", (True, False, None), None)
+    in_order = allow(config, "desc_act", (True, False, None), None) is False
     if config.get("dynamic"):
         raise unknown("dynamic", "set", ("none",))
     offset = 0 if version == "gptq_v2" else 1
     zero = (1 << (int(bits) - 1)) - offset if symmetric else None
 
     def decode(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-        return _decode_gptq(read, base, kinds, bits, offset, zero)
+        return _decode_gptq(read, base, kinds, bits, offset, zero, in_order=in_order)
 
     return Scheme("gptq", "qweight", ("qzeros", "scales", "g_idx"), decode, int(bits))
 
@@ -335,10 +336,13 @@ def _decode_gptq(
     bits: int,
     offset: int,
     symmetric: int | None,
+    *,
+    in_order: bool,
 ) -> QuantisedWeight:
     """Return (code - z)·s; words hold inputs of one output, and z of a group is one less there.
 
-    With `symmetric` codes all are stored with this z: kernels of such codes do not read it.
+    With `symmetric` codes all are stored with this z: kernels of such codes do not read it. Nor do
+    they read the groups of inputs that are `in_order`.
     """
     name = f"{base}.weight"
     for part in ("qzeros", "scales"):
@@ -353,12 +357,13 @@ def _decode_gptq(
         raise broken(name, "a zero point is one more than its bits hold, which libraries differ in")
     middle = symmetric is None or bool((zero == symmetric).all())
     need(middle, name, "it is symmetric by its configuration, and its zero points are others")
+    groups = plain = torch.arange(inputs) // (inputs // len(scale))
     if f"{base}.g_idx" in kinds:
         groups = read(f"{base}.g_idx").long()
         fits = len(groups) == inputs and 0 <= int(groups.min()) <= int(groups.max()) < len(scale)
         need(fits, name, "its g_idx does not fit")
-    else:
-        groups = torch.arange(inputs) // (inputs // len(scale))
+        ordered = not in_order or torch.equal(groups, plain)
+        need(ordered, name, "desc_act is false, and its g_idx has another order")
     held = code.T.to(torch.float32) - (zero[groups] + offset).to(torch.float32)
     spread = scale[groups]
     return matrix_of((held * spread).T, "", "", held, spread)

@@ -129,6 +129,7 @@ GROUP = COMPRESSED["config_groups"]["group_0"]
         ("gptq", {**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}),
         ("gptq", {**GPTQ, "is_marlin_format": True}),
         ("gptq", {**GPTQ, "sym": True}),
+        ("gptq, act order", {**GPTQ, "desc_act": False}),
         ("fp8 tensor", {**COMPRESSED, "transform_config": {"config_groups": {}}}),
         ("fp8 tensor", {**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}),
         ("fp8 tensor", {**COMPRESSED, "quantization_status": "initialized"}),
@@ -150,7 +151,7 @@ def test_both_programs_refuse_what_says_other_weights(
     (place / "config.json").write_text(json.dumps({**document, "quantization_config": change}))
     with pytest.raises(Refusal):
         pair(folder).served.quantised(key)  # type: ignore[union-attr]
-    with pytest.raises(Rejected, match=r"compressed-tensors with|GPTQ with|symmetric|attribute"):
+    with pytest.raises(Rejected, match=r"compressed-tensors with|GPTQ with|kernels|attribute"):
         read_served(place, {key}).matrix(key)
 
 

@@ -422,9 +422,11 @@ def _gptq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
         raise ValueError("a zero point is more than its bits hold")
     if method.get("sym") and (zeros + one != 2 ** (bits - 1)).any():
         raise ValueError("symmetric codes have zero points, which kernels of them do not read")
-    groups = np.arange(len(codes)) // (len(codes) // len(scales))
+    groups = plain = np.arange(len(codes)) // (len(codes) // len(scales))
     if served.has(base, "g_idx"):
         groups = integers(served.part(base, "g_idx"), "I32").astype(np.int64)
+        if method.get("desc_act") is False and not np.array_equal(groups, plain):
+            raise ValueError("kernels do not read the order of its groups: desc_act is false")
     elif len(codes) % len(scales):
         raise ValueError("the groups do not fit")
     if groups.shape != (len(codes),) or groups.min() < 0:
