@@ -60,7 +60,7 @@ def torchao_scheme(metadata: Mapping[str, str]) -> Scheme:
         kind = found.get("_type")
         if kind == "Tensor":
             continue
-        if kind not in _CLASSES:
+        if not isinstance(kind, str) or kind not in _CLASSES:
             raise unknown(f"the class of {excerpt(name)},", kind, tuple(_CLASSES))
         parts = found.get("_tensor_data_names")
         if not isinstance(parts, list) or not isinstance(found.get("_data"), dict):

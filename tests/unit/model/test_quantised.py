@@ -357,6 +357,7 @@ def test_both_programs_read_what_another_program_wrote(
     ("case", "change", "code"),
     [
         ("int8_row", {"_type": "Int4TilePackedTo4dTensor"}, MODEL_CONFIG),
+        ("int8_row", {"_type": ["Int8Tensor"]}, MODEL_CONFIG),
         ("int8_row", {"_type": "Int4Tensor"}, CHECKPOINT_TENSORS),
         ("int8_row", {"_type": "Float8Tensor"}, CHECKPOINT_TENSORS),
         ("int8_row", {"block_size": [1, 16]}, CHECKPOINT_TENSORS),
