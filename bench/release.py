@@ -5,9 +5,8 @@
 
 Every row of the table was run: a verifier of another project, its version, the form that it was
 given, and what it said of the honest document and of one by another key. `make tools` installs the
-verifiers. A mutant is a changed bundle or envelope that nobody signed again; one that a verifier
-accepts with another payload is a wrong acceptance. Seconds are processor time of the process.
-bench/release_register.py measures registers.
+verifiers. bench/release_mutants.py tries changed documents and registers, and
+bench/release_register.py measures registers. Seconds of costs are processor time of the process.
 """
 
 from __future__ import annotations
@@ -21,21 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from bench import release_register
+from bench import release_mutants, release_register
 from bench.common import Better, Figure, report
-from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.encoding.strict import strict_base64
-from kcdsl_certs.signatures import SigningKey, decode, generate, pae, parse_bundle
+from kcdsl_certs.signatures import generate, pae
 from kcdsl_certs.statement import build_manifest
 from tests.support import verifiers
-from tests.support.mutation.changes import changes
-from tests.support.release_scenes import Released, released
+from tests.support.release_scenes import Released, form_of, released
 from tests.support.verifiers import Answer
 
 COLD = 0.35
@@ -74,7 +69,7 @@ def rows(made: Released) -> Iterator[Row]:
         yield _row(node, path, answers)
     python = f"sigstore {version['sigstore']} (PyPI), its bundle"
     for path, _ in made.bundles[:2]:
-        yield Row(python, _form(path), False, False, verifiers.sigstore_python(path))
+        yield Row(python, form_of(path), False, False, verifiers.sigstore_python(path))
     keys = {}
     for name, pair in (("right", made.keys[0]), ("wrong", other)):
         keys[name] = made.folder / f"{name}.pub"
@@ -113,106 +108,7 @@ def _policies(made: Released, named: Mapping[str, str]) -> Iterator[Row]:
 
 def _row(verifier: str, path: Path, answers: Sequence[Answer]) -> Row:
     honest, other = answers
-    return Row(verifier, _form(path), honest.accepted, other.accepted, honest.detail)
-
-
-def _form(path: Path) -> str:
-    if path.name.endswith(".cert.json"):
-        return "certificate, Sigstore bundle v0.3"
-    for ending, form in (
-        (".image.sigstore.json", "image statement, Sigstore bundle v0.3"),
-        (".svr.sigstore.json", "SVR v0.2, Sigstore bundle v0.3"),
-        (".image.att", "image statement, DSSE envelope"),
-        (".vsa.json", "SLSA VSA v1, DSSE envelope"),
-    ):
-        if path.name.endswith(ending):
-            return form
-    raise ValueError(path.name)
-
-
-# --- mutants --------------------------------------------------------------------------------------
-
-
-def mutants(data: bytes, rng: random.Random) -> Iterator[bytes]:
-    """Yield changed documents for ever: bytes flipped, cut, dropped, doubled; fields changed."""
-    document = json.loads(data)
-    every = list(changes(document, {}))
-    envelope = document.get("dsseEnvelope", document)
-    statement = json.loads(base64.b64decode(envelope["payload"]))
-    of_statement = list(changes(statement, {}))
-    while True:
-        at, bit = rng.randrange(len(data)), rng.randrange(8)
-        match rng.choice(("flip", "cut", "drop", "double", "field", "field", "payload")):
-            case "flip":
-                made = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-            case "cut":
-                made = data[:at]
-            case "drop":
-                made = data[:at] + data[at + 1 :]
-            case "double":
-                made = data[: at + 1] + data[at:]
-            case "payload":
-                changed = rng.choice(of_statement).of(statement)
-                text = json.dumps(changed, ensure_ascii=False, separators=(",", ":"))
-                payload = base64.b64encode(text.encode("utf-8", "surrogatepass"))
-                made = data.replace(envelope["payload"].encode(), payload)
-            case _:
-                made = json.dumps(rng.choice(every).of(document)).encode("utf-8", "surrogatepass")
-        if made != data:
-            yield made
-
-
-def ours(cases: Sequence[tuple[SigningKey, bytes]]) -> list[Answer]:
-    """Verify bundles with the reader and the signatures of kcdsl."""
-    found = []
-    for key, bundle in cases:
-        try:
-            envelope = decode(parse_bundle(bundle))
-        except Rejected:
-            found.append(Answer(False))
-            continue
-        message = pae(envelope.payload_type, envelope.payload)
-        accepted = any(key.public.verifies(s.value, message) for s in envelope.signatures)
-        found.append(Answer(accepted, envelope.payload))
-    return found
-
-
-Reader = Callable[[Sequence[tuple[SigningKey, bytes]]], list[Answer]]
-
-
-def _by(read: Callable[[list[tuple[bytes, bytes]]], list[Answer]]) -> Reader:
-    return lambda cases: read([(key.public.pem, data) for key, data in cases])
-
-
-def campaign(made: Released, count: int, seed: int) -> tuple[dict[str, int], list[str]]:
-    """Try mutants of every form in every verifier that reads it; return counts and wrong ones."""
-    tried: dict[str, int] = {}
-    wrong: list[str] = []
-    bundles: tuple[tuple[str, Reader], ...] = (
-        ("kcdsl", ours),
-        ("@sigstore/verify", _by(verifiers.sigstore_js)),
-    )
-    plain: tuple[tuple[str, Reader], ...] = (("sigstore (PyPI)", _by(verifiers.sigstore_dsse)),)
-    forms = [
-        *((path, key, bundles) for path, key in made.bundles[:3]),
-        *((path, key, plain) for path, key in made.envelopes[:2]),
-    ]
-    for path, key, readers in forms:
-        data = path.read_bytes()
-        honest = json.loads(data)
-        payload = strict_base64(honest.get("dsseEnvelope", honest)["payload"])
-        rng = random.Random(f"{path.suffixes} {seed}")
-        left = count // len(forms)
-        source = mutants(data, rng)
-        while left > 0:
-            cases = [(key, one) for one in islice(source, min(PORTION, left))]
-            left -= len(cases)
-            tried[_form(path)] = tried.get(_form(path), 0) + len(cases)
-            for name, read in readers:
-                for (_, mutant), answer in zip(cases, read(cases), strict=True):
-                    if answer.accepted and answer.payload != payload:
-                        wrong.append(f"{name}: {_form(path)}: {mutant[:200]!r}")
-    return tried, wrong
+    return Row(verifier, form_of(path), honest.accepted, other.accepted, honest.detail)
 
 
 # --- costs ----------------------------------------------------------------------------------------
@@ -267,8 +163,7 @@ def hashing(folder: Path) -> float:
 def main() -> int:
     """Print the table, try mutants, measure; 1 where a row or a figure is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mutants", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=0)
+    release_mutants.add_options(parser)
     release_register.add_options(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kcdsl-release-") as place:
@@ -277,19 +172,14 @@ def main() -> int:
         print("| verifier | form | outcome |\n|---|---|---|")
         for row in found:
             print(f"| {row.verifier} | {row.form} | {row.outcome} |")
-        tried, wrong = campaign(made, options.mutants, options.seed)
-        for form, number in tried.items():
-            print(f"{form}: {number} mutants")
-        for one in wrong:
-            print(f"WRONG: {one}")
+        mutants = release_mutants.figures(made, options)
         costs = cold(made)
         share = hashing(Path(place))
     beside = "processor time, median of 7 processes, beside `python -I -c ''`"
     start = costs.pop("python")
     figures = [
         Figure("rows that are not as documented", sum(map(_odd, found)), Better.LOWER, 0),
-        Figure("mutants", sum(tried.values()), Better.HIGHER, options.mutants * 0.99),
-        Figure("wrong acceptances", len(wrong), Better.LOWER, 0),
+        *mutants,
         *(Figure(f"{n}, cold, s", s - start, Better.LOWER, COLD, beside) for n, s in costs.items()),
         Figure("hashing, share of openssl", share, Better.HIGHER, 0.8, "1 GiB, one core"),
         *release_register.figures(options),

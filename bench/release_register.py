@@ -1,4 +1,4 @@
-"""Registers of certificates: speed, writers at the same time, killed writers, changed registers.
+"""Registers of certificates: speed, writers at the same time, killed writers.
 
     make bench-release-register
     python -m bench.release_register --certificates 1000000 --kills 1000
@@ -6,7 +6,10 @@
 Everything runs on a file of SQLite and on a server of PostgreSQL in a temporary folder
 (`make tools` installs it). Seconds are wall time. The register in which certificates are looked up
 is filled with events and rows as the program writes them, ten certificates to a triple, but without
-bundles and signatures, which no lookup reads.
+bundles and signatures, which no lookup reads; the last events and their rows are read back by the
+program. A lookup is `Register.status_of`: one transaction with all its queries, and the reading of
+what they return. Opening a register, which connects and reads the revision of the tables, has a
+figure of its own. `--only stock` measures lookups alone.
 """
 
 from __future__ import annotations
@@ -14,13 +17,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
-import shutil
-import sqlite3
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
@@ -29,13 +30,13 @@ from typing import Any
 from sqlalchemy import insert, update
 
 from bench.common import Better, Figure, report
-from kcdsl.diagnostics import Refusal
 from kcdsl.release.register import Certificate, Register, StatementKind
 from kcdsl.release.register.appending import head_in
 from kcdsl.release.register.database import Location, RegisterDatabase
 from kcdsl.release.register.events import SCHEMA as EVENT_SCHEMA
 from kcdsl.release.register.events import EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import text_of
+from kcdsl.release.register.records import CERTIFICATE
 from kcdsl.release.register.schema import certificates, events, head, triples
 from kcdsl_certs.encoding.strict import time_text
 from kcdsl_certs.statement import Verdict
@@ -48,13 +49,16 @@ from tests.support.register_writers import (
     promotion,
     write_together,
 )
-from tests.support.registers import NOW, TRUSTED, certified, clock, fill, triple
+from tests.support.registers import NOW, TRUSTED, certified, clock, triple
 from tests.support.vectors.golden import KEY_A
 
 LOOKUP = 0.005
 """Seconds that a lookup may take."""
 PER_TRIPLE = 10
 LOOKUPS = 500
+OPENINGS = 20
+SAMPLE = 11_000
+"""Events that are read back after a register was filled."""
 WRITERS = 50
 PROMOTIONS = 200
 BETWEEN = 100
@@ -163,10 +167,41 @@ def _stocked(number: int) -> Iterator[tuple[EventKind, Any, dict[str, Any], str]
         yield EventKind.CERTIFICATE, certificates, row, data
 
 
-def lookups(place: str, identities: list[str]) -> tuple[float, float]:
-    """Return the median and the 99th percentile of the seconds of a lookup with its standing."""
+def intact(place: str) -> None:
+    """Raise RuntimeError unless the last events are a chain that ends with the head, and the rows
+    of certificates are those that follow from them."""
+    with Register.open(place, clock=clock) as register:
+        last = register.head()
+        before, *found = register.events(last.number - SAMPLE - 1)
+        for event in found:
+            if event.previous != before.hash or event.number != before.number + 1:
+                raise RuntimeError(f"event {event.number} does not follow the one before it")
+            before = event
+            if event.kind is not EventKind.CERTIFICATE:
+                continue
+            stated = replace(CERTIFICATE.read(event.data, "data"), number=event.number)
+            if register.certificate(stated.identity) != stated:
+                raise RuntimeError(f"event {event.number} has another row")
+        if (before.number, before.hash) != (last.number, last.hash):
+            raise RuntimeError("the head is not the last event")
+
+
+def openings(place: str) -> float:
+    """Return the median of the seconds that opening a register takes."""
+    times = []
+    for _ in range(OPENINGS):
+        start = time.perf_counter()
+        with Register.open(place, clock=clock):
+            times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def lookups(place: str, identities: list[str]) -> tuple[float, float, float]:
+    """Return the median and the 99th percentile of the seconds of a lookup with its standing, and
+    the mean of its processor seconds."""
     rng, times = random.Random(0), []
     with Register.open(place, clock=clock) as register:
+        before = time.process_time()
         for _ in range(LOOKUPS):
             identity = rng.choice(identities)
             start = time.perf_counter()
@@ -174,7 +209,8 @@ def lookups(place: str, identities: list[str]) -> tuple[float, float]:
             times.append(time.perf_counter() - start)
             if found.certificate is None or not found.in_force:
                 raise RuntimeError(f"{identity}: {found.standing}")
-    return median(times), quantiles(times, n=100)[98]
+        processor = (time.process_time() - before) / LOOKUPS
+    return median(times), quantiles(times, n=100)[98], processor
 
 
 # --- writers --------------------------------------------------------------------------------------
@@ -203,155 +239,6 @@ def killed(place: str, kills: int, seed: int) -> tuple[int, int]:
     return told, wrong
 
 
-# --- changed registers ----------------------------------------------------------------------------
-
-
-def mutants(folder: Path, count: int, seed: int) -> tuple[int, list[str]]:
-    """Change one value or row of a register, or bytes of its file, and audit it.
-
-    Returns how many were changed, and the changes that left another content unnoticed.
-    """
-    original, path = folder / "original.db", folder / "mutant.db"
-    with Register.open(original, create=True, clock=clock) as register:
-        fill(register)
-    content, rng, tried, unnoticed = _content(original), random.Random(seed), 0, []
-    while tried < count:
-        shutil.copy(original, path)
-        for beside in ("-wal", "-shm"):
-            path.with_name(path.name + beside).unlink(missing_ok=True)
-        change = rng.choice((_bytes, _value, _value, _value, _row_gone, _row_twice))(path, rng)
-        same = _same(path, content)
-        if change is None or same:
-            continue
-        tried += 1
-        try:
-            with Register.open(path, clock=clock) as register:
-                sound = register.check(trusted=TRUSTED).is_sound
-        except Refusal:
-            sound = False
-        if sound:
-            unnoticed.append(change)
-    return tried, unnoticed
-
-
-TABLES = (
-    "events",
-    "bundles",
-    "head",
-    "triples",
-    "certificates",
-    "runs",
-    "promotions",
-    "slots",
-    "revocations",
-)
-
-
-def _content(path: Path) -> dict[str, list[Any]]:
-    with closing(sqlite3.connect(path)) as raw:
-        return {
-            table: sorted(raw.execute(f"SELECT * FROM {table}").fetchall(), key=repr)
-            for table in TABLES
-        }
-
-
-def _same(path: Path, content: dict[str, list[Any]]) -> bool:
-    try:
-        return _content(path) == content
-    except (sqlite3.Error, OverflowError, UnicodeError):
-        return False
-
-
-def _bytes(path: Path, rng: random.Random) -> str | None:
-    data = bytearray(path.read_bytes())
-    at = rng.randrange(len(data))
-    data[at] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-    return f"byte {at}"
-
-
-def _unguarded(path: Path) -> sqlite3.Connection:
-    raw = sqlite3.connect(path, isolation_level=None)
-    raw.execute("BEGIN")
-    return raw
-
-
-def _with_triggers_gone(
-    path: Path, change: Callable[[sqlite3.Connection], str | None]
-) -> str | None:
-    with closing(_unguarded(path)) as raw:
-        query = "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"
-        triggers = raw.execute(query).fetchall()
-        for name, _ in triggers:
-            raw.execute(f"DROP TRIGGER {name}")
-        try:
-            done = change(raw)
-        except sqlite3.Error:
-            return None  # the database itself refuses it
-        for _, text in triggers:
-            raw.execute(text)
-        raw.execute("COMMIT")
-        return done
-
-
-def _chosen(raw: sqlite3.Connection, rng: random.Random) -> tuple[str, int]:
-    table = rng.choice(TABLES)
-    rows = [number for (number,) in raw.execute(f"SELECT rowid FROM {table}")]
-    return table, rng.choice(rows)
-
-
-def _value(path: Path, rng: random.Random) -> str | None:
-    def change(raw: sqlite3.Connection) -> str:
-        table, row = _chosen(raw, rng)
-        column = rng.choice([each[1] for each in raw.execute(f"PRAGMA table_info({table})")])
-        ((old,),) = raw.execute(f"SELECT {column} FROM {table} WHERE rowid = ?", (row,))
-        new = _other(old, rng)
-        raw.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (new, row))
-        return f"{table}.{column}: {old!r:.60} is {new!r:.60}"
-
-    return _with_triggers_gone(path, change)
-
-
-def _other(old: Any, rng: random.Random) -> Any:
-    match old:
-        case None:
-            return "0" * 64
-        case int():
-            return rng.choice((old + 1, old - 1, -old - 2, str(old) + "x"))
-        case bytes():
-            at = rng.randrange(len(old))
-            return old[:at] + bytes([old[at] ^ 1 << rng.randrange(7)]) + old[at + 1 :]
-        case _:
-            at = rng.randrange(len(old))
-            return rng.choice(("", old[:at], old[:at] + rng.choice("0aZ~é") + old[at + 1 :]))
-
-
-def _row_gone(path: Path, rng: random.Random) -> str | None:
-    def change(raw: sqlite3.Connection) -> str:
-        table, row = _chosen(raw, rng)
-        raw.execute(f"DELETE FROM {table} WHERE rowid = ?", (row,))
-        return f"{table}: row {row} is gone"
-
-    return _with_triggers_gone(path, change)
-
-
-def _row_twice(path: Path, rng: random.Random) -> str | None:
-    """Put a row there twice, the second time with other keys."""
-
-    def change(raw: sqlite3.Connection) -> str:
-        table, row = _chosen(raw, rng)
-        ((*values,),) = raw.execute(f"SELECT * FROM {table} WHERE rowid = ?", (row,))
-        other = [
-            value + 1000 if isinstance(value, int) else str(value).replace("a", "b")
-            for value in values
-        ]
-        marks = ", ".join("?" * len(other))
-        raw.execute(f"INSERT INTO {table} VALUES ({marks})", other)
-        return f"{table}: row {row} stands there twice"
-
-    return _with_triggers_gone(path, change)
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -367,28 +254,16 @@ def figures(options: argparse.Namespace) -> list[Figure]:
         )
         for kind, new in places:
             found += _of(kind, new, options)
-        own = folder / "mutants"
-        own.mkdir()
-        tried, unnoticed = mutants(own, options.register_mutants, options.seed)
-    for change in unnoticed:
-        print(f"UNNOTICED: {change}")
-    return [
-        *found,
-        Figure("register mutants", tried, Better.HIGHER, options.register_mutants),
-        Figure("register mutants, unnoticed", len(unnoticed), Better.LOWER, 0),
-    ]
+    return found
 
 
 def _of(kind: str, new: Callable[[], str], options: argparse.Namespace) -> Iterator[Figure]:
+    yield from _looked_up(kind, new(), options.certificates)
+    if options.only == "stock":
+        return
     one = "one writer, one transaction each"
     yield Figure(f"promotions/s, {kind}", promotions(new()), Better.HIGHER, None, one)
     yield Figure(f"certificates recorded/s, {kind}", recording(new()), Better.HIGHER, None, one)
-    place = new()
-    identities = stock(place, options.certificates)
-    middle, high = lookups(place, identities)
-    among = f"{options.certificates} certificates, {LOOKUPS} lookups with their standing"
-    yield Figure(f"lookup, median s, {kind}", middle, Better.LOWER, LOOKUP, among)
-    yield Figure(f"lookup, 99th percentile s, {kind}", high, Better.LOWER, None, among)
     lost_entries, forked = together(new(), options.writers)
     writers = f"{options.writers} processes"
     yield Figure(f"lost or defective, {writers}, {kind}", lost_entries, Better.LOWER, 0)
@@ -399,12 +274,29 @@ def _of(kind: str, new: Callable[[], str], options: argparse.Namespace) -> Itera
     yield Figure(f"lost or defective after kills, {kind}", wrong, Better.LOWER, 0, kills)
 
 
+def _looked_up(kind: str, place: str, count: int) -> Iterator[Figure]:
+    start = time.process_time()
+    identities = stock(place, count)
+    intact(place)
+    filled = f"{count} certificates, processor time of this process, without the server's"
+    took = time.process_time() - start
+    yield Figure(f"register filled, s, {kind}", took, Better.LOWER, None, filled)
+    opened = f"connection and revision of the tables, median of {OPENINGS}"
+    yield Figure(f"register opened, s, {kind}", openings(place), Better.LOWER, None, opened)
+    middle, high, processor = lookups(place, identities)
+    among = f"{count} certificates, {LOOKUPS} lookups with their standing, register open"
+    yield Figure(f"lookup, median s, {kind}", middle, Better.LOWER, LOOKUP, among)
+    yield Figure(f"lookup, 99th percentile s, {kind}", high, Better.LOWER, None, among)
+    own = "mean of the processor time of this process, without the server's"
+    yield Figure(f"lookup, processor s, {kind}", processor, Better.LOWER, None, own)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare how much is done."""
     parser.add_argument("--certificates", type=int, default=1_000_000)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--writers", type=int, default=WRITERS)
-    parser.add_argument("--register-mutants", type=int, default=2000)
+    parser.add_argument("--only", choices=("stock",), help="fill registers and look up alone")
 
 
 def main() -> int:

@@ -241,6 +241,21 @@ class Released:
         return found
 
 
+def form_of(path: Path) -> str:
+    """Return the form of a certificate or a companion, by its name."""
+    if path.name.endswith(".cert.json"):
+        return "certificate, Sigstore bundle v0.3"
+    for ending, form in (
+        (".image.sigstore.json", "image statement, Sigstore bundle v0.3"),
+        (".svr.sigstore.json", "SVR v0.2, Sigstore bundle v0.3"),
+        (".image.att", "image statement, DSSE envelope"),
+        (".vsa.json", "SLSA VSA v1, DSSE envelope"),
+    ):
+        if path.name.endswith(ending):
+            return form
+    raise ValueError(path.name)
+
+
 def released(folder: Path) -> Released:
     """Write a contract with weights and data, a certificate of it, and its companions."""
     tiny(folder)

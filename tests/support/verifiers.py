@@ -40,7 +40,16 @@ def sigstore_js(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
 
 def sigstore_dsse(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
     """Verify plain envelopes with the DSSE of `sigstore` of PyPI; cases are (PEM, envelope)."""
-    words: list[str | Path] = [PYTHON, FOLDER / "python_verifiers.py", "envelopes"]
+    return _dsse("sigstore", cases)
+
+
+def securesystemslib_dsse(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
+    """Verify plain envelopes with `securesystemslib` of PyPI; cases are (PEM, envelope)."""
+    return _dsse("securesystemslib", cases)
+
+
+def _dsse(library: str, cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
+    words: list[str | Path] = [PYTHON, FOLDER / "python_verifiers.py", "envelopes", library]
     return _answers(_lines(words, _given("envelope", cases)))
 
 

@@ -32,20 +32,28 @@ def rego(policy: str, *documents: str) -> list[Any]:
 
 def sigstore(key: str, *envelopes: str) -> list[Any]:
     """Verify envelopes with the DSSE of `sigstore`, below its verifier, which knows no keys."""
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    from sigstore import dsse
-
-    public = load_pem_public_key(Path(key).read_bytes())
-    return [
-        _tried(
-            lambda path=path: dsse._verify(public, dsse.Envelope._from_json(Path(path).read_text()))
-        )
-        for path in envelopes
-    ]
+    pem = Path(key).read_bytes()
+    return [_tried(lambda path=path: _by_sigstore(pem, _text(path))) for path in envelopes]
 
 
 def securesystemslib(key: str, *envelopes: str) -> list[Any]:
     """Verify envelopes with `securesystemslib`, one signature needed; it skips other key ids."""
+    pem = Path(key).read_bytes()
+    return [_tried(lambda path=path: _by_securesystemslib(pem, _text(path))) for path in envelopes]
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text()
+
+
+def _by_sigstore(pem: bytes, envelope: str) -> bytes:
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    from sigstore import dsse
+
+    return dsse._verify(load_pem_public_key(pem), dsse.Envelope._from_json(envelope))
+
+
+def _by_securesystemslib(pem: bytes, envelope: str) -> bytes:
     import base64
 
     from cryptography.hazmat.primitives.hashes import SHA256
@@ -56,33 +64,25 @@ def securesystemslib(key: str, *envelopes: str) -> list[Any]:
     from securesystemslib.dsse import Envelope
     from securesystemslib.signer import SSlibKey
 
-    loaded = load_pem_public_key(Path(key).read_bytes())
+    loaded = load_pem_public_key(pem)
     fingerprint = base64.b64encode(ssh_key_fingerprint(loaded, SHA256())).decode().rstrip("=")
     public = SSlibKey.from_crypto(loaded, f"SHA256:{fingerprint}")
-    return [
-        _tried(
-            lambda path=path: Envelope.from_dict(json.loads(Path(path).read_text())).verify(
-                [public], 1
-            )
-        )
-        for path in envelopes
-    ]
+    read = Envelope.from_dict(json.loads(envelope))
+    read.verify([public], 1)
+    return read.payload
 
 
-def envelopes() -> list[Any]:
-    """Verify envelopes with the DSSE of `sigstore`; lines of the input are {"key", "envelope"}."""
+def envelopes(library: str) -> list[Any]:
+    """Verify envelopes with the DSSE of a library; lines of the input are {"key", "envelope"}."""
     import base64
 
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    from sigstore import dsse
-
+    verify = {"sigstore": _by_sigstore, "securesystemslib": _by_securesystemslib}[library]
     found = []
     for line in sys.stdin:
         case = json.loads(line)
         answer: dict[str, Any] = {"accepted": False}
         try:
-            read = dsse.Envelope._from_json(case["envelope"])
-            payload = dsse._verify(load_pem_public_key(case["key"].encode()), read)
+            payload = verify(case["key"].encode(), case["envelope"])
             answer = {"accepted": True, "payload": base64.b64encode(payload).decode()}
         except Exception as error:
             answer["detail"] = type(error).__name__

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, select
+from sqlalchemy import Connection, Row, Select, bindparam, literal, select, union_all
 
 from kcdsl.release.register.projections import read_record
 from kcdsl.release.register.records import (
@@ -41,14 +41,8 @@ _BY_IDENTITY = select(certificates).where(certificates.c.identity == bindparam("
 _REVOKED = select(revocations).where(
     revocations.c.subject.in_(bindparam("subjects", expanding=True))
 )
-_SUPERSEDING = (
-    select(certificates)
-    .where(certificates.c.supersedes == bindparam("identity"))
-    .order_by(certificates.c.verdict == Verdict.PASSED.value, certificates.c.event.desc())
-    .limit(1)
-)
 _FAILED_LATER = (
-    select(certificates)
+    select(literal(0).label("place"), certificates)
     .where(
         certificates.c.triple == bindparam("triple"),
         certificates.c.stage == bindparam("stage"),
@@ -58,13 +52,20 @@ _FAILED_LATER = (
     .order_by(certificates.c.sequence.desc())
     .limit(1)
 )
+_SUPERSEDING = (
+    select(literal(1).label("place"), certificates)
+    .where(certificates.c.supersedes == bindparam("identity"))
+    .order_by(certificates.c.verdict == Verdict.PASSED.value, certificates.c.event.desc())
+    .limit(1)
+)
+_BOTH = union_all(select(_FAILED_LATER.subquery()), select(_SUPERSEDING.subquery())).subquery()
+_NEWER = select(_BOTH).order_by(_BOTH.c.place).limit(1)
+"""The newest that failed, else the one that says that it supersedes: one query, one round trip."""
 
 
 def certificate_in(connection: Connection, identity: str) -> Certificate | None:
     """Return a certificate by its identity."""
-    row = connection.execute(
-        select(certificates).where(certificates.c.identity == identity)
-    ).first()
+    row = connection.execute(_BY_IDENTITY, {"identity": identity}).first()
     return None if row is None else _certificate(row)
 
 
@@ -203,7 +204,5 @@ def _superseding(connection: Connection, found: Certificate) -> Certificate | No
     """Return the newest of the same triple and stage that did not pass, else one that says so: a
     failure counts whatever else supersedes the certificate."""
     after = {"triple": found.triple, "stage": found.stage, "sequence": found.sequence}
-    row = connection.execute(_FAILED_LATER, after).first()
-    if row is None:
-        row = connection.execute(_SUPERSEDING, {"identity": found.identity}).first()
+    row = connection.execute(_NEWER, {**after, "identity": found.identity}).first()
     return None if row is None else _certificate(row)
