@@ -26,23 +26,30 @@ from pathlib import Path
 from statistics import median
 
 from bench import release_mutants, release_register
-from bench.common import Better, Figure, report
-from kcdsl_certs.signatures import generate, pae
+from bench.common import Better, Figure, report, show_in
+from bench.release_mutants import HEAD
+from kcdsl.release.register import Register
+from kcdsl_certs.signatures import SigningKey, bundle_bytes, generate, pae, sign
 from kcdsl_certs.statement import build_manifest
 from tests.support import verifiers
 from tests.support.release_scenes import Released, form_of, released
+from tests.support.vectors.golden import KEY_A
 from tests.support.verifiers import Answer
 
 COLD = 0.35
 """Seconds that a cold check may take beside hashing."""
 HASHED = 1 << 30
 """Bytes that the hashing figure reads."""
-PORTION = 2_000
+PAGE = "how-to/pipelines.md"
+"""Where the table is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One verifier and one form: what it said of the honest document and of another one."""
+    """One verifier and one form: what it said of the honest document and of another one.
+
+    `known` is what a verifier says that is known to reject the form.
+    """
 
     verifier: str
     form: str
@@ -50,6 +57,7 @@ class Row:
     other: bool
     detail: str = ""
     against: str = "by another key"
+    known: str = ""
 
     @property
     def outcome(self) -> str:
@@ -57,6 +65,14 @@ class Row:
         if self.honest and not self.other:
             return f"accepted; {self.against} rejected"
         return f"rejected: {self.detail}" if not self.honest else f"ACCEPTED {self.against}"
+
+    @property
+    def is_odd(self) -> bool:
+        """Say whether it is neither an acceptance of the honest document alone nor a rejection
+        that is known."""
+        if self.known:
+            return self.honest or self.other or self.known not in self.detail
+        return self.other or not self.honest
 
 
 def rows(made: Released) -> Iterator[Row]:
@@ -67,9 +83,42 @@ def rows(made: Released) -> Iterator[Row]:
     for path, key in made.bundles:
         answers = verifiers.sigstore_js((k.public.pem, path.read_bytes()) for k in (key, other))
         yield _row(node, path, answers)
+    signed = _signed_head()
+    honest, wrong = verifiers.sigstore_js((k.public.pem, signed) for k in (KEY_A, other))
+    yield Row(node, HEAD, honest.accepted, wrong.accepted, honest.detail)
+    yield _two_signatures(node, made)
     python = f"sigstore {version['sigstore']} (PyPI), its bundle"
-    for path, _ in made.bundles[:2]:
-        yield Row(python, form_of(path), False, False, verifiers.sigstore_python(path))
+    for path, _ in made.bundles[:3]:
+        said = verifiers.sigstore_python(path)
+        known = "expected certificate in bundle"
+        yield Row(python, form_of(path), False, False, said, known=known)
+    yield from _envelopes(made, other, version)
+    yield from _policies(made, version)
+    yield from _manifests(made, version)
+
+
+def _signed_head() -> bytes:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Register.open(Path(place) / "register.db", create=True) as register,
+    ):
+        return register.sign_head([KEY_A])
+
+
+def _two_signatures(node: str, made: Released) -> Row:
+    """Try a bundle of two keys; the same statement signed by one of them is accepted."""
+    statement, key = b'{"_type":"https://in-toto.io/Statement/v1"}', made.keys[0]
+    by_one, by_two = (
+        bundle_bytes(sign(statement, keys), key.public.hint) for keys in ([key], made.keys)
+    )
+    one, two = verifiers.sigstore_js([(key.public.pem, by_one), (key.public.pem, by_two)])
+    if not one.accepted:
+        raise RuntimeError(f"{node} rejects a bundle with one signature: {one.detail}")
+    form = "bundle with two signatures"
+    return Row(node, form, two.accepted, False, two.detail, known="invalid bundle")
+
+
+def _envelopes(made: Released, other: SigningKey, version: Mapping[str, str]) -> Iterator[Row]:
     keys = {}
     for name, pair in (("right", made.keys[0]), ("wrong", other)):
         keys[name] = made.folder / f"{name}.pub"
@@ -89,7 +138,6 @@ def rows(made: Released) -> Iterator[Row]:
             for k in (made.keys[0], other)
         ]
         yield _row(f"openssl {version['openssl']}, over the signed bytes", path, said)
-    yield from _policies(made, version)
 
 
 def _policies(made: Released, named: Mapping[str, str]) -> Iterator[Row]:
@@ -98,17 +146,45 @@ def _policies(made: Released, named: Mapping[str, str]) -> Iterator[Row]:
     honest.write_text(json.dumps(statement))
     statement["predicate"]["verdict"] = "FAILED"
     failed.write_text(json.dumps(statement))
-    rego = verifiers.rego(made.policy("rego"), [honest, failed])
-    cue = verifiers.cue(made.policy("cue"), [honest, failed])
-    engines = ((f"regorus {named['hobofan-regorus']}", "Rego", rego), ("CUE 0.4.0", "CUE", cue))
-    for engine, language, (one, two) in engines:
+    both, policy = [honest, failed], made.policy("rego")
+    denied = "it denies every statement"
+    engines = (
+        (f"regorus {named['hobofan-regorus']}", "Rego", verifiers.rego(policy, both), ""),
+        (f"rego-cpp {named['regopy']}", "Rego", verifiers.rego_cpp(policy, both), denied),
+        ("CUE 0.4.0", "CUE", verifiers.cue(made.policy("cue"), both), ""),
+    )
+    for engine, language, (one, two), known in engines:
         form = f"{language} policy, image statement"
-        yield Row(engine, form, one.accepted, two.accepted, against="with verdict FAILED")
+        against = "with verdict FAILED"
+        yield Row(engine, form, one.accepted, two.accepted, known, against, known)
+
+
+def _manifests(made: Released, version: Mapping[str, str]) -> Iterator[Row]:
+    """Compare the digest of a checkpoint with the one of model signing, before and after a change
+    of a file."""
+    folder = made.folder / "sharded"
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "model-1.safetensors", "model-2.safetensors"):
+        (folder / name).write_bytes(name.encode())
+    stated = build_manifest(folder).root_digest
+    honest = verifiers.model_manifest(folder)["root"] == stated
+    (folder / "model-2.safetensors").write_bytes(b"changed")
+    other = verifiers.model_manifest(folder)["root"] == stated
+    against = "with a changed file"
+    name = f"model-signing {version['model-signing']} (PyPI)"
+    yield Row(name, "manifest of a checkpoint, method files", honest, other, against=against)
 
 
 def _row(verifier: str, path: Path, answers: Sequence[Answer]) -> Row:
     honest, other = answers
     return Row(verifier, form_of(path), honest.accepted, other.accepted, honest.detail)
+
+
+def table(found: Sequence[Row]) -> str:
+    """Return rows as a table of Markdown."""
+    lines = ["| verifier | form | outcome |", "|---|---|---|"]
+    lines += (f"| {row.verifier} | {row.form} | {row.outcome} |" for row in found)
+    return "\n".join(lines) + "\n"
 
 
 # --- costs ----------------------------------------------------------------------------------------
@@ -165,34 +241,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     release_mutants.add_options(parser)
     release_register.add_options(parser)
+    parser.add_argument("--write", action="store_true", help="put the table into the manual")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kcdsl-release-") as place:
         made = released(Path(place))
         found = list(dict.fromkeys(rows(made)))
-        print("| verifier | form | outcome |\n|---|---|---|")
-        for row in found:
-            print(f"| {row.verifier} | {row.form} | {row.outcome} |")
+        print(table(found), flush=True)
+        if options.write:
+            show_in(PAGE, "release", table(found))
         mutants = release_mutants.figures(made, options)
         costs = cold(made)
         share = hashing(Path(place))
     beside = "processor time, median of 7 processes, beside `python -I -c ''`"
     start = costs.pop("python")
     figures = [
-        Figure("rows that are not as documented", sum(map(_odd, found)), Better.LOWER, 0),
+        Figure(
+            "rows that are not as documented", sum(row.is_odd for row in found), Better.LOWER, 0
+        ),
         *mutants,
         *(Figure(f"{n}, cold, s", s - start, Better.LOWER, COLD, beside) for n, s in costs.items()),
         Figure("hashing, share of openssl", share, Better.HIGHER, 0.8, "1 GiB, one core"),
         *release_register.figures(options),
     ]
     return report("release", figures)
-
-
-def _odd(row: Row) -> bool:
-    """Say whether a row is neither an acceptance of the honest document alone nor the documented
-    rejection: `sigstore` of PyPI reads no bundle with a key."""
-    if row.honest:
-        return row.other
-    return "expected certificate in bundle" not in row.detail
 
 
 if __name__ == "__main__":

@@ -82,6 +82,11 @@ def rego(policy: Path, documents: Sequence[Path]) -> list[Answer]:
     return [Answer(one) for one in _python("rego", str(policy), *map(str, documents))]
 
 
+def rego_cpp(policy: Path, documents: Sequence[Path]) -> list[Answer]:
+    """Evaluate `data.signature.allow` of a Rego policy for JSON documents, with rego-cpp."""
+    return [Answer(one) for one in _python("rego_cpp", str(policy), *map(str, documents))]
+
+
 def dsse_by(library: str, key: Path, envelopes: Sequence[Path]) -> list[Answer]:
     """Verify plain DSSE envelopes with `sigstore` or `securesystemslib` of PyPI."""
     found = _python(library, str(key), *map(str, envelopes))

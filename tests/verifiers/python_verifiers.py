@@ -30,6 +30,19 @@ def rego(policy: str, *documents: str) -> list[Any]:
     return found
 
 
+def rego_cpp(policy: str, *documents: str) -> list[Any]:
+    """Evaluate a policy as `rego` does, with rego-cpp."""
+    from regopy import Interpreter
+
+    found = []
+    for document in documents:
+        engine = Interpreter()
+        engine.add_module("policy.rego", Path(policy).read_text())
+        engine.set_input_term(Path(document).read_text())
+        found.append(str(engine.query("data.signature.allow")) == '{"expressions":[true]}')
+    return found
+
+
 def sigstore(key: str, *envelopes: str) -> list[Any]:
     """Verify envelopes with the DSSE of `sigstore`, below its verifier, which knows no keys."""
     pem = Path(key).read_bytes()
@@ -125,7 +138,7 @@ def sign_model(folder: str, key: str, signature: str) -> list[Any]:
 
 def versions() -> list[Any]:
     """Return the versions of the packages."""
-    names = ("sigstore", "securesystemslib", "model-signing", "hobofan-regorus")
+    names = ("sigstore", "securesystemslib", "model-signing", "hobofan-regorus", "regopy")
     return [{name: version(name) for name in names}]
 
 
@@ -139,7 +152,10 @@ def _tried(work: Callable[[], Any]) -> dict[str, Any]:
 
 ASKED = {
     one.__name__: one
-    for one in (rego, sigstore, securesystemslib, envelopes, bundle, manifest, sign_model, versions)
+    for one in (
+        *(rego, rego_cpp, sigstore, securesystemslib, envelopes),
+        *(bundle, manifest, sign_model, versions),
+    )
 }
 
 if __name__ == "__main__":

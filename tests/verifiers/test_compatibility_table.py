@@ -1,0 +1,40 @@
+"""The table of verifiers in the manual, against what the verifiers say now."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.common import shown_in
+from bench.release import PAGE, Row, rows, table
+from tests.support.release_scenes import released
+
+pytestmark = pytest.mark.programs
+
+
+def _anywhere(text: str) -> str:
+    """Leave out the version of openssl, the only verifier that no lock file names."""
+    return re.sub(r"openssl \S+,", "openssl,", text)
+
+
+def test_every_row_of_the_manual_is_what_its_verifier_says(tmp_path: Path) -> None:
+    found = list(dict.fromkeys(rows(released(tmp_path))))
+    assert [row for row in found if row.is_odd] == []
+    assert _anywhere(shown_in(PAGE, "release")) == _anywhere(table(found))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("verifier", "form", honest=False, other=False, detail="an error"),
+        Row("verifier", "form", honest=True, other=True),
+        Row("verifier", "form", honest=True, other=False, known="no key"),
+        Row("verifier", "form", honest=False, other=False, detail="an error", known="no key"),
+    ],
+)
+def test_a_row_is_odd_unless_it_accepts_the_honest_document_alone_or_says_what_is_known(
+    row: Row,
+) -> None:
+    assert row.is_odd
