@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kcdsl.api.contract import read_contract
-from kcdsl.api.results import Shows
+from kcdsl.api.results import Shows, no_progress
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
 from kcdsl.release import OCI
 from kcdsl.source.config import load_config
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from typing import Unpack
 
+    from kcdsl.api.results import Progress
     from kcdsl.model.files import Artefacts
     from kcdsl.verdict.studies.certificate_difference import CertificateDifference
     from kcdsl_certs.signatures import Trust
@@ -96,6 +98,8 @@ class CheckSettings:
     the register, which records the certificates afterwards, is not asked before."""
     expected: Callable[[Expectation], None] | None = None
     """Told what is expected of the certificates, before they are looked at."""
+    progress: Callable[[], AbstractContextManager[Progress]] = no_progress
+    """What shows how much of the checkpoint is hashed."""
 
 
 class Checks(TypedDict, total=False):
@@ -196,9 +200,14 @@ def _checked(
         )
     ]
     try:
-        expectation = build_expectation(
-            *(contract.program, files), fingerprints=kernels, checkpoint=checkpoint, served=served
-        )
+        with settings.progress() as told:
+            expectation = build_expectation(
+                *(contract.program, files),
+                fingerprints=kernels,
+                checkpoint=checkpoint,
+                served=served,
+                told=lambda done, total: told("MiB hashed", done >> 20, total >> 20),
+            )
     except ArtefactRefused as error:
         refusal = refused("components", Rejected(error.reason, error.detail))
         refusals = tuple((name, refusal) for name, _, _ in found)

@@ -28,7 +28,7 @@ from kcdsl.model.files import (
 )
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import Checkpoint, Manifest, build_manifest, files_of
-from kcdsl_certs.statement.manifest import storage_manifest
+from kcdsl_certs.statement.manifest import Told, storage_manifest
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 
@@ -47,10 +47,13 @@ class ArtefactRefused(Refusal):
         )
 
 
-def checkpoint_manifest(path: Path) -> Manifest:
-    """Hash the checkpoint; raises Refusal for what cannot be read or must not be trusted."""
+def checkpoint_manifest(path: Path, told: Told | None = None) -> Manifest:
+    """Hash the checkpoint; `told` hears how far it is.
+
+    Raises Refusal for what cannot be read or must not be trusted.
+    """
     try:
-        return build_manifest(path)
+        return build_manifest(path, told)
     except Rejected as error:
         raise ArtefactRefused(error) from error
     except OSError as error:

@@ -66,6 +66,7 @@ from kcdsl_certs.statement import (
     SliceSource,
     Triple,
 )
+from kcdsl_certs.statement.manifest import Told
 from kcdsl_certs.verification.rows import BYTES
 
 
@@ -263,18 +264,19 @@ def build_triple(
     fingerprints: Fingerprints | None = None,
     checkpoint: Path | None = None,
     served: Path | None = None,
+    told: Told | None = None,
 ) -> Triple:
     """Return the triple of a compiled contract whose folder is `base`.
 
     `fingerprints` are those of the kernels that will run; by default they are taken here.
-    `checkpoint` and `served` replace the paths that the contract names. Raises Refusal where a file
-    is missing or must not be trusted.
+    `checkpoint` and `served` replace the paths that the contract names. `told` hears how far the
+    hashing of the checkpoint is. Raises Refusal where a file is missing or must not be trusted.
     """
     from kcdsl.ir.canonical import digest
 
     files = Artefacts.of(base)
     path = checkpoint if checkpoint is not None else files.locate(program.model.checkpoint)
-    manifest = checkpoint_manifest(path)
+    manifest = checkpoint_manifest(path, told)
     kernels = {}
     for role, ref in (("train", program.train), ("infer", program.infer)):
         given = None if fingerprints is None else fingerprints.get(role)
@@ -329,12 +331,17 @@ def build_expectation(
     fingerprints: Fingerprints | None = None,
     checkpoint: Path | None = None,
     served: Path | None = None,
+    told: Told | None = None,
 ) -> Expectation:
     """Return all that a verifier must know beforehand: triple, clauses, data digests, slices."""
     files = Artefacts.of(base)
     return Expectation(
         build_triple(
-            program, files, fingerprints=fingerprints, checkpoint=checkpoint, served=served
+            *(program, files),
+            fingerprints=fingerprints,
+            checkpoint=checkpoint,
+            served=served,
+            told=told,
         ),
         required_clauses(program, files),
         data_digests(program, files),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.release_scenes import released
+
 HEAVY = ("torch", "numpy", "z3", "onnx", "scipy", "safetensors", "tokenizers", "cryptography")
 CORPUS = Path(__file__).resolve().parents[2] / "grammar" / "corpus"
 PROGRAM = """
@@ -77,6 +79,17 @@ def test_what_is_not_asked_is_not_imported(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     idle = ("difflib", "hashlib", "json", "xml", "tomllib", "kcdsl.diagnostics.pages")
     assert imported(idle, "lint", str(tmp_path / "contract.yaml"), folder=tmp_path) == (0, [])
+
+
+@pytest.mark.full
+def test_a_check_imports_neither_threads_nor_what_is_not_asked(tmp_path: Path) -> None:
+    made = released(tmp_path)
+    idle = (
+        *("concurrent.futures", "logging", "rich.progress", "sqlalchemy", "alembic"),
+        *(name for name in HEAVY if name != "cryptography"),
+    )
+    words = ("check", str(made.certificate), "--key", "one.key.pub")
+    assert imported(idle, *words, folder=made.folder) == (0, [])
 
 
 @pytest.mark.full

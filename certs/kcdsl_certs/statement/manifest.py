@@ -10,10 +10,11 @@ import hashlib
 import os
 import stat
 import unicodedata
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import Any
 
 from kcdsl_certs.encoding.files import open_regular, shown
@@ -71,7 +72,11 @@ class Manifest:
         return root.hexdigest()
 
 
-def build_manifest(checkpoint: Path) -> Manifest:
+Told = Callable[[int, int], None]
+"""What hashing calls from time to time: the bytes that it has read, and all that there are."""
+
+
+def build_manifest(checkpoint: Path, told: Told | None = None) -> Manifest:
     """Hash a checkpoint file, an index with its shards, or the weights of a folder.
 
     Of a folder that holds weights as Hugging Face names them, these files are the checkpoint; of
@@ -83,7 +88,7 @@ def build_manifest(checkpoint: Path) -> Manifest:
     `checkpoint/sparse` (a file that is almost all hole), `checkpoint/changed` (a file was changed,
     added or replaced meanwhile). Raises OSError where a file cannot be read.
     """
-    return _manifest(checkpoint, files_of)
+    return _manifest(checkpoint, files_of, told)
 
 
 def storage_manifest(checkpoint: Path) -> Manifest:
@@ -94,27 +99,46 @@ def storage_manifest(checkpoint: Path) -> Manifest:
     return _manifest(checkpoint, lambda path: _pairs(storage_files(path)))
 
 
-def _manifest(checkpoint: Path, listed: Callable[[Path], list[tuple[str, Path]]]) -> Manifest:
+def _manifest(
+    checkpoint: Path,
+    listed: Callable[[Path], list[tuple[str, Path]]],
+    told: Told | None = None,
+) -> Manifest:
     found = listed(checkpoint)
+    read = None if told is None else _Read(sum(os.lstat(path).st_size for _, path in found), told)
     seen: dict[tuple[int, int], str] = {}
     resources: list[Resource] = []
-    # hashlib lets other threads run while it hashes: shards are hashed one on each core.
-    with ThreadPoolExecutor(max(1, min(_cores(), len(found)))) as threads:
-        work = [threads.submit(_hash_file, path, name) for name, path in found]
-        try:
-            for (name, _), hashed in zip(found, work, strict=True):
-                resource, identity = hashed.result()
-                if identity in seen:
-                    detail = f"{seen[identity]} and {name} are one file"
-                    raise Rejected("checkpoint/hardlink", detail)
-                seen[identity] = name
-                resources.append(resource)
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+    with closing(_hashed(found, read)) as hashed:
+        for (name, _), (resource, identity) in zip(found, hashed, strict=True):
+            if identity in seen:
+                detail = f"{seen[identity]} and {name} are one file"
+                raise Rejected("checkpoint/hardlink", detail)
+            seen[identity] = name
+            resources.append(resource)
     if listed(checkpoint) != found:
         raise Rejected("checkpoint/changed", f"{shown(checkpoint.name)} changed while it was read")
     return Manifest(tuple(resources))
+
+
+def _hashed(
+    found: list[tuple[str, Path]], read: _Read | None
+) -> Generator[tuple[Resource, tuple[int, int]]]:
+    """Yield what each file is, in order; shards are hashed one on each core, because hashlib lets
+    other threads run while it hashes."""
+    if len(found) == 1:
+        ((name, path),) = found
+        yield _hash_file(path, name, read)
+        return
+    from concurrent.futures import ThreadPoolExecutor  # slow to import
+
+    with ThreadPoolExecutor(max(1, min(_cores(), len(found)))) as threads:
+        work = [threads.submit(_hash_file, path, name, read) for name, path in found]
+        try:
+            for one in work:
+                yield one.result()
+        except BaseException:  # the caller's too, which closes this generator
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 def _cores() -> int:
@@ -196,7 +220,22 @@ def _checked_name(part: str) -> str:
     return part
 
 
-def _hash_file(path: Path, name: str) -> tuple[Resource, tuple[int, int]]:
+@dataclass(slots=True)
+class _Read:
+    """What the threads have read together."""
+
+    total: int
+    told: Told
+    done: int = 0
+    lock: Lock = field(default_factory=Lock)
+
+    def add(self, size: int) -> None:
+        with self.lock:
+            self.done += size
+            self.told(self.done, self.total)
+
+
+def _hash_file(path: Path, name: str, read: _Read | None) -> tuple[Resource, tuple[int, int]]:
     with open_regular(path, "checkpoint/special-file", links=False) as file:
         before = os.fstat(file.fileno())
         if _is_hollow(file.fileno(), before):
@@ -205,6 +244,8 @@ def _hash_file(path: Path, name: str) -> tuple[Resource, tuple[int, int]]:
         while size <= before.st_size and (chunk := file.read(_CHUNK)):
             digest.update(chunk)
             size += len(chunk)
+            if read is not None:
+                read.add(len(chunk))
         after = os.fstat(file.fileno())
     now = os.lstat(path)  # the name may lead to another file by now
     if size != before.st_size or len({_identity(found) for found in (before, after, now)}) > 1:

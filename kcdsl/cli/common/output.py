@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,6 +171,27 @@ def progress_bars() -> Iterator[Progress]:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total, completed=done)
             bars.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+_LONG = 512
+"""Work of so many steps shows its progress in `long_progress`."""
+
+
+@contextmanager
+def long_progress() -> Iterator[Progress]:
+    """Show progress as `progress_bars`, from the first stage on that has many steps: work that is
+    over at once shows nothing, and does not wait until the bars are imported."""
+    with ExitStack() as stack:
+        shown: list[Progress] = []
+
+        def report(stage: str, done: int, total: int) -> None:
+            if total < _LONG:
+                return
+            if not shown:
+                shown.append(stack.enter_context(progress_bars()))
+            shown[0](stage, done, total)
 
         yield report
 

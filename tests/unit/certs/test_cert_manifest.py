@@ -135,3 +135,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr("kcdsl_certs.statement.manifest.hashlib.sha256", Growing)
     with pytest.raises(Rejected, match="checkpoint/changed"):
         build_manifest(path)
+
+
+def test_hashing_tells_how_far_it_is(tmp_path: Path) -> None:
+    size = (1 << 20) + 5
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(name.encode() * size)
+    heard: list[tuple[int, int]] = []
+    told = build_manifest(tmp_path, lambda done, total: heard.append((done, total)))
+    assert told == build_manifest(tmp_path)
+    assert {total for _, total in heard} == {2 * size}
+    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
+    assert heard[-1] == (2 * size, 2 * size)
+    assert len(heard) == 4

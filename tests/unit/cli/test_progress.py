@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from kcdsl.cli.common.output import progress_bars
+from kcdsl.cli.common.output import long_progress, progress_bars
 
 
 class Terminal(io.StringIO):
@@ -36,3 +36,18 @@ def test_a_bar_for_each_stage(
     else:
         assert shown == ""
     assert capsys.readouterr().out == ""
+
+
+def test_long_work_alone_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", stream)
+    with long_progress() as progress:
+        progress("MiB hashed", 1, 2)
+        assert stream.getvalue() == ""
+        progress("MiB hashed", 1, 4096)
+        progress("MiB hashed", 4096, 4096)
+    assert "MiB hashed" in stream.getvalue()
+    assert "4096/4096" in stream.getvalue()

@@ -6,7 +6,8 @@ import base64
 import json
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -17,6 +18,7 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.cli.commands.release.check import print_report as print_check
+from kcdsl.cli.common.output import Progress
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue, results_for
 from kcdsl.release.requirements import required_clauses
@@ -81,6 +83,23 @@ def test_an_untouched_certificate_is_valid(check: Check) -> None:
     assert report["signers"] == ["kcdsl.key.pub"]
     assert report["outside"] == []
     assert len(report["checks"]) == 17
+
+
+def test_a_long_check_shows_how_much_of_the_checkpoint_is_hashed(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def shown() -> Iterator[Progress]:
+        yield lambda *told: heard.append(told)
+
+    monkeypatch.setattr("kcdsl.cli.common.output.progress_bars", shown)
+    assert check()[0] == 0
+    assert heard == []  # a few bytes are hashed at once
+    monkeypatch.setattr("kcdsl.cli.common.output._LONG", 0)
+    assert check()[0] == 0
+    assert heard == [("MiB hashed", 0, 0)]
 
 
 def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -> None:

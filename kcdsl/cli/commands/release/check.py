@@ -25,7 +25,7 @@ from kcdsl.cli.common.options import (
     output_option,
     register_option,
 )
-from kcdsl.cli.common.output import deliver, print_json
+from kcdsl.cli.common.output import deliver, long_progress, print_json
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import CANNOT_TRANSFER
 from kcdsl.diagnostics.render.terminal import json_text, one_line, printable
@@ -108,6 +108,7 @@ class CheckCommand(Trusts):
             plain_http=self.plain_http,
             register=self.register,
             expected=self._write_expectation,
+            progress=long_progress,
         )
         report = check_certificates(self.certificates, settings).combined
         if self.json:
