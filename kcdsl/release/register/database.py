@@ -203,6 +203,12 @@ class RegisterDatabase:
             yield
         except SQLAlchemyError as error:
             raise self._refusal(error) from error
+        except UnicodeDecodeError as error:  # SQLite quotes what is damaged when it reports it
+            raise refuse(
+                REGISTER_DAMAGED,
+                f"the register {self.location.shown} cannot be used: its tables are no text",
+                help="restore it from a copy; nothing was written",
+            ) from error
 
     def _refusal(self, error: SQLAlchemyError) -> Refusal:
         where = self.location.shown

@@ -442,3 +442,14 @@ def test_a_file_that_is_cut_or_is_no_database_is_refused(filled: str) -> None:
     path.write_bytes(b"no database" * 500)
     with pytest.raises(Refusal):
         reasons(filled)
+
+
+def test_a_damaged_definition_of_a_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.db"
+    Register.open(path, create=True, clock=clock).close()
+    data = path.read_bytes()
+    changed = data.replace(b"CREATE TABLE events", b"CREATE T\xefBLE events")
+    assert changed != data
+    path.write_bytes(changed)
+    with pytest.raises(Refusal, match="cannot be used"):
+        Register.open(path, clock=clock)
