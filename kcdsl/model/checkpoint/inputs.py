@@ -1,5 +1,5 @@
-"""What a quantised checkpoint says beside its matrices: static scales of their inputs and of cached
-keys and values, and limits of dynamic ones.
+"""What a quantised checkpoint says beside its matrices: codes of their inputs and of cached keys
+and values, static scales of both, and limits of dynamic ones.
 
 They are none of the numbers of a matrix. The numerics of the kernel state them, and are compared
 with what is stored here, so that a proof is not about other scales than the kernel reads.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.numerics.specification import Activations, KvCache, linear_name
+from kcdsl.model.checkpoint.activations import StatedCodes
+from kcdsl.model.numerics.specification import Activations, KvCache, Numerics, linear_name
 
 SCALES = ("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale")
 """Names of static scales; the third is the reciprocal of one."""
@@ -102,6 +103,38 @@ def _broken(base: str, what: str) -> Refusal:
         f"the checkpoint of the inference kernel must store {what} of the input of {base}",
         help="quantise the model again with the library that its configuration names",
     )
+
+
+def refuse_other_codes(
+    key: str, inputs: StatedCodes | None, cache: StatedCodes | None, numerics: Numerics
+) -> None:
+    """Refuse (KC463) numerics that quantise the inputs of the linear with this weight, or keys and
+    values, to other codes, or with scales of another layout, than a checkpoint states.
+
+    Numerics without quantised inputs are those of a kernel that multiplies weights alone.
+    """
+    for stated, what, field, quantised in (
+        (inputs, f"the input of {key}", "activations", numerics.activations),
+        (cache, "keys and values", "kv_cache", numerics.kv_cache),
+    ):
+        if stated is None or quantised is None or quantised.format == "none":
+            continue
+        if (quantised.format, quantised.scale) in stated.able:
+            continue
+        section = stated.section
+        help = (
+            "no numerics express such codes: "
+            if section is None
+            else (f"state them in numerics: `{field}: {{{section}}}`, or ")
+        )
+        left = "`kv_cache`" if field == "kv_cache" else "`weights` and `activations`"
+        kept = "keeps them as they are" if field == "kv_cache" else "multiplies dequantised weights"
+        raise refuse(
+            codes.NUMERICS,
+            f"the checkpoint of the inference kernel states {stated.said} for {what}, and the"
+            f" numerics state {quantised.format} {quantised.scale}",
+            help=f"{help}leave {left} out for a kernel that {kept}",
+        )
 
 
 def refuse_other_inputs(

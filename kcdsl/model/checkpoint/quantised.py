@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.checkpoint import inputs
+from kcdsl.model.checkpoint.activations import StatedCodes
 from kcdsl.model.checkpoint.headers import StoredTensor
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
@@ -53,7 +54,8 @@ class Scheme:
     what makes the matrix of them, and the bits that a code takes in storage.
 
     Dynamic scales of inputs are made of no magnitude above `limit`, where the format has one.
-    `others` has the bits of codes in tensors that take other than `bits`.
+    `others` has the bits of codes in tensors that take other than `bits`. `inputs` has the codes
+    that the format states for the inputs of a weight ("*": any), `cache` those of keys and values.
     """
 
     name: str
@@ -63,6 +65,12 @@ class Scheme:
     bits: int = 8
     limit: float | None = None
     others: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, StatedCodes | None] = field(default_factory=dict)
+    cache: StatedCodes | None = None
+
+    def inputs_of(self, key: str) -> StatedCodes | None:
+        """Return the codes that are stated for the inputs of a weight; None where none are."""
+        return self.inputs.get(key, self.inputs.get("*"))
 
     def holds(self, shape: Sequence[int], name: str, stored: StoredTensor) -> bool:
         """Say whether a tensor has as many codes as a matrix [out, in], of which the rows may end

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from kcdsl.model.checkpoint.activations import stated_cache, stated_inputs
 from kcdsl.model.checkpoint.float8 import fbgemm_scheme, fp8_scheme
 from kcdsl.model.checkpoint.quantised import (
     Scheme,
@@ -32,7 +34,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     """
     method = str(config.get("quant_method", "")).lower()
     if method not in ("compressed-tensors", "gptq", "awq") and "quant_algo" in config:
-        return modelopt_scheme(config)
+        method = "modelopt"
     if method not in _METHODS:
         raise unknown("quant_method", config.get("quant_method"), (*_METHODS, "torchao"))
-    return _METHODS[method](config)
+    scheme = _METHODS[method](config)
+    inputs, cache = stated_inputs(method, config), stated_cache(method, config)
+    return replace(scheme, inputs={"*": inputs}, cache=cache)

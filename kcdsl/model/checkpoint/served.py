@@ -30,6 +30,7 @@ from kcdsl.model.checkpoint.headers import (
 )
 from kcdsl.model.checkpoint.inputs import (
     refuse_other_cache,
+    refuse_other_codes,
     refuse_other_inputs,
     stored_inputs,
 )
@@ -159,6 +160,7 @@ class ServedWeights(Mapping[str, Tensor]):
         weights, found = numerics.weights, self.quantised(key)
         if found is not None and self.scheme is not None:
             kinds = {part: one.kind for part, one in self.stored.items()}
+            refuse_other_codes(key, self.scheme.inputs_of(key), self.scheme.cache, numerics)
             refuse_other_cache(self._raw, key, kinds, numerics.kv_cache)
             inputs = stored_inputs(self._raw, key.removesuffix(".weight"), kinds)
             refuse_other_inputs(key, inputs, self.scheme.limit, numerics.activations)

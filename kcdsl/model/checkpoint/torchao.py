@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.checkpoint.activations import stated_by_torchao
 from kcdsl.model.checkpoint.headers import once
 from kcdsl.model.checkpoint.quantised import (
     PLAIN,
@@ -84,7 +85,8 @@ def torchao_scheme(metadata: Mapping[str, str]) -> Scheme:
         for name, found in told.items()
         if found["_type"] == "Int4Tensor"
     }
-    return Scheme("torchao", "_weight_qdata", places, decode, others=halves)
+    inputs = {name: stated_by_torchao(found) for name, found in told.items()}
+    return Scheme("torchao", "_weight_qdata", places, decode, others=halves, inputs=inputs)
 
 
 def _refuse_limits(name: str, kwargs: object) -> None:

@@ -38,6 +38,7 @@ WEIGHTS = {
     "fp8 tensor": ("fp8_e4m3", "per_tensor"),
     "fp8 of one scale": ("fp8_e4m3", "per_tensor"),
     "fp8 of transformers": ("fp8_e4m3", "per_tensor"),
+    "fp8 of DeepSeek": ("fp8_e4m3", "block_128"),
     "fbgemm": ("fp8_e4m3", "per_channel"),
     "modelopt fp8": ("fp8_e4m3", "per_tensor"),
     "int8 channel": ("int8_full", "per_channel"),
@@ -337,3 +338,137 @@ def test_both_programs_read_transposed_matrices(tmp_path: Path) -> None:
         assert np.array_equal(checker.plain(name, kernel), meant.double().numpy()), name
         if tensor.dim() == 2:
             assert np.array_equal(checker.linear(name, kernel), meant.double().numpy()), name
+
+
+# --- codes that a configuration states ------------------------------------------------------------
+
+
+def restate(folder: Path, name: str, change: dict[str, Any]) -> None:
+    """Change what the configuration of the quantised form says, or the metadata of torchao."""
+    place = folder / "quantised"
+    if name == "torchao per channel":
+        path = place / "model.safetensors"
+        told = metadata_of(path.read_bytes())
+        of_key = json.loads(told[KEY])
+        of_key["_data"] |= change
+        save_file(load_file(path), path, {**told, KEY: json.dumps(of_key)})
+        return
+    document = json.loads((place / "config.json").read_text())
+    config = document["quantization_config"]
+    config |= {key: one for key, one in change.items() if key != "input_activations"}
+    if "input_activations" in change:
+        config["config_groups"]["group_0"]["input_activations"] = change["input_activations"]
+    (place / "config.json").write_text(json.dumps(document))
+
+
+def dynamic(form: str, scale: str) -> dict[str, Any]:
+    return {"format": form, "scale": scale}
+
+
+BYTES = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+FLOATS = {**BYTES, "type": "float"}
+ROWS = {
+    "act_quant_kwargs": {
+        "_type": "QuantizeTensorToInt8Kwargs",
+        "_data": {
+            "granularity": {"_type": "PerRow", "_data": {"dim": -1}},
+            "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+        },
+    }
+}
+STATED: list[tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
+    # format, what its configuration says, the numerics of that, and numerics of others
+    (
+        *("int8 channel", {"input_activations": BYTES}, dynamic("int8", "per_token")),
+        [dynamic("fp8_e5m2", "per_tensor"), dynamic("int8", "per_tensor"), static("int8")],
+    ),
+    (
+        *("fp8 tensor", {"input_activations": FLOATS}, dynamic("fp8_e4m3", "per_token")),
+        [dynamic("fp8_e5m2", "per_token"), dynamic("fp8_e4m3", "group_128")],
+    ),
+    (
+        *(
+            "fp8 tensor",
+            {"input_activations": {**FLOATS, "dynamic": False, "strategy": "tensor"}},
+        ),
+        *(static("fp8_e4m3"), [dynamic("fp8_e4m3", "per_token")]),
+    ),
+    ("fp8 tensor", {"input_activations": None}, dynamic("int8", "per_token"), []),
+    (
+        *("fp8 of DeepSeek", {}, dynamic("fp8_e4m3", "group_128")),
+        [dynamic("fp8_e4m3", "per_token"), dynamic("int8", "group_128")],
+    ),
+    (
+        *("fp8 of DeepSeek", {"scale_fmt": "ue8m0"}, dynamic("fp8_e4m3", "group_128_e8m0")),
+        [dynamic("fp8_e4m3", "group_128")],
+    ),
+    (
+        *("fbgemm", {}, {**dynamic("fp8_e4m3", "per_token"), "amax_limit": 1200.0}),
+        [{**dynamic("fp8_e4m3", "per_tensor"), "amax_limit": 1200.0}],
+    ),
+    (
+        *("modelopt nvfp4", {}, dynamic("fp4_e2m1", "nvfp4")),
+        [dynamic("fp8_e4m3", "per_token"), dynamic("fp4_e2m1", "mx")],
+    ),
+    (
+        *("torchao per channel", ROWS, dynamic("int8_full", "per_token")),
+        [dynamic("fp8_e4m3", "per_token"), dynamic("int8_full", "per_tensor")],
+    ),
+    (  # nothing that numerics express
+        *("fp8 tensor", {"input_activations": {**FLOATS, "symmetric": False}}, {}),
+        [dynamic("fp8_e4m3", "per_token")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "same", "others"), STATED)
+def test_codes_of_inputs_are_those_that_the_checkpoint_states(
+    folder: Path,
+    name: str,
+    change: dict[str, Any],
+    same: dict[str, Any],
+    others: list[dict[str, Any]],
+) -> None:
+    stored(folder, name)
+    restate(folder, name, change)
+    assert both(folder, name, same) == ("", "")
+    # a kernel that multiplies weights alone quantises no inputs
+    assert both(folder, name, {"format": "none"}) == ("", "")
+    for other in others:
+        mine, theirs = both(folder, name, other)
+        assert mine.startswith(f"{NUMERICS.id} the checkpoint of the inference kernel states"), (
+            other
+        )
+        assert theirs.startswith("parameter/served"), other
+        assert "other codes of inputs" in theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("fp8 tensor", {"kv_cache_scheme": {**FLOATS, "dynamic": False, "strategy": "tensor"}}),
+        ("modelopt fp8", {"kv_cache_quant_algo": "FP8"}),
+    ],
+)
+def test_codes_of_a_cache_are_those_that_the_checkpoint_states(
+    folder: Path, name: str, change: dict[str, Any]
+) -> None:
+    quantise(folder, folder / "quantised", name)
+    restate(folder, name, change)
+    inputs = dynamic("fp8_e4m3", "per_tensor")
+    assert both(folder, name, inputs) == ("", "")
+    assert both(folder, name, inputs, **cache(key_scale=1.0, value_scale=1.0)) == ("", "")
+    bytes_ = {"kv_cache": {"format": "int8", "scale": "per_head"}}
+    for other in (cache("per_head"), cache("none"), bytes_):
+        mine, theirs = both(folder, name, inputs, **other)
+        assert "for keys and values" in mine
+        assert theirs.startswith("parameter/served")
+        assert "other codes of keys and values" in theirs
+
+
+def test_metadata_of_inputs_that_are_none_are_refused(folder: Path) -> None:
+    stored(folder, "torchao per channel")
+    restate(folder, "torchao per channel", {"act_quant_kwargs": {"_type": "X", "_data": {}}})
+    mine, theirs = both(folder, "torchao per channel", dynamic("int8_full", "per_token"))
+    assert NUMERICS.id in mine
+    assert theirs.startswith("served/method")

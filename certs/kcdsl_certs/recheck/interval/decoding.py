@@ -53,7 +53,7 @@ def largest_amax(method: Mapping[str, Any]) -> float | None:
 
     Raises Rejected "served/method" where that is no positive number.
     """
-    if _name(method) != "fbgemm_fp8":
+    if method_name(method) != "fbgemm_fp8":
         return None
     bound = method.get("activation_scale_ub", 1200.0)
     number = isinstance(bound, int | float) and not isinstance(bound, bool)
@@ -88,7 +88,7 @@ def decode(served: Parts, base: str) -> Decoded:
     method = served.method
     if not isinstance(method, dict):
         raise Rejected("served/config", "the quantisation configuration is no object")
-    name = _name(method)
+    name = method_name(method)
     if name == "compressed-tensors":
         return _compressed(served, base, method)
     if name == "gptq":
@@ -106,7 +106,7 @@ def decode(served: Parts, base: str) -> Decoded:
     raise Rejected("served/method", f"{name[:40]!r} is not known")
 
 
-def _name(method: Mapping[str, Any]) -> str:
+def method_name(method: Mapping[str, Any]) -> str:
     """Return the method of a quantisation configuration; ModelOpt may name its algorithm alone."""
     name = str(method.get("quant_method", "")).lower()
     others = ("compressed-tensors", "gptq", "awq")
@@ -244,12 +244,18 @@ def _scaled(served: Parts, base: str, name: str) -> tuple[Singles, Singles]:
     return numbers(tensor), numbers(scales)
 
 
-def _torchao(served: Parts, base: str) -> Decoded:
-    """Return a weight of the class that the metadata of its file names."""
-    texts = {one[f"{base}.weight"] for one in served.metadata if f"{base}.weight" in one}
+def told_by_torchao(metadata: Sequence[Mapping[str, str]], base: str) -> dict[str, Any]:
+    """Return what the metadata of files say of a weight. Raises ValueError where they do not say
+    one thing, Rejected "served/config"."""
+    texts = {one[f"{base}.weight"] for one in metadata if f"{base}.weight" in one}
     if len(texts) != 1:
         raise ValueError(f"{len(texts)} texts of metadata say what it is")
-    told = parsed(texts.pop().encode())
+    return parsed(texts.pop().encode())
+
+
+def _torchao(served: Parts, base: str) -> Decoded:
+    """Return a weight of the class that the metadata of its file names."""
+    told = told_by_torchao(served.metadata, base)
     tensor, kind = served.part(base, "_weight_qdata"), str(told.get("_type"))[:60]
     of_inputs = told["_data"].get("act_quant_kwargs") or {}
     limits = ("hp_value_lb", "hp_value_ub", "reduce_range")

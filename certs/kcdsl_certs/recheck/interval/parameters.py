@@ -183,6 +183,7 @@ class Parameters:
             raise Rejected("parameter/served", f"{key!r} is quantised and read transposed")
         else:
             decoded = served.matrix(key)
+            _refuse_other_codes(served, key, kernel)
             _refuse_other_inputs(served, key, kernel)
             _refuse_other_cache(served, key, kernel)
             if scaled:
@@ -231,6 +232,16 @@ def _refuse_otherwise(
     top = 1.0 if code.grid is None else 2.0**code.exponent
     if kernel.by_codes and not float(np.abs(found.value).max()) >= found.largest_scale * top:
         raise Rejected("parameter/served", f"{key!r} has a scale larger than its codes need")
+
+
+def _refuse_other_codes(served: Served, key: str, kernel: KernelNumerics) -> None:
+    """Refuse quantised inputs, keys or values whose codes or layouts are not those that the
+    checkpoint states."""
+    cache = None if kernel.cache is None else (kernel.cache.kind, kernel.cache.scale)
+    other = served.says(key, kernel.activations, cache)
+    if other:
+        said = f"the checkpoint states other codes of {other} at {key!r}"
+        raise Rejected("parameter/served", said)
 
 
 def _refuse_other_inputs(served: Served, key: str, kernel: KernelNumerics) -> None:

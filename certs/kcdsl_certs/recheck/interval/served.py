@@ -13,7 +13,16 @@ import numpy as np
 
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.interval.decoding import Decoded, Parts, decode, largest_amax, parsed
+from kcdsl_certs.recheck.interval.decoding import (
+    Decoded,
+    Parts,
+    decode,
+    largest_amax,
+    method_name,
+    parsed,
+    told_by_torchao,
+)
+from kcdsl_certs.recheck.interval.stated import fits_cache, fits_inputs, fits_torchao
 from kcdsl_certs.recheck.interval.tensors import (
     Singles,
     Tensor,
@@ -151,6 +160,28 @@ class Served:
         except ValueError as error:
             raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
         return Inputs(tuple(float(one) for one in scales), int(found.pop()))
+
+    def says(self, key: str, inputs: tuple[str, str], cache: tuple[str, str] | None) -> str:
+        """Return what the checkpoint quantises otherwise, "inputs" or "keys and values", or "": by
+        formats of codes and layouts of scales. Inputs of format "none" are not compared.
+
+        Raises Rejected "served/method" for a configuration that cannot be compared.
+        """
+        name, base = method_name(self.method), key.removesuffix(".weight")
+        try:
+            if inputs[0] != "none":
+                if name == "torchao":
+                    alike = fits_torchao(told_by_torchao(self.metadata, base), *inputs)
+                else:
+                    alike = fits_inputs(self.method, name, *inputs)
+                if not alike:
+                    return "inputs"
+            if cache is not None and not fits_cache(self.method, name, *cache):
+                return "keys and values"
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            said = f"codes of the inputs of {key[:80]!r}: {error}"
+            raise Rejected("served/method", said) from None
+        return ""
 
     def _codes(self, base: str) -> list[str]:
         names = ("weight", "weight_packed", "qweight", "_weight_qdata")
