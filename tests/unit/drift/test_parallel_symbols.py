@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kcdsl_backends.drift.affine.adjoint import diagonal, parallel
-from kcdsl_certs.recheck.affine.adjoint import gathered, reads_one_each
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, gathered, reads_one_each
+from kcdsl_certs.recheck.affine.reverse_passes import surrounded
+from kcdsl_certs.recheck.affine.tape import Tape, TapeEntry
 
 Floats = np.ndarray
 COUNT, WAYS, EACH = 12, 9, 40
@@ -79,3 +81,13 @@ def test_functionals_of_one_element_each_are_known() -> None:
     assert reads_one_each(once)
     assert not reads_one_each(twice)
     assert not reads_one_each(once[:2])
+
+
+def test_what_many_faint_columns_sum_to_is_counted() -> None:
+    many, faint = 2**13, 2.0**-460  # the square of a column loses too much to underflow
+    tape = Tape(None)
+    tape.add(TapeEntry(np.zeros(1)))
+    place = tape.add(TapeEntry(np.full(many, faint), radius=np.full(many, faint)))
+    found = surrounded(tape, place, Adjoint(np.ones((3, many)), (0,)), 0)
+    assert (found.each >= many * faint).all()
+    assert found.norm >= np.sqrt(3.0) * many * faint

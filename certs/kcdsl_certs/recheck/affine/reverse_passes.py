@@ -193,6 +193,7 @@ class _Length:
         sizes = np.linalg.norm(columns, axis=0)
         some = sizes > _LOST
         self.more += _LOST * sizes.size
+        self.alone(np.full(self.count, _LOST * sizes.size))
         if not some.any():
             return
         columns, lost = gathered(columns if some.all() else columns[:, some])
