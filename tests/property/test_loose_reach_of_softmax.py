@@ -4,11 +4,12 @@ little its probabilities can move: that is what passes for norms count a share o
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kcdsl_certs.recheck.affine.form import Form
+from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
@@ -23,6 +24,16 @@ KERNELS = {
 }
 
 
+def walked(folder: Path, graph: Any, train: Any, record: Any, x: np.ndarray, radius: float) -> Walk:
+    """Return the walk of the second kernel."""
+    path = folder / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    proof = parse(proofs.dump(proofs.document(graph, train, record, sha256, x, radius)))
+    with np.errstate(all="ignore"):
+        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        return walk(scene, scene.infer)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("radius", [0.0, 0.25])
 def test_the_reach_holds_what_the_projection_carries(
@@ -31,14 +42,7 @@ def test_the_reach_holds_what_the_projection_carries(
     rng = np.random.default_rng(4)
     graph, record = proofs.attention(rng), KERNELS[name]
     x = np.rint(rng.standard_normal((5, 8)) * 2**6) / 2**6
-    path = tmp_path / "model.safetensors"
-    sha256 = proofs.write_safetensors(path, graph.tensors)
-    proof = parse(
-        proofs.dump(proofs.document(graph, N("float32", "any"), record, sha256, x, radius))
-    )
-    with np.errstate(all="ignore"):
-        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
-        found = walk(scene, scene.infer)
+    found = walked(tmp_path, graph, N("float32", "any"), record, x, radius)
     softmax = next(node["name"] for node in graph.nodes if node["op"] == "softmax")
     form = found.forms[softmax]
     assert isinstance(form, Form)
@@ -55,3 +59,31 @@ def test_the_reach_holds_what_the_projection_carries(
     assert (entry.nearest <= entry.reach).all()
     assert (numerator <= 1 + 2.0**-40).all()
     assert (entry.nearest < 0.9 * carried)[moves].any()  # what is known of probabilities is less
+
+
+def test_the_share_holds_for_scores_that_move_together(tmp_path: Path) -> None:
+    """All scores of a row move by one large number, which the projection removes but for what its
+    own sums of adjoints round."""
+    rng = np.random.default_rng(0)
+    rows, size, columns = 2, 4, 48
+    graph = proofs.Graph((rows, size))
+    x = graph.add("input", [], (rows, size))
+    weight = graph.param("q", rng.standard_normal((size, size)))
+    q = graph.add("linear", [x, weight], (rows, size))
+    k = graph.constant("k", np.full((size, columns), 2.0**34, dtype=np.float32))
+    scores = graph.add("matmul", [q, k], (rows, columns), role="scores")
+    p = graph.add("softmax", [scores], (rows, columns), role="probabilities")
+    v = graph.constant("v", rng.standard_normal((columns, size)).astype(np.float32))
+    graph.add("matmul", [p, v], (rows, size), role="context")
+    train = N("float64", "any", accumulate="float64")
+    record = N("float64", "any", accumulate="float64", style="fused")
+    found = walked(tmp_path, graph, train, record, np.zeros((rows, size)), 0.5)
+    form, moved = found.forms[p], found.forms[scores]
+    assert isinstance(form, Form)
+    assert isinstance(moved, Form)
+    assert form.place is not None
+    assert moved.reach.min() > 2.0**34
+    share = 2.0**-36 * found.tape.entries[form.place].reach
+    usual = (form.reference * moved.reach).sum(axis=-1, keepdims=True)
+    rounded = (columns + 3) * 2.0**-53 * form.reference * (moved.reach + usual)
+    assert (share >= rounded * (1 - 2.0**-20)).all()

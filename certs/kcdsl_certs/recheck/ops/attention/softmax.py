@@ -87,7 +87,10 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     radius = raised(p * (above + below) / 2 * (1 + 8 * wrong) + 4 * wrong * p * size)
     radius = raised(radius + gamma(2, UNIT) * p * scores.reach) + TINY
     numerator_reach = raised(p * (scores.reach + above + below) + radius)
-    numerator_reach = np.minimum(numerator_reach, 1 + 2.0**-40)  # p e^t/Z and p/Z are 1 at most
+    # p e^t/Z and p/Z are 1 at most, but adjoints round as p e does, which Π removes: in passes for
+    # norms, by what stays a share of all of it
+    rounds = 2.0**36 * gamma(n + 3, UNIT) * numerator_reach
+    numerator_reach = np.minimum(numerator_reach, np.maximum(1 + 2.0**-40, rounds))
     operands: tuple[tuple[int, Pull], ...] = ()
     if scores.place is not None:
         operands = ((scores.place, _times(p)),)
