@@ -250,6 +250,9 @@ clauses:
 """
 
 
+_REGISTER = ("--register", "releases.db")
+
+
 def used_contract(folder: Path) -> None:
     """Write a contract with a model and a metric of its own, and all documents that commands make
     of it. From then on every module of the folder is a trap, whose bytes are those that ran."""
@@ -276,11 +279,17 @@ def used_contract(folder: Path) -> None:
     (folder / "contract.yaml").write_text(_USED)
     table = pa.table({"request": ["row-0"] * 4, "position": [0, 1, 2, 3], "gap": [0.1] * 4})
     write_table(table, folder / "tokens.parquet")
+    later = _USED.replace("1.0.0", "1.1.0").replace("torch-sdpa-flash", "torch-eager")
+    (folder / "later.yaml").write_text(later.replace("torch.sdpa", "torch.eager"))
+    certificates = ("out/evaluate.cert.json", "later/evaluate.cert.json")
     for words, code in (
         (("keygen", "-o", "own.key"), 0),
         (("verify", "contract.yaml", "--allow-code", "--sign", "own.key"), 1),
         (("verify", "contract.yaml", "--allow-code", "-o", "unsigned"), 1),
         (("evaluate", "contract.yaml", "--allow-code", "--sign", "own.key"), 0),
+        (("evaluate", "later.yaml", "--allow-code", "--sign", "own.key", "-o", "later"), 0),
+        (("register", "init", *_REGISTER), 0),
+        (("register", "add", *certificates, "--key", "own.key.pub", *_REGISTER), 0),
     ):
         ran = attempt(kcdsl(*words, safe=True), folder, seconds=600)
         assert ran.code == code, ran.stderr
@@ -315,6 +324,7 @@ OF_USED: Mapping[str, tuple[tuple[str, ...], int]] = {
         ("transfer", "out/verify.cert.json", "model.safetensors", "--contract", "contract.yaml"),
         2,
     ),
+    "why": (("why", "later/trace.parquet", "--contract", "contract.yaml", *_REGISTER), 2),
 }
 """One run of each command that reads documents, in the folder of `used_contract`, and how it ends:
 those that would run code ask first (2)."""
@@ -372,6 +382,7 @@ RUNNING: Mapping[str, tuple[str, ...]] = {
         "--contract",
         "contract.yaml",
     ),
+    "why": ("why", "trace.parquet", "--contract", "contract.yaml"),
 }
 """Commands that run code of a contract once their user allows that."""
 
