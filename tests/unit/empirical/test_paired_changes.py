@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from kcdsl.api import causes
 from kcdsl_backends.empirical.questions import pairs
 from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
@@ -43,6 +44,10 @@ def test_an_interaction_is_seldom_named_where_there_is_none() -> None:
         runs = [rng.random(60) < 0.9 for _ in range(4)]
         false += paired.change_of_shares(runs).harm <= paired.ERROR
     assert false / 2000 <= paired.ERROR
+
+
+def test_the_error_that_causes_state_is_the_one_that_rows_share() -> None:
+    assert causes._ERROR == paired.ERROR
 
 
 def test_no_units_are_no_evidence() -> None:
