@@ -194,9 +194,9 @@ def unused(code: Code) -> tuple[list[Definition], list[Definition]]:
     candidates = list(_candidates(code))
     wanted = {each.word for each in candidates}
     places = _uses((module for module in code.product if module.name is not None), wanted)
-    beside = _uses(code.users, wanted)
     idle = _idle(candidates, places)
     found = [d for d in idle if not any(_inside(d, other) for other in idle)]
+    beside = _uses(code.users if found else (), wanted)
     tested = {d for d in found if any(beside[e.word] for e in idle if e == d or _inside(e, d))}
     while more := {
         d

@@ -36,6 +36,7 @@ def test_mutants_keep_every_promise(count: int) -> None:
     assert stages <= set(tally.slowest)
 
 
+@pytest.mark.full
 def test_a_mutant_is_made_from_numbers_alone() -> None:
     assert [mutant(3, n).data for n in range(60)] == [mutant(3, n).data for n in range(60)]
     assert len({mutant(3, n).data for n in range(60)}) > 50

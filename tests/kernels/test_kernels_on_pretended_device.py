@@ -57,6 +57,7 @@ def refused(code: Any, *words: str) -> Iterator[None]:
     assert all(word in text for word in words), text
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("block", "case"), KERNELS, ids=lambda part: getattr(part, "name", part))
 def test_what_is_measured_on_a_device_can_be(

@@ -80,6 +80,7 @@ def dynamic_quantize_linear(x: Singles) -> tuple[NDArray[np.uint8], Singles, NDA
     return found
 
 
+@pytest.mark.full
 @given(kind=KINDS, size=SIZES, seed=st.integers(0, 99))
 @settings(max_examples=120)
 def test_onnx_runtime_quantises_a_tensor_to_unsigned_bytes(

@@ -63,6 +63,7 @@ def stays_inside(
     assert float(kernels.quotients(drift, bounds).max()) <= 1
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", BY_SEQUENCE, ids=lambda c: c.name)
 def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
@@ -110,7 +111,7 @@ def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
         inside(case, "MiniLM", "attn_0", x, out, affine=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 65, 257])
 @pytest.mark.parametrize("case", ATTENTION[6:8], ids=lambda c: c.name)
 def test_lengths_around_the_tiles(case: Case, length: int) -> None:
@@ -169,6 +170,7 @@ THREADED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", THREADED, ids=lambda c: c.name)
 def test_any_number_of_threads(case: Case, threads: int) -> None:

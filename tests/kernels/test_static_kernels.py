@@ -68,7 +68,7 @@ def static(
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("weights", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_the_kernel_stays_inside(compute: str, weights: str) -> None:

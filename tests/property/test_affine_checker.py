@@ -193,7 +193,7 @@ def check_functionals(
             assert (np.abs(seen - bound.centre) <= bound.radius + slack).all(), name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @by_turns(block=BLOCKS, name=KERNELS, radius=[0.0, 2.0**-8])
 def test_runs_stay_inside_their_form(tmp_path: Path, block: str, name: str, radius: float) -> None:
     which = [BLOCKS.index(block), list(KERNELS).index(name), int(radius * 1024)]
@@ -225,7 +225,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-12])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("block", BLOCKS)

@@ -262,6 +262,7 @@ def test_rows_without_an_ellipsoid_keep_their_reach() -> None:
         np.testing.assert_allclose(found, expected, rtol=2.0**-20)
 
 
+@pytest.mark.full
 def test_none_are_found_where_they_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(7)
     graph, record = two_layers(rng), KERNELS["float32"]

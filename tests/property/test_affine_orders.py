@@ -160,6 +160,7 @@ def push(kernel: Simulator, x: Tensor | None, row: int, first: int, second: int)
     return kernel.run(x, symbols).detach()
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
@@ -204,6 +205,7 @@ def test_both_programs_decide_the_same_order(
             assert reason == "claim/too-small"
 
 
+@pytest.mark.full
 def test_some_orders_are_proved_and_some_are_not(folder: Path) -> None:
     """Otherwise the tests above compare nothing."""
     seen = set()
@@ -214,6 +216,7 @@ def test_some_orders_are_proved_and_some_are_not(folder: Path) -> None:
     assert seen == {True, False}
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)

@@ -147,7 +147,7 @@ def given(folder: Path, pair: str, radius: float, louder: float = 1.0) -> Given:
     return Given(folder, pair, radius, louder)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @by_turns(pair=PAIRS, radius=RADII, louder=[1.0, 8.0])
 def test_no_run_of_any_length_leaves_the_bounds(
     tmp_path: Path, pair: str, radius: str, louder: float

@@ -204,6 +204,7 @@ def largest(
     return float(total), bound
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("implementation", [prover, checker])
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_no_row_exceeds_its_bound_and_some_are_near(
     assert nearest > 0.5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("missing", ["balance", "below", "around"])
 def test_a_bound_without_one_of_its_parts_is_exceeded(tmp_path: Path, missing: str) -> None:
     """The runs above are extreme enough to see that each part is needed."""
@@ -271,6 +272,7 @@ def _never(alpha: Array, row: int) -> tuple[float, Array, Array]:
     raise AssertionError
 
 
+@pytest.mark.full
 def test_the_other_way_is_never_wider(tmp_path: Path) -> None:
     rng = np.random.default_rng(11)
     gained = 0.0

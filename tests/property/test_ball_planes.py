@@ -70,7 +70,7 @@ def inside(course: Context, name: str, e: Any, d: Any, rng: np.random.Generator)
             assert not seen > numbers.arb(float(high[k])), (name, share)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-14])
 @pytest.mark.parametrize("rule", READ)
 def test_exact_deviations_and_drifts_lie_within_planes(

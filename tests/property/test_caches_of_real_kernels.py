@@ -98,7 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -93,7 +93,7 @@ STATED = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "pair", "clause"), STATED)
 def test_runs_stay_in_every_link(kind: str, pair: str, clause: int, folder: Path) -> None:
     assert leaving(chained(folder, kind, pair, clause), 24) == []
@@ -108,6 +108,7 @@ HANDED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "pair", "count"), HANDED)
 def test_ellipsoids_hold_what_links_return(
@@ -180,6 +181,7 @@ def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> No
         assert best.value <= outcome.bound, link.block
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "pair"),

@@ -43,6 +43,7 @@ def changed(folder: Path, kind: str, change: str) -> None:
     save_file(state, file)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "change", "clause"),
@@ -69,6 +70,7 @@ def test_links_that_hold_nothing_but_zeros(
     assert float.fromhex(outcome.bound) <= bound
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "coarse", "tokens", "clause"),

@@ -219,6 +219,7 @@ def test_the_digest_tells_programs_apart(one: ir.Program, other: ir.Program) -> 
     assert (digest(one) == digest(other)) is (one == other)
 
 
+@pytest.mark.full
 @given(FORMULAS)
 def test_the_normal_form_is_one(formula: ir.Formula) -> None:
     once = normal_formula(formula)

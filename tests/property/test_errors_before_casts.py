@@ -141,7 +141,7 @@ def simulated(walk: Walk, record: Any, graph: Any, x: Floats, rounded: Any) -> d
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", RADII)
 @pytest.mark.parametrize("name", KERNELS)
@@ -196,6 +196,7 @@ def test_passes_bound_less_than_boxes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (small < 0.9 * large).all(), at
 
 
+@pytest.mark.full
 def test_norms_bound_products_of_errors_by_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

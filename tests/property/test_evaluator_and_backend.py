@@ -96,6 +96,7 @@ def test_hard_clauses() -> None:
     assert min(seen[Truth.TRUE], seen[Truth.FALSE]) >= 50, seen
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("unit", ["requests", "windows"])
 def test_budgets(unit: str) -> None:

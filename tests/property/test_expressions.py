@@ -76,6 +76,7 @@ def parsed(text: str) -> tuple[ast.Expression | None, Sink]:
     return parse_expression(source, scalar, sink), sink
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(EXPRESSIONS)
 def test_parse_after_print_is_the_identity(expression: ast.Expression) -> None:
@@ -150,6 +151,7 @@ def nodes(value: object) -> list[ast.Expression]:
     return [value, *(node for field in fields for node in nodes(field))]
 
 
+@pytest.mark.full
 @settings(max_examples=100)
 @given(EXPRESSIONS)
 def test_the_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> None:

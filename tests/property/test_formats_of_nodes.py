@@ -85,6 +85,7 @@ def random_problem(seed: int) -> tuple[Any, Pair, tuple[str, str], np.ndarray]:
     return graph, (N(formats[0], casts[0]), N(formats[1], casts[1])), formats, x
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("first", range(0, 72, 12))
 def test_eager_and_simulated_runs_stay_inside(first: int, tmp_path: Path) -> None:
@@ -260,6 +261,7 @@ def test_squares_that_leave_float16_have_no_bound(size: float, tmp_path: Path) -
         assert {again[name] is not None for name in DOMAINS} == {known > 0}
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_norms_written_out_stay_inside_and_near(seed: int, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def edited(text: str, rng: random.Random) -> str:
             return "".join(lines)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_edits(base: str, seed: int) -> None:

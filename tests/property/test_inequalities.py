@@ -129,7 +129,7 @@ def test_the_effective_sample_size_never_falls_below_its_bound(measured: dict[st
     assert np.all(ess >= bounds_of("ess", measured["s"]) * (1 - 1e-9) - 1e-12)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "norm"), [("inf", "linf"), ("2", "l2"), ("2", "l2_centred")])
 def test_the_conversions_of_norms_hold(measured: dict[str, Array], kind: str, norm: str) -> None:
     s = np.array([span_from_norm(kind, value) for value in measured[norm].tolist()])

@@ -153,6 +153,7 @@ def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 def test_whole_model_on_token_ids(model: Model) -> None:
     """Float32 against another float32 program: the whole model has a finite bound that holds."""
@@ -165,6 +166,7 @@ def test_whole_model_on_token_ids(model: Model) -> None:
     assert found.value <= drift_bound(drift, "inf") < 10.0
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
     factory = problem_factory(model, "bfloat16 any")
@@ -176,6 +178,7 @@ def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
     assert bounds == sorted(bounds)
 
 
+@pytest.mark.sample(1)
 def test_drift_vanishes_only_with_the_perturbation(model: Model) -> None:
     """A float64 kernel against itself: the bound is of the order of its own roundings."""
     exact: Numerics = resolve(EAGER | {"compute": "float64", "accumulate": "float64"})

@@ -90,6 +90,7 @@ def errors(found: Counter[tuple[str, str]]) -> int:
     return sum(number for (_, severity), number in found.items() if severity == "error")
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("guesses", [False, True], ids=["safe", "unsafe"])
 def test_findings_go_and_comments_stay(cli: Cli, folder: Path, guesses: bool) -> None:

@@ -117,6 +117,7 @@ def shop_of(part: Alibi, numerics: dict[str, str], folder: Path | None = None) -
 POINT = torch.zeros(1, 1, dtype=torch.float64)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
@@ -175,6 +176,7 @@ COMPUTED: dict[str, Attend] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", COMPUTED)
@@ -199,7 +201,7 @@ def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, forma
         assert bool((real <= bound * claim_margin(factory.train, factory.infer)).all()), seed
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("radius", [0.0, 1e-3])
 @pytest.mark.parametrize("way", WAYS | COMPUTED)
 def test_the_checker_confirms_biases(way: str, radius: float, tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def _answer(asked: Callable[[], Any]) -> Any:
         return str(no)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NUMERICS)
 def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> None:
@@ -250,6 +251,7 @@ def test_attacks_of_the_device_are_runs_of_the_cpu(stepped: tuple[Path, Program]
         assert ran[0].refutes
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mode",

@@ -142,6 +142,7 @@ def _assert_inside_forms(factory: ProblemFactory, block: str, x: Tensor, measure
     assert bool(inside.all()), (block, factory.infer, float(x.abs().max()))
 
 
+@pytest.mark.full
 def test_a_kernel_that_does_more_than_it_claims_is_outside(tmp_path: Path) -> None:
     """The comparison can fail: a drift of 1e-2 in one element is above any float32 bound."""
     model = loaded(LLAMA, "plain", tmp_path)

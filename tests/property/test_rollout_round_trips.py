@@ -98,6 +98,7 @@ def test_a_value_that_is_no_log_probability_never_comes_back(
             read(path, format)
 
 
+@pytest.mark.full
 @given(rollouts(), st.randoms(use_true_random=False))
 def test_the_order_of_rows_changes_no_value(given_: list[Rollout], random: Random) -> None:
     """Each unit holds the same numbers wherever its rows stand; only their order differs."""

@@ -90,6 +90,7 @@ def again(run: RunPair, simulators: tuple[Simulator, Simulator]) -> RunPair:
     return run_of(record, dict(zip(("train", "infer"), simulators, strict=True)))
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("infer", KERNELS)
 @pytest.mark.parametrize(("block", "radius"), [("attn_0", 0.0), ("mlp_0", 1e-3)])
@@ -117,6 +118,7 @@ def test_a_recorded_run_attains_the_same(
     assert attack_of(again(ordered.run, simulators), *simulators, kind) == ordered
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 def test_the_same_search_finds_the_same_run(model: Model) -> None:
     problem, centre = problem_of(model, "attn_0", "bfloat16 any")
@@ -131,6 +133,7 @@ def test_the_same_search_finds_the_same_run(model: Model) -> None:
     assert record_run(one.run) == record_run(two.run)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("infer", ["float32 fused", "bfloat16 any", "bfloat16 sums"])
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])

@@ -97,6 +97,7 @@ def test_block_scalars(
     check(block(lines, style, chomp, end, explicit, deep))
 
 
+@pytest.mark.full
 @settings(max_examples=300)
 @given(parts=st.lists(LINE, min_size=1, max_size=4), end=BREAK, gaps=st.integers(1, 3))
 def test_single_quoted_scalars_over_several_lines(parts: list[str], end: str, gaps: int) -> None:
@@ -105,6 +106,7 @@ def test_single_quoted_scalars_over_several_lines(parts: list[str], end: str, ga
     assert value.style == "'"
 
 
+@pytest.mark.full
 @settings(max_examples=300)
 @given(text=WORDS, escaped=st.lists(st.booleans(), min_size=12, max_size=12))
 def test_double_quoted_scalars(text: str, escaped: list[bool]) -> None:

@@ -427,7 +427,7 @@ def built(block: str, seed: int) -> tuple[Any, Floats]:
     return graph, np.rint(rng.standard_normal(graph.input_shape) * 2**14) / 2**14
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @by_turns(block=BLOCKS, kernel_pair=ALIKE, rho=RHOS)
 def test_both_programs_say_the_same(
     tmp_path: Path, block: str, kernel_pair: str, rho: Fraction
@@ -444,7 +444,7 @@ def test_both_programs_say_the_same(
     assert (theirs <= mine * (1 + 2.0**-6) + 2.0**-60).all()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_weights_cost_no_more_than_products_of_errors(
@@ -459,6 +459,7 @@ def test_weights_cost_no_more_than_products_of_errors(
     assert widths[2] - widths[0] >= 3 * (widths[1] - widths[0])
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel_pair", ALIKE)
 @pytest.mark.parametrize("block", BLOCKS)

@@ -166,6 +166,7 @@ def test_a_clause_follows_where_its_negation_contradicts_the_others() -> None:
     assert min(seen["sat"], seen["unsat"]) >= 5, seen
 
 
+@pytest.mark.full
 def test_inclusions_that_facts_rest_on_hold_for_solvers() -> None:
     """Slices are compared by looking at cases; the solvers look at their definitions."""
     random = made.Contracts(5)

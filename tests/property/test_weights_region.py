@@ -265,6 +265,7 @@ def around(document: Any, rho: Fraction) -> Any:
     return document
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @by_turns(block=BLOCKS, kernel_pair=PAIRS, rho=RHOS[1:])
 def test_runs_on_later_weights_stay_inside(

@@ -35,6 +35,7 @@ def largest(found: Gathered) -> float:
     return max(float(np.abs(ratio).max()) for ratio in ratios if ratio is not None)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("values", "temperature"), [("raw", "1"), ("processed", "1"), ("processed", "7/10")]
@@ -107,6 +108,7 @@ def test_a_model_that_it_does_not_have_is_refused(llama_cpp: str, load: Loader) 
     assert "tiny" in caught.value.diagnostics[0].message
 
 
+@pytest.mark.full
 def test_the_law_it_draws_from_is_cut_off_as_it_was_told(
     llama_cpp: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:

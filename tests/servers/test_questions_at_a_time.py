@@ -171,6 +171,7 @@ def test_a_failure_among_many_fails_alone_and_silence_ends_it(
     assert len(requests) > FAILURES
 
 
+@pytest.mark.full
 def test_another_model_among_many_ends_it(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:

@@ -167,6 +167,7 @@ def test_a_server_that_is_busy_is_asked_again(
     assert len(fake.questions) == 4  # the trial, two refusals and the answer
 
 
+@pytest.mark.full
 def test_a_server_that_stays_busy_is_given_up(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_server_that_stays_busy_is_given_up(
     assert len(fake.questions) == 1 + 3 * FAILURES  # three attempts for each of the first requests
 
 
+@pytest.mark.full
 def test_one_request_that_is_not_answered_fails_alone(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
@@ -353,6 +355,7 @@ def _shifted(answer: Answer) -> Answer:
     return answer
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_numbers_name_what_the_server_does_not_say(

@@ -79,6 +79,7 @@ def test_results_are_those_of_the_commands(cli: Any, folder: Path, follows: Any)
     assert other.reasons
 
 
+@pytest.mark.full
 def test_an_evaluation_is_a_report(folder: Path, follows: Any) -> None:
     found = kcdsl.load(folder).evaluate(seconds=0.1, bound_seconds=0)
     assert found.held

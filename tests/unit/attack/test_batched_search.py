@@ -75,6 +75,7 @@ def test_batches_find_the_optimum_where_single_runs_see_no_slope() -> None:
     assert 0.95 * best < found.value <= best * (1 + 1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["inf", "2", "span"])
 def test_what_a_batch_finds_is_simulated_again_bit_for_bit(kind: str) -> None:
@@ -91,6 +92,7 @@ QUANTISED = {"format": "fp8_e4m3", "scale": "per_tensor"}
 UNIT: dict[str, Any] = {"compute": "bfloat16", "casts": "nearest", "tensor_core": "ampere_16"}
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ulps", "numerics"),

@@ -128,6 +128,7 @@ def test_a_bound_below_a_run_or_above_a_coarser_one_is_wrong() -> None:
     assert "intervals alone" in found(interval=3.1)
 
 
+@pytest.mark.full
 def test_bounds_of_random_blocks_are_above_runs() -> None:
     """The sampled run is of the certifier; a backend that always says 0 is contradicted."""
     (one,) = campaign({"lirpa": LIRPA, "says": Says(Held(), bound=0.0)}, 1, 2)

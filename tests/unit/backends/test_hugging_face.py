@@ -73,6 +73,7 @@ def gold(folder: Path, architecture: str = "llama") -> Tensor:
     return kernel(folder, "torch.eager", "float64", architecture).logits(IDS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("run", ["hf.transformers", "hf.transformers.sdpa"])
 @pytest.mark.parametrize("compute", PRECISIONS)
 def test_it_gives_the_logits_of_our_own_program(
@@ -304,6 +305,7 @@ def test_a_contract_of_another_architecture_runs_it_on_both_sides(
     assert failed == {}
 
 
+@pytest.mark.full
 def test_other_weights_are_found_and_named(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:

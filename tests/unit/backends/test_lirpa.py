@@ -73,7 +73,7 @@ def compared(
     return bound, run.value
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [0.0, 1e-3])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])

@@ -62,6 +62,7 @@ def test_nothing_is_asked_of_numbers_that_are_none(number: float) -> None:
         assert MarabouQuestion(element).reaches(2.0, 20.0) is Outcome.UNKNOWN
 
 
+@pytest.mark.full
 def test_bounds_of_a_block_are_above_runs() -> None:
     problem, centre = problem_of(Rectified(2, 4), 2, KERNELS["fp8 weights"])
     posed = DriftGoal.of(problem, centre, radius_of(1.0))

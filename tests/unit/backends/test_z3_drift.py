@@ -105,7 +105,7 @@ def attained(problem: BlockProblem, centre: torch.Tensor, size: float) -> float:
     ).value
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("maximum", [False, True])
 @pytest.mark.parametrize("size", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("kernel", list(KERNELS))
@@ -121,6 +121,7 @@ def test_a_bound_is_above_runs_and_below_other_domains(
     assert bound <= float(affine.mag().amax()) * 1.02
 
 
+@pytest.mark.full
 def test_cases_of_relu_make_a_bound_exact() -> None:
     """The drift of rectified weights on a wide box: half of what intervals say."""
     problem, _ = problem_of(Rectified(2, 4), 2, KERNELS["fp8 weights"])
@@ -153,6 +154,7 @@ def _without_case(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(System, "relu", forgetful)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("forget", "kernel"), [(_without_rounding, "bfloat16 any"), (_without_case, "fp8 weights")]
 )
@@ -182,6 +184,7 @@ def test_no_run_of_a_random_block_exceeds_a_bound(seed: int) -> None:
     assert attained(problem, centre, size) <= bound, made.steps
 
 
+@pytest.mark.full
 def test_codes_of_two_kernels_are_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 1/32 and 1/16: values of codes differ by at most 1/32, where intervals say 3/64."""
     int8, exact = {"format": "int8", "scale": "per_channel"}, 7 / 4 / 32
@@ -274,6 +277,7 @@ def test_a_large_block_is_declined_before_it_is_encoded(
     assert "at most 1,000 are encoded" in found.verdict.reason
 
 
+@pytest.mark.full
 def test_explain_says_which_cases_are_small_enough(tmp_path: Path, cli: Any) -> None:
     write_model(tmp_path, prompts=("a b",))
     write_contract(tmp_path, REAL + "1e-9", evidence="proof-real")

@@ -44,6 +44,7 @@ class Pair:
     rest: tuple[Any, ...]
 
 
+@pytest.mark.full
 @given(PLAIN)
 def test_values_come_back_as_they_were(value: Any) -> None:
     text = json.dumps(encode(value), allow_nan=False)

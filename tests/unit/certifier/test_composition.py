@@ -76,7 +76,7 @@ def decide(folder: Path) -> Decide:
 # --- where blocks fall apart ----------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "block", "names"),
     [
@@ -359,6 +359,7 @@ def test_entries_do_not_say_what_their_links_are_about(
     assert any("damaged" in note for note in found.notes)
 
 
+@pytest.mark.full
 def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, folder: Path) -> None:
     """A lower one beside a proof of the honest one would stand in the result."""
     (first,) = decide(BALL, attacks=False)

@@ -41,6 +41,7 @@ def test_the_limit_of_the_innermost_search_counts() -> None:
     refuse_late()
 
 
+@pytest.mark.full
 def test_forms_end_at_the_limit(factory: ProblemFactory) -> None:
     problem, tokens = factory.problem("attn_0", (1, 2, 3)), (1, 2, 3)
     centre = factory.centre("attn_0", tokens)

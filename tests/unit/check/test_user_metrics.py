@@ -349,6 +349,7 @@ def test_one_module_named_twice_is_no_clash(project: Project) -> None:
     assert errors(project("require: mean(gap) <= 1", config=config)) == []
 
 
+@pytest.mark.full
 def test_the_table_of_pyproject_is_read_from_a_folder_above(
     project: Project, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_json_is_the_document_and_the_same_again(
     assert done.stdout == (tmp_path / "o" / "attribution.json").read_text()
 
 
+@pytest.mark.full
 def test_few_requests_are_inconclusive(cli: Cli, folder: Path, tmp_path: Path) -> None:
     done = cli("attribute", "--slice", "few", "--no-bounds", "-o", tmp_path, cwd=folder)
     assert done.code == 3

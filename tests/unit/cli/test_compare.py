@@ -91,6 +91,7 @@ def test_a_coarser_kernel_is_named_with_the_slices_that_got_worse(
     assert "worse: KL all (L2): 12 of 12 requests kept the threshold before" in shown.stdout
 
 
+@pytest.mark.full
 def test_a_finer_kernel_is_better_and_the_same_one_is_the_same(
     cli: Any, traces: dict[str, Path]
 ) -> None:
@@ -174,6 +175,7 @@ def options(name: str, files: list[Path]) -> list[Any]:
     return [word for file in files for word in (name, file)]
 
 
+@pytest.mark.full
 def test_a_band_needs_runs_and_then_names_the_side_that_harms(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -329,6 +331,7 @@ def test_a_report_of_another_shape_is_refused(
     assert cli("compare", *[traces["fine"]] * 2, "--history", tmp_path / "none.json").code == 2
 
 
+@pytest.mark.full
 def test_the_page_says_what_the_terminal_says(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:

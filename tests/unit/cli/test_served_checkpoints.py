@@ -243,6 +243,7 @@ def test_gpt2_has_no_other_storage_of_its_matrices(
     assert word in ran.stderr
 
 
+@pytest.mark.full
 def test_a_norm_that_the_quantiser_changed_is_that_of_the_inference_kernel(
     cli: Any, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_second_run_never_takes_away_the_signature_of_another(cli: Any, folder
     assert path.read_bytes() == both
 
 
+@pytest.mark.full
 def test_who_signed_it_may_replace_it_and_is_told(cli: Any, folder: Path) -> None:
     words = ("--sign", "one.key")
     assert "replaces" not in cli("verify", *QUICK, *words, cwd=folder).stderr

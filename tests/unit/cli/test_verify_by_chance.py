@@ -187,6 +187,7 @@ def test_an_option_makes_no_violation_of_what_is_likely(verify: Callable[..., An
         assert (code, goal["verdict"], goal["counterexample"]) == (3, "inconclusive", None)
 
 
+@pytest.mark.full
 def test_it_implies_nothing(cli: Any, folder: Path) -> None:
     """What holds but for some runs is no premise of what was measured."""
     text = "max(tv) <= 0.999"

@@ -105,6 +105,7 @@ def test_the_slack_of_each_link_is_shown(cli: Any, folder: Path) -> None:
     assert ": stage" not in without.stdout
 
 
+@pytest.mark.full
 def test_a_block_that_does_not_fall_apart(cli: Any, folder: Path) -> None:
     write_contract(folder, WHOLE)
     ran = cli("verify", "--chain", *QUICK, cwd=folder)

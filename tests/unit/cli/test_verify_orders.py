@@ -62,6 +62,7 @@ def proof_of(folder: Path) -> tuple[bytes, Any]:
     return path.read_bytes(), json.loads(path.read_bytes())
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("k", "compute"), [(16, "float32"), (1, "float16")])
 def test_an_order_that_boxes_leave_open_is_proved(

@@ -67,7 +67,7 @@ def contract(folder: Path, name: str, more: str = "") -> None:
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NUMERICS)
 def test_a_signed_certificate_is_derived_again(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name)
@@ -177,7 +177,7 @@ def test_another_cache_is_refused_where_it_stands(folder: Path, written: str, wo
     assert words in ran.stdout + ran.stderr
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4", "linears"])
 def test_a_run_outside_of_a_bound_is_replayed(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name, TIGHT)

@@ -47,6 +47,7 @@ def verified(folder: Path, code: int = 1, **parts: str) -> dict[str, Any]:
     return {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "casts", "more"),

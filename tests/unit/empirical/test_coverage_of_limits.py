@@ -18,6 +18,7 @@ def _noise(runs: int, share: float = 0.05) -> float:
     return 3 * math.sqrt(share * (1 - share) / runs)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("level", "n"), [("normal", 40), ("exponential", 60)])
 def test_two_sided_intervals_of_a_mean_cover_clustered_data(level: str, n: int) -> None:

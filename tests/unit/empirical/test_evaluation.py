@@ -286,6 +286,7 @@ def test_the_gradient_bias_needs_the_constants_of_the_contract(lab: Any) -> None
     assert bias.estimators[0].bias == "upper_bound"
 
 
+@pytest.mark.full
 def test_calibration_reads_the_next_token_of_the_text(lab: Any) -> None:
     clause = lab.clause(lab.statistic("aggregate", "ece_gap"), limit="1/1000")
     assert lab.evaluate(clause).report.clauses[0].value == 0

@@ -31,6 +31,7 @@ def points(interval: EstimateInterval) -> list[Fraction]:
     return [low, interval.value, high, (low + high) / 2]
 
 
+@pytest.mark.full
 @given(intervals(), intervals(), st.sampled_from("+-*/"))
 def test_results_enclose_every_combination(
     a: EstimateInterval, b: EstimateInterval, op: str

@@ -42,7 +42,7 @@ def plan(*names: str, **changes: Any) -> MeasurementPlan:
     return replace(MeasurementPlan(frozenset(names), 1.0, 0, False), **changes)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NEW)
 def test_a_clause_on_every_measured_metric_is_decided(lab: Lab, name: str) -> None:
     op, limit = (

@@ -55,6 +55,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("effort", EFFORT_NUMBERS)

@@ -38,6 +38,7 @@ def test_an_interaction_of_means_has_the_limits_of_students_t() -> None:
     assert found.harm == pytest.approx(test.pvalue)
 
 
+@pytest.mark.full
 def test_an_interaction_is_seldom_named_where_there_is_none() -> None:
     rng, false = np.random.default_rng(5), 0
     for _ in range(2000):

@@ -142,6 +142,7 @@ def test_groups_are_the_unit(decide: Callable[..., dict[str, Any]]) -> None:
     assert any("64 rollouts of 16 prompts" in note for note in report["notes"])
 
 
+@pytest.mark.full
 def test_groups_that_tell_rows_of_one_prompt_apart_are_joined(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
@@ -198,6 +199,7 @@ def test_the_training_kernel_scores_what_only_infer_recorded(
     assert not any("was not read" in note for note in scored["notes"])
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
 def test_batches_of_trainers_give_the_same_values(
@@ -241,6 +243,7 @@ def test_tokens_that_do_not_count_are_told_and_rows_without_any_are_left_out(
     assert any("25 % of" in note for note in report["notes"])
 
 
+@pytest.mark.full
 def test_replay_gives_the_same_verdicts(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def blocked(checks: dict[str, Precheck]) -> bool:
 # --- clean recordings ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("infer", [BFLOAT16, FP8, SDPA], ids=["bfloat16", "fp8", "sdpa"])
 @pytest.mark.parametrize("scored", [False, True])
@@ -199,7 +200,7 @@ _CAUSES = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_found_and_named(name: str) -> None:
     plant, expected, _ = PLANTED[name]
@@ -211,7 +212,7 @@ def test_a_planted_mistake_is_found_and_named(name: str) -> None:
 SCORED = ("infer at 0.7", "infer at 1.3", "top_p 0.8", "top_p 0.95", "one late")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SCORED)
 def test_a_training_kernel_that_scores_names_it_with_its_value(name: str) -> None:
     plant, expected, value = PLANTED[name]
@@ -439,6 +440,7 @@ def test_shifts_are_compared_at_tokens_that_count() -> None:
 # --- scoring -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("t", [1.0, 0.7])
 def test_the_training_kernel_scores_as_it_was_recorded(t: float) -> None:

@@ -167,6 +167,7 @@ def _with_lists(p: Any, q: Any, token: int, k: int = 3) -> Rollout:
     )
 
 
+@pytest.mark.full
 def test_lists_of_the_likeliest_tokens_bound_divergences_from_below() -> None:
     rng = np.random.default_rng(5)
     for _ in range(300):

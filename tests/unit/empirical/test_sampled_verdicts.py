@@ -276,6 +276,7 @@ def verdicts(lab: Any, cases: Sequence[DecisionCase], looks: int | None = 1) -> 
     return [verdict_name(row.verdict) for row in rows]
 
 
+@pytest.mark.full
 def test_a_violation_among_many_needs_more_than_one_by_itself(lab: Any) -> None:
     """29 of 400 have a tail of 3.0 %: a violation alone, and none among twenty."""
     assert verdicts(lab, _family(lab, [29])) == ["violated"]
@@ -320,6 +321,7 @@ def test_one_request_beyond_a_maximum_is_a_violation_at_any_level(lab: Any) -> N
     assert verdicts(lab, cases, None) == ["violated"]
 
 
+@pytest.mark.full
 def test_a_mean_just_violated_is_open_among_many(lab: Any) -> None:
     values = np.random.default_rng(1).exponential(size=100)
     mean, data = lab.statistic("mean", "kl"), lab.slice_data(column(values))
@@ -353,6 +355,7 @@ def test_false_alarms_of_a_whole_report(lab: Any) -> None:
 # --- both sides ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
     """abs(mean) <= τ holds only if both limits lie within; not being different is not enough."""
     mean = lab.statistic("mean", "log_ratio")

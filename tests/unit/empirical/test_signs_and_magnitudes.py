@@ -52,7 +52,7 @@ def spellings(of: Term) -> list[Compare]:
     ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("kind", ["quantile", "max", "aggregate"])
 def test_a_bound_means_the_same_however_it_is_written(lab: Any, kind: str, sample: bool) -> None:
@@ -89,6 +89,7 @@ def _slice(values: list[list[float]]) -> SliceData:
     return SliceData("all", tuple(units), measures=FIXED)
 
 
+@pytest.mark.full
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_SIGNED, st.sampled_from(["1/2", "9/10"]))
 def test_the_magnitude_of_a_percentile_is_bounded_where_both_of_its_sides_are(

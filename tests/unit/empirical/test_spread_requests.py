@@ -168,6 +168,7 @@ def test_an_incomplete_answer_is_an_error(
         _evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2))
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["requests", "model"])
 def test_a_worker_with_other_files_is_an_error(

@@ -184,6 +184,7 @@ def test_values_of_another_type_are_a_defect(lab: Any) -> None:
 # --- replay --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("looks", [1, 4, None], ids=["one look", "four looks", "any time"])
 def test_every_kind_of_clause_is_concluded_again(lab: Any, write: Write, looks: int | None) -> None:
@@ -217,6 +218,7 @@ def test_an_encoder_is_concluded_again(lab: Any, write: Write) -> None:
     assert trace.evidence.encoder
 
 
+@pytest.mark.full
 def test_rows_can_be_read_by_other_programs(lab: Any, write: Write) -> None:
     found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.05)))
     path = write(trace_bytes(found.evidence, {}))

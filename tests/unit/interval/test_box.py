@@ -42,6 +42,7 @@ def fractions(x: torch.Tensor) -> list[Fraction]:
     return [Fraction(v) for v in x.flatten().tolist()]
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(boxes((4,)), boxes((4,)))
 def test_elementary_operations_hold_the_exact_result(
@@ -59,6 +60,7 @@ def test_elementary_operations_hold_the_exact_result(
     assert holds(a.mean(), [sum(xs, Fraction(0)) / 4])
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(boxes((2, 3)), boxes((3, 2)))
 def test_matrix_product_holds_the_exact_result(

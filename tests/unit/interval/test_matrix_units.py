@@ -101,6 +101,7 @@ def codes(rng: np.random.Generator, n: int) -> np.ndarray:
             return rng.integers(-7, 8, n) * 2.0**-9 * np.where(rng.random(n) < 0.05, 2.0**12, 1)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", UNITS)
 def test_no_sum_of_a_unit_leaves_the_bound(name: str) -> None:

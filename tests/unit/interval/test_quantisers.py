@@ -182,6 +182,7 @@ def test_the_staircase_is_never_wider_than_the_error_and_often_far_narrower() ->
                 assert float((narrow / error.clamp_min(1e-300)).median()) < 1e-4
 
 
+@pytest.mark.full
 def test_mx_codes_saturate_inside_the_hull() -> None:
     """512·s and more is cut off at 448·s, whichever power of two the scale is."""
     generator = torch.Generator().manual_seed(3)

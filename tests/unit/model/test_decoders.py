@@ -103,6 +103,7 @@ def test_blocks_are_proved_and_the_checker_agrees(name: str, block: str, tmp_pat
     assert 0 < found.bound < 4
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("block", ["mlp_0", "attn_0"])
 @pytest.mark.parametrize("name", MIXTURES)

@@ -39,6 +39,7 @@ def ops(graph: BlockGraph) -> list[str]:
     return [n.op for n in graph.nodes]
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_is_its_graph_in_float64(name: str, request: pytest.FixtureRequest) -> None:
@@ -79,6 +80,7 @@ def test_attention_has_its_roles(name: str, heads: int, request: pytest.FixtureR
         assert np.array_equal(mask.reshape(5, 5), np.tril(np.ones((5, 5), dtype=bool)))
 
 
+@pytest.mark.full
 def test_hand_written_parts_become_single_operations(own_model: Model) -> None:
     assert "rms_norm" in ops(block_graph(own_model, "norm_0", 4))
     assert ops(block_graph(own_model, "attn_0", 4)).count("rope") == 2

@@ -419,6 +419,7 @@ def test_attention_is_what_it_is_in_float64(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+@pytest.mark.full
 def test_the_built_in_rotation_is_one_operation_with_tables_of_the_format(
     tiny_llama: Model,
 ) -> None:

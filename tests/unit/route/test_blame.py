@@ -31,6 +31,7 @@ def test_blame_is_there_exactly_where_the_fragment_does_not_fit(repository: Path
             assert (blame is None) == (classify(clause).fragment is fragment), (clause.id, fragment)
 
 
+@pytest.mark.full
 def test_the_place_is_a_part_of_the_requirement(repository: Path) -> None:
     for clause in clauses(repository):
         for spec in catalogue():

@@ -73,6 +73,7 @@ def test_casts_to_e4m3_lose_at_most_a_seventeenth() -> None:
         assert proved(normal, claim=claim) is holds
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "largest", "u", "eta"),
@@ -121,6 +122,7 @@ def cut_off(
     return x, z3.fpAbs(z3.fpToFP(NEAREST, x, exact)), z3.fpAbs(left)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("target", "source", "exact", "u", "eta", "largest"), TARGETS)
 def test_casts_toward_zero_lose_less_than_two_roundoffs(

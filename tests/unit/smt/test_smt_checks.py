@@ -270,6 +270,7 @@ def test_tables_are_looked_at_bucket_by_bucket() -> None:
     assert len(messages) == 3, messages
 
 
+@pytest.mark.full
 def test_a_slice_that_is_made_up_of_others() -> None:
     head = HEAD + '  brief: {where: "length <= 80"}\n'
     for statistic in ("mean", "p99", "max"):

@@ -28,6 +28,7 @@ def graph(folder: Path, block: str, tokens: tuple[int, ...], seed: int = 1, **ch
     return factory.problem(block, tokens).graph
 
 
+@pytest.mark.full
 def test_the_same_model_is_traced_once(tmp_path: Path) -> None:
     remember_graphs()
     (tmp_path / "elsewhere").mkdir()

@@ -57,6 +57,7 @@ def coarse(part: str) -> Callable[[KernelRef, TorchKernel], Kernel]:
     return lambda wanted, kernel: kernel if wanted == EAGER else with_module(kernel, change)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("part", "block", "operation"),
     [
@@ -126,6 +127,7 @@ def test_equal_kernels_have_no_first_block() -> None:
     assert all(row.drift == row.gain == row.differing == 0 for row in found.rows)
 
 
+@pytest.mark.full
 def test_drift_below_the_floor_of_training_is_no_first_block() -> None:
     """A training kernel whose block moves in batches further than infer does alone."""
 
@@ -201,6 +203,7 @@ def own_model(tmp_path: Path) -> Model:
     return load_model(where, tmp_path)
 
 
+@pytest.mark.full
 def test_blocks_of_a_users_module(own_model: Model) -> None:
     """Its attention is exchanged by interception; both kernels keep to their own."""
     requests = (Request("f:0", "0", (1, 2, 3, 4, 5), {}, 1),)

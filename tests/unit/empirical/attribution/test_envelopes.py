@@ -193,6 +193,7 @@ def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
     assert rows["weights", "mlp_0"].measured is not None
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
 @pytest.mark.parametrize("metric", ["kl", "tv", "chi2_infer_train", "logit_span"])

@@ -67,6 +67,7 @@ def in_batches(logits: Tensor, ids: Any) -> Tensor:
     return logits + (0.05 * torch.sin(logits) if torch.as_tensor(ids).dim() == 2 else 0.0)
 
 
+@pytest.mark.full
 def test_one_difference_takes_everything_and_costs_no_run_between() -> None:
     found = attributed(subject_of(pair_of(small_model(), EAGER, ref(compute="bfloat16")), REQUESTS))
     precision = source(found, "precision")
@@ -83,6 +84,7 @@ def test_one_difference_takes_everything_and_costs_no_run_between() -> None:
         assert not equal.shown
 
 
+@pytest.mark.full
 def test_a_coarse_attention_program_is_the_operator() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights={"format": "bfloat16"})
     found = attributed(subject_of(pair_of(small_model(), EAGER, infer, planted_operator), REQUESTS))
@@ -106,6 +108,7 @@ def test_quantised_weights_are_the_weights() -> None:
     assert {t.name: t.sources for t in found.terms}["precision"] == ("precision", "weights")
 
 
+@pytest.mark.full
 def test_a_kernel_that_depends_on_the_batch_is_the_batch() -> None:
     def planted(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
         return Changed(kernel, in_batches)
@@ -137,6 +140,7 @@ def test_shares_sum_up_and_are_the_same_again() -> None:
     assert attributed(subject).dumps() == found.dumps()
 
 
+@pytest.mark.full
 def test_a_metric_of_agreement_starts_from_one() -> None:
     infer = ref("torch.sdpa.math", weights=FP8)
     pair = pair_of(small_model(), EAGER, infer)
@@ -148,6 +152,7 @@ def test_a_metric_of_agreement_starts_from_one() -> None:
     assert weights.share > 0.9
 
 
+@pytest.mark.full
 def test_a_source_without_effect_has_exactly_nothing_and_is_not_shown() -> None:
     """The weights are numbers of float16, so storing them so changes no bit."""
     model = small_model()
@@ -163,6 +168,7 @@ def test_a_source_without_effect_has_exactly_nothing_and_is_not_shown() -> None:
     assert not weights.shown
 
 
+@pytest.mark.full
 def test_what_does_not_run_is_named_and_the_rest_is_told() -> None:
     """torchao computes with its own weights only: the operator cannot be had alone."""
     infer = ref("torchao.int8_weight_only", weights={"format": "int8_full", "scale": "per_channel"})
@@ -243,6 +249,7 @@ def test_few_requests_give_numbers_and_no_confidence(count: int) -> None:
     assert all(s.shapley is None or s.shapley.low in (None, 0.0) for s in found.sources)
 
 
+@pytest.mark.full
 def test_a_maximum_speaks_of_these_requests_alone() -> None:
     pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
     found = attributed(subject_of(pair, REQUESTS), statistic="max")
@@ -250,6 +257,7 @@ def test_a_maximum_speaks_of_these_requests_alone() -> None:
     assert "these requests alone" in (found.reason or "")
 
 
+@pytest.mark.full
 def test_a_mistake_of_the_set_up_leaves_no_candidate() -> None:
     pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
     found = attributed(subject_of(pair, REQUESTS), blocked="precheck temperature_fit failed")
@@ -259,6 +267,7 @@ def test_a_mistake_of_the_set_up_leaves_no_candidate() -> None:
     assert not any(s.shown for s in found.sources)
 
 
+@pytest.mark.full
 def test_equal_kernels_do_not_drift() -> None:
     found = attributed(subject_of(pair_of(small_model(), EAGER, EAGER), REQUESTS))
     assert found.status == "no_drift"
@@ -267,6 +276,7 @@ def test_equal_kernels_do_not_drift() -> None:
     assert found.candidates == ()
 
 
+@pytest.mark.full
 def test_a_drift_without_any_source_is_not_explained_away() -> None:
     seen: list[bool] = []
 

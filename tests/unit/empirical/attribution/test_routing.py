@@ -94,6 +94,7 @@ def shares(found: Attribution) -> dict[str, float | None]:
     return {s.name: s.share for s in found.sources}
 
 
+@pytest.mark.full
 def test_other_experts_are_the_routing(experts: Model) -> None:
     pair = pair_of(experts, EAGER, ref(compute="bfloat16"))
     found = attributed(subject_of(pair, some_requests(24)))

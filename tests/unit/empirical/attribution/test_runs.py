@@ -88,6 +88,7 @@ def _without_room(base: Any) -> None:
     assert base.held == {}
 
 
+@pytest.mark.full
 def test_the_noise_of_a_restless_training_kernel_is_told() -> None:
     generator = torch.Generator().manual_seed(1)
 

@@ -136,6 +136,7 @@ def test_a_parameter_of_another_shape_is_refused(save_model: Callable[..., Model
         block_model(graph, {**params, key: torch.zeros(3, 3)})
 
 
+@pytest.mark.full
 def test_compile_writes_a_block(cli: Cli, repository: Path, tmp_path: Path) -> None:
     example = tmp_path / "tiny_lm"
     shutil.copytree(repository / "examples" / "tiny_lm", example)
