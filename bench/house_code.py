@@ -113,7 +113,7 @@ def read(root: Path) -> Code:
 def _modules(root: Path, top: str) -> Iterator[Module]:
     for path in sorted((root / top).rglob("*.py")):
         place = path.relative_to(root).as_posix()
-        if "node_modules" not in path.parts:
+        if not {"node_modules", ".venv"} & set(path.parts):
             yield Module(place, path.read_text(encoding="utf-8"), _name(place))
 
 
