@@ -273,7 +273,7 @@ def _clip(r: R, a: Operand, low: Operand = None, high: Operand = None) -> RealTe
     high = r.attribute("max", None) if high is None else high
     # Clip is min(max(x, low), high)
     for bound, sign in ((low, 1.0), (high, -1.0)):
-        if bound is not None and np.isfinite(np.asarray(bound)).all():
+        if bound is not None and not np.array_equal(np.reshape(bound, -1), [-sign * np.inf]):
             value = r.numbers(np.asarray(bound), "a bound")
             end = constant(np.full(size, sign * float(value.reshape(()))))
             largest = r.maximum(r.program.times(found, np.full(size, sign)), end)
@@ -375,7 +375,9 @@ def _windows(r: R, ids: NDArray[Any], kernel: Sequence[int], ceil: bool) -> NDAr
     extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     pads = list(r.attribute("pads", [0] * 2 * dims))
     auto = r.attribute("auto_pad", "NOTSET")
+    r.need(auto == "NOTSET" or not any(pads), "is padded both by numbers and automatically")
     if auto in ("SAME_UPPER", "SAME_LOWER"):
+        r.need(set(dilations) <= {1}, "has gaps and automatic padding, of which runtimes differ")
         for d in range(dims):
             need = (-(-ids.shape[2 + d] // strides[d]) - 1) * strides[d] + extents[d]
             total = max(0, need - ids.shape[2 + d])

@@ -44,15 +44,40 @@ def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list
         name: numpy_helper.from_array(np.asarray(value)) if isinstance(value, np.ndarray) else value
         for name, value in node.attributes.items()
     }
+    _refuse_disputed(node, operands)
+    if node.kind == "Unsqueeze" and "axes" in attributes and operands[0] is not None:
+        rank = operands[0].ndim + len(attributes["axes"])
+        attributes["axes"] = sorted(axis % rank for axis in attributes["axes"])
     proto = helper.make_node(node.kind, node.inputs, node.outputs, node.name, **attributes)
+    # of a node alone the newest version of its operator would be taken
+    ends = (
+        [helper.make_empty_tensor_value_info(n) for n in dict.fromkeys(names) if n]
+        for names in (node.inputs, node.outputs)
+    )
+    graph = helper.make_graph([proto], "constant", *ends)
     feeds = {
         name: value
         for name, value in zip(node.inputs, operands, strict=True)
         if name and value is not None
     }
     with np.errstate(all="ignore"):
-        found = ReferenceEvaluator(proto, opsets={"": opset}).run(None, feeds)
+        found = ReferenceEvaluator(graph, opsets={"": opset}).run(None, feeds)
     return [np.asarray(value) for value in found]
+
+
+def _refuse_disputed(node: OnnxNode, operands: Sequence[Array | None]) -> None:
+    """Refuse operands of which the reference implementation makes something else than runtimes."""
+    held = [*operands, *[None] * 5]
+    what = ""
+    if node.kind == "Squeeze" and held[1] is not None and not held[1].size:
+        what = "its axes are empty, which runtimes take for all and others for none"
+    if node.kind == "Slice" and held[0] is not None and held[1] is not None and held[4] is not None:
+        axes = range(held[0].ndim) if held[3] is None else held[3].reshape(-1).tolist()
+        each = zip(held[1].reshape(-1), axes, held[4].reshape(-1), strict=False)
+        if any(step < 0 and start < -held[0].shape[axis] for start, axis, step in each):
+            what = "it goes backward from before the first element"
+    if what:
+        raise refuse(codes.OPERATION_UNSUPPORTED, f"{node.place} is not supported: {what}")
 
 
 def _size(node: OnnxNode, operands: Sequence[Array | None]) -> int:

@@ -278,6 +278,7 @@ def _unsqueeze(c: OperatorCall) -> Any:
 @_operator("Squeeze")
 def _squeeze(c: OperatorCall) -> Any:
     x, axes = c.tensor(0), _axes(c, 1)
+    c.need(axes != [], "with empty axes, which runtimes take for all and others for none")
     every = [i for i, n in enumerate(x.shape) if n == 1]
     chosen = every if axes is None else [a % x.dim() for a in axes]
     c.need(set(chosen) <= set(every), "of a dimension that is not 1")
@@ -386,7 +387,8 @@ def _conv(c: OperatorCall) -> Any:
     strides, dilations = (c.attribute(n, [1] * spatial) for n in ("strides", "dilations"))
     pads = c.attribute("pads", [0] * (2 * spatial))
     c.need(c.attribute("group", 1) == 1, "in groups")
-    c.need(c.attribute("auto_pad", "NOTSET") in ("NOTSET", "VALID"), "with automatic padding")
+    auto = c.attribute("auto_pad", "NOTSET")
+    c.need(auto == "NOTSET" or (auto == "VALID" and not any(pads)), "with automatic padding")
     for axis in range(spatial):
         for before in (True, False):
             width = pads[axis if before else axis + spatial]

@@ -224,6 +224,28 @@ def test_a_value_without_a_meaning_satisfies_nothing(tmp_path: Path) -> None:
             assert not found.startswith("sat"), kind
 
 
+@pytest.mark.parametrize(
+    ("kind", "attributes", "more"),
+    [
+        ("Clip", {}, [np.float32(np.inf), np.float32(0)]),  # ONNX Runtime: 0, not x
+        ("Clip", {}, [np.float32(-1), np.float32(-np.inf)]),
+        ("MaxPool", {"kernel_shape": [2], "auto_pad": "VALID", "pads": [1, 0]}, []),
+        ("MaxPool", {"kernel_shape": [2], "auto_pad": "SAME_UPPER", "dilations": [2]}, []),
+        ("Conv", {"auto_pad": "VALID", "pads": [1, 0]}, [np.ones((1, 1, 2), np.float32)]),
+    ],
+)
+def test_operands_of_which_runtimes_differ_are_refused(
+    kind: str, attributes: dict[str, Any], more: list[Any], tmp_path: Path
+) -> None:
+    held = [numpy_helper.from_array(np.asarray(v), f"i{i}") for i, v in enumerate(more)]
+    node = helper.make_node(kind, ["x", *(one.name for one in held)], ["y"], **attributes)
+    file = saved(model_of([node], held, [1, 1, 4], [1, 1, 4]), tmp_path / "odd.onnx")
+    text = START + "(declare-network N (declare-input X float32 [1,1,4])"
+    text += " (declare-output Y float32 [1,1,4]))(assert (<= X[0,0,0] Y[0,0,0]))"
+    with pytest.raises(Refusal, match=kind):
+        answer(tmp_path, text, {"N": file})
+
+
 # --- the reference parser, and other people's suites ----------------------------------------------
 
 

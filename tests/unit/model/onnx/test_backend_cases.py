@@ -105,3 +105,19 @@ def test_every_case_agrees_or_is_refused(operator: str) -> None:
 
 def test_the_table_has_every_operator() -> None:
     assert set(AGREED) == set(OPERATORS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "second"),
+    [
+        ("Conv", {"auto_pad": "VALID", "pads": [1, 1]}, torch.ones(1, 1, 2)),
+        ("Squeeze", {}, np.zeros(0, dtype=np.int64)),  # ONNX Runtime squeezes all dimensions
+    ],
+)
+def test_what_runtimes_read_differently_is_refused(
+    kind: str, attributes: dict[str, Any], second: Any
+) -> None:
+    node = OnnxNode("", kind, ("x", "w"), ("y",), attributes)
+    call = OperatorCall(node, (torch.ones(1, 1, 3), second), TensorProto.FLOAT, torch.float32, 18)
+    with pytest.raises(Refusal, match=kind):
+        call.run()

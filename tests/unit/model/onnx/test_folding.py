@@ -1,0 +1,53 @@
+"""Constants are folded by the operators of the version that a file states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.model.onnx.files import OnnxNode
+from kcdsl.model.onnx.folding import folded
+
+
+def node(kind: str, count: int, **attributes: Any) -> OnnxNode:
+    """A node with so many operands and one result."""
+    return OnnxNode("", kind, tuple(f"x{i}" for i in range(count)), ("y",), attributes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "shape"),
+    [
+        ("Squeeze", {"axes": [0]}, (1, 3)),  # the newest version takes axes from an operand
+        ("Unsqueeze", {"axes": [2, 0]}, (1, 1, 1, 1, 3)),
+        ("ReduceMax", {"axes": [2]}, (1, 1, 1)),
+    ],
+)
+def test_axes_of_old_versions_are_attributes(
+    kind: str, attributes: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    (found,) = folded(node(kind, 1, **attributes), [np.ones((1, 1, 3), np.float32)], 11)
+    assert found.shape == shape
+
+
+def test_unsorted_axes_are_places_of_the_result() -> None:
+    (found,) = folded(node("Unsqueeze", 1, axes=[2, 0]), [np.ones((2, 3), np.float32)], 11)
+    assert found.shape == (1, 2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "operands"),
+    [
+        ("Squeeze", [[]]),  # ONNX Runtime squeezes all dimensions
+        ("Slice", [[-3], [-9], [0], [-1]]),  # ONNX Runtime returns the first element
+    ],
+)
+def test_operands_of_which_runtimes_differ_are_refused(
+    kind: str, operands: list[list[int]]
+) -> None:
+    x = np.ones(1, np.float32)
+    more = [np.asarray(one, dtype=np.int64) for one in operands]
+    with pytest.raises(Refusal, match="not supported"):
+        folded(node(kind, 1 + len(more)), [x, *more], 18)
