@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse, special
 
 from kcdsl_backends.vnnlib.program import Affine, Array, Matrix, NetworkProgram, ProgramBlock
@@ -19,6 +20,9 @@ from kcdsl_backends.vnnlib.program import Affine, Array, Matrix, NetworkProgram,
 U = 2.0**-53
 _TINY = 2.0**-1000
 """More than what underflow loses in a sum of fewer than 2^70 products."""
+_FAINT = 2.0**-300
+"""Below this, coefficients, slopes and entries of matrices are taken for 0, so that products of
+them do not underflow; what is lost is counted."""
 _INF = np.inf
 REFINED = frozenset({"relu", "difference", "mul", "power", "select"})
 """Kinds of which smaller boxes of the operands make much smaller bounds."""
@@ -37,6 +41,16 @@ def down(x: Array) -> Array:
 def up(x: Array) -> Array:
     """Return numbers that are a little higher."""
     return np.nextafter(x, _INF)
+
+
+def rounded(value: Fraction, outward: Callable[[Array], Array]) -> float:
+    """Return a number as float64; by `down` or `up` where float64 does not have it."""
+    try:
+        near = float(value)
+    except OverflowError:
+        near = _INF if value > 0 else -_INF
+    exact = np.isfinite(near) and Fraction(near) == value
+    return near if exact else float(outward(np.asarray(near)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +101,8 @@ def enclosed(program: NetworkProgram, lo: Array, hi: Array, linear: bool = True)
             ends = KINDS[block.kind](block, operands)
             found.ends.append(_sound(ends))
             low, high = _planes(block, operands, found.ends[-1]) if linear else (None, None)
-            found.below.append(low)
-            found.above.append(high)
+            found.below.append(_without_faint(low, operands, -1.0))
+            found.above.append(_without_faint(high, operands, 1.0))
     return found
 
 
@@ -196,6 +210,10 @@ def linear_lower(boxes: Boxes, a: Affine, scores: bool = False) -> Any:
         c = held.pop(index, None)
         if c is None:
             continue
+        faint = _is_faint(c)
+        if faint.any():
+            lost += 2 * _FAINT * _where(faint, boxes.ends[index].mag).sum(-1)
+            c = np.where(faint, 0.0, c)
         below, above = boxes.below[index], boxes.above[index]
         block = boxes.program.blocks[index]
         if block.kind == "linear":
@@ -226,7 +244,7 @@ def linear_lower(boxes: Boxes, a: Affine, scores: bool = False) -> Any:
     return (found, c) if scores else found
 
 
-def _where(c: Array, offset: Array) -> Array:
+def _where(c: NDArray[Any], offset: Array) -> Array:
     """Return c [B, rows, n] times offsets [B, n]; 0 where c is 0, of infinite ones too."""
     found: Array = np.where(c == 0, 0.0, c * offset[:, None])
     return found
@@ -249,11 +267,43 @@ def _through(
     mass += fixed * (1 + 2.0**-20)
     lost += 2 * count * fixed + _TINY
     for block, m in a.terms.items():
+        m, faint = _clear_and_faint(m)
+        if faint is not None:
+            lost += 2 * _where(_times(size, faint), boxes.ends[block].mag).sum(-1)
         moved, loss = _times(c, m), _times(size, abs(m))
         held[block] = held[block] + moved if block in held else moved
         # the coefficients are off by `count` of their sizes, and once more where they are added
         sizes = loss + np.abs(held[block])
         lost += 2 * count * _where(sizes, boxes.ends[block].mag).sum(-1)
+
+
+def _is_faint(x: Array) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = (np.abs(x) < _FAINT) & (x != 0)
+    return found
+
+
+def _clear_and_faint(m: Matrix) -> tuple[Matrix, Matrix | None]:
+    """Return a matrix without faint entries, and one that bounds these; None where it has none."""
+    data = m.data if sparse.issparse(m) else m
+    faint = _is_faint(data)
+    if not faint.any():
+        return m, None
+    parts = np.where(faint, 0.0, data), np.where(faint, _FAINT, 0.0)
+    if not sparse.issparse(m):
+        return parts
+    return tuple(sparse.csr_array((one, m.indices, m.indptr), shape=m.shape) for one in parts)
+
+
+def _without_faint(plane: Plane | None, operands: Sequence[NodeBox], sign: float) -> Plane | None:
+    """Return a plane whose faint slopes are 0, moved by what they may come to."""
+    if plane is None or not any(_is_faint(slope).any() for slope in plane.slopes):
+        return plane
+    offset, slopes = plane.offset, []
+    for slope, x in zip(plane.slopes, operands, strict=True):
+        faint = _is_faint(slope)
+        offset = offset + sign * np.where(faint, 2 * _FAINT * x.mag, 0.0)
+        slopes.append(np.where(faint, 0.0, slope))
+    return Plane(tuple(slopes), offset)
 
 
 def _times(c: Array, m: Matrix) -> Array:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from kcdsl_backends.vnnlib.bounds import Boxes, down, enclosed, sum_ends, up
+from kcdsl_backends.vnnlib.bounds import Boxes, down, enclosed, rounded, sum_ends, up
 from kcdsl_backends.vnnlib.program import Affine, Array, NetworkProgram, ProgramBlock, fractions_of
 
 _EXACT = frozenset({
@@ -34,24 +34,17 @@ class Point:
     @staticmethod
     def at(program: NetworkProgram, x: Sequence[Fraction]) -> Point:
         """Enclose every block at a point."""
-        near = np.asarray([[float(v) for v in x]])
-        exact = np.asarray([[Fraction(float(v)) == v for v in x]])
-        lo, hi = np.where(exact, near, down(near)), np.where(exact, near, up(near))
+        lo, hi = (np.asarray([[rounded(v, end) for v in x]]) for end in (down, up))
         return Point(program, tuple(x), enclosed(program, lo, hi, linear=False))
 
-    def satisfies(self, sums: Affine, relations: Sequence[Sign], rounded: Sequence[bool]) -> bool:
-        """Say whether all sums are in their relation to 0, without doubt.
-
-        Sums with rounded coefficients are enclosed only.
-        """
+    def satisfies(self, sums: Affine, relations: Sequence[Sign]) -> bool:
+        """Say whether all sums are in their relation to 0, without doubt."""
         ends = sum_ends(self.boxes, sums)
         unsure: list[int] = []
         for i, relation in enumerate(relations):
             lo, hi = float(ends.lo[0, i]), float(ends.hi[0, i])
             if not _holds(lo, hi, relation):
                 if _fails(lo, hi, relation):
-                    return False
-                if rounded[i]:
                     return False
                 unsure.append(i)
         if not unsure:

@@ -273,7 +273,7 @@ def _clip(r: R, a: Operand, low: Operand = None, high: Operand = None) -> RealTe
     high = r.attribute("max", None) if high is None else high
     # Clip is min(max(x, low), high)
     for bound, sign in ((low, 1.0), (high, -1.0)):
-        if bound is not None and not np.array_equal(np.reshape(bound, -1), [-sign * np.inf]):
+        if bound is not None and not np.array_equal(np.asarray(bound), -sign * np.inf):
             value = r.numbers(np.asarray(bound), "a bound")
             end = constant(np.full(size, sign * float(value.reshape(()))))
             largest = r.maximum(r.program.times(found, np.full(size, sign)), end)

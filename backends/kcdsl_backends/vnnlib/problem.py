@@ -77,8 +77,7 @@ class InputRegion:
 class QueryProblem:
     """What is to be decided: is there a point of a region at which one of its conjunctions holds?
 
-    `sums` are of blocks of the program. Those at which `rounded` is True have coefficients that
-    were rounded to float64. `places` has the element of the input of each element of a variable.
+    `sums` are of blocks of the program. `tensors` has the elements of every variable.
     `whole` are elements of the input that are integers, `narrow` those that are of float32 or less.
     `layers` has the sums, in their order, where the networks are layers with ReLU between them.
     """
@@ -86,7 +85,6 @@ class QueryProblem:
     query: Query
     program: NetworkProgram
     sums: Affine
-    rounded: tuple[bool, ...]
     regions: tuple[InputRegion, ...]
     tensors: Mapping[str, Affine]
     whole: tuple[bool, ...]
@@ -116,7 +114,7 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
         )
     regions, polynomials = _regions([_moved(case, places) for case in found], count)
     program, tensors, layers = _programs(query, files, places, count, polynomials)
-    sums, rounded = _sums(program, tensors, polynomials)
+    sums = _sums(program, tensors, polynomials)
     whole, narrow = [False] * count, [False] * count
     for (name, _), place in places.items():
         whole[place] |= owner[name].type.startswith(("int", "uint", "bool"))
@@ -125,7 +123,6 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
         query,
         dense(program),
         sums,
-        rounded,
         regions,
         tensors,
         tuple(whole),
@@ -443,38 +440,39 @@ def paired(
 
 def _sums(
     program: NetworkProgram, tensors: Mapping[str, Affine], polynomials: Sequence[Polynomial]
-) -> tuple[Affine, tuple[bool, ...]]:
-    """Return the polynomials as sums, and which have rounded coefficients."""
+) -> Affine:
+    """Return the polynomials as sums, each up to a positive factor."""
     products: dict[tuple[Element, ...], Affine] = {}
-    rows, rounded = list[Affine](), list[bool]()
+    rows = list[Affine]()
     for polynomial in polynomials:
-        scale = lcm(*(v.denominator for v in polynomial.values()))
+        scale = Fraction(lcm(*(v.denominator for v in polynomial.values())))
         exact = sum(abs(v * scale) for v in polynomial.values()) < 2**53
-        factor = scale if exact else 1
+        if not exact:
+            largest = max(abs(v) for v in polynomial.values())
+            bits = largest.denominator.bit_length() - largest.numerator.bit_length()
+            scale = Fraction(2) ** bits  # so that the largest is about 1
         parts, weights = list[Affine](), list[float]()
         for key, value in polynomial.items():
-            if not key:
-                continue
             if key not in products:
                 products[key] = _monomial(program, tensors, key)
-            parts.append(products[key])
-            weights.append(float(value * factor))
-        fixed = float(polynomial.get((), Fraction(0)) * factor)
+            part, weight = products[key], value * scale
+            if not exact:  # a coefficient that float64 does not have is one of a block
+                part, weight = program.add("factor", part, value=(weight,)), Fraction(1)
+            parts.append(part)
+            weights.append(float(weight))
         whole = joined(parts)
         total: Any = sparse.csr_array(np.asarray([weights]))
         # two elements may be sums of one block: their weights are added
         terms = {b: sparse.csr_array(total @ m) for b, m in whole.terms.items()}
-        rows.append(Affine(np.asarray([fixed]), {b: m for b, m in terms.items() if m.nnz}))
-        rounded.append(not exact)
-    if not rows:
-        return constant(np.zeros(0)), ()
-    return joined(rows), tuple(rounded)
+        fixed = np.asarray(total @ whole.constant)
+        rows.append(Affine(fixed, {b: m for b, m in terms.items() if m.nnz}))
+    return joined(rows) if rows else constant(np.zeros(0))
 
 
 def _monomial(
     program: NetworkProgram, tensors: Mapping[str, Affine], key: tuple[Element, ...]
 ) -> Affine:
-    """Return a product of elements, as one sum."""
+    """Return a product of elements, as one sum; 1 for that of none."""
     counts: dict[Element, int] = {}
     for element in key:
         counts[element] = counts.get(element, 0) + 1
@@ -483,5 +481,4 @@ def _monomial(
         one = tensors[name].rows(np.asarray([i]))
         one = program.add("power", one, value=count) if count > 1 else one
         found = one if found is None else program.add("mul", found, one)
-    assert found is not None
-    return found
+    return constant(np.ones(1)) if found is None else found

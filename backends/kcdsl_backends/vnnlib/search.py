@@ -16,6 +16,7 @@ from kcdsl_backends.vnnlib.bounds import (
     down,
     enclosed,
     linear_lower,
+    rounded,
     sum_ends,
     up,
 )
@@ -103,8 +104,8 @@ class _Search:
 
     def _box(self) -> tuple[Array, Array]:
         pairs = list(zip(self.region.lo, self.region.hi, strict=True))
-        lo = [float("-inf") if a is None else _rounded(a, down) for a, _ in pairs]
-        hi = [float("inf") if b is None else _rounded(b, up) for _, b in pairs]
+        lo = [float("-inf") if a is None else rounded(a, down) for a, _ in pairs]
+        hi = [float("inf") if b is None else rounded(b, up) for _, b in pairs]
         return np.asarray([lo]), np.asarray([hi])
 
     def _anywhere(self, lo: Array, hi: Array) -> QueryDecision:
@@ -328,21 +329,13 @@ def _admitted_in(problem: QueryProblem, region: InputRegion, x: Sequence[Fractio
     point = Point.at(problem.program, x)
     for one in region.conjunctions:
         ids = np.asarray(one.rows, dtype=np.int64)
-        rounded = [problem.rounded[i] for i in one.rows]
-        if point.satisfies(problem.sums.rows(ids), one.relations, rounded):
+        if point.satisfies(problem.sums.rows(ids), one.relations):
             return point
     return None
 
 
 _CLOSE = 1e-9
 """A sum that is less than this, of its size, is worth an exact evaluation."""
-
-
-def _rounded(value: Fraction, outward: object) -> float:
-    near = float(value)
-    if Fraction(near) == value:
-        return near
-    return float(down(np.asarray(near)) if outward is down else up(np.asarray(near)))
 
 
 def _inequalities(region: InputRegion) -> tuple[list[_Row], list[list[_Row]]]:

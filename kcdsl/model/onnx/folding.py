@@ -50,11 +50,11 @@ def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list
         attributes["axes"] = sorted(axis % rank for axis in attributes["axes"])
     proto = helper.make_node(node.kind, node.inputs, node.outputs, node.name, **attributes)
     # of a node alone the newest version of its operator would be taken
-    ends = (
+    entries, results = (
         [helper.make_empty_tensor_value_info(n) for n in dict.fromkeys(names) if n]
         for names in (node.inputs, node.outputs)
     )
-    graph = helper.make_graph([proto], "constant", *ends)
+    graph = helper.make_graph([proto], "constant", entries, results)
     feeds = {
         name: value
         for name, value in zip(node.inputs, operands, strict=True)

@@ -246,6 +246,42 @@ def test_operands_of_which_runtimes_differ_are_refused(
         answer(tmp_path, text, {"N": file})
 
 
+def test_products_that_underflow(tmp_path: Path) -> None:
+    """2^-600 relu(2^-950 x) is 2^-550 at x = 2^1000, though 2^-600 · 2^-950 is 0 in float64."""
+    held = [numpy_helper.from_array(np.asarray(2.0**n), f"w{n}") for n in (-950, -600)]
+    nodes = [
+        helper.make_node("Mul", ["x", "w-950"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("Mul", ["r", "w-600"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(n, TensorProto.DOUBLE, [1, 1]) for n in "xy"]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], held)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    text = START + declared("N", "X", "Y", 1, 1).replace("float32", "real")
+    text += f"(assert (>= X[0,0] {2**900}.0))(assert (<= X[0,0] {2**1000}.0))"
+    text += f"(assert (>= Y[0,0] 0.{'0' * 170}1))"
+    file = saved(model, tmp_path / "faint.onnx")
+    assert answer(tmp_path, text, {"N": file}).startswith("sat")
+
+
+@pytest.mark.parametrize(
+    ("asserted", "expected"),
+    [
+        # float64 has no 1.00000000000000001: what it takes for it is 1
+        ("(>= (- (* 1.00000000000000001 Y[0,0]) V[0,0]) 0.000000000000000001)", "sat"),
+        ("(> (* 1.00000000000000001 Y[0,0]) 1.0)", "sat"),
+        ("(> (* 0.99999999999999999 Y[0,0]) 1.0)", "unsat"),
+        (f"(<= (+ (* 0.{'0' * 380}1 Y[0,0]) 0.{'0' * 381}1) 0.0)", "unsat"),
+        (f"(>= (* 1{'0' * 390}.0 Y[0,0]) 1.0)", "sat"),
+    ],
+)
+def test_numbers_that_float64_does_not_have(
+    asserted: str, expected: str, tmp_path: Path, networks: dict[str, Path]
+) -> None:
+    given = {"N": networks["N"], "M": networks["N"]}
+    assert answer(tmp_path, PAIR + f"(assert {asserted})", given).startswith(expected)
+
+
 # --- the reference parser, and other people's suites ----------------------------------------------
 
 
