@@ -43,12 +43,17 @@ def up(x: Array) -> Array:
     return np.nextafter(x, _INF)
 
 
+def nearest(value: Fraction) -> float:
+    """Return a number as float64, an infinite one beyond its range."""
+    try:
+        return float(value)
+    except OverflowError:
+        return _INF if value > 0 else -_INF
+
+
 def rounded(value: Fraction, outward: Callable[[Array], Array]) -> float:
     """Return a number as float64; by `down` or `up` where float64 does not have it."""
-    try:
-        near = float(value)
-    except OverflowError:
-        near = _INF if value > 0 else -_INF
+    near = nearest(value)
     exact = np.isfinite(near) and Fraction(near) == value
     return near if exact else float(outward(np.asarray(near)))
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from kcdsl_backends.vnnlib.bounds import Boxes, down, enclosed, rounded, sum_ends, up
+from kcdsl_backends.vnnlib.bounds import Boxes, down, enclosed, nearest, rounded, sum_ends, up
 from kcdsl_backends.vnnlib.program import Affine, Array, NetworkProgram, ProgramBlock, fractions_of
 
 _EXACT = frozenset({
@@ -68,7 +68,7 @@ class Point:
         """Return sums in float64."""
         values = None if self._exact is None else self.exactly(sums)
         if values is not None:
-            return np.asarray([float(v) for v in values])
+            return np.asarray([nearest(v) for v in values])
         ends = sum_ends(self.boxes, sums)
         middle: Array = ends.lo[0] / 2 + ends.hi[0] / 2
         return middle

@@ -16,6 +16,7 @@ from kcdsl_backends.vnnlib.bounds import (
     down,
     enclosed,
     linear_lower,
+    nearest,
     rounded,
     sum_ends,
     up,
@@ -31,6 +32,8 @@ _ROOM = 1 << 22
 _WIDEST = 256
 _STARTS = 32
 _STEPS = 24
+_WIDEST_LAYERS = 2**100
+"""The largest input up to which boxes of networks of layers are split."""
 _FIRST = 64
 """Boxes that are looked at before z3 is asked."""
 
@@ -84,6 +87,8 @@ class _Search:
         if not self.region.bounded:
             return self._complete(0.9, "an input has no bound")
         lo, hi = self._box()
+        if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
+            return self._complete(0.9, "an input has a bound that float64 does not have")
         if self.late():
             return QueryDecision("timed-out", "no box was looked at")
         if not all(self.parts):
@@ -226,6 +231,8 @@ class _Search:
             list(zip(one.rows, one.relations, strict=True)) for one in self.region.conjunctions
         ]
         lo, hi = ([v for v in ends if v is not None] for ends in (self.region.lo, self.region.hi))
+        if max(map(abs, (*lo, *hi))) > _WIDEST_LAYERS:
+            return None
         left = self.end - time.monotonic()
         found = self.problem.layers.decided(lo, hi, relations, left * share)
         if found is None:
@@ -304,7 +311,7 @@ class _Search:
             return QueryDecision("unsat", "z3 on the whole network")
         if values is not None:
             point = _admitted_in(self.problem, self.region, values) or self._point(
-                np.asarray([float(v) for v in values])
+                np.asarray([nearest(v) for v in values])
             )
             if point is not None:
                 return QueryDecision("sat", "z3 on the whole network", point)

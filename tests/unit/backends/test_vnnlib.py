@@ -275,11 +275,22 @@ def test_products_that_underflow(tmp_path: Path) -> None:
         (f"(>= (* 1{'0' * 390}.0 Y[0,0]) 1.0)", "sat"),
     ],
 )
-def test_numbers_that_float64_does_not_have(
+def test_coefficients_that_float64_does_not_have(
     asserted: str, expected: str, tmp_path: Path, networks: dict[str, Path]
 ) -> None:
     given = {"N": networks["N"], "M": networks["N"]}
     assert answer(tmp_path, PAIR + f"(assert {asserted})", given).startswith(expected)
+
+
+def test_inputs_beyond_float64(tmp_path: Path, networks: dict[str, Path]) -> None:
+    """z3 decides on boxes without ends in float64; its point may lie beyond float64 too."""
+    far = f"1{'0' * 390}.0"
+    text = START + declared("N", "X", "Y", 2, 2)
+    boxed = "".join(f"(assert (and (<= X[0,{i}] {far}) (>= X[0,{i}] -{far})))" for i in (0, 1))
+    given = {"N": networks["N"]}
+    for place in (boxed, f"(assert (>= X[0,0] {far}))"):
+        assert answer(tmp_path, text + place + "(assert (< Y[0,0] 0.0))", given) == "unsat\n"
+        assert answer(tmp_path, text + place + "(assert (> Y[0,0] 1.0))", given).startswith("sat")
 
 
 # --- the reference parser, and other people's suites ----------------------------------------------
