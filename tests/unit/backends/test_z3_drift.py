@@ -18,12 +18,12 @@ from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, Violated
 from kcdsl_backends.attack import attack
 from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.real_arithmetic import allowances
 from kcdsl_backends.smt.drift import backend as module
 from kcdsl_backends.smt.drift.backend import BACKEND, DriftGoal
 from kcdsl_backends.smt.drift.forms import Constraint, SymbolForm, System, row
-from kcdsl_backends.smt.drift.solving import DriftQuestion, Search
+from kcdsl_backends.smt.drift.solving import DriftQuestion, Search, targets
 from kcdsl_backends.smt.solver import Outcome
 from tests.support.proofs import static
 from tests.support.random_modules import model_of, random_module
@@ -309,3 +309,17 @@ def test_coefficients_next_to_nothing_are_part_of_the_slack() -> None:
     found = row(form, 0)
     assert found.symbols == ()
     assert 0.5 - 1e-15 < found.constant < 0.5
+
+
+def test_a_value_that_is_zero_throughout_has_cases() -> None:
+    """Without any case the fact would be a contradiction."""
+    system, zero = System(), torch.zeros(1, dtype=torch.float64)
+    point, wide = Box.point(zero), Box.around(zero + 1)
+    x, still = system.fresh("x", wide), SymbolForm.constant(zero)
+    for one, change, boxes in ((still, x, (point, wide)), (x, -x, (wide, point))):
+        made = system.relu("r", one, change, boxes, wide)
+        assert len(system.facts[-2].cases) == 2
+        found = Search(targets(system, made.change, wide), 10.0)
+        assert found.settle(0.5) is Outcome.SAT
+        (other,) = (each for each in found.found if each.low < 0.5)
+        assert DriftQuestion(other).reaches(0.01, 10.0) is Outcome.UNSAT

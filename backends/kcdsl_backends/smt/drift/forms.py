@@ -222,11 +222,13 @@ class System:
             then_on, then_off = (row(-other, place),), (row(other, place),)
             low, top = (float(box.flatten()[place]) for box in (one.lo, one.hi))
             after, last = (float(box.flatten()[place]) for box in (two.lo, two.hi))
+            # a value that is 0 throughout is on
+            may_on, then_may_on = top > 0 or low >= 0, last > 0 or after >= 0
             ways = [
-                (top > 0 and last > 0, (*is_on, *then_on, *same, *still)),
+                (may_on and then_may_on, (*is_on, *then_on, *same, *still)),
                 (low < 0 and after < 0, (*is_off, *then_off, *none, *flat)),
-                (top > 0 and after < 0, (*is_on, *then_off, *same, *gone)),
-                (low < 0 and last > 0, (*is_off, *then_on, *none, *new)),
+                (may_on and after < 0, (*is_on, *then_off, *same, *gone)),
+                (low < 0 and then_may_on, (*is_off, *then_on, *none, *new)),
             ]
             self.facts.append(Constraint(tuple(rows for may, rows in ways if may)))
             lines = [row(h - y, place), row(-y, place)]
