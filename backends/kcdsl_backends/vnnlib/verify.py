@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.files import Artefacts
 from kcdsl.model.onnx.files import OnnxFile, newest_opset, read_onnx
 from kcdsl_backends.vnnlib.evaluation import Point
 from kcdsl_backends.vnnlib.network import operators
@@ -85,7 +86,8 @@ def _files(query: Query, given: Mapping[str, Path]) -> dict[str, OnnxFile]:
         if network in own:
             path = given[network.name]
             if path not in read:
-                read[path] = read_onnx(path, oldest=OLDEST_OPSET, mixed=True)
+                beside = Artefacts.of(path.parent).admitted  # no link leads external data elsewhere
+                read[path] = read_onnx(path, beside, oldest=OLDEST_OPSET, mixed=True)
             files[network.name] = read[path]
         else:
             assert network.relation is not None

@@ -467,6 +467,20 @@ def test_random_pairs_against_samples(tmp_path: Path) -> None:
     assert {"sat", "unsat"} == set(answers)
 
 
+def test_external_data_behind_a_link(tmp_path: Path, networks: dict[str, Path]) -> None:
+    """Nothing outside of the folder of a network is read."""
+    folder = tmp_path / "networks"
+    folder.mkdir()
+    model = onnx.load(networks["N"])
+    onnx.save(model, folder / "n.onnx", save_as_external_data=True, location="w", size_threshold=0)
+    text = ONE + "(assert (< Y[0,0] 0.0))"
+    assert answer(tmp_path, text, {"N": folder / "n.onnx"}) == "unsat\n"
+    (folder / "w").rename(tmp_path / "elsewhere")
+    (folder / "w").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Refusal, match="leads outside"):
+        answer(tmp_path, text, {"N": folder / "n.onnx"})
+
+
 def test_old_files(tmp_path: Path) -> None:
     """Version 9 of the operators, weights among the inputs, and two types of weights."""
     weight = numpy_helper.from_array(np.eye(2, dtype=np.float32), "w")
