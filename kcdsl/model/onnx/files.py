@@ -25,6 +25,7 @@ from kcdsl_certs.statement.manifest import Manifest, Resource
 SUFFIX = ".onnx"
 FIRST_OPSET = 13
 """The first version of the operators whose attributes are those that are read here."""
+_DOMAINS = ("", "ai.onnx")
 _LARGEST = 1 << 31
 _MOST_NODES = 200_000
 _MOST_ELEMENTS = 1 << 32
@@ -143,8 +144,10 @@ def _read(
     path: Path, model: Any, oldest: int, external: Callable[[str], bytes]
 ) -> tuple[tuple[OnnxNode, ...], dict[str, Array], dict[str, int], int]:
     graph = model.graph
-    opsets = {one.domain: int(one.version) for one in model.opset_import}
-    opset = opsets.get("", opsets.get("ai.onnx", 0))
+    opsets = {int(one.version) for one in model.opset_import if one.domain in _DOMAINS}
+    if len(opsets) > 1:
+        raise ValueError(f"its operators are of {len(opsets)} versions")
+    opset = max(opsets, default=0)
     newest = newest_opset()
     if not oldest <= opset <= newest:
         raise _bad(
@@ -167,13 +170,16 @@ def _read(
             raise ValueError(f"the tensor {held.name!r} stands twice")
         tensors[held.name] = _array(held, external)
         types[held.name] = held.data_type
-    nodes = tuple(_node(path, node) for node in graph.node)
+    names = [value.name for value in graph.input]
+    if len(set(names)) < len(names) or "" in {*names, *tensors}:
+        raise ValueError("an input stands twice, or a tensor has no name")
+    nodes = tuple(_node(path, node, opset) for node in graph.node)
     return nodes, tensors, types, opset
 
 
-def _node(path: Path, node: Any) -> OnnxNode:
+def _node(path: Path, node: Any, opset: int) -> OnnxNode:
     attributes: dict[str, Any] = {}
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in _DOMAINS:
         raise refuse(
             codes.OPERATION_UNSUPPORTED,
             f"{shown(path)}: {excerpt(node.op_type)} of node {excerpt(node.name)} is an operator of"
@@ -200,7 +206,20 @@ def _node(path: Path, node: Any) -> OnnxNode:
     outputs = tuple(node.output)
     if not outputs or not outputs[0]:
         raise ValueError(f"the node {node.name!r} has no output")
+    if onnx.defs.has(node.op_type, opset):
+        _refuse_unlike(node, onnx.defs.get_schema(node.op_type, opset))
     return OnnxNode(node.name, node.op_type, tuple(node.input), outputs, attributes)
+
+
+def _refuse_unlike(node: Any, schema: Any) -> None:
+    """Raise ValueError for operands and attributes that an operator does not have."""
+    many = schema.min_input <= len(node.input) <= schema.max_input
+    if not many or len(node.output) > schema.max_output:
+        raise ValueError(f"{node.op_type} has another number of operands")
+    known = {name: one.type.value for name, one in schema.attributes.items()}
+    for one in node.attribute:
+        if known.pop(one.name, None) != one.type:
+            raise ValueError(f"{node.op_type} has no such attribute {one.name!r}, or it twice")
 
 
 def _array(tensor: Any, external: Callable[[str], bytes]) -> Array:

@@ -185,6 +185,37 @@ def _attribute(model: onnx.ModelProto) -> None:
     node.attribute.append(helper.make_attribute("stash_type", 10))
 
 
+def _odd_attribute(model: onnx.ModelProto) -> None:
+    model.graph.node[0].attribute.append(helper.make_attribute("foo", 1))
+
+
+def _attribute_twice(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.output[0] == "second")
+    node.attribute.append(helper.make_attribute("axis", -1))
+
+
+def _attribute_type(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.output[0] == "shares")
+    node.attribute[0].CopyFrom(helper.make_attribute("axis", -1.0))
+
+
+def _operands(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.output[0] == "shares")
+    node.input.append("wq")
+
+
+def _versions(model: onnx.ModelProto) -> None:
+    model.opset_import.append(helper.make_opsetid("ai.onnx", 17))
+
+
+def _input_twice(model: onnx.ModelProto) -> None:
+    model.graph.input.append(model.graph.input[0])
+
+
+def _no_name(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(2, np.float32), ""))
+
+
 def _cache(model: onnx.ModelProto) -> None:
     value = helper.make_tensor_value_info("past_key", TensorProto.FLOAT, [1, 2, 3, 4])
     model.graph.input.append(value)
@@ -212,6 +243,13 @@ DAMAGE = {
     "loop": (_loop, "KC461", "a graph"),
     "operator": (_operator, "KC461", "Elu of node root"),
     "attribute": (_attribute, "KC461", "LayerNormalization of node second"),
+    "odd attribute": (_odd_attribute, "KC468", "no such attribute 'foo'"),
+    "attribute twice": (_attribute_twice, "KC468", "no such attribute 'axis', or it twice"),
+    "attribute type": (_attribute_type, "KC468", "no such attribute 'axis'"),
+    "operands": (_operands, "KC468", "another number of operands"),
+    "versions": (_versions, "KC468", "of 2 versions"),
+    "input twice": (_input_twice, "KC468", "an input stands twice"),
+    "no name": (_no_name, "KC468", "a tensor has no name"),
     "cache": (_cache, "KC468", "past_key"),
     "function": (_function, "KC468", "functions of its own"),
 }
