@@ -65,8 +65,8 @@ class Point:
         return fractions_of(sums, self._exact)
 
     def near(self, sums: Affine) -> Array:
-        """Return sums in float64."""
-        values = None if self._exact is None else self.exactly(sums)
+        """Return sums in float64: the exact ones, or the middle of what encloses them."""
+        values = self.exactly(sums)
         if values is not None:
             return np.asarray([nearest(v) for v in values])
         ends = sum_ends(self.boxes, sums)

@@ -246,6 +246,15 @@ def test_operands_of_which_runtimes_differ_are_refused(
         answer(tmp_path, text, {"N": file})
 
 
+def test_outputs_at_a_step_are_those_of_the_point(tmp_path: Path) -> None:
+    """Intervals that enclose floor(1) hold 0 as well; what is printed is 1."""
+    nodes = [helper.make_node("Floor", ["x"], ["y"])]
+    file = saved(model_of(nodes, [], [1, 1], [1, 1]), tmp_path / "steps.onnx")
+    text = START + declared("N", "X", "Y", 1, 1) + box("X", 1, 1.0, 1.0)
+    found = answer(tmp_path, text + "(assert (<= Y[0,0] 5.0))", {"N": file})
+    assert found.split() == ["sat", "X", "float32", "[1,1]", "1.0", "Y", "float32", "[1,1]", "1.0"]
+
+
 def test_products_that_underflow(tmp_path: Path) -> None:
     """2^-600 relu(2^-950 x) is 2^-550 at x = 2^1000, though 2^-600 · 2^-950 is 0 in float64."""
     held = [numpy_helper.from_array(np.asarray(2.0**n), f"w{n}") for n in (-950, -600)]
