@@ -7,7 +7,7 @@ on no token is folded, once for each length. There is one sequence in a batch, w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +17,26 @@ from onnx import TensorProto
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.onnx.files import KINDS, Array, OnnxFile, OnnxNode
+from kcdsl.model.onnx.files import KINDS, Array, OnnxFile, OnnxInput, OnnxNode
 from kcdsl.model.onnx.folding import folded
 from kcdsl.model.onnx.fusion import constant, fused
 from kcdsl.model.onnx.operators import OperatorCall, Turned
 from kcdsl.source.files import excerpt
 
 _TOKENS = re.compile(r"(.*[._/])?(input_?ids?|tokens?|ids|input)(:0)?$")
-_FILLED = {
+_FILLED: Mapping[str, Callable[[int], Array]] = {
     "attention_mask": lambda length: np.ones((1, length), dtype=np.int64),
     "token_type_ids": lambda length: np.zeros((1, length), dtype=np.int64),
     "segment_ids": lambda length: np.zeros((1, length), dtype=np.int64),
     "position_ids": lambda length: np.arange(length, dtype=np.int64)[None],
 }
 """Inputs beside the tokens, for one whole sequence without padding."""
+_FILLED_TYPES: Mapping[int, type[np.generic]] = {
+    TensorProto.INT64: np.int64,
+    TensorProto.INT32: np.int32,
+    TensorProto.BOOL: np.bool_,
+    TensorProto.FLOAT: np.float32,
+}
 VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten"})
 _OF_SHAPE = frozenset({"Shape", "Size"})
 _WEIGHT_PLACES = {"MatMul": 1, "Gemm": 1}
@@ -153,7 +159,9 @@ class OnnxPlan:
 
     def _laid_out(self, length: int) -> tuple[dict[str, Array], dict[str, Tensor]]:
         known = dict(self._known)
-        known |= {name: filler(length) for name, filler in self.fillers.items()}
+        for one in self.fillers:
+            filled = _FILLED[one.name](length).astype(_FILLED_TYPES[one.type])
+            known[one.name] = filled[0] if one.sizes is not None and len(one.sizes) == 1 else filled
         shape = (1, length) if self.batched() else (length,)
         shapes: dict[str, Any] = {self.ids: torch.zeros(shape, dtype=torch.int64, device="meta")}
         for name in self.weights:
@@ -199,14 +207,17 @@ class OnnxPlan:
             known[name] = value
 
 
-def _inputs(file: OnnxFile) -> tuple[str, dict[str, Any]]:
-    """Return the name of the token ids, and how the other inputs are filled."""
+def _inputs(file: OnnxFile) -> tuple[str, list[OnnxInput]]:
+    """Return the name of the token ids, and the other inputs, which are filled."""
     whole = (TensorProto.INT64, TensorProto.INT32)
-    tokens = [one for one in file.inputs if one.type in whole and _TOKENS.match(one.name)]
+    tokens = [
+        one for one in file.inputs
+        if one.type in whole and one.name not in _FILLED and _TOKENS.match(one.name)
+    ]  # fmt: skip
     if len(file.inputs) == 1 and file.inputs[0].type in whole:
         tokens = list(file.inputs)
-    others = [one.name for one in file.inputs if one not in tokens]
-    strange = [name for name in others if name not in _FILLED]
+    others = [one for one in file.inputs if one not in tokens]
+    strange = [one for one in others if one.name not in _FILLED]
     if len(tokens) != 1 or strange:
         named = ", ".join(excerpt(one.name) for one in file.inputs) or "none"
         raise file.refusal(
@@ -222,7 +233,16 @@ def _inputs(file: OnnxFile) -> tuple[str, dict[str, Any]]:
             f"its token ids have the shape {list(sizes)}; it must be [1, T], or vary",
             "export it for one sequence",
         )
-    return tokens[0].name, {name: _FILLED[name] for name in others}
+    for one in others:
+        if one.type not in _FILLED_TYPES or (
+            one.sizes is not None and len(one.sizes) not in (1, 2)
+        ):
+            kind = f"{TensorProto.DataType.Name(one.type)} of {list(one.sizes or ())}"
+            raise file.refusal(
+                f"its input {one.name} is {kind}; what is filled has one number for each token",
+                "export it with the masks that the tokenizer makes",
+            )
+    return tokens[0].name, others
 
 
 def run_node(

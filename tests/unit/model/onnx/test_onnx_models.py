@@ -16,6 +16,8 @@ from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.lowering.evaluate import graph_output
 from kcdsl.model.lowering.export import block_graph
+from kcdsl.model.onnx.files import read_onnx
+from kcdsl.model.onnx.plan import OnnxPlan
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.statement.manifest import build_manifest
@@ -221,6 +223,11 @@ def _cache(model: onnx.ModelProto) -> None:
     model.graph.input.append(value)
 
 
+def _mask_of_scores(model: onnx.ModelProto) -> None:
+    value = helper.make_tensor_value_info("attention_mask", TensorProto.FLOAT, [1, 1, None, None])
+    model.graph.input.append(value)
+
+
 def _function(model: onnx.ModelProto) -> None:
     node = helper.make_node("Identity", ["x"], ["y"])
     made = helper.make_function("", "Own", ["x"], ["y"], [node], model.opset_import)
@@ -251,6 +258,7 @@ DAMAGE = {
     "input twice": (_input_twice, "KC468", "an input stands twice"),
     "no name": (_no_name, "KC468", "a tensor has no name"),
     "cache": (_cache, "KC468", "past_key"),
+    "mask of scores": (_mask_of_scores, "KC468", "input attention_mask is FLOAT of [1, 1,"),
     "function": (_function, "KC468", "functions of its own"),
 }
 
@@ -266,6 +274,20 @@ def test_a_file_that_no_program_is_read_of_is_refused(tmp_path: Path, damage: st
         loaded(path, {})
     assert str(refused.value.diagnostics[0].code) == code
     assert said in refused.value.diagnostics[0].message
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL])
+def test_inputs_beside_the_tokens_have_the_type_of_the_file(tmp_path: Path, kind: int) -> None:
+    """A mask of whole numbers where the file has floats would be folded in float64."""
+    proto = model_of(DECODER, weights())
+    for name, sizes in (("attention_mask", [1, None]), ("token_type_ids", [None])):
+        proto.graph.input.append(helper.make_tensor_value_info(name, kind, sizes))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    known, _ = OnnxPlan(read_onnx(path)).at(3)
+    wanted = helper.tensor_dtype_to_np_dtype(kind)
+    assert (known["attention_mask"].dtype, known["attention_mask"].shape) == (wanted, (1, 3))
+    assert (known["token_type_ids"].dtype, known["token_type_ids"].shape) == (wanted, (3,))
 
 
 def test_cut_off_and_foreign_files_are_refused_by_both(tmp_path: Path) -> None:
