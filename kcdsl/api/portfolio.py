@@ -48,7 +48,8 @@ class _Asked:
         """Return the answer that decides, or else the one with the smallest bound, with notes on
         all others."""
         decisive = [o for _, o in self.answers if not isinstance(o.verdict, Inconclusive)]
-        best = decisive[0] if decisive else min((o for _, o in self.answers), key=lambda o: o.bound)
+        _, least = min(self.answers, key=lambda one: (_is_word(*one), one[1].bound))
+        best = decisive[0] if decisive else least
         told = [_told(outcome) for _, outcome in self.answers if outcome is not best]
         by = f"decided by {best.backend}" if decisive else "decided by no backend"
         name = self.goal.clause.id
@@ -115,6 +116,11 @@ def _takes(spec: BackendSpec, asked: _Asked) -> bool:
     return not reason
 
 
+def _is_word(spec: BackendSpec, outcome: GoalOutcome) -> bool:
+    """Say whether the bound of an answer is the word of another distribution: no proof shows it."""
+    return is_foreign(spec) and not outcome.confirmed
+
+
 def proved(outcome: GoalOutcome) -> float:
     """Return the bound of every run that an outcome states; infinite where it states none."""
     likely = any(case.alpha is not None for case in outcome.cases)
@@ -128,7 +134,9 @@ def _refuse_contradiction(asked: _Asked) -> None:
         told = ""
         if isinstance(holds.verdict, Held) and isinstance(breaks.verdict, Violated):
             told = f"{one.name} shows that it holds, and {other.name} has a run that breaks it"
-        elif not is_foreign(other) and breaks.attack is not None and breaks.attack > proved(holds):
+        elif _is_word(one, holds) or is_foreign(other) or breaks.attack is None:
+            continue
+        elif breaks.attack > proved(holds):
             told = (
                 f"{one.name} bounds the drift by {proved(holds):.6g}, and {other.name} has a run "
                 f"with {breaks.attack:.6g}"

@@ -126,6 +126,14 @@ def test_bounds_by_chance_and_runs_that_nobody_saw_contradict_nothing(goal: Goal
     decided(goal, offer("one", Fake(OPEN, bound=0.51)), foreign)
 
 
+def test_a_bound_that_a_foreign_backend_does_not_show_counts_for_nothing(goal: Goal) -> None:
+    """It neither is reported before a bound that was derived, nor contradicts a run."""
+    lying = offer("liar", Fake(OPEN, bound=-1.0), target="elsewhere:BACKEND")
+    found = decided(goal, lying, offer("one", Fake(OPEN, bound=0.6, attack=0.55)))
+    assert (found.backend, found.bound) == ("one", 0.6)
+    assert decided(goal, lying).backend == "liar"
+
+
 def test_backends_are_left_out_with_the_reason(goal: Goal) -> None:
     proof = replace(goal.clause, evidence=EvidenceKind.PROOF)
     demanding = replace(goal, obligation=replace(goal.obligation, clause=proof))
