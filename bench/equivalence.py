@@ -42,7 +42,7 @@ from bench.neurodiff import read_nnet
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from kcdsl_backends.drift.linear.splitting import LinearConstraint
+    from kcdsl_backends.drift.linear.constraints import LinearConstraint
 
 BOX = tuple(
     (Fraction(low), Fraction(high))
@@ -119,7 +119,7 @@ def read_pair(folder: Path, name: str) -> Pair:
 
 def unsafe() -> list[list[LinearConstraint]]:
     """Return what a difference of an output of at least the limit is, for either sign."""
-    from kcdsl_backends.drift.linear.splitting import LinearConstraint
+    from kcdsl_backends.drift.linear.constraints import LinearConstraint
 
     found = []
     for output in range(OUTPUTS):

@@ -36,6 +36,7 @@ def attack(
     restarts: int = 1,
     seed: int = 0,
     places: Sequence[int] = (),
+    start: Sequence[float] = (),
     samples: int = 0,
     batches: int = 1,
 ) -> Attack:
@@ -52,6 +53,7 @@ def attack(
         restarts: how many random starts there are at the best places.
         places: places to push at before those, as indices of the flattened output: where a bound
             is largest, for instance.
+        start: an input to climb from first, as shares of the radius from the centre.
         samples: how many inputs of the region to draw, and to walk on from the best of them.
         batches: how many batches of runs climb beside that (batched_search.py) where a kernel
             rounds to nearest and the input may move: the effort of the search there.
@@ -70,6 +72,12 @@ def attack(
         found = ascent.climb(start, position, sign, rounds)
         pushed[position, sign] = max(found, pushed.get((position, sign), -torch.inf))
 
+    if ascent.moves and len(start) == zero["x", "x"].numel():
+        shares = torch.tensor(start, dtype=torch.float64).reshape(zero["x", "x"].shape)
+        begun = zero | {("x", "x"): shares.to(zero["x", "x"].device)}
+        position = _largest(ascent.drift_of(begun).abs(), 1)[0]
+        for sign in (1.0, -1.0):
+            push(position, sign, begun)
     for position in dict.fromkeys([*places, *_largest(promised, candidates)]):
         for sign in (1.0, -1.0):
             push(position, sign, zero)

@@ -1,8 +1,9 @@
 """Bound one case by more and more domains until the goal holds.
 
 A domain takes a `Problem` and yields `Bound`s, each with the `Proof` that the independent checker
-re-derives. The cheapest domain comes first: boxes, affine forms, planes, and forms with independent
-roundings where a goal admits what is likely. What one domain found, the next ones may meet.
+re-derives. The cheapest domain comes first: boxes, affine forms, planes, planes on boxes that are
+split, and forms with independent roundings where a goal admits what is likely. What one domain
+found, the next ones may meet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +32,8 @@ from kcdsl_backends.drift.functionals import (
 )
 from kcdsl_backends.drift.interval import Bounds
 from kcdsl_backends.drift.linear_bounds import LinearFound, SlopeEffort, cheap
-from kcdsl_backends.process import OutOfTime
+from kcdsl_backends.drift.relu_networks import FEWEST, MOST, MOST_BOXES
+from kcdsl_backends.process import OutOfTime, threads_for
 from kcdsl_certs.encoding.reals import real_text
 
 _LATE = "the time limit ended the search for a smaller bound"
@@ -46,6 +49,9 @@ class CaseBound:
     places: tuple[int, ...] = ()
     finished: bool = True
     """Whether no domain was left out for want of time."""
+    start: tuple[float, ...] = ()
+    """An input where the exact drift exceeds the limit, element by element as shares of the radius
+    from the centre; empty where none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,10 @@ class EarlierBounds:
     """The box of the drift that `forms` give."""
     reason: str | None = None
     """Why the first domain that has no bound has none."""
+    left: str | None = None
+    """What splitting left open."""
+    start: tuple[float, ...] = ()
+    """See `CaseBound`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +208,57 @@ class LinearDomain:
             yield from problem.of_forms(forms, found.drift.meet(planes.box), proof)
 
 
-Domain = IntervalDomain | AffineDomain | LinearDomain
+@dataclass(frozen=True, slots=True)
+class SplitDomain:
+    """Planes on boxes into which the region is split, of blocks that are ReLU networks.
+
+    What is claimed is the threshold of the goal itself.
+    """
+
+    name: str = "splits"
+
+    def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
+        """Yield the bound that the threshold admits; nothing where boxes are left open."""
+        goal, limit = problem.goal, largest_admitted(problem.goal)
+        moves = bool((problem.case.radius > 0).any())
+        if limit is None or goal.functional != "inf" or not moves:
+            return
+        try:
+            network = problem.block.layers(*problem.region)
+            most = MOST_BOXES if goal.domains else min(MOST_BOXES, MOST // network.cost)
+            if most < FEWEST:
+                return
+            with threads_for(problem.block.size):
+                rows = network.split(limit, problem.claims.factor, most)
+        except NoBound as no:
+            found.reason = found.reason or str(no)
+            return
+        last = rows[-1]
+        if last.point is not None:
+            found.start = network.shares(len(rows) - 1, last.point)
+        elif last.tree is None:
+            found.left = f"splits: {last.note}"
+        trees = [one.tree.data for one in rows if one.tree is not None]
+        if len(trees) == len(network.low):
+            yield Bound(limit, Proof(network.witness, self.name, splits=trees))
+
+
+def largest_admitted(goal: Goal) -> float | None:
+    """Return the largest number above 0 that the threshold of a goal admits; None without one."""
+    if goal.threshold is None or goal.threshold <= 0:
+        return None
+    limit = float(min(goal.threshold, Fraction(2) ** 1000))
+    while limit > 0 and not goal.admits(limit):
+        limit = math.nextafter(limit, 0)
+    return limit if limit > 0 else None
+
+
+Domain = IntervalDomain | AffineDomain | LinearDomain | SplitDomain
 DOMAINS: tuple[Domain, ...] = (
     IntervalDomain(),
     AffineDomain(),
     LinearDomain(),
+    SplitDomain(),
     AffineDomain(likely=True),
 )
 """All domains, the cheapest first, by their names in `Goal.domains`."""
@@ -243,8 +299,9 @@ def bound_stated(
         if problem.order:
             outcome = CaseOutcome(*named, math.inf, reason=found.reason, stable=False)
             return CaseBound(outcome, finished=finished)
-        reason = found.reason or "no domain that was asked has a bound"
-        return CaseBound(CaseOutcome(*named, math.inf, reason=reason), finished=finished)
+        reason = found.left or found.reason or "no domain that was asked has a bound"
+        outcome = CaseOutcome(*named, math.inf, reason=reason)
+        return CaseBound(outcome, finished=finished, start=found.start)
     builder.add(case.name, problem.block.graph, region or {}, best.value, best.proof)
     if problem.order:
         outcome = CaseOutcome(
@@ -252,8 +309,10 @@ def bound_stated(
         )
         outcome = replace(outcome, reason=None if outcome.stable else late)
         return CaseBound(outcome, finished=finished)
+    if late is None and found.left is not None and not problem.settles(best):
+        late = f"the bound {best.value:.3g} exceeds the threshold; {found.left}"
     outcome = CaseOutcome(*named, best.value, reason=late, alpha=best.alpha)
-    return CaseBound(outcome, best.places, finished)
+    return CaseBound(outcome, best.places, finished, found.start)
 
 
 def _tighter(problem: Problem, one: Bound, other: Bound) -> bool:

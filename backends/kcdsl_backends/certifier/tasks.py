@@ -102,7 +102,11 @@ class AttackTask:
         """Attack the case, or take what an earlier run found."""
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
-            entry = entry_of(context, "attack", self.goal, case, places=list(self.bounded.places))
+            begun = {
+                "places": list(self.bounded.places),
+                "start": list(map(str, self.bounded.start)),
+            }
+            entry = entry_of(context, "attack", self.goal, case, **begun)
             kept, found = entry.read(lambda value: _believable(context, self.goal, case, value))
             if kept is not None:
                 return kept, found
@@ -209,6 +213,7 @@ def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBo
                 case.radius,
                 seed=case.seed,
                 places=places,
+                start=bounded.start,
             )
         except Overflowed:  # whatever runs here leaves its formats, or exceeds a static scale
             return Attack(0.0, (0,) * (len(shape) - 1), 0, 0.0, 0.0)
@@ -274,7 +279,9 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 def _plain(bounded: CaseBound) -> bool:
     """Say whether every field of a bound has its type."""
-    outcome, places = bounded.outcome, bounded.places
+    outcome, places, start = bounded.outcome, bounded.places, bounded.start
+    if type(start) is not tuple or any(type(x) is not float or not -1 <= x <= 1 for x in start):
+        return False
     if type(outcome) is not CaseOutcome or type(places) is not tuple or outcome.links != ():
         return False
     if bounded.finished is not True:

@@ -58,7 +58,7 @@ def propagate(
     """
     witness: dict[str, tuple[float, float]] = {}
     output: State | None = None
-    for node, state in _states(graph, kernels, centre, radius, entering):
+    for node, state in states(graph, kernels, centre, radius, entering):
         witness[node.name] = _magnitudes(node, state)
         if node.name == graph.output:
             output = state
@@ -80,7 +80,7 @@ def kernel_boxes(
     train: dict[str, Box] = {}
     infer: dict[str, Box] = {}
     try:
-        for node, state in _states(graph, kernels, centre, radius, entering):
+        for node, state in states(graph, kernels, centre, radius, entering):
             _magnitudes(node, state)
             train[node.name], infer[node.name] = state.train, state.infer
     except NoBound:
@@ -88,10 +88,16 @@ def kernel_boxes(
     return train, infer
 
 
-def _states(
-    graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius: Tensor, entering: Entering
+def states(
+    graph: BlockGraph,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    entering: Entering = ALONE,
 ) -> Iterator[tuple[Node, State]]:
-    """Yield every computed node with its state; what nobody reads any more is dropped."""
+    """Yield every computed node with its state; arguments and errors are those of `propagate`.
+
+    What nobody reads any more is dropped."""
     refuse_uncached(graph, kernels.train.numerics, kernels.infer.numerics)
     nodes = {node.name: node for node in graph.nodes}
     kernels = replace(kernels, handed=entering.drift is not None)

@@ -20,7 +20,8 @@ from kcdsl_backends.vnnlib.program import Affine, Array, NetworkProgram
 from kcdsl_backends.vnnlib.query import Polynomial, Relation
 
 if TYPE_CHECKING:
-    from kcdsl_backends.drift.linear.splitting import LinearConstraint, SplitDecision
+    from kcdsl_backends.drift.linear.constraints import LinearConstraint
+    from kcdsl_backends.drift.linear.splitting import SplitDecision
 
 Layer = tuple[Array, Array]
 """Weight [out, in] and bias [out]."""
@@ -37,7 +38,7 @@ class LinearSum:
 
     def at_most_zero(self, sign: int) -> LinearConstraint:
         """Return the constraint that the sum, or its negative, is at most 0."""
-        from kcdsl_backends.drift.linear.splitting import LinearConstraint
+        from kcdsl_backends.drift.linear.constraints import LinearConstraint
 
         inputs, first, second = (
             tuple(sign * value for value in part) for part in (self.inputs, *self._two())

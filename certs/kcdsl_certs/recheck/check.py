@@ -33,7 +33,8 @@ def refuse_larger(proof: Proof) -> None:
     there = available()
     for case in proof.cases:
         block = proof.graphs[case.graph]
-        needed = boxes(block) if case.domain == "interval" else forms(block)
+        walked = case.domain in ("interval", "splits")
+        needed = boxes(block) if walked else forms(block)
         if needed > there:
             raise Rejected(
                 "graph/size",

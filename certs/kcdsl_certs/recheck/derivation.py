@@ -26,6 +26,7 @@ from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
 from kcdsl_certs.recheck.ops.leaves import table
 from kcdsl_certs.recheck.ops.table import POINTWISE
 from kcdsl_certs.recheck.output import bound, interface_ellipsoids, of_drift, of_rows, stays
+from kcdsl_certs.recheck.split_walk import derive_splits
 
 
 class Derivation:
@@ -58,6 +59,9 @@ class Derivation:
                 return bound(functional, output), sizes
             if "planes" in case.domains:
                 return self._planes(scene, case)
+            if case.domain == "splits":
+                claim = math.inf if case.claim is None else case.claim
+                return claim, derive_splits(scene, case.splits, claim)
             return self._affine(scene, case)
 
     def link(self, case: Case) -> tuple[float, dict[str, tuple[float, float]], Ends]:
@@ -78,8 +82,9 @@ class Derivation:
                 output, sizes = _intervals(scene)
                 t, d, own = output.t, output.d, output.own
             else:
-                if "planes" in case.domains:
-                    raise Rejected("document/domain", "planes are of whole blocks, not of links")
+                if not {"planes", "splits"}.isdisjoint(case.domains):
+                    reason = f"{case.domain} are of whole blocks, not of links"
+                    raise Rejected("document/domain", reason)
                 forms = pair(scene, case.passes)
                 t, d, sizes = forms.t.box, forms.output(), forms.sizes()
                 own = forms.readings

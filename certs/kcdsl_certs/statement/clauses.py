@@ -60,7 +60,7 @@ WIDEST = Fraction(1, 2)
 UPPER, LOWER = ("<=", "<"), (">=", ">")
 OPERATORS = (*UPPER, *LOWER, "==")
 IMPLIED = "bound-chain/1"
-DOMAINS = frozenset({"affine", "interval", "planes"})
+DOMAINS = frozenset({"affine", "interval", "planes", "splits"})
 """In which a case of a proof, or a link of one, is derived."""
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kcdsl_backends.drift.linear.constraints import LinearConstraint
 from kcdsl_backends.drift.linear.paired import OutputRows, PairedLayer, PairedNetwork
-from kcdsl_backends.drift.linear.splitting import LEAF, LinearConstraint, SplitDecision, decide
+from kcdsl_backends.drift.linear.splitting import LEAF, SplitDecision, decide
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.linear_bounds.splits import (
     Halfspace,

@@ -34,6 +34,7 @@ from kcdsl_backends.drift.interval import Bounds, propagate
 from kcdsl_backends.drift.linear_bounds import Enough, SlopeEffort
 from kcdsl_backends.drift.linear_bounds import LinearFound as Planes
 from kcdsl_backends.drift.linear_bounds import linear_bounds as planes_drift
+from kcdsl_backends.drift.relu_networks import ReluNetwork, relu_network
 from kcdsl_backends.process import threads_for
 
 LARGEST = 2**24
@@ -135,6 +136,7 @@ AFFINE_FORMS = Coverage(
     frozenset({Feature.STATES, Feature.CHANCE}),
 )
 LINEAR_BOUNDS = Coverage("planes")
+SPLITS = Coverage("boxes that are split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,12 @@ class BlockProblem:
         LINEAR_BOUNDS.refuse(self.graph.output, self.features)
         with threads_for(self.size):
             return planes_drift(self.graph, self.kernels(), centre, radius, effort, enough)
+
+    def layers(self, centre: Tensor | None, radius: Tensor) -> ReluNetwork:
+        """Return the block as a ReLU network of each row; see `relu_network`."""
+        SPLITS.refuse(self.graph.output, self.features)
+        with threads_for(self.size):
+            return relu_network(self.graph, self.kernels(), centre, radius)
 
     @property
     def size(self) -> int:

@@ -46,15 +46,17 @@ class Contents:
 class Proof:
     """How a bound is derived again: its domain, the sizes of all nodes, and what a domain chose.
 
-    `domain` is "interval", "affine", "planes" or "affine+planes". `passes` are the reverse passes
-    of affine forms, `planes` the hints of planes, `chance` the share of all runs in which the bound
-    may fail, where roundings are independent.
+    `domain` is "interval", "affine", "planes", "affine+planes" or "splits". `passes` are the
+    reverse passes of affine forms, `planes` the hints of planes, `splits` the tree of boxes of each
+    row, `chance` the share of all runs in which the bound may fail, where roundings are
+    independent.
     """
 
     witness: Mapping[str, tuple[float, float]]
     domain: str = "interval"
     passes: Mapping[str, Any] | None = None
     planes: Mapping[str, Any] | None = None
+    splits: Sequence[bytes] | None = None
     chance: Mapping[str, Any] | None = None
 
 
@@ -91,6 +93,7 @@ class ProofBuilder:
             **({} if proof.domain == "interval" else {"domain": proof.domain}),
             **({} if proof.passes is None else {"passes": proof.passes}),
             **({} if proof.planes is None else {"planes": plain(proof.planes)}),
+            **({} if proof.splits is None else {"splits": _texts(proof.splits)}),
             **({} if proof.chance is None else {"chance": proof.chance}),
             "witness": [
                 {"node": node, "value": wider(v), "drift": wider(d)}
@@ -163,6 +166,10 @@ class ProofBuilder:
         }
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return text.encode("utf-8")
+
+
+def _texts(parts: Sequence[bytes]) -> list[str]:
+    return [base64.b64encode(part).decode("ascii") for part in parts]
 
 
 def plain(value: Any) -> Any:

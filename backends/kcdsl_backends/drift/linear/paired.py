@@ -45,15 +45,18 @@ class PairedLayer:
 
     @staticmethod
     def of(
-        first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor] | None = None
+        first: tuple[Tensor, Tensor],
+        second: tuple[Tensor, Tensor] | None = None,
+        roundings: tuple[Tensor, Tensor] | None = None,
     ) -> PairedLayer:
-        """Return a layer in real arithmetic, from weights and biases of at most float32."""
+        """Return a layer from weights and biases, in real arithmetic without `roundings`."""
         weight, bias = (x.double() for x in first)
         zero = torch.zeros_like(bias)
+        loose, apart = roundings or (zero, zero)
         if second is None:
-            return PairedLayer(weight, bias, None, torch.zeros_like(weight), zero, zero, zero)
+            return PairedLayer(weight, bias, None, torch.zeros_like(weight), zero, loose, apart)
         other, shifted = (x.double() for x in second)
-        return PairedLayer(weight, bias, other, other - weight, shifted - bias, zero, zero)
+        return PairedLayer(weight, bias, other, other - weight, shifted - bias, loose, apart)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Branch and bound on input boxes with linear bounds of one or two ReLU networks.
 
 `decide` says whether linear constraints on inputs and outputs can be met in a box, in real
-arithmetic; `narrowed` makes boxes of a difference smaller. What was split is a `SplitTree`, which
-the checker derives again (section 9 of docs/proofs/difference-planes.md)."""
+arithmetic; `split` also where the results of layers are rounded. What was split is a `SplitTree`,
+which the checker derives again (section 9 of docs/proofs/difference-planes.md)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kcdsl_backends.drift.linear.constraints import Layers, LinearConstraint, holds_at, run
 from kcdsl_backends.drift.linear.paired import Hidden, OutputRows, PairedLayer, PairedNetwork
+from kcdsl_backends.process import refuse_late
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.linear_bounds.splits import recheck_split, replay
 
-Layers = Sequence[tuple[Tensor, Tensor]]
-"""Weight [out, in] and bias [out] of every linear, of at most float64; ReLU between them."""
 LEAF = 0xFFFF
 """What stands in a tree for a box that is not split."""
 SPARE = 2.0**-30
@@ -33,20 +33,8 @@ ON_CPU, ON_DEVICE = 32, 4096
 """Boxes at a time: what a cache holds; what keeps a graphics processor busy."""
 _STARTS, _STEPS = 64, 40
 """Of the search for a counterexample before anything is split, for each conjunction."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearConstraint:
-    """inputs · x + first · f(x) + second · g(x) <= limit.
-
-    Args:
-        inputs, first, second: coefficients, float64; second is empty where there is one network.
-    """
-
-    inputs: tuple[float, ...]
-    first: tuple[float, ...]
-    second: tuple[float, ...]
-    limit: Fraction
+_MOST_STARTS = 4096
+"""For all conjunctions together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +88,7 @@ def decide(
         NoBound: a parameter is not finite or too large, or the network is.
         ValueError: sizes do not fit.
     """
-    found = _searched(networks, low, high, unsafe, seconds, torch.device(device), clock)
+    found = split(networks, low, high, unsafe, seconds=seconds, device=device, clock=clock)
     plain = [[(w.cpu().numpy(), b.cpu().numpy()) for w, b in one] for one in networks]
     facts = [[(c.inputs, c.first, c.second, c.limit) for c in group] for group in unsafe]
     if found.point is not None and not replay(plain, low, high, facts, found.point):
@@ -117,41 +105,53 @@ def decide(
     return found
 
 
-def _searched(
+def split(
     networks: Sequence[Layers],
     low: Sequence[Fraction],
     high: Sequence[Fraction],
     unsafe: Sequence[Sequence[LinearConstraint]],
-    seconds: float,
-    device: torch.device,
-    clock: Callable[[], float],
+    *,
+    roundings: Sequence[tuple[Tensor, Tensor]] | None = None,
+    most: int | None = None,
+    seconds: float = math.inf,
+    device: str = "cpu",
+    clock: Callable[[], float] = time.monotonic,
 ) -> SplitDecision:
+    """Search as `decide` does; the checker sees nothing of what is found.
+
+    Args:
+        roundings: of each layer, how far its result may be from W h + b in the first network, and
+            how far this may be apart in both [out]; a point is of networks that round nothing.
+        most: boxes that are bounded at most, but for those of the last batch.
+
+    Raises:
+        OutOfTime: the time limit of the command is past.
+    """
     started = clock()
-    query = _Query.of(networks, low, high, unsafe, device)
-    point = query.searched()
+    query = _Query.of(networks, low, high, unsafe, torch.device(device), roundings)
+    point, near = query.searched()
     if point is not None:
         return SplitDecision("counterexample", 0, clock() - started, point=point)
+    if roundings is not None and not query.below(near):
+        note = "at one input the drift and all roundings together exceed the limit"
+        return SplitDecision("unknown", len(near), clock() - started, note=note)
     search = BoxSearch(query.network, query.rows, *query.box, deepest=True)
-    limits = query.limits
     while search.open:
         if clock() - started > seconds:
             note = f"{seconds:g} s passed with {len(search.open)} boxes left"
             return SplitDecision("unknown", search.boxes, clock() - started, note=note)
+        if most is not None and search.boxes >= most:
+            note = f"{len(search.open)} boxes are left of {search.boxes}"
+            return SplitDecision("unknown", search.boxes, clock() - started, note=note)
+        refuse_late()
         for batch in search.batches():
-            over = batch.bounds - limits
-            worst = over.new_full((len(over), 1), -torch.inf)
-            picked = torch.zeros_like(worst, dtype=torch.long)
-            for group in query.groups:
-                least, at = over[:, group].min(1, keepdim=True)
-                later = least > worst
-                worst = torch.where(later, least, worst)
-                picked = torch.where(later, at + group[0], picked)
-            left = ~(worst.squeeze(1) < 0)
+            worst = query.worst(batch.bounds)
+            left = ~(worst < 0)
             point = query.met(batch, left)
             if point is not None:
                 passed = clock() - started
                 return SplitDecision("counterexample", search.boxes, passed, point=point)
-            if not search.split(batch, left, worst.squeeze(1)):
+            if not search.split(batch, left, worst):
                 note = "a box has no float64 inside"
                 return SplitDecision("unknown", search.boxes, clock() - started, note=note)
     passed = clock() - started
@@ -263,6 +263,7 @@ class _Query:
         high: Sequence[Fraction],
         unsafe: Sequence[Sequence[LinearConstraint]],
         device: torch.device,
+        roundings: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> _Query:
         held = tuple(
             tuple((weight.to(device).double(), bias.to(device).double()) for weight, bias in one)
@@ -279,7 +280,11 @@ class _Query:
         if not fits or not flat or any(a > b for a, b in zip(low, high, strict=True)):
             raise ValueError("the box or the constraints do not fit the network")
         layers = tuple(
-            PairedLayer.of(one, held[1][k] if len(held) == 2 else None)
+            PairedLayer.of(
+                one,
+                held[1][k] if len(held) == 2 else None,
+                None if roundings is None else roundings[k],
+            )
             for k, one in enumerate(held[0])
         )
 
@@ -310,19 +315,30 @@ class _Query:
             tuple(groups),
         )
 
+    def worst(self, bounds: Tensor) -> Tensor:
+        """Return by how much some conjunction is left open in each box, from bounds [B, rows]."""
+        over = bounds - self.limits
+        return torch.stack([over[:, group].amin(1) for group in self.groups], 1).amax(1)
+
+    def below(self, x: Tensor) -> bool:
+        """Say whether no conjunction is left open at inputs [B, inputs]."""
+        return bool((self.worst(self.network.above(x, x, self.rows)[0]) < 0).all())
+
     def excess(self, x: Tensor) -> Tensor:
         """Return, for inputs [B, inputs], by how much each conjunction is missed [B, groups]."""
-        f = _run(self.networks[0], x)
-        drift = _run(self.networks[1], x) - f if len(self.networks) == 2 else 0 * f
+        f = run(self.networks[0], x)
+        drift = run(self.networks[1], x) - f if len(self.networks) == 2 else 0 * f
         value = x @ self.rows.inputs.T + f @ self.rows.first.T + drift @ self.rows.drift.T
         missed = self.limits - value
         return torch.stack([missed[:, group].amax(1) for group in self.groups], 1)
 
-    def searched(self) -> tuple[Fraction, ...] | None:
-        """Return an input at which constraints hold that sign steps find; None: none is found."""
+    def searched(self) -> tuple[tuple[Fraction, ...] | None, Tensor]:
+        """Return an input at which constraints hold that sign steps find, None where none is found;
+        and the inputs [B, inputs] that missed least in the end."""
         low, high = self.box
         generator = torch.Generator().manual_seed(0)
-        count, groups = _STARTS, len(self.groups)
+        groups = len(self.groups)
+        count = max(1, min(_STARTS, _MOST_STARTS // groups))
         start = torch.rand(count * groups, len(low), generator=generator, dtype=torch.float64)
         x = low + (high - low) * start.to(low.device)
         which = torch.arange(count * groups, device=low.device) % groups
@@ -331,13 +347,14 @@ class _Query:
             missed = self.excess(x)
             found = self._exactly(x.detach(), missed.detach())
             if found is not None:
-                return found
+                return found, x.detach()[:0]
             own = missed.gather(1, which.unsqueeze(1)).sum()
             (gradient,) = torch.autograd.grad(own, x)
             share = 0.5 / (1 + step / 4)
             moved = x.detach() - share * (high - low) * gradient.sign()
             x = torch.minimum(torch.maximum(moved, low), high)
-        return None
+        order = self.excess(x).amin(1).argsort(stable=True)
+        return None, x[order[:ON_CPU]]
 
     def met(self, batch: BoxBatch, left: Tensor) -> tuple[Fraction, ...] | None:
         """Return an input at which constraints hold among centres and corners of boxes."""
@@ -359,49 +376,6 @@ class _Query:
             for value, least, most in zip(x[best].tolist(), *self.exact_box, strict=True)
         )
         return point if holds_at(self.networks, point, self.unsafe) else None
-
-
-def holds_at(
-    networks: Sequence[Layers],
-    point: Sequence[Fraction],
-    unsafe: Sequence[Sequence[LinearConstraint]],
-) -> bool:
-    """Say whether all constraints of some conjunction hold at an input, in exact arithmetic."""
-    outputs = [_exact_run(network, point) for network in networks]
-    second = outputs[1] if len(outputs) == 2 else []
-
-    def met(one: LinearConstraint) -> bool:
-        terms = [(one.inputs, point), (one.first, outputs[0]), (one.second, second)]
-        value = sum(
-            (Fraction(c) * v for part, values in terms for c, v in zip(part, values, strict=True)),
-            Fraction(0),
-        )
-        return value <= one.limit
-
-    return any(all(met(one) for one in group) for group in unsafe)
-
-
-def _exact_run(network: Layers, point: Sequence[Fraction]) -> list[Fraction]:
-    """Return the outputs of a network in exact arithmetic: integers over one denominator."""
-    below = math.lcm(*(value.denominator for value in point))
-    values = np.array([int(value * below) for value in point], dtype=object)
-    for number, (weight, bias) in enumerate(network):
-        weights = [[Fraction(v) for v in row] for row in weight.double().tolist()]
-        biases = [Fraction(v) for v in bias.double().tolist()]
-        scale = max(v.denominator for row in (*weights, biases) for v in row)
-        matrix = np.array([[int(v * scale) for v in row] for row in weights], dtype=object)
-        known = np.array([int(v * scale) * below for v in biases], dtype=object)
-        values, below = matrix @ values + known, below * scale
-        if number < len(network) - 1:
-            values = np.array([max(v, 0) for v in values], dtype=object)
-    return [Fraction(int(v), below) for v in values]
-
-
-def _run(network: Layers, x: Tensor) -> Tensor:
-    for number, (weight, bias) in enumerate(network):
-        x = x @ weight.T + bias
-        x = x if number == len(network) - 1 else x.clamp_min(0)
-    return x
 
 
 def _rounded(value: Fraction, towards: float) -> float:

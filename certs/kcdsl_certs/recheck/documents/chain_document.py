@@ -181,8 +181,8 @@ def _link(
         entire.exactly(*(("kind", "ids") if entire.has("ids") else ("kind", "centre", "radius")))
         stated["region"] = first
     case = case_of(stated, functional if last else LARGEST_DRIFT, graphs)
-    if "planes" in case.domains:
-        raise Rejected("document/domain", "planes are of whole blocks, not of links")
+    if not {"planes", "splits"}.isdisjoint(case.domains):
+        raise Rejected("document/domain", f"{case.domain} are of whole blocks, not of links")
     if case.region.kind not in (_KINDS if first is not None else ("hull",)):
         raise Rejected("document/region", f"a link on a region of kind {case.region.kind!r}")
     block = graphs[case.graph]

@@ -16,7 +16,13 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.hints import PlaneHints, parse_planes
 from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.any_length import parse_tables
-from kcdsl_certs.recheck.graphs.graph import Array, Block, parse_array, parse_block
+from kcdsl_certs.recheck.graphs.graph import (
+    Array,
+    Block,
+    base64_of,
+    parse_array,
+    parse_block,
+)
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
@@ -28,9 +34,11 @@ MOST_CASES = 10_000
 HELD = "held"
 _KINDS = ("points", "ball", "hull", "rows")
 MOST_ROWS = 2**20
+MOST_BOXES = 2**22
+"""In all trees of a case together."""
 WIDEST = Fraction(1, 2)
 """The largest ρ of a region around the weights: within it no element changes its sign."""
-_DOMAINS = ("interval", "affine", "planes", "affine+planes")
+_DOMAINS = ("interval", "affine", "planes", "affine+planes", "splits")
 MOST_FUNCTIONALS = 2**40
 """Among how many the probability of a failure is divided at most."""
 _PASSES = ("reach", "deviations", "norm", "ellipsoid", "product")
@@ -101,6 +109,7 @@ class Case:
     end in turn, reverse passes are worth making; None: nothing is said. `planes` are the hints of
     planes. `chance` (α, N): roundings are independent, and the claim fails in at most a share α of
     the runs on any one input; N functionals share it. None: the claim holds in the worst case.
+    `splits` has a tree of boxes for each row of the input.
     """
 
     name: str
@@ -111,6 +120,7 @@ class Case:
     domain: str
     passes: tuple[Hints, Hints] | None = None
     planes: PlaneHints | None = None
+    splits: tuple[bytes, ...] = ()
 
     chance: tuple[Fraction, int] | None = None
 
@@ -238,7 +248,7 @@ def _cases(record: Reader, functional: Functional, graphs: Mapping[str, Block]) 
 def case_of(value: object, functional: Functional, graphs: Mapping[str, Block]) -> Case:
     """Return one case of a proof."""
     record = Reader(value, "case")
-    optional = ("domain", "passes", "planes", "chance")
+    optional = ("domain", "passes", "planes", "splits", "chance")
     record.exactly("name", "graph", "region", "claim", "witness", optional=optional)
     record.place = f"case {record.text('name')[:80]!r}"
     digest = record.text("graph")
@@ -251,20 +261,36 @@ def case_of(value: object, functional: Functional, graphs: Mapping[str, Block]) 
         region=_region(region, graphs[digest]),
         claim=claim_of(record, functional),
         witness=_witnesses(record, graphs[digest]),
-        domain=_domain(record),
+        domain=_domain(record, functional),
         passes=_passes(record, graphs[digest]) if record.has("passes") else None,
         planes=_planes(record, graphs[digest]) if record.has("planes") else None,
+        splits=_splits(record),
         chance=_chance(record) if record.has("chance") else None,
     )
 
 
-def _domain(record: Reader) -> str:
+def _domain(record: Reader, functional: Functional) -> str:
     domain = record.choice("domain", _DOMAINS) if record.has("domain") else "interval"
     if domain != "interval" and record.reader("region").raw("kind") == "rows":
         raise Rejected("document/domain", f"{record.place}: {domain} forms are of one length")
-    if "planes" in domain and record.reader("region").has("weights"):
-        raise Rejected("document/domain", f"{record.place}: planes are of one checkpoint")
+    if domain in ("planes", "affine+planes", "splits") and record.reader("region").has("weights"):
+        raise Rejected("document/domain", f"{record.place}: {domain} are of one checkpoint")
+    if domain == "splits" and functional.kind != "inf":
+        raise Rejected("document/domain", f"{record.place}: splits bound the largest drift alone")
     return domain
+
+
+def _splits(record: Reader) -> tuple[bytes, ...]:
+    """Return the tree of each row, as bytes of uint16."""
+    splits = record.has("domain") and record.text("domain") == "splits"
+    if splits != record.has("splits"):
+        raise record.fail("must have trees of boxes if it is derived by splits, and only then")
+    if not splits:
+        return ()
+    trees = tuple(base64_of(record, item) for item in record.items("splits"))
+    if sum(len(tree) for tree in trees) > 2 * MOST_BOXES:
+        raise Rejected("document/splits", f"{record.place}: more than {MOST_BOXES} boxes")
+    return trees
 
 
 def _planes(record: Reader, block: Block) -> PlaneHints:

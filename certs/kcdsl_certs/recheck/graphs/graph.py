@@ -154,7 +154,7 @@ def parse_array(value: object, place: str) -> Array:
     record = Reader(value, place, "document/array").exactly("dtype", "shape", "data")
     dtype = record.choice("dtype", tuple(_BYTES))
     shape = record.integers("shape", 0)
-    data = _base64(record)
+    data = base64_of(record, record.text("data"))
     if len(shape) > MOST_DIMENSIONS or len(data) != math.prod(shape) * _BYTES[dtype]:
         raise record.fail("has data of a size other than its shape")
     if dtype == "bool" and data.translate(None, b"\x00\x01"):
@@ -162,11 +162,13 @@ def parse_array(value: object, place: str) -> Array:
     return Array(dtype, shape, data)
 
 
-def _base64(record: Reader) -> bytes:
+def base64_of(record: Reader, text: object) -> bytes:
+    """Return the bytes of a canonical base64 text in a record."""
     import base64
     import binascii
 
-    text = record.text("data")
+    if not isinstance(text, str):
+        raise record.fail("has data that is no text")
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

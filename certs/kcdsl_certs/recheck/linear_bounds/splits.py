@@ -317,12 +317,15 @@ def recheck_split(
     high: Sequence[Fraction],
     unsafe: Sequence[Sequence[Halfspace]],
     tree: bytes,
+    off: Sequence[tuple[Floats, Floats]] | None = None,
 ) -> int:
     """Derive that no input of a box meets all constraints of a conjunction; return the leaves.
 
-    Raises Rejected: sizes do not fit, the tree is none, or a leaf does not follow.
+    `off` says of each layer how far its result may be from W h + b in the first network, and how
+    far this may be apart in both [out]; None: networks in real arithmetic. Raises Rejected: sizes
+    do not fit, the tree is none, or a leaf does not follow.
     """
-    layers = paired(networks)
+    layers = paired(networks, off)
     first = np.array([one[1] for group in unsafe for one in group], dtype=np.float64)
     inputs = np.array([one[0] for group in unsafe for one in group], dtype=np.float64)
     second = np.zeros_like(first)
@@ -371,8 +374,13 @@ def recheck_split(
     return count
 
 
-def paired(networks: Sequence[Sequence[Layer]]) -> tuple[Linear, ...]:
-    """Return the layers of one network or two. Raises Rejected "document/splits"."""
+def paired(
+    networks: Sequence[Sequence[Layer]], off: Sequence[tuple[Floats, Floats]] | None = None
+) -> tuple[Linear, ...]:
+    """Return the layers of one network or two; see `recheck_split`.
+
+    Raises Rejected "document/splits" or "bound/not-finite".
+    """
     shapes = [[np.shape(weight) for weight, _ in network] for network in networks]
     if not shapes or len(shapes) > 2 or shapes[0] != shapes[-1] or not shapes[0]:
         raise Rejected("document/splits", "one network, or two with the same layers")
@@ -383,11 +391,12 @@ def paired(networks: Sequence[Sequence[Layer]]) -> tuple[Linear, ...]:
         if len(networks) == 2:
             served, other = (np.asarray(part, dtype=np.float64) for part in networks[1][number])
             shift = other - bias
-        held = [weight, bias, shift] + ([] if served is None else [served])
+        zero = np.zeros_like(bias)
+        loose, apart = (zero, zero) if off is None else off[number]
+        held = [weight, bias, shift, loose, apart] + ([] if served is None else [served])
         if not all(bool((np.abs(part) <= _LARGEST / 2).all()) for part in held):
             raise Rejected("bound/not-finite", f"layer {number} has numbers that are too large")
-        zero = np.zeros_like(bias)
-        found.append(Linear(weight, bias, served, shift, zero, zero))
+        found.append(Linear(weight, bias, served, shift, loose, apart))
     if len(found) > _MOST_LAYERS or max(max(one.weight.shape) for one in found) > _MOST_WIDTH:
         raise Rejected("document/splits", "the networks are too large")
     return tuple(found)
