@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,39 @@ def feed_forward(
         y = g.add("relu", [y], (rows, inner))
         down = g.param(f"down.{k}", rng.standard_normal((width, inner)) / inner**0.5)
         y = g.add("linear", [y, down], (rows, width))
+    return g
+
+
+def perceptron(
+    rng: np.random.Generator, sizes: tuple[int, ...] = (3, 7, 6, 2), rows: int = 2
+) -> Any:
+    """Return linears with biases, and ReLU between them."""
+    g = proofs.Graph((rows, sizes[0]))
+    y = g.add("input", [], (rows, sizes[0]))
+    for k, (before, size) in enumerate(pairwise(sizes)):
+        y = y if k == 0 else g.add("relu", [y], (rows, before))
+        w = g.param(f"w.{k}", rng.standard_normal((size, before)) / before**0.5)
+        b = g.param(f"b.{k}", 0.3 * rng.standard_normal(size))
+        y = g.add("linear", [y, w, b], (rows, size))
+    return g
+
+
+def shaped(rng: np.random.Generator, *, casts: bool = False) -> Any:
+    """Return a feed-forward block as exporters write it: views, sums with biases, and casts."""
+    g = proofs.Graph((2, 3))
+    y = g.reshape(g.add("input", [], (2, 3)), (1, 2, 3))
+    for k, size in enumerate((7, 5)):
+        w = g.param(f"w.{k}", rng.standard_normal((size, g.shape_of(y)[-1])))
+        y = g.add("linear", [y, w], (1, 2, size))
+        y = g.add("add", [y, g.param(f"b.{k}", 0.3 * rng.standard_normal(size))], (1, 2, size))
+        y = g.add("cast", [y], (1, 2, size), format="bfloat16") if casts else y
+        y = g.add("relu", [y], (1, 2, size))
+        y = g.add("cast", [y], (1, 2, size), format="float16") if casts else y
+    w, b = g.param("w", rng.standard_normal((2, 5))), g.param("b", rng.standard_normal(2))
+    y = g.add("linear", [y, w, b], (1, 2, 2))
+    more = g.constant("more", 0.1 * rng.standard_normal(2).astype(np.float32))
+    y = g.add("relu", [g.add("add", [more, y], (1, 2, 2))], (1, 2, 2))
+    g.reshape(y, (2, 2))
     return g
 
 
@@ -86,3 +120,10 @@ RULES: dict[str, Build] = {
     "piecewise": proofs.piecewise,
     "silu, gelu, tanh of gelu": twice_activated,
 }
+CHAINS: dict[str, Build] = {
+    "relu of a linear": lambda rng: feed_forward(rng, rows=2, width=3, inner=6),
+    "relu twice": perceptron,
+    "as exported": shaped,
+    "with casts": lambda rng: shaped(rng, casts=True),
+}
+"""Blocks that are ReLU networks of each row."""

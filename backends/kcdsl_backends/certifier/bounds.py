@@ -33,7 +33,7 @@ from kcdsl_backends.drift.functionals import (
 from kcdsl_backends.drift.interval import Bounds
 from kcdsl_backends.drift.linear_bounds import LinearFound, SlopeEffort, cheap
 from kcdsl_backends.drift.relu_networks import FEWEST, MOST, MOST_BOXES
-from kcdsl_backends.process import OutOfTime, threads_for
+from kcdsl_backends.process import OutOfTime
 from kcdsl_certs.encoding.reals import real_text
 
 _LATE = "the time limit ended the search for a smaller bound"
@@ -228,8 +228,7 @@ class SplitDomain:
             most = MOST_BOXES if goal.domains else min(MOST_BOXES, MOST // network.cost)
             if most < FEWEST:
                 return
-            with threads_for(problem.block.size):
-                rows = network.split(limit, problem.claims.factor, most)
+            rows = network.split(limit, problem.claims.factor, most)
         except NoBound as no:
             found.reason = found.reason or str(no)
             return

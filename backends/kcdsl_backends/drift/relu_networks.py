@@ -17,6 +17,7 @@ from kcdsl_backends.drift.interval import states
 from kcdsl_backends.drift.linear.constraints import LinearConstraint
 from kcdsl_backends.drift.linear.splitting import SplitDecision, split
 from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.process import threads_for
 
 MOST_BOXES = 2**16
 """Boxes that are bounded for one case."""
@@ -118,7 +119,12 @@ class ReluNetwork:
                 for part in (layer.roundings for layer in self.layers)
             ]
             left = most - sum(one.boxes for one in found)
-            found.append(split(networks, low, high, unsafe, roundings=roundings, most=left))
+            device = str(networks[0][0][0].device)
+            with threads_for(max(weight.numel() for weight, _ in networks[0])):
+                one = split(
+                    *(networks, low, high, unsafe), roundings=roundings, most=left, device=device
+                )
+            found.append(one)
             if found[-1].verdict != "proved":
                 break
         return tuple(found)

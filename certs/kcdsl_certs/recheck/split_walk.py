@@ -45,7 +45,7 @@ class Off:
 
 
 @dataclass(slots=True)
-class _Layers:
+class BlockLayers:
     """Layers of both kernels, up to a node: the last is open until a ReLU follows it."""
 
     scene: Scene
@@ -129,7 +129,7 @@ def derive_splits(
     for a block that is no ReLU network of each row, "document/splits" for a tree that is none and
     "claim/too-small" for a leaf that does not follow.
     """
-    layers, sizes = _layers(scene)
+    layers, sizes = walk(scene)
     assert scene.centre is not None
     assert scene.radius is not None
     radius = np.broadcast_to(scene.radius, scene.centre.shape)
@@ -158,7 +158,7 @@ def _larger(outputs: int, inputs: int, limit: float) -> list[list[Halfspace]]:
     return [[(none, own.tolist(), (-own).tolist(), -Fraction(limit))] for own in signed]
 
 
-def _layers(scene: Scene) -> tuple[_Layers, dict[str, tuple[float, float]]]:
+def walk(scene: Scene) -> tuple[BlockLayers, dict[str, tuple[float, float]]]:
     """Walk the block in the interval domain; return its layers and the sizes of its nodes."""
     beside = scene.rows, scene.drift, scene.held
     if scene.rho or scene.centre is None or any(part is not None for part in beside):
@@ -168,7 +168,7 @@ def _layers(scene: Scene) -> tuple[_Layers, dict[str, tuple[float, float]]]:
     scene = replace(scene, errors=errors)
     known: dict[str, State] = {}
     sizes: dict[str, tuple[float, float]] = {}
-    layers: _Layers | None = None
+    layers: BlockLayers | None = None
     x: State | None = None
     for node, value in propagate(scene):
         sizes[node.name] = magnitudes(value)
@@ -180,7 +180,7 @@ def _layers(scene: Scene) -> tuple[_Layers, dict[str, tuple[float, float]]]:
         if layers is None or x is None:
             if node.op != "input":
                 raise _no_network(node)
-            layers = _Layers(scene, errors, Off.nothing(len(state.t.lo), node.shape[-1]))
+            layers = BlockLayers(scene, errors, Off.nothing(len(state.t.lo), node.shape[-1]))
             layers.store(node)
         else:
             _read(layers, node, x, known)
@@ -205,7 +205,7 @@ def _refuse_branches(block: Block) -> None:
         raise Rejected("document/domain", "the output is not the last node")
 
 
-def _read(layers: _Layers, node: Node, x: State, known: dict[str, State]) -> None:
+def _read(layers: BlockLayers, node: Node, x: State, known: dict[str, State]) -> None:
     match node.op:
         case "linear":
             layers.linear(node, x, known)
@@ -217,9 +217,7 @@ def _read(layers: _Layers, node: Node, x: State, known: dict[str, State]) -> Non
             layers.store(node)
         case "relu":
             layers.close()
-        case "view":
-            node.attrs.exactly("split")
-            if node.shape[-1] != x.shape[-1]:
-                raise _no_network(node)
+        case "view" if set(node.attrs.value) == {"split"} and node.shape[-1] == x.shape[-1]:
+            pass  # rows of the same elements
         case _:
             raise _no_network(node)

@@ -1,0 +1,224 @@
+"""Proofs by boxes that are split: forged trees, and blocks and claims that they do not prove."""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.linear_bounds.splits import leaves_of
+from tests.support import proofs
+from tests.support.mutation.changes import record_of
+from tests.support.mutation.trying import exceeded
+from tests.support.plane_blocks import feed_forward, perceptron
+from tests.support.split_blocks import LEAF, prover, stated
+
+Document = dict[str, Any]
+Edit = Callable[[Document], None]
+PAIR = (
+    proofs.numerics("float32", "any"),
+    proofs.numerics("float32", weights=("int8", "per_channel")),
+)
+CENTRE = np.array([[0.25, -0.5], [-0.125, 0.75]])
+RADIUS, ROWS, LIMIT = 2.0, 2, 0.026
+
+
+def text(tree: bytes) -> str:
+    return base64.b64encode(tree).decode()
+
+
+def trees(case: Document) -> list[bytes]:
+    return [base64.b64decode(tree) for tree in case["splits"]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
+    """A proof whose trees have cuts, and its checkpoint."""
+    graph = perceptron(np.random.default_rng(4), (2, 7, 6, 2))
+    network = prover(graph, PAIR, CENTRE, RADIUS)
+    found = [one.tree.data for one in network.split(LIMIT, 1.0, 200) if one.tree is not None]
+    assert len(found) == ROWS
+    assert all(len(tree) > 2 for tree in found)
+    return stated(tmp_path_factory.mktemp("splits"), graph, PAIR, CENTRE, RADIUS, LIMIT, found)
+
+
+def changed(base: tuple[Document, Path], edit: Edit) -> Document:
+    document = copy.deepcopy(base[0])
+    edit(document["cases"][0])
+    return document
+
+
+def reason(base: tuple[Document, Path], edit: Edit) -> str:
+    """Return what the checker says of a changed case."""
+    return recheck(proofs.dump(changed(base, edit)), base[1]).reason
+
+
+def test_the_proof_follows_as_it_is(base: tuple[Document, Path], follows: Any) -> None:
+    follows(base[0])
+    assert reason(base, lambda case: None) == "ok"
+    assert exceeded(*base, runs=60) == ""
+
+
+def of_first(change: Callable[[bytes], bytes]) -> Edit:
+    """Return an edit of the tree of the first row."""
+
+    def edit(case: Document) -> None:
+        first, *others = trees(case)
+        case["splits"] = [text(tree) for tree in (change(first), *others)]
+
+    return edit
+
+
+FORGED: dict[str, tuple[Edit, str]] = {
+    "a leaf less": (of_first(lambda tree: tree[:-2]), "document/splits"),
+    "a leaf more": (of_first(lambda tree: tree + LEAF), "document/splits"),
+    "half a number": (of_first(lambda tree: tree[:-1]), "document/splits"),
+    "a cut alone": (of_first(lambda tree: tree[:2]), "document/splits"),
+    "an empty tree": (of_first(lambda tree: b""), "document/splits"),
+    "an input that is not there": (of_first(lambda tree: b"\2\0" + tree[2:]), "document/splits"),
+    "no tree": (lambda case: case.update(splits=[]), "document/splits"),
+    "a tree less": (lambda case: case.update(splits=case["splits"][:1]), "document/splits"),
+    "a tree more": (lambda case: case["splits"].append(text(LEAF)), "document/splits"),
+    "no base64": (lambda case: case.update(splits=["//", *case["splits"][1:]]), "document/field"),
+    "other bits of base64": (
+        lambda case: case.update(splits=["//9=", *case["splits"][1:]]),
+        "document/field",
+    ),
+    "a number": (lambda case: case.update(splits=[65535, *case["splits"][1:]]), "document/field"),
+    "trees without the domain": (lambda case: case.pop("domain"), "document/field"),
+    "trees of planes": (lambda case: case.update(domain="planes"), "document/field"),
+    "the domain without trees": (lambda case: case.pop("splits"), "document/field"),
+    "weights that move": (
+        lambda case: case["region"].update(weights="0.001"),
+        "document/domain",
+    ),
+    "hints of planes": (
+        lambda case: case.update(planes={"met": [], "slopes": [], "searched": []}),
+        "document/field",
+    ),
+    "a larger box": (
+        lambda case: case["region"].update(radius=record_of(np.full((1, 1), 8 * RADIUS))),
+        "claim/too-small",
+    ),
+    "another box": (
+        lambda case: case["region"].update(centre=record_of(CENTRE + 16.0)),
+        "claim/too-small",
+    ),
+    "a claim of nothing": (lambda case: case.update(claim=(0.0).hex()), "claim/too-small"),
+    "a claim that runs exceed": (
+        lambda case: case.update(claim=(float.fromhex(case["claim"]) / 8).hex()),
+        "claim/too-small",
+    ),
+    "a witness less": (
+        lambda case: case["witness"][-1].update(drift=(0.0).hex()),
+        "witness/too-small",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_proofs_are_rejected(base: tuple[Document, Path], name: str) -> None:
+    edit, why = FORGED[name]
+    assert reason(base, edit) == why
+
+
+def test_a_claim_above_all_numbers_is_none(base: tuple[Document, Path]) -> None:
+    assert reason(base, lambda case: case.update(claim="inf")).startswith("document/")
+
+
+def test_a_tree_that_cuts_elsewhere_proves_no_less(base: tuple[Document, Path]) -> None:
+    """The checker bounds every leaf by itself: whatever is cut, what it accepts is true."""
+
+    def other(tree: bytes) -> bytes:
+        cuts = np.frombuffer(tree, "<u2")
+        return np.where(cuts == 0xFFFF, cuts, 1 - cuts % 2).astype("<u2").tobytes()
+
+    for edit in (of_first(other), lambda case: case["splits"].reverse()):
+        document = changed(base, edit)
+        found = recheck(proofs.dump(document), base[1])
+        assert found.reason in ("ok", "claim/too-small")
+        if found.ok:
+            assert exceeded(document, base[1], runs=60) == ""
+
+
+def test_other_functionals_have_no_trees(base: tuple[Document, Path]) -> None:
+    document = copy.deepcopy(base[0])
+    document["functional"] = {"kind": "2", "k": 1}
+    assert recheck(proofs.dump(document), base[1]).reason == "document/domain"
+
+
+def branching(rng: np.random.Generator) -> Any:
+    g = feed_forward(rng, ROWS, 2)
+    g.add("add", [g.nodes[0]["name"], g.output], (ROWS, 2))
+    return g
+
+
+def followed(rng: np.random.Generator) -> Any:
+    g = feed_forward(rng, ROWS, 2)
+    before = g.output
+    g.add("relu", [before], (ROWS, 2))
+    g.output = before
+    return g
+
+
+def smooth(rng: np.random.Generator) -> Any:
+    g = feed_forward(rng, ROWS, 2)
+    g.add("tanh", [g.output], (ROWS, 2))
+    return g
+
+
+def turned(rng: np.random.Generator) -> Any:
+    g = feed_forward(rng, ROWS, 2)
+    g.permute(g.output, [1, 0])
+    return g
+
+
+def twice(rng: np.random.Generator) -> Any:
+    return feed_forward(rng, ROWS, 2, layers=2)
+
+
+@pytest.mark.parametrize("build", [branching, followed, smooth, turned, twice])
+def test_blocks_that_are_no_chains_have_no_trees(tmp_path: Path, build: Any) -> None:
+    """Neither program takes a block for a ReLU network that is none."""
+    from kcdsl_backends.drift.boxes import NoBound
+
+    graph = build(np.random.default_rng(5))
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    document = proofs.document(graph, *PAIR, sha256, CENTRE, RADIUS)
+    assert recheck(proofs.dump(document), path).ok
+    document["cases"][0] |= {"domain": "splits", "splits": [text(LEAF)] * ROWS}
+    assert recheck(proofs.dump(document), path).reason == "document/domain"
+    with pytest.raises(NoBound):
+        prover(graph, PAIR, CENTRE, RADIUS)
+
+
+@st.composite
+def some_trees(draw: st.DrawFn) -> bytes:
+    """Draw a tree of boxes of three inputs."""
+    cuts, left = [], 1
+    while left:
+        cut = 0xFFFF if len(cuts) > 24 else draw(st.sampled_from([0xFFFF, 0xFFFF, 0, 1, 2]))
+        cuts.append(cut)
+        left += -1 if cut == 0xFFFF else 1
+    return np.array(cuts, "<u2").tobytes()
+
+
+@given(some_trees(), st.randoms(use_true_random=False))
+def test_leaves_cover_the_box_once(tree: bytes, random: Any) -> None:
+    """Volumes of dyadic boxes add up exactly, and every point lies in a leaf."""
+    low, high = np.array([-1.0, 0.0, 0.5]), np.array([1.0, 0.25, 4.5])
+    leaves = list(leaves_of(tree, low, high))
+    assert sum(float((hi - lo).prod()) for lo, hi in leaves) == float((high - low).prod())
+    for _ in range(8):
+        x = np.array([random.uniform(a, b) for a, b in zip(low, high, strict=True)])
+        assert any(bool(((lo <= x) & (x <= hi)).all()) for lo, hi in leaves)
+    assert all(bool(((low <= lo) & (lo <= hi) & (hi <= high)).all()) for lo, hi in leaves)
