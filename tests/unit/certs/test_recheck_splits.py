@@ -149,6 +149,34 @@ def test_a_tree_that_cuts_elsewhere_proves_no_less(base: tuple[Document, Path]) 
             assert exceeded(document, base[1], runs=60) == ""
 
 
+def of_weight(weight: float, output: int) -> Any:
+    """Return a block with a weight other than 0, 1 in the row of one output."""
+    g = proofs.Graph((ROWS, 2))
+    x = g.add("input", [], (ROWS, 2))
+    y = g.add("linear", [x, g.param("in", np.eye(2))], (ROWS, 2))
+    y = g.add("relu", [y], (ROWS, 2))
+    last = np.zeros((2, 2))
+    last[output] = [1.0, weight]
+    g.add("linear", [y, g.param("out", last)], (ROWS, 2))
+    return g
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("share", [64 / 127, 0.5037, 0.504])
+def test_every_row_and_output_is_bounded_from_both_sides(
+    tmp_path: Path, row: int, output: int, share: float
+) -> None:
+    """int8 stores 64/127: the drift of one output of one row is some 2e-3, -5e-4 or nothing."""
+    centre = np.full((ROWS, 2), -8.0)
+    centre[row, 1] = 8.0
+    document, path = stated(
+        tmp_path, of_weight(share, output), PAIR, centre, 1.0, 1e-4, [LEAF] * ROWS
+    )
+    wanted = "ok" if share == 64 / 127 else "claim/too-small"
+    assert recheck(proofs.dump(document), path).reason == wanted
+
+
 def test_other_functionals_have_no_trees(base: tuple[Document, Path]) -> None:
     document = copy.deepcopy(base[0])
     document["functional"] = {"kind": "2", "k": 1}
