@@ -226,7 +226,7 @@ class SplitDomain:
         try:
             network = problem.block.layers(*problem.region)
             most = MOST_BOXES if goal.domains else min(MOST_BOXES, MOST // network.cost)
-            if most < FEWEST:
+            if most < FEWEST and not goal.domains:
                 return
             rows = network.split(limit, problem.claims.factor, most)
         except NoBound as no:
@@ -235,6 +235,7 @@ class SplitDomain:
         last = rows[-1]
         if last.point is not None:
             found.start = network.shares(len(rows) - 1, last.point)
+            found.left = "splits: at one input the drift exceeds it in real arithmetic"
         elif last.tree is None:
             found.left = f"splits: {last.note}"
         trees = [one.tree.data for one in rows if one.tree is not None]

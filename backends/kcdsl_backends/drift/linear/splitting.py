@@ -133,7 +133,7 @@ def split(
     if point is not None:
         return SplitDecision("counterexample", 0, clock() - started, point=point)
     if roundings is not None and not query.below(near):
-        note = "at one input the drift and all roundings together exceed the limit"
+        note = "at one input the drift and all roundings together exceed it"
         return SplitDecision("unknown", len(near), clock() - started, note=note)
     search = BoxSearch(query.network, query.rows, *query.box, deepest=True)
     while search.open:
