@@ -60,8 +60,8 @@ class Derivation:
             if "planes" in case.domains:
                 return self._planes(scene, case)
             if case.domain == "splits":
-                claim = math.inf if case.claim is None else case.claim
-                return claim, derive_splits(scene, case.splits, claim)
+                assert case.claim is not None  # the functional is the largest drift
+                return case.claim, derive_splits(scene, case.splits, case.claim)
             return self._affine(scene, case)
 
     def link(self, case: Case) -> tuple[float, dict[str, tuple[float, float]], Ends]:

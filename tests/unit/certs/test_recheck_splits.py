@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.linear_bounds.splits import leaves_of
+from kcdsl_certs.recheck.linear_bounds.splits import leaves_of, recheck_split, replay
 from tests.support import proofs
 from tests.support.mutation.changes import record_of
 from tests.support.mutation.trying import exceeded
@@ -232,7 +234,8 @@ def test_blocks_that_are_no_chains_have_no_trees(tmp_path: Path, build: Any) -> 
 @st.composite
 def some_trees(draw: st.DrawFn) -> bytes:
     """Draw a tree of boxes of three inputs."""
-    cuts, left = [], 1
+    cuts: list[int] = []
+    left = 1
     while left:
         cut = 0xFFFF if len(cuts) > 24 else draw(st.sampled_from([0xFFFF, 0xFFFF, 0, 1, 2]))
         cuts.append(cut)
@@ -250,3 +253,70 @@ def test_leaves_cover_the_box_once(tree: bytes, random: Any) -> None:
         x = np.array([random.uniform(a, b) for a, b in zip(low, high, strict=True)])
         assert any(bool(((lo <= x) & (x <= hi)).all()) for lo, hi in leaves)
     assert all(bool(((low <= lo) & (lo <= hi) & (hi <= high)).all()) for lo, hi in leaves)
+
+
+# --- networks and constraints that a caller gives -------------------------------------------------
+
+ONE = ([[1.0]], [0.0])
+SAFE: list[Any] = [([0.0], [-1.0], [], Fraction(-3))]
+"""-f <= -3 cannot be met by f = x in [0, 2]."""
+
+
+def split(network: Any, facts: Any, high: Any = 2, *, low: Any = 0, second: Any = None) -> int:
+    networks = [network] if second is None else [network, second]
+    layers = [[(np.array(w), np.array(b)) for w, b in one] for one in networks]
+    return recheck_split(layers, [Fraction(low)], [Fraction(high)], [facts], LEAF)
+
+
+def test_one_leaf_shows_a_constraint_that_cannot_be_met() -> None:
+    assert split([ONE], SAFE) == 1
+
+
+@pytest.mark.parametrize(
+    ("network", "limit"),
+    [
+        ([([[2.0**-1074]], [0.0])], Fraction(-1, 2**76)),
+        ([([[2.0**-950]], [0.0]), ([[2.0**-600]], [0.0])], Fraction(-1, 2**570)),
+    ],
+)
+def test_functionals_that_underflow_show_nothing(network: Any, limit: Fraction) -> None:
+    """At x = 2^1000 both constraints are met, by products that float64 takes for 0."""
+    facts: list[Any] = [([0.0], [-0.5], [], limit)]
+    arrays = [(np.array(w), np.array(b)) for w, b in network]
+    at = [Fraction(2**1000)]
+    assert replay([arrays], [Fraction(0)], at, [facts], at)
+    with pytest.raises(Rejected, match="empty or too large"):
+        split(network, facts, 2**1000)
+
+
+@pytest.mark.parametrize(
+    ("network", "facts", "second"),
+    [
+        ([ONE], [([0.0], [-1.0], [1.0], Fraction(-3))], None),
+        ([ONE], [([0.0], [-1.0, 0.0], [], Fraction(-3))], None),
+        ([ONE], [([], [-1.0], [], Fraction(-3))], None),
+        ([ONE], [([0.0], [-1.0], [], Fraction(-3)), ([0.0], [], [], Fraction(0))], None),
+        ([ONE], [([0.0], [np.nan], [], Fraction(-3))], None),
+        ([ONE], [([0.0], [-1.0], [], Fraction(-(10**400)))], None),
+        ([ONE], [], None),
+        ([([[1.0], [1.0]], [0.0])], [([0.0], [-1.0, 0.0], [], Fraction(-3))], None),
+        ([([[1.0]], [[0.0]])], SAFE, None),
+        ([([1.0], [0.0])], SAFE, None),
+        ([ONE, ([[1.0, 1.0]], [0.0])], SAFE, None),
+        ([], SAFE, None),
+        (
+            [([[1.0], [1.0]], [0.0, 0.0])],
+            [([0.0], [-1.0, 0.0], [0.0, 0.0], Fraction(-3))],
+            [([[1.0], [1.0]], [0.0])],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_rejected(network: Any, facts: Any, second: Any) -> None:
+    with pytest.raises(Rejected) as rejected:
+        split(network, facts, second=second)
+    assert rejected.value.reason == "document/splits"
+
+
+def test_an_empty_box_is_rejected() -> None:
+    with pytest.raises(Rejected, match="empty or too large"):
+        split([ONE], SAFE, low=3)

@@ -29,6 +29,7 @@ _DEEPER = 12
 _ROUNDOFF = 2.0**-53
 _LARGEST = 2.0**100
 _FAINT = 2.0**-800
+_MOST_LIMIT = 2**1000
 _MOST_LAYERS, _MOST_WIDTH = 32, 4096
 
 
@@ -326,20 +327,25 @@ def recheck_split(
     do not fit, the tree is none, or a leaf does not follow.
     """
     layers = paired(networks, off)
-    first = np.array([one[1] for group in unsafe for one in group], dtype=np.float64)
-    inputs = np.array([one[0] for group in unsafe for one in group], dtype=np.float64)
-    second = np.zeros_like(first)
-    if len(networks) == 2:
-        second = np.array([one[2] for group in unsafe for one in group], dtype=np.float64)
-    sizes = layers[0].weight.shape[1], len(layers[-1].bias)
+    inputs, outputs = layers[0].weight.shape[1], len(layers[-1].bias)
+    lengths = inputs, outputs, outputs if len(networks) == 2 else 0
+    facts = [one for group in unsafe for one in group]
     if (
-        first.ndim != 2
-        or (inputs.shape[1], first.shape[1], second.shape[1]) != (sizes[0], sizes[1], sizes[1])
-        or not (len(low) == len(high) == sizes[0])
+        not facts
         or not all(unsafe)
-        or not all(np.isfinite(part).all() for part in (first, inputs, second))
+        or any(tuple(map(len, one[:3])) != lengths for one in facts)
+        or not all(math.isfinite(number) for one in facts for part in one[:3] for number in part)
+        or not all(abs(one[3]) <= _MOST_LIMIT for one in facts)
+        or not (len(low) == len(high) == inputs)
     ):
         raise Rejected("document/splits", "the constraints or the box do not fit the networks")
+    if not all(-_LARGEST <= a <= b <= _LARGEST for a, b in zip(low, high, strict=True)):
+        # what underflows in a functional is below _FAINT only up to this size
+        raise Rejected("document/splits", "the box is empty or too large")
+    first, second, direct = (
+        np.array([one[k] for one in facts], dtype=np.float64).reshape(len(facts), -1)
+        for k in (1, 2, 0)
+    )
     corners = np.array([_towards(v, -1) for v in low]), np.array([_towards(v, 1) for v in high])
     limits = np.array([_towards(-one[3], -1) for group in unsafe for one in group])
     places, start = [], 0
@@ -349,9 +355,8 @@ def recheck_split(
     last = len(layers) - 1
 
     def proved(leaves: Leaves) -> NDArray[np.bool_]:
-        most = leaves.most(
-            last, -(first + second), -second if len(networks) == 2 else None, -inputs
-        )
+        both, change = (first + second, -second) if len(networks) == 2 else (first, None)
+        most = leaves.most(last, -both, change, -direct)
         cannot = most < limits
         found: NDArray[np.bool_] = np.ones(len(cannot), dtype=np.bool_)
         for place in places:
@@ -381,9 +386,14 @@ def paired(
 
     Raises Rejected "document/splits" or "bound/not-finite".
     """
-    shapes = [[np.shape(weight) for weight, _ in network] for network in networks]
+    shapes = [[(np.shape(w), np.shape(b)) for w, b in network] for network in networks]
     if not shapes or len(shapes) > 2 or shapes[0] != shapes[-1] or not shapes[0]:
         raise Rejected("document/splits", "one network, or two with the same layers")
+    before = shapes[0][0][0][1:]
+    for weight, bias in shapes[0]:
+        if (len(weight), bias, before) != (2, weight[:1], weight[1:]) or 0 in weight:
+            raise Rejected("document/splits", "the layers do not fit one another")
+        before = bias
     found = []
     for number, layer in enumerate(networks[0]):
         weight, bias = (np.asarray(part, dtype=np.float64) for part in layer)
