@@ -58,7 +58,6 @@ def refused(code: Any, *words: str) -> Iterator[None]:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("block", "case"), KERNELS, ids=lambda part: getattr(part, "name", part))
 def test_what_is_measured_on_a_device_can_be(
     model: Model, block: str, case: Case, monkeypatch: pytest.MonkeyPatch

@@ -64,7 +64,6 @@ def stays_inside(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", BY_SEQUENCE, ids=lambda c: c.name)
 def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
     """One scale for the tensor is one for each sequence, however large the others of a batch."""
@@ -171,7 +170,6 @@ THREADED = [
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", THREADED, ids=lambda c: c.name)
 def test_any_number_of_threads(case: Case, threads: int) -> None:
     running = load_kernel(case.ref(), kernels_inputs.loaded("tiny LM"), "cpu")

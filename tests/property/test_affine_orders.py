@@ -161,7 +161,6 @@ def push(kernel: Simulator, x: Tensor | None, row: int, first: int, second: int)
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
 def test_no_attack_changes_what_is_proved(
@@ -217,7 +216,6 @@ def test_some_orders_are_proved_and_some_are_not(folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
 def test_norm_and_span_hold_and_are_confirmed(

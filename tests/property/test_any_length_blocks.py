@@ -76,7 +76,6 @@ LAYERS = [(kind, "layer_0", "float32 fused") for kind in ("llama", "bert")]
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "block", "name"), [*CASES, *LAYERS], indirect=["model"])
 def test_attacks_of_every_length_stay_inside(model: Model, block: str, name: str) -> None:
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])

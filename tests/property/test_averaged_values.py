@@ -205,7 +205,6 @@ def largest(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("implementation", [prover, checker])
 @pytest.mark.parametrize(
     ("rule", "radius"),

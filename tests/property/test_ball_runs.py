@@ -128,7 +128,6 @@ def test_no_run_of_a_rule_leaves_what_either_program_says(
     assert attacked(RULES[rule], tmp_path, rule, inputs) > 0 or inputs not in MODEST
 
 
-@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inputs", ["usual", "large", "level"])
 @pytest.mark.parametrize("block", BLOCKS)

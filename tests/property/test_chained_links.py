@@ -109,7 +109,6 @@ HANDED = [
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "pair", "count"), HANDED)
 def test_ellipsoids_hold_what_links_return(
     kind: str, pair: str, count: int | None, folder: Path
@@ -182,7 +181,6 @@ def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "pair"),
     [

@@ -44,7 +44,6 @@ def changed(folder: Path, kind: str, change: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "change", "clause"),
     [
@@ -71,7 +70,6 @@ def test_links_that_hold_nothing_but_zeros(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "coarse", "tokens", "clause"),
     [

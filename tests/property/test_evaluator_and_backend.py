@@ -97,7 +97,6 @@ def test_hard_clauses() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("unit", ["requests", "windows"])
 def test_budgets(unit: str) -> None:
     seen: Counter[Truth] = Counter()

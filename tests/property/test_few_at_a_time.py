@@ -24,7 +24,6 @@ PAIRS: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-9])
 @pytest.mark.parametrize("rule", ["context straight from a linear", "context of shared heads"])

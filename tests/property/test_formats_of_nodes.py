@@ -86,7 +86,6 @@ def random_problem(seed: int) -> tuple[Any, Pair, tuple[str, str], np.ndarray]:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", range(0, 72, 12))
 def test_eager_and_simulated_runs_stay_inside(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 12):
@@ -262,7 +261,6 @@ def test_squares_that_leave_float16_have_no_bound(size: float, tmp_path: Path) -
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_norms_written_out_stay_inside_and_near(seed: int, tmp_path: Path) -> None:
     """Whole blocks of rows against float64; every part of every way to write one is rounded."""

@@ -154,7 +154,6 @@ def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 def test_whole_model_on_token_ids(model: Model) -> None:
     """Float32 against another float32 program: the whole model has a finite bound that holds."""
     factory = problem_factory(model, "float32 fused")
@@ -167,7 +166,6 @@ def test_whole_model_on_token_ids(model: Model) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
     factory = problem_factory(model, "bfloat16 any")
     problem, centre = factory.problem("attn_0", TOKENS), factory.centre("attn_0", TOKENS)

@@ -91,7 +91,6 @@ def errors(found: Counter[tuple[str, str]]) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("guesses", [False, True], ids=["safe", "unsafe"])
 def test_findings_go_and_comments_stay(cli: Cli, folder: Path, guesses: bool) -> None:
     words = ("--fix", "--unsafe-fixes") if guesses else ("--fix",)

@@ -73,7 +73,6 @@ def drawn(rng: np.random.Generator, names: tuple[str, ...], casts: str, compute:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10])
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("kind", sorted(BLOCKS))

@@ -106,7 +106,6 @@ def test_no_attacked_run_leaves_the_planes(model: Model, block: str, infer: str)
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 def test_nothing_of_the_size_of_the_box_squared_is_left(model: Model) -> None:
     """Drifts much smaller than the box, where both kernels by themselves leave its square."""
     fused = resolve(EAGER | NUMERICS["float32 fused"])

@@ -118,7 +118,6 @@ POINT = torch.zeros(1, 1, dtype=torch.float64)
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_with_biases_is_inside_of_its_bounds(way: str, format: str) -> None:
@@ -177,7 +176,6 @@ COMPUTED: dict[str, Attend] = {
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", COMPUTED)
 def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, format: str) -> None:

@@ -170,7 +170,6 @@ def _answer(asked: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NUMERICS)
 def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> None:
     model = models[list(NUMERICS).index(name) % 2]
@@ -252,7 +251,6 @@ def test_attacks_of_the_device_are_runs_of_the_cpu(stepped: tuple[Path, Program]
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mode",
     [

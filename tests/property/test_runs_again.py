@@ -91,7 +91,6 @@ def again(run: RunPair, simulators: tuple[Simulator, Simulator]) -> RunPair:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("infer", KERNELS)
 @pytest.mark.parametrize(("block", "radius"), [("attn_0", 0.0), ("mlp_0", 1e-3)])
 def test_a_recorded_run_attains_the_same(
@@ -119,7 +118,6 @@ def test_a_recorded_run_attains_the_same(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 def test_the_same_search_finds_the_same_run(model: Model) -> None:
     problem, centre = problem_of(model, "attn_0", "bfloat16 any")
     spread = torch.full((1, 1), 1e-3, dtype=torch.float64)
@@ -134,7 +132,6 @@ def test_the_same_search_finds_the_same_run(model: Model) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("infer", ["float32 fused", "bfloat16 any", "bfloat16 sums"])
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
 def test_true_orders_stay_below_the_attack_and_the_bounds(

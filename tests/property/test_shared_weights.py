@@ -460,7 +460,6 @@ def test_weights_cost_no_more_than_products_of_errors(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel_pair", ALIKE)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_no_weights_take_two_kernels_farther_apart(

@@ -266,7 +266,6 @@ def around(document: Any, rho: Fraction) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @by_turns(block=BLOCKS, kernel_pair=PAIRS, rho=RHOS[1:])
 def test_runs_on_later_weights_stay_inside(
     tmp_path: Path, block: str, kernel_pair: str, rho: Fraction

@@ -36,7 +36,6 @@ def largest(found: Gathered) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("values", "temperature"), [("raw", "1"), ("processed", "1"), ("processed", "7/10")]
 )

@@ -356,7 +356,6 @@ def _shifted(answer: Answer) -> Answer:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_numbers_name_what_the_server_does_not_say(
     name: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]

@@ -76,7 +76,6 @@ def test_batches_find_the_optimum_where_single_runs_see_no_slope() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["inf", "2", "span"])
 def test_what_a_batch_finds_is_simulated_again_bit_for_bit(kind: str) -> None:
     kernels, centre, radius, _ = steps_problem()
@@ -93,7 +92,6 @@ UNIT: dict[str, Any] = {"compute": "bfloat16", "casts": "nearest", "tensor_core"
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ulps", "numerics"),
     [*((ulps, {"casts": "nearest", "activations": QUANTISED}) for ulps in (0.3, 1.4)), (300, UNIT)],

@@ -357,7 +357,6 @@ def decoder(folder: Path, **config: Any) -> Model:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("eps", [1e-8, 1e-12, 1e-5])
 def test_an_exported_norm_keeps_its_epsilon(tmp_path: Path, eps: float) -> None:
     """On rows of zeros, tiny rows and huge ones it is the norm of the model."""

@@ -390,7 +390,6 @@ def test_packed_int4_of_torchao_is_read_in_the_plain_order(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_stored_codes_are_read_as_they_are(cli: Any, tmp_path: Path, name: str) -> None:
     write_model(tmp_path, config={**DECODER, "hidden_size": 32, "intermediate_size": 32})

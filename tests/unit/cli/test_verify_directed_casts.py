@@ -37,7 +37,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("casts", "block", "more"),
     [

@@ -63,7 +63,6 @@ def proof_of(folder: Path) -> tuple[bytes, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("k", "compute"), [(16, "float32"), (1, "float16")])
 def test_an_order_that_boxes_leave_open_is_proved(
     cli: Any, folder: Path, k: int, compute: str

@@ -48,7 +48,6 @@ def verified(folder: Path, code: int = 1, **parts: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "casts", "more"),
     [

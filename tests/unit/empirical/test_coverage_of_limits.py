@@ -19,7 +19,6 @@ def _noise(runs: int, share: float = 0.05) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("level", "n"), [("normal", 40), ("exponential", 60)])
 def test_two_sided_intervals_of_a_mean_cover_clustered_data(level: str, n: int) -> None:
     """95 % intervals cover in 93 to 97 % of runs, give or take what 500 runs can tell."""

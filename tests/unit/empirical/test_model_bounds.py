@@ -56,7 +56,6 @@ PAIRS = {
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("effort", EFFORT_NUMBERS)
 def test_no_admitted_run_leaves_the_bound(name: str, effort: int) -> None:

@@ -200,7 +200,6 @@ def test_the_training_kernel_scores_what_only_infer_recorded(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
 def test_batches_of_trainers_give_the_same_values(
     decide: Callable[..., dict[str, Any]], trainer: str

@@ -63,7 +63,6 @@ def blocked(checks: dict[str, Precheck]) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("infer", [BFLOAT16, FP8, SDPA], ids=["bfloat16", "fp8", "sdpa"])
 @pytest.mark.parametrize("scored", [False, True])
 def test_clean_recordings_pass(infer: recordings.Program, scored: bool) -> None:
@@ -441,7 +440,6 @@ def test_shifts_are_compared_at_tokens_that_count() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("t", [1.0, 0.7])
 def test_the_training_kernel_scores_as_it_was_recorded(t: float) -> None:
     """The training kernel reads its own recorded numbers again, at the temperature of the policy,

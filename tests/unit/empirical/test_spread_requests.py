@@ -169,7 +169,6 @@ def test_an_incomplete_answer_is_an_error(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["requests", "model"])
 def test_a_worker_with_other_files_is_an_error(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str

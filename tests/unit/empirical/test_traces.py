@@ -185,7 +185,6 @@ def test_values_of_another_type_are_a_defect(lab: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("looks", [1, 4, None], ids=["one look", "four looks", "any time"])
 def test_every_kind_of_clause_is_concluded_again(lab: Any, write: Write, looks: int | None) -> None:
     found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.05)), looks=looks, seed=7)

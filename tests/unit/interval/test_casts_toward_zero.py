@@ -80,7 +80,6 @@ def by_codes(x: Floats, form: str) -> Floats:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FP8)
 def test_every_float16_number_is_cut_off_to_the_code_below_it(form: str) -> None:
     x = halves()

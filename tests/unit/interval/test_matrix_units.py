@@ -102,7 +102,6 @@ def codes(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", UNITS)
 def test_no_sum_of_a_unit_leaves_the_bound(name: str) -> None:
     unit = TENSOR_CORES[name].linears

@@ -104,7 +104,6 @@ def test_blocks_are_proved_and_the_checker_agrees(name: str, block: str, tmp_pat
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", ["mlp_0", "attn_0"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_is_proved_where_its_route_is_sure(name: str, block: str, tmp_path: Path) -> None:

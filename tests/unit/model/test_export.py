@@ -40,7 +40,6 @@ def ops(graph: BlockGraph) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_is_its_graph_in_float64(name: str, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(name)

@@ -74,7 +74,6 @@ def test_casts_to_e4m3_lose_at_most_a_seventeenth() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "largest", "u", "eta"),
     [
@@ -123,7 +122,6 @@ def cut_off(
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("target", "source", "exact", "u", "eta", "largest"), TARGETS)
 def test_casts_toward_zero_lose_less_than_two_roundoffs(
     target: z3.FPSortRef,

@@ -194,7 +194,6 @@ def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
 @pytest.mark.parametrize("metric", ["kl", "tv", "chi2_infer_train", "logit_span"])
 def test_no_head_makes_more_of_the_metric_than_its_envelope(

@@ -136,7 +136,6 @@ def test_an_interval_that_touches_zero_shows_nothing() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("level", "least"), [("normal", 0.9), ("lognormal 1.5", 0.78)])
 def test_intervals_of_shares_hold_together(level: str, least: float) -> None:
     """On 20 requests. Limits of percentiles of resamples alone hold in 0.69 of the skewed ones."""
