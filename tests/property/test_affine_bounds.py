@@ -102,6 +102,31 @@ def test_norms_of_remainders_hold(kind: str) -> None:
             assert seen <= two * (1 + 1e-12)
 
 
+def norms_of_remainder(alpha: Floats, cap: Floats, total: Floats) -> tuple[float, float]:
+    """Return the norm of functionals of what is at most `cap`, of both programs."""
+    prover = prover_remainder(-cap, cap, total).nonlinear().together(prover_adjoint(alpha))
+    return prover, Remainder(-cap, cap, total).curve.together(Adjoint(alpha, (0, 0)))
+
+
+def test_rows_that_are_not_read_do_not_count() -> None:
+    """The programs carry windows of different sizes where a mask forbids columns of a row."""
+    cap, total, few = np.ones((4, 6)), np.array([[1e-3], [3.0], [2.0], [50.0]]), [1, 2]
+    alpha = np.zeros((12, 4, 6))
+    alpha[:, few] = np.linalg.qr(np.random.default_rng(7).standard_normal((12, 12)))[0].reshape(
+        12, 2, 6
+    )
+    wide = norms_of_remainder(alpha, cap, total)
+    assert wide == pytest.approx(norms_of_remainder(alpha[:, few], cap[few], total[few]), rel=1e-3)
+    o = np.zeros((4, 6))
+    o[1, :3] = o[2, :2] = 1.0  # as large as both rows may be
+    farthest = float(np.linalg.norm((alpha * o).sum(axis=(1, 2))))
+    for found in wide:
+        assert farthest <= found * (1 + 1e-12)
+        assert found <= farthest * 1.001
+    alpha[:, 3] = 1.0  # now the row with the large total is read, and all of it may be at its cap
+    assert min(norms_of_remainder(alpha, cap, total)) > 6 * 12**0.5
+
+
 def matrices() -> dict[str, Floats]:
     rng = np.random.default_rng(4)
     square = rng.standard_normal((40, 40))

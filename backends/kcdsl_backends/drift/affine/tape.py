@@ -474,7 +474,8 @@ class Remainder:
         return -least, most
 
     def _norm(self, a: Adjoint) -> float:
-        """Bound |A o|: by column norms, and as Σ o²/cap <= Σ|o|, by that of A∘√cap."""
+        """Bound |A o|: by column norms, and as Σ o²/cap <= Σ|o|, by that of A∘√cap; rows that are
+        not read do not count."""
         part = at(a.window)
         most, total = torch.maximum(-self.low[part], self.high[part]), self.total[part[:-1]]
         columns = a.values.norm(dim=0, keepdim=True) * SAFE
@@ -487,7 +488,8 @@ class Remainder:
         else:
             products = square_of(scaled)
             spread = largest_eigenvalue(products, float(scaled.square().sum()) * SAFE)
-        return min(one_by_one, math.sqrt(spread * float(total.sum()) * SAFE) * SAFE)
+        whole = float(total[a.values.any(0).any(-1, keepdim=True)].sum()) * SAFE
+        return min(one_by_one, math.sqrt(spread * whole) * SAFE)
 
 
 def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Tensor:

@@ -48,7 +48,9 @@ class Remainder:
             spread = float((np.diagonal(scaled) ** 2).max()) * _MORE
         else:
             spread = largest(scaled @ scaled.T, float((scaled**2).sum()) * _MORE)
-        return min(by_columns, math.sqrt(spread * float(total.sum())) * _MORE + 2.0**-450)
+        read = adjoint.values.any(axis=(0, -1))[..., None]  # a window may be wider
+        whole = float(total[read].sum())
+        return min(by_columns, math.sqrt(spread * whole) * _MORE + 2.0**-450)
 
 
 def most_of(weights: Floats, caps: Floats, total: Floats) -> Floats:
